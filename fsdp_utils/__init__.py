@@ -1,0 +1,38 @@
+"""Tools for training with PyTorch FSDP, and what its lessons stand on.
+
+Every public name is importable from here; the module that holds it (and torch
+with it) is loaded only when the name is first used.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> the module that holds it
+_MODULE_OF = {
+    "get_local_rank": "distributed",
+    "get_node_rank": "distributed",
+    "get_rank": "distributed",
+    "get_world_size": "distributed",
+    "rank0_first": "distributed",
+    "run_on_ranks": "distributed",
+    "sampler": "distributed",
+    "check_sharding": "wrapping",
+    "shard": "wrapping",
+    "transformer_block_classes": "wrapping",
+    "wrap_policy": "wrapping",
+}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

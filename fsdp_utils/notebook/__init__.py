@@ -1,0 +1,1 @@
+"""What only the lessons need: ranks, small tasks, figures, exercises."""
