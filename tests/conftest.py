@@ -1,0 +1,24 @@
+"""What all tests share: seeds, and two real ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_utils import run_on_ranks
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def two_ranks() -> Callable[..., list[Any]]:
+    """`two_ranks(fn, *args, timeout=60)` -> what fn(*args) returned on rank 0 and on rank 1."""
+
+    def call(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        return run_on_ranks(fn, *args, world_size=2, timeout=timeout)
+
+    return call
