@@ -1,0 +1,42 @@
+# Each target first makes .venv, or refreshes it when pyproject.toml or constraints.txt has changed.
+#   make lab PYTHON=python3.12       another Python (3.10 or later)
+#   make lab LAB_ARGS=--no-browser   more options for JupyterLab
+#   make lessons ONLY=01             one lesson
+VENV_PYTHON = .venv/bin/python
+ifeq ($(origin PYTHON),undefined)
+# .venv's own Python, where it still runs: the answer is there at once, and the version stays
+PYTHON := $(shell $(VENV_PYTHON) -c '' 2>/dev/null && echo $(VENV_PYTHON) || echo python3)
+endif
+
+# the lessons' stored outputs show four ranks; with another number only their assertions are checked
+test: export FSDP_RANKS ?= 4
+NBVAL = $(if $(filter 4,$(FSDP_RANKS)),--nbval,--nbval-lax)
+
+.PHONY: lab test lessons lint bench setup
+
+lab: setup
+	@$(VENV_PYTHON) -m jupyter lab notebooks/00_fsdp_from_scratch.ipynb \
+		--ZMQChannelsWebsocketConnection.limit_rate=False $(LAB_ARGS)
+
+test: setup
+	@status=0; \
+	$(VENV_PYTHON) -m pytest tests || status=1; \
+	$(VENV_PYTHON) -m pytest $(NBVAL) --nbval-current-env --nbval-cell-timeout=120 --timeout=180 notebooks || status=1; \
+	exit $$status
+
+lessons: setup
+	@$(VENV_PYTHON) tools/build_lessons.py $(ONLY)
+
+lint: setup
+	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m ruff format --check .
+	@$(VENV_PYTHON) -m pyright
+
+bench: setup
+	@for script in benchmarks/*.py; do echo "== $$script"; $(VENV_PYTHON) "$$script" || exit 1; done
+
+setup:
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "There is no command $(PYTHON): install Python 3.10 or later, or name it, for example: make lab PYTHON=python3.12"; \
+		exit 1; }
+	@"$(PYTHON)" -I tools/setup_env.py
