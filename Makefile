@@ -30,7 +30,7 @@ lessons: setup
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .
 	@$(VENV_PYTHON) -m ruff format --check .
-	@$(VENV_PYTHON) -m pyright
+	@$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
 
 bench: setup
 	@for script in benchmarks/*.py; do echo "== $$script"; $(VENV_PYTHON) "$$script" || exit 1; done

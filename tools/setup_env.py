@@ -75,7 +75,7 @@ def make_venv() -> None:
 
 
 def run(*args: str, doing: str, python: str = str(VENV_PYTHON)) -> None:
-    """Run Python in ROOT and show what it downloads; if it fails, leave with one sentence and a log."""
+    """Run Python in ROOT and show its larger downloads; if it fails, leave with one sentence and a log."""
     pins = {"PIP_CONSTRAINT": "constraints.txt", "PIP_BUILD_CONSTRAINT": "constraints.txt"}
     lines = []
     with subprocess.Popen(
@@ -88,7 +88,7 @@ def run(*args: str, doing: str, python: str = str(VENV_PYTHON)) -> None:
     ) as process:
         for line in process.stdout or ():
             lines.append(line)
-            if line.lstrip().startswith(("Downloading ", "Installing collected")):
+            if "Downloading" in line and line.rstrip().endswith("MB)"):  # what one waits for
                 print("  " + line.strip()[:100], flush=True)
     if process.returncode != 0:
         sys.exit(why_it_failed(lines, doing))
