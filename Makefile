@@ -4,8 +4,8 @@
 #   make lessons ONLY=01             one lesson
 VENV_PYTHON = .venv/bin/python
 ifeq ($(origin PYTHON),undefined)
-# .venv's own Python, where it still runs: the answer is there at once, and the version stays
-PYTHON := $(shell $(VENV_PYTHON) -c '' 2>/dev/null && echo $(VENV_PYTHON) || echo python3)
+# .venv's own Python where there is one: it starts faster than a shim, and .venv keeps its version
+PYTHON := $(shell test -x $(VENV_PYTHON) && echo $(VENV_PYTHON) || echo python3)
 endif
 
 # the lessons' stored outputs show four ranks; with another number only their assertions are checked
