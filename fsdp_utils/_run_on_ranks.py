@@ -52,10 +52,11 @@ class RankTraceback(Exception):
 def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0) -> list[Any]:
     """What does `fn(*args)` return on each of `world_size` ranks on this machine's CPU?
 
-    Inside fn the gloo process group is initialised and RANK, LOCAL_RANK, WORLD_SIZE and so on are set
-    as torchrun sets them. fn may be defined anywhere: in a notebook cell, in a script (no
-    `if __name__ == "__main__"` needed), in another function. It, its arguments and its results travel
-    by value, tensors too; they must be on the CPU, and DTensors made whole with `.full_tensor()`.
+    Inside fn the gloo process group is initialised, and RANK, LOCAL_RANK, WORLD_SIZE and so on are set as
+    torchrun sets them (without MASTER_ADDR and MASTER_PORT: there is no port). fn may be defined anywhere:
+    in a notebook cell, in a script (no `if __name__ == "__main__"` needed), in another function. It, its
+    arguments and its results travel by value, tensors too. A DTensor arrives without its mesh: return
+    `.full_tensor()` or `.to_local()`.
     When the call ends, however it ends, the ranks and the processes they started are gone.
 
     Args:
@@ -84,13 +85,41 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
         raise TypeError(f"run_on_ranks: fn or its arguments cannot be sent to the ranks: {error}") from error
 
     with tempfile.TemporaryDirectory(prefix="fsdp_utils_") as directory:
+        job = _Job(
+            world_size=world_size,
+            directory=Path(directory),
+            # A forked rank would have the server's environment, as it was when that was started.
+            environ={
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("TORCHELASTIC_", "MASTER_"))
+            },
+            start_method=multiprocessing.get_start_method(allow_none=True),
+            call=call,
+            timeout=timeout,
+        )
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):  # appended one by one: _kill is to know all that are started
-                ranks.append(_start(rank, world_size, Path(directory), call, timeout))  # noqa: PERF401
+                ranks.append(_start(rank, job))  # noqa: PERF401
             return _collect(ranks, timeout)
         finally:
             _kill(ranks)
+
+
+class _Job(NamedTuple):
+    """What each rank is told."""
+
+    world_size: int
+    directory: Path
+    environ: dict[str, str]
+    start_method: str | None  # of multiprocessing, for what fn starts
+    call: bytes
+    timeout: float
+
+    def stack_of(self, rank: int) -> Path:
+        """Where the faulthandler of that rank writes on timeout."""
+        return self.directory / f"stack_{rank}"
 
 
 # ---- in the caller ---------------------------------------------------------------------------------
@@ -100,7 +129,7 @@ class _Rank(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
-    stack: Path  # where its faulthandler writes on timeout
+    stack: Path
 
     def exited(self) -> str:
         """How this rank ended, in words."""
@@ -113,14 +142,11 @@ class _Rank(NamedTuple):
         return f"exited with code {code}"
 
 
-def _start(rank: int, world_size: int, directory: Path, call: bytes, timeout: float) -> _Rank:
+def _start(rank: int, job: _Job) -> _Rank:
     context: Any = multiprocessing.get_context(_METHOD)
     context.set_forkserver_preload(_PRELOAD)
     ours, theirs = context.Pipe()
-    stack = directory / f"stack_{rank}"
-    # The environment goes along: a forked rank would have the server's, from when that was started.
-    args = (rank, world_size, directory / "store", stack, dict(os.environ), theirs, call, timeout)
-    process = context.Process(target=_rank_main, args=args, name=f"rank {rank}")
+    process = context.Process(target=_rank_main, args=(rank, job, theirs), name=f"rank {rank}")
     try:
         with _main_hidden():
             process.start()
@@ -129,7 +155,7 @@ def _start(rank: int, world_size: int, directory: Path, call: bytes, timeout: fl
         raise
     finally:
         theirs.close()
-    return _Rank(rank, process, ours, stack)
+    return _Rank(rank, process, ours, job.stack_of(rank))
 
 
 _main_lock = threading.Lock()
@@ -265,31 +291,22 @@ def _kill(ranks: list[_Rank]) -> None:
 # ---- in each rank ----------------------------------------------------------------------------------
 
 
-def _rank_main(
-    rank: int,
-    world_size: int,
-    store: Path,
-    stack: Path,
-    environ: dict[str, str],
-    pipe: Connection,
-    call: bytes,
-    timeout: float,
-) -> None:
+def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
     _end_with_caller()
-    with stack.open("w") as stack_file:
+    with job.stack_of(rank).open("w") as stack_file:
         try:
-            _join_group(rank, world_size, store, environ, timeout)
+            _be_rank(rank, job)
             pipe.send(("ready", None))
             pipe.recv()
-            faulthandler.dump_traceback_later(timeout, file=stack_file)
-            fn, args = cloudpickle.loads(call)
+            faulthandler.dump_traceback_later(job.timeout, file=stack_file)
+            fn, args = cloudpickle.loads(job.call)
             message = "result", _dumps(fn(*args))
         except BaseException as error:
             message = "failure", (time.monotonic_ns(), pack_error(error))
         faulthandler.cancel_dump_traceback_later()
         pipe.send(message)
-        # Stay until everybody is done: were the group to close now, peers would fail in their collectives, and
-        # the caller would have to tell such failures from the first. After a failure this ends in SIGKILL.
+        # Stay until everybody is done: were the group to close now, peers would fail in their collectives,
+        # and the caller would have to tell their failures from the first. After a failure SIGKILL ends this.
         pipe.recv()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -314,18 +331,17 @@ def _end_with_caller() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _join_group(rank: int, world_size: int, store: Path, environ: dict[str, str], timeout: float) -> None:
+def _be_rank(rank: int, job: _Job) -> None:
+    """Set up the process as torchrun and a training script would, and make the process group."""
+    multiprocessing.set_start_method(job.start_method, force=True)  # as in the caller, for DataLoader workers
     os.environ.clear()
-    os.environ.update(
-        {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
-    )
+    os.environ.update(job.environ)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         GROUP_RANK="0",
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
     )
     # gloo takes its interface from here, and would otherwise listen on the one that the host name leads to.
     if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
@@ -333,13 +349,14 @@ def _join_group(rank: int, world_size: int, store: Path, environ: dict[str, str]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed has still shown its prints
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // world_size))
+    torch.set_num_threads(max(1, cores // job.world_size))
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(store), world_size),  # a file: no port to find, none for others to reach
+        # A file: no port to find, and none that others could reach.
+        init_method=f"file://{(job.directory / 'store').as_posix()}",
         rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout + _START_LIMIT_S),  # the caller's timeout is to come first
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout + _START_LIMIT_S),  # the caller's timeout is to come first
     )
 
 

@@ -103,9 +103,9 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            store.set(done, pack_error(error))
+            store.set(done, pack_error(error).hex())
             raise
-        store.set(done, b"")
+        store.set(done, "")
         return
 
     limit = time.monotonic() + timeout
@@ -117,7 +117,7 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
             )
         time.sleep(_POLL_S)
     if failure := store.get(done):
-        raise unpack_error(failure, "rank 0, in rank0_first")
+        raise unpack_error(bytes.fromhex(failure.decode()), "rank 0, in rank0_first")
     yield
 
 
