@@ -1,0 +1,211 @@
+"""What runs inside a rank: joining the process group, running a cell, getting free of a collective."""
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from fsdp_utils.notebook import excerpt
+
+GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
+
+_listener: socket.socket | None = None  # rank 0: where the next group's store will listen
+_cell_is_over = threading.Event()
+_wakeup: tuple[socket.socket, socket.socket] | None = None
+
+
+# --- the process group -------------------------------------------------------------------------------
+
+
+def open_store() -> tuple[str, int]:
+    """Open the port of the next group's store, on loopback: in rank 0, or in what rank 0 is forked from."""
+    global _listener
+    _listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    return _listener.getsockname()[:2]
+
+
+def close_store() -> None:
+    """In the process that forked rank 0: let go of the port."""
+    global _listener
+    if _listener is not None:
+        _listener.close()
+    _listener = None
+
+
+def join_group(rank: int, settings: dict[str, Any]) -> None:
+    """Join the process group of all ranks, in place of the one before.
+
+    Args:
+        rank: this process's rank; all ranks are on this host, so it is the local rank too.
+        settings: `world_size`, `device` ("cpu" or "cuda"), `store` (host, port) and `timeout_s`, the
+            longest that a collective may wait.
+    """
+    world_size, (host, port) = settings["world_size"], settings["store"]
+    os.environ.update(
+        RANK=f"{rank}",
+        LOCAL_RANK=f"{rank}",
+        GROUP_RANK="0",
+        WORLD_SIZE=f"{world_size}",
+        LOCAL_WORLD_SIZE=f"{world_size}",
+        MASTER_ADDR=host,
+        MASTER_PORT=f"{port}",
+        GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo",
+    )
+    if settings["device"] == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    with contextlib.suppress(Exception):  # whatever state the old group was left in, it goes
+        dist.destroy_process_group()
+    timeout = timedelta(seconds=settings["timeout_s"])
+    # A TCPStore that opens its own port listens on every interface of the machine: give it ours.
+    fd = (_listener or socket.create_server((host, port))).detach() if rank == 0 else None
+    close_store()
+    store = TCPStore(host, port, world_size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=fd)
+    backend = "cpu:gloo,cuda:nccl" if settings["device"] == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def group_is_whole(limit_s: float = 2.0) -> bool:
+    """Whether all ranks still agree on which collective comes next: try one."""
+    if not dist.is_initialized():
+        return False
+    try:
+        work = dist.barrier(async_op=True)
+        return bool(work is None or work.wait(timedelta(seconds=limit_s)))
+    except RuntimeError:
+        return False
+
+
+def cut_group() -> None:
+    """Break the connections to the other ranks, so that nobody stays in a collective.
+
+    Destroying a gloo group does not wake those who wait in it while a model still holds the group;
+    shutting its sockets does, at once and on both sides. Models sharded over the group are void then.
+    """
+    if dist.is_initialized() and torch.cuda.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.distributed_c10d._abort_process_group()
+    keep = _controller_ports()
+    for fd in range(3, 4096):
+        with contextlib.suppress(OSError):  # not open, not connected, or closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if not {connection.getpeername()[1], connection.getsockname()[1]} & keep:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _controller_ports() -> set[int]:
+    """The ports that join this rank to the notebook: the connections that must survive a cut."""
+    from ipyparallel.engine.app import IPEngine
+
+    ports: set[int] = set()
+    for value in IPEngine.instance().connection_info.values():
+        ports.update(
+            port for port in (value if isinstance(value, list) else [value]) if isinstance(port, int)
+        )
+    return ports
+
+
+# --- a cell ------------------------------------------------------------------------------------------
+
+
+def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
+    """Run a cell in this rank's namespace.
+
+    Args:
+        source: the cell, without its `%%ranks` line.
+        timeout_s: the longest that a collective of this cell may wait.
+
+    Returns:
+        `{"ok": True}`, or what went wrong: see `excerpt.describe`; `time` (since the epoch) and `seconds`
+        (since the cell began).
+    """
+    shell = _shell()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    quiet = {"showtraceback": lambda *_, **__: None, "showsyntaxerror": lambda *_, **__: None}
+    _watch_for_interrupts()
+    _cell_is_over.clear()
+    began = time.monotonic()
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        vars(shell).update(quiet)  # the error is shown once, by the notebook, and not by every rank
+        result = shell.run_cell(source, store_history=False)
+        error = result.error_before_exec or result.error_in_exec
+    except KeyboardInterrupt as interrupt:
+        error = interrupt
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _cell_is_over.set()
+        for name in quiet:
+            vars(shell).pop(name, None)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, previous if callable(previous) else signal.SIG_IGN)
+    if error is None:
+        return {"ok": True}
+    return {
+        "ok": False,
+        "time": time.time(),
+        "seconds": time.monotonic() - began,
+        **excerpt.describe(error, source),
+    }
+
+
+def evaluate(expression: str) -> Any:
+    """The value of an expression in this rank's namespace, in a form that can travel."""
+    return _portable(eval(expression, _shell().user_ns))
+
+
+def _portable(value: Any) -> Any:
+    """Tensors on the CPU, of a DTensor this rank's shard; containers of them alike."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "to_local"):
+            value = value.to_local()  # pyright: ignore[reportAttributeAccessIssue] - a DTensor
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_portable(item) for item in value)
+    return value
+
+
+def _shell() -> Any:
+    from IPython.core.getipython import get_ipython
+
+    return get_ipython()
+
+
+def _watch_for_interrupts() -> None:
+    """Free this rank when it is interrupted while it waits in a collective.
+
+    Python runs signal handlers between its own instructions, and a collective is one long call into
+    C++. The interpreter's wake-up socket is written by the signal itself: a thread that reads it can
+    cut the group from outside, and the collective comes back with an error.
+    """
+    global _wakeup
+    if _wakeup is None:
+        _wakeup = socket.socketpair()
+        _wakeup[1].setblocking(False)
+        threading.Thread(target=_cut_when_interrupted, args=(_wakeup[0],), daemon=True).start()
+    signal.set_wakeup_fd(_wakeup[1].fileno(), warn_on_full_buffer=False)
+
+
+def _cut_when_interrupted(wakeups: socket.socket) -> None:
+    while True:
+        if signal.SIGINT in wakeups.recv(1024) and not _cell_is_over.wait(GRACE_S):
+            cut_group()

@@ -1,0 +1,92 @@
+"""An exception of a rank as a reader wants to see it: the reader's own lines first."""
+
+import linecache
+import os
+import re
+import site
+import sysconfig
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+CONTEXT_LINES = 2
+
+
+def describe(error: BaseException, source: str) -> dict[str, Any]:
+    """What to tell about an exception.
+
+    Args:
+        error: raised while the cell `source` ran.
+        source: the cell.
+
+    Returns:
+        `name`, `message`, `text` (the excerpt, several lines), `where` (the innermost line of the
+        reader's own code, or None) and `in_collective` (whether torch.distributed raised it).
+    """
+    name = type(error).__name__
+    message = re.sub(r"^\[\S+:\d+\] ", "", str(error))  # gloo begins with a path of the machine that built it
+    if isinstance(error, SyntaxError):
+        where = f"line {error.lineno}: {(error.text or '').strip()}"
+        found = {"name": name, "message": error.msg, "text": f"in this cell, {where}", "where": where}
+        return {**found, "in_collective": False}
+    own: list[str] = []
+    library: list[str] = []
+    where, innermost = None, ""
+    for frame, line in walk_tb(error.__traceback__):
+        innermost = frame.f_code.co_filename
+        place = _own_place(frame, source)
+        if place is None:
+            if own:
+                library.append(f"    {_library_place(frame)}:{line} in {frame.f_code.co_name}")
+            continue
+        library.clear()  # of library code, show what lies below the reader's last line
+        where = f"line {line}: {linecache.getline(frame.f_code.co_filename, line).strip()}"
+        function = frame.f_code.co_name
+        own.append(f"in {place}, line {line}" + ("" if function == "<module>" else f", in {function}"))
+        own.extend(_lines_around(frame.f_code.co_filename, line))
+    if len(library) > 6:
+        library[3:-3] = [f"    ... {len(library) - 6} more"]
+    if library:
+        own.append("which called")
+    text = "\n".join([*own, *library])
+    cause = error.__cause__
+    if cause is not None:
+        text += f"\ncaused by {type(cause).__name__}: {cause}"
+    in_collective = f"torch{os.sep}distributed" in innermost
+    return {"name": name, "message": message, "text": text, "where": where, "in_collective": in_collective}
+
+
+def _own_place(frame: FrameType, source: str) -> str | None:
+    """What to call a frame of the reader's own code; None for library code."""
+    filename = frame.f_code.co_filename
+    if Path(filename).parent.name.startswith("ipykernel_") or filename.startswith("<ipython"):
+        text = "".join(linecache.getlines(filename))
+        return "this cell" if text.strip() == source.strip() else "an earlier cell"
+    if filename.startswith("<") or _library_root(filename) is not None:
+        return None
+    return os.path.relpath(filename) if Path(filename).exists() else None
+
+
+def _library_root(filename: str) -> str | None:
+    """The folder that a library file's name should be shown from; None for the reader's own files."""
+    package = Path(__file__).parents[1]
+    for root in (*site.getsitepackages(), sysconfig.get_path("stdlib")):
+        if filename.startswith(root + os.sep):
+            return root
+    return str(package.parent) if filename.startswith(str(package) + os.sep) else None
+
+
+def _library_place(frame: FrameType) -> str:
+    filename = frame.f_code.co_filename
+    root = _library_root(filename)
+    return os.path.relpath(filename, root) if root else filename
+
+
+def _lines_around(filename: str, line: int) -> list[str]:
+    lines = linecache.getlines(filename)
+    first, last = max(1, line - CONTEXT_LINES), min(len(lines), line + CONTEXT_LINES)
+    return [
+        f"{'---->' if number == line else '     '} {number:>3} {lines[number - 1].rstrip()}".rstrip()
+        for number in range(first, last + 1)
+    ]

@@ -1,0 +1,115 @@
+"""What the ranks print, shown once where they agree and by rank where they do not."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def who(ranks: Sequence[int], world_size: int) -> str:
+    """ "rank 0", "ranks 1, 3" or "all ranks"."""
+    if len(ranks) == world_size > 1:
+        return "all ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def settle(texts: Mapping[int, str], world_size: int) -> str:
+    """Merge what each rank printed into one labelled text.
+
+    Lines that all ranks have alike at the start and at the end are shown once; what lies between
+    stands rank by rank, in rank order.
+
+    Args:
+        texts: rank -> everything it printed.
+        world_size: number of ranks that there are, to tell when "all ranks" is true.
+    """
+    ranks = sorted(texts)
+    lines = {rank: _lines(texts[rank]) for rank in ranks}
+    together = who(ranks, world_size)
+    if len(set(map(tuple, lines.values()))) == 1:
+        return _labelled(together, lines[ranks[0]])
+    head = _common(list(lines.values()))
+    rest = {rank: lines[rank][head:] for rank in ranks}
+    tail = _common([own[::-1] for own in rest.values()])
+    middle = {rank: own[: len(own) - tail] for rank, own in rest.items()}
+    same = lines[ranks[0]]
+    return (
+        _labelled(together, same[:head])
+        + "".join(_labelled(who([rank], world_size), middle[rank]) for rank in ranks)
+        + _labelled(together, same[len(same) - tail :])
+    )
+
+
+def _lines(text: str) -> list[str]:
+    """The lines as a terminal would leave them: of a line that was drawn over, the last drawing."""
+    if not text:
+        return []
+    return [re.sub(r".*\r(?=.)", "", line.rstrip("\r")) for line in text.removesuffix("\n").split("\n")]
+
+
+def _labelled(label: str, lines: Sequence[str]) -> str:
+    return "".join(f"{label} | {line}".rstrip() + "\n" for line in lines)
+
+
+def _common(sequences: Sequence[Sequence[str]]) -> int:
+    """How many first items all sequences share."""
+    count = 0
+    for items in zip(*sequences, strict=False):
+        if len(set(items)) > 1:
+            break
+        count += 1
+    return count
+
+
+class Live:
+    """Shows lines while they come, labelled; the settled text takes their place at the end."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.shown: dict[int, int] = {}  # rank -> characters shown
+        self.drawn: dict[int, str] = {}  # rank -> its unfinished line that is on the screen (a progress bar)
+
+    def update(self, texts: Mapping[int, str]) -> None:
+        for rank, text in texts.items():
+            label = who([rank], self.world_size)
+            start = self.shown.get(rank, 0)
+            end = text.rfind("\n") + 1
+            if end > start:
+                print("\r" * bool(self.drawn) + _labelled(label, _lines(text[start:end])), end="", flush=True)
+                self.shown[rank] = end
+                self.drawn.clear()
+            unfinished = text[max(start, end) :]
+            if "\r" in unfinished and self.drawn.get(rank) != unfinished:
+                print("\r" + _labelled(label, _lines(unfinished)[-1:]).rstrip("\n"), end="", flush=True)
+                self.drawn[rank] = unfinished
+
+
+def show_values(shown: Mapping[int, Sequence[Mapping[str, Any]]], world_size: int) -> None:
+    """Show figures and last-expression values: once where the ranks agree, else rank by rank.
+
+    Args:
+        shown: rank -> its outputs in order, each with `data` (by MIME type) and `metadata`.
+        world_size: number of ranks that there are.
+    """
+    from IPython.display import display
+
+    groups: list[list[int]] = []
+    for rank in sorted(shown):
+        alike = next((group for group in groups if _data(shown[group[0]]) == _data(shown[rank])), None)
+        if alike is None:
+            groups.append([rank])
+        else:
+            alike.append(rank)
+    if len(groups) > 1:
+        groups = [[rank] for rank in sorted(shown)]
+    for group in groups:
+        for value in shown[group[0]]:
+            data = dict(value["data"])
+            if set(data) == {"text/plain"}:
+                print(_labelled(who(group, world_size), data["text/plain"].split("\n")), end="")
+            else:
+                print(f"{who(group, world_size)} |")
+                display(data, metadata=value.get("metadata"), raw=True)
+
+
+def _data(outputs: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [value["data"] for value in outputs]

@@ -1,0 +1,333 @@
+"""Real ranks in a notebook: cells under `%%ranks` run on every rank, as a script does under torchrun.
+
+    from fsdp_utils.notebook import ranks
+    ranks.start()             # 4 processes in one process group: gloo on CPU, nccl on two GPUs or more
+
+    %%ranks                   # first line of a cell: run it on every rank; `%%ranks 1,3` on some
+    model = fully_shard(model)
+
+    ranks.get("loss.item()")  # its value on each rank: [2.31, 2.31, 2.31, 2.31]
+    ranks.stop()
+
+The ranks are ipyparallel engines; added here are the process group, output in rank order, errors that
+end the cell on every rank at once, and recovery. team.py knows the processes, nursery.py bears them,
+engine.py runs inside them, output.py shows what they print.
+"""
+
+import argparse
+import atexit
+import os
+import shlex
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+from fsdp_utils.notebook import output
+from fsdp_utils.notebook.team import SIGKILL, Team
+
+TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
+CUT_S = 0.2  # after a failure: time for the other ranks to come back by themselves, then they are cut free
+INTERRUPT_S = 0.5  # ... after this those that are in no collective are interrupted
+KILL_S = 3.0  # ... and after this, killed
+
+_team: Team | None = None
+
+
+class RankError(RuntimeError):
+    """A cell failed on a rank, or a rank died. The message says which and why, the details where."""
+
+    def __init__(self, message: str, details: str) -> None:
+        super().__init__(message)
+        self.details = details
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython: the rank's lines instead of the notebook's."""
+        return [f"RankError: {self}", "", *self.details.splitlines()]
+
+
+def start(world_size: int | None = None, *, device: str | None = None, method: str | None = None) -> None:
+    """Start the ranks, or keep them if they run already.
+
+    Args:
+        world_size: how many. Default: the environment's FSDP_RANKS, else one for each GPU where there
+            are two or more, else 4.
+        device: "cpu" (gloo) or "cuda" (nccl, one GPU for each rank). Default: "cuda" where there are two
+            GPUs or more and enough for all ranks.
+        method: "fork" from one process that has imported torch, the default where it exists, or "spawn".
+
+    Raises:
+        RuntimeError: not in a notebook; `fsdp_utils.run_on_ranks` is for scripts.
+        ValueError: a number of ranks below 1, or more ranks on CUDA than there are GPUs.
+    """
+    global _team
+    if _ipython() is None:
+        raise RuntimeError(
+            "ranks.start() serves notebooks, and this is not one. In a script use "
+            "fsdp_utils.run_on_ranks(function, world_size=4), or torchrun."
+        )
+    if world_size is None and os.environ.get("FSDP_RANKS"):
+        try:
+            world_size = int(os.environ["FSDP_RANKS"])
+        except ValueError:
+            found = os.environ["FSDP_RANKS"]
+            raise ValueError(f"FSDP_RANKS should be a number of ranks, found {found!r}.") from None
+    if world_size is not None and not 1 <= world_size < 1000:
+        raise ValueError(f"ranks.start({world_size}): expected 1 to 999 ranks.")
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"ranks.start(device={device!r}): expected 'cpu' or 'cuda'.")
+    if _team is not None:
+        if world_size in (None, _team.world_size) and device in (None, _team.device) and _alive(_team):
+            print(f"{_team.world_size} ranks are running already; their variables are kept.")
+            return
+        stop()
+    _team = Team(world_size, device, method or ("fork" if hasattr(os, "fork") else "spawn"))
+    backend = "nccl, one GPU each" if _team.device == "cuda" else "gloo on CPU"
+    print(f"{_team.world_size} rank{'s' * (_team.world_size > 1)} in one process group ({backend})")
+
+
+def stop() -> None:
+    """End all ranks; nothing happens where there are none."""
+    global _team
+    if _team is not None:
+        _team.end()
+    _team = None
+
+
+def get(expression: str) -> list[Any]:
+    """The value of an expression on each rank.
+
+    Args:
+        expression: a variable's name, or any expression: `"loss.item()"`.
+
+    Returns:
+        A list by rank. Tensors come as CPU tensors; of a DTensor each rank gives its own shard.
+
+    Raises:
+        RankError: the expression fails on a rank, or its value cannot be pickled.
+    """
+    import ipyparallel
+
+    team = _running()
+    try:
+        return team.ask(range(team.world_size), "evaluate", expression)
+    except ipyparallel.RemoteError as error:
+        raise RankError(f"ranks.get({expression!r}) raised {error.ename}: {error.evalue}", "") from None
+
+
+def _alive(team: Team) -> bool:
+    try:
+        return not team.the_dead()
+    except RuntimeError:
+        return False
+
+
+def _running() -> Team:
+    if _team is None:
+        raise RuntimeError("There are no ranks yet. Call ranks.start() in a cell of its own first.")
+    return _team
+
+
+def _ipython() -> Any:
+    """The notebook's shell, or None outside IPython."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+
+
+# --- a cell ------------------------------------------------------------------------------------------
+
+
+def _magic(line: str, cell: str) -> None:
+    """%%ranks [RANKS] [--timeout SECONDS]: run the cell on all ranks, or on some, as `%%ranks 1,3`."""
+    team = _running()
+    chosen, timeout_s = _arguments(line, team.world_size)
+    dead = team.the_dead()
+    if dead:
+        team.regroup(dead)
+        raise _death(dead, "between two cells; this cell was not run", "", team.world_size)
+    Cell(team, cell, chosen, timeout_s).run()
+
+
+def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
+    parser = argparse.ArgumentParser("%%ranks", add_help=False, exit_on_error=False)
+    parser.add_argument("ranks", nargs="?")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S)
+    try:
+        arguments = parser.parse_args(shlex.split(line.split("#")[0]))
+        names = range(world_size) if arguments.ranks is None else arguments.ranks.split(",")
+        chosen = sorted({int(name) for name in names})
+        if not all(0 <= rank < world_size for rank in chosen) or arguments.timeout <= 0:
+            raise ValueError
+    except (argparse.ArgumentError, ValueError, SystemExit):
+        raise ValueError(
+            f"%%ranks {line.strip()}: expected ranks from 0 to {world_size - 1}, as in `%%ranks 0` or "
+            "`%%ranks 0,1`, and nothing for all; `--timeout SECONDS` limits how long a collective may wait."
+        ) from None
+    return chosen, arguments.timeout
+
+
+class Cell:
+    """One run of a cell: what each rank has printed, how it ended there, and what to do about it."""
+
+    def __init__(self, team: Team, source: str, chosen: list[int], timeout_s: float) -> None:
+        self.team = team
+        self.chosen = chosen
+        self.timeout_s = timeout_s
+        self.calls = {rank: team.call(rank, "run_cell", source, timeout_s) for rank in chosen}
+        self.printed = {rank: call.metadata for rank, call in self.calls.items()}  # filled while it runs
+        self.outcomes: dict[int, dict[str, Any]] = {}
+        self.trouble_at: float | None = None  # when something first went wrong
+        self.cut: set[int] = set()
+        self.signalled: set[tuple[int, int]] = set()
+        self.interrupted = False
+        streams = ("stdout", "stderr") if _someone_watches() else ()
+        self.live = {stream: output.Live(team.world_size) for stream in streams}
+
+    def run(self) -> None:
+        """Wait for all ranks, show what they printed, and raise what went wrong."""
+        while len(self.outcomes) < len(self.chosen):
+            try:
+                self._look()
+            except KeyboardInterrupt:  # noqa: PERF203 - every round must survive an interrupt
+                self.interrupted = True
+                self.trouble_at = self.trouble_at or time.monotonic()
+        self._show()
+        failures = {rank: outcome for rank, outcome in self.outcomes.items() if not outcome["ok"]}
+        if not failures:
+            return
+        note = self._mend()
+        if self.interrupted:
+            print(note, end="\n" * bool(note))
+            raise KeyboardInterrupt
+        self._raise(failures, note)
+
+    def _look(self) -> None:
+        """One round of waiting."""
+        self._collect()
+        self._free_the_stuck()
+        for stream, live in self.live.items():
+            live.update(self._texts(stream))
+        time.sleep(0.002)
+
+    def _texts(self, stream: str) -> dict[int, str]:
+        texts = {rank: printed[stream] or "" for rank, printed in self.printed.items()}
+        return texts if any(texts.values()) else {}
+
+    def _collect(self) -> None:
+        for rank in self._busy():
+            if self.calls[rank].ready() and self.calls[rank].successful():
+                self.outcomes[rank] = self.calls[rank].get()
+        for rank, code in self.team.the_dead().items():
+            self.outcomes[rank] = {"ok": False, "time": time.time(), "code": code, "where": None}
+        if self.trouble_at is None and not all(outcome["ok"] for outcome in self.outcomes.values()):
+            self.trouble_at = time.monotonic()
+
+    def _busy(self) -> list[int]:
+        return [rank for rank in self.chosen if rank not in self.outcomes]
+
+    def _free_the_stuck(self) -> None:
+        """Once a rank has failed nobody can finish a collective with it: get the others out, gently first."""
+        if self.trouble_at is None or not self._busy():
+            return
+        since = time.monotonic() - self.trouble_at
+        if since > (KILL_S / 2 if self.interrupted else CUT_S):  # an interrupted rank cuts itself free
+            for rank in set(self.outcomes) - self.cut:
+                self.cut.add(rank)
+                if "code" not in self.outcomes[rank]:
+                    self.team.call(rank, "cut_group")
+        for after_s, number in ((0 if self.interrupted else INTERRUPT_S, signal.SIGINT), (KILL_S, SIGKILL)):
+            if since > after_s:
+                again = [rank for rank in self._busy() if (rank, number) not in self.signalled]
+                self.team.signal(again, number)
+                self.signalled.update((rank, number) for rank in again)
+
+    def _show(self) -> None:
+        """Settle the output: text in rank order, then figures and values."""
+        for call in self.calls.values():
+            if call.ready():
+                call.wait_for_output(timeout=5)
+        if any(live.shown or live.drawn for live in self.live.values()):
+            from IPython.display import clear_output
+
+            clear_output(wait=True)
+        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            texts = self._texts(name)
+            if texts:
+                stream.write(output.settle(texts, self.team.world_size))
+                stream.flush()
+        shown = {
+            rank: [*printed["outputs"], *filter(None, [printed["execute_result"]])]
+            for rank, printed in self.printed.items()
+        }
+        output.show_values(shown, self.team.world_size)
+
+    def _mend(self) -> str:
+        """Make the process group whole again where it is not; returns what the reader should know."""
+        dead = [rank for rank, outcome in self.outcomes.items() if "code" in outcome]
+        everyone = range(self.team.world_size)
+        if not (dead or self.cut) and all(self.team.ask(everyone, "group_is_whole")):
+            return ""
+        self.team.regroup(dead)
+        note = "The process group was made anew: models sharded before are void."
+        if dead:
+            return f"{note} The new {output.who(dead, 0)} has no variables yet; the other ranks keep theirs."
+        return f"{note} Ordinary variables are kept."
+
+    def _raise(self, failures: dict[int, dict[str, Any]], note: str) -> NoReturn:
+        """Raise what began it: a rank that died by itself, else the first that raised."""
+        killed_here = {rank for rank, number in self.signalled if number == SIGKILL}
+        codes = {rank: failure["code"] for rank, failure in failures.items() if "code" in failure}
+        died = {rank: code for rank, code in codes.items() if rank not in killed_here}
+        first = min(failures, key=lambda rank: (rank not in died, failures[rank]["time"]))
+        cause = failures[first]
+        same = sorted(died) or [rank for rank in self.chosen if _alike(self.outcomes[rank], cause)]
+        label = output.who(same, self.team.world_size)
+        details = [] if died else [f"{label}, {cause['text']}", f"{cause['name']}: {cause['message']}", ""]
+        others = [f"{output.who([rank], 0)} {self._stood(rank)}" for rank in self.chosen if rank not in same]
+        details += ["Meanwhile", *others, ""] if others else []
+        if not died and cause["in_collective"] and cause["seconds"] >= self.timeout_s:
+            details += [
+                f"A collective waits {self.timeout_s:g} s at most here: %%ranks --timeout SECONDS changes that.",
+                "Has every rank entered it?",
+                "",
+            ]
+        details += [note] if note else []
+        if died:
+            raise _death(died, "while it ran this cell", "\n".join(details), self.team.world_size)
+        raise RankError(f"{label} raised {cause['name']}: {cause['message']}", "\n".join(details).rstrip())
+
+    def _stood(self, rank: int) -> str:
+        outcome = self.outcomes[rank]
+        if outcome["ok"]:
+            return "had finished the cell"
+        if "code" in outcome:
+            return "could not be freed and was ended"
+        return f"stood at {outcome['where'] or 'a place unknown'}"
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two ranks failed alike; what torch says of a broken connection differs by its ports."""
+    keys = {"ok", "code", "name", "where", "message"} - ({"message"} if other.get("in_collective") else set())
+    return all(one.get(key) == other.get(key) for key in keys)
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (" (often: out of memory)" if name == "SIGKILL" else "")
+
+
+def _death(dead: dict[int, int], when: str, details: str, world_size: int) -> RankError:
+    how = "; ".join(f"{output.who([rank], world_size)} {_how_it_ended(code)}" for rank, code in dead.items())
+    return RankError(f"{how} {when}", details)
+
+
+def _someone_watches() -> bool:
+    """Whether a person sees output as it comes: front ends that run a notebook unattended take no input."""
+    kernel = getattr(_ipython(), "kernel", None)
+    return bool(kernel and kernel.get_parent().get("content", {}).get("allow_stdin"))
+
+
+if _ipython() is not None:
+    _ipython().register_magic_function(_magic, magic_kind="cell", magic_name="ranks")
+    atexit.register(stop)
