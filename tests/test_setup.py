@@ -1,0 +1,160 @@
+"""tools/setup_env.py and the Makefile under the faults that a stranger's machine has."""
+
+import ast
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SETUP = "tools/setup_env.py"
+
+# Stands in for the real package and its hundreds of megabytes; pip builds it without any download.
+PYPROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+"""
+BACKEND = """
+import zipfile
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    info = "tiny-1.dist-info/"
+    files = {
+        info + "METADATA": "Metadata-Version: 2.1\\nName: tiny\\nVersion: 1\\n"
+        "Provides-Extra: notebooks\\nProvides-Extra: test\\nREQUIRES",
+        info + "WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+        info + "RECORD": "",
+        "tiny.py": "",
+    }
+    with zipfile.ZipFile(folder + "/tiny-1-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    return "tiny-1-py3-none-any.whl"
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A small project that is set up as this one is, in a folder with a space in its name."""
+    clone = tmp_path / "a clone"
+    (clone / "tools").mkdir(parents=True)
+    shutil.copy(ROOT / SETUP, clone / SETUP)
+    shutil.copy(ROOT / "Makefile", clone)
+    (clone / "pyproject.toml").write_text(PYPROJECT)
+    (clone / "constraints.txt").write_text("")
+    (clone / "backend.py").write_text(BACKEND.replace("REQUIRES", ""))
+    return clone
+
+
+def run(command: list[str], clone: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE"))}
+    return subprocess.run(
+        command,
+        cwd=clone,
+        env={**plain, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def run_setup(clone: Path, fault: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run setup_env.py after the statement `fault` has spoilt something in its process."""
+    code = f"import runpy, sys; {fault or 'pass'}; runpy.run_path({SETUP!r}, run_name='__main__')"
+    return run([sys.executable, "-c", code], clone, **env)
+
+
+def the_sentence(done: subprocess.CompletedProcess[str]) -> str:
+    """What a set-up that failed said: one line, no traceback."""
+    assert done.returncode != 0
+    assert "Traceback" not in done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    return done.stderr.strip()
+
+
+def test_the_script_is_read_by_python_3_6() -> None:
+    ast.parse((ROOT / SETUP).read_text(), feature_version=(3, 6))
+
+
+def test_python_too_old_is_said_with_both_versions(clone: Path) -> None:
+    said = the_sentence(run_setup(clone, "sys.version_info = (3, 9, 18, 'final', 0)"))
+    assert "Python 3.9.18" in said
+    assert "3.10 or later is needed" in said
+
+
+@pytest.mark.parametrize("module", ["venv", "ensurepip"])
+def test_missing_venv_module_is_said_with_what_to_install(clone: Path, module: str) -> None:
+    said = the_sentence(run_setup(clone, f"sys.modules[{module!r}] = None"))
+    version = "{}.{}".format(*sys.version_info)
+    assert f"lacks the module {module!r}" in said
+    assert f"sudo apt install python{version}-venv" in said
+    assert not (clone / ".venv").exists()
+
+
+def test_full_disk_is_said_when_pip_meets_it(clone: Path) -> None:
+    (clone / "backend.py").write_text("import errno\nraise OSError(errno.ENOSPC, 'No space left on device')")
+    assert "The disk is full (installing stopped)" in the_sentence(run_setup(clone))
+    assert not (clone / ".venv" / "made-from").exists()
+
+
+def test_full_disk_is_said_on_a_real_small_disk(clone: Path) -> None:
+    in_own_mounts = ["unshare", "--map-root-user", "--mount"]
+    mount = "mkdir .venv && mount -t tmpfs -o size=4m tmpfs .venv"
+    if not shutil.which("unshare") or run([*in_own_mounts, "sh", "-c", mount], clone).returncode != 0:
+        pytest.skip("this machine does not let us mount a small disk")
+    setup = f'mount -t tmpfs -o size=4m tmpfs .venv && exec "$0" {SETUP}'
+    done = run([*in_own_mounts, "sh", "-c", setup, sys.executable], clone)
+    assert "The disk is full (putting pip into .venv stopped)" in the_sentence(done)
+
+
+def test_no_network_is_said(clone: Path) -> None:
+    (clone / "backend.py").write_text(BACKEND.replace("REQUIRES", "Requires-Dist: some-package\\n"))
+    with socket.socket() as nobody_listens:
+        nobody_listens.bind(("127.0.0.1", 0))
+        index = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}/simple"
+        done = run_setup(clone, PIP_NO_INDEX="0", PIP_INDEX_URL=index, PIP_RETRIES="1")
+    assert "The package index cannot be reached (installing stopped): check the network" in the_sentence(done)
+    assert "some-package" in (clone / ".venv" / "setup.log").read_text()
+
+
+def test_another_failure_of_pip_is_said_in_its_own_words(clone: Path) -> None:
+    (clone / "backend.py").write_text(BACKEND.replace("REQUIRES", "Requires-Dist: some-package\\n"))
+    assert "No matching distribution found for some-package" in the_sentence(run_setup(clone))
+
+
+def test_make_sets_up_once_refreshes_after_a_change_and_mends_a_set_up_cut_short(clone: Path) -> None:
+    make = ["make", "setup", f"PYTHON={sys.executable}"]
+    stamp = clone / ".venv" / "made-from"
+
+    first = run(make, clone)
+    assert first.returncode == 0, first.stderr
+    assert "Making .venv" in first.stdout
+    assert run([str(clone / ".venv/bin/python"), "-c", "import tiny"], clone).returncode == 0
+
+    made = stamp.stat().st_mtime_ns
+    second = run(["make", "setup"], clone)  # with the Python of .venv itself
+    assert (second.returncode, second.stdout) == (0, "")
+    assert stamp.stat().st_mtime_ns == made
+
+    (clone / "constraints.txt").write_text("some-package==1\n")
+    changed = run(make, clone)
+    assert changed.returncode == 0, changed.stderr
+    assert "Refreshing .venv" in changed.stdout
+
+    stamp.unlink()
+    (clone / ".venv" / "pyvenv.cfg").unlink()
+    mended = run(make, clone)
+    assert mended.returncode == 0, mended.stderr
+    assert "Making .venv" in mended.stdout
+
+
+def test_make_says_when_the_python_it_is_given_does_not_exist(clone: Path) -> None:
+    done = run(["make", "setup", "PYTHON=no-such-python"], clone)
+    assert done.returncode != 0
+    assert "There is no command no-such-python" in done.stdout
