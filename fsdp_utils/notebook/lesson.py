@@ -1,0 +1,178 @@
+"""What all lessons show alike: the opening card, the claims then and now, the checks of exercises."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from IPython.display import Markdown
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+
+
+def card(*, learn: Sequence[str], needs: str, ranks: str, takes: str, video: str = "none") -> Markdown:
+    """What is this lesson about, and what does it cost me?
+
+    Args:
+        learn: What the reader can do afterwards, one short sentence each.
+        needs: Lessons, packages and hardware that it builds on.
+        ranks: How many ranks it runs on, and how to choose another number.
+        takes: Minutes to run on a machine that is named, and minutes to read.
+        video: Markdown link to the original walkthrough, and what has changed since.
+
+    Returns:
+        A table, which JupyterLab, GitHub and VS Code draw in the reader's own colours.
+    """
+    rows = {
+        "You will learn": "<br>".join(f"· {sentence}" for sentence in learn),
+        "Needs": needs,
+        "Ranks": ranks,
+        "Takes": takes,
+        "Video": video,
+    }
+    return _table(["", ""], [[f"**{name}**", text] for name, text in rows.items()])
+
+
+def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS) -> Markdown:
+    """What was claimed, what did this lesson measure, and what did a GPU record?
+
+    Args:
+        lesson: Number of the lesson whose claims in claims.yaml are shown.
+        measured: What the lesson's own cells found, in words with the number, by the claim's id.
+        folder: Holds claims.yaml and recorded/.
+
+    Returns:
+        A table with one row per claim.
+
+    Raises:
+        ValueError: A claim of the lesson was not measured, or something measured is no claim of it.
+    """
+    rows = [claim for claim in read_claims(folder) if claim["lesson"] == lesson]
+    ids = {claim["id"] for claim in rows}
+    if ids != set(measured):
+        raise ValueError(
+            f"lesson {lesson} has the claims {sorted(ids)} in {folder.name}/claims.yaml, but measurements "
+            f"were given for {sorted(measured)}. Give each claim its own: claims({lesson}, {{id: text}})."
+        )
+    return _table(
+        ["Claimed", "Measured here", "Recorded on a GPU"],
+        [[_claimed(claim), measured[claim["id"]], _recorded(claim, folder)] for claim in rows],
+    )
+
+
+def read_claims(folder: Path = NOTEBOOKS) -> list[dict[str, Any]]:
+    """Which claims do the lessons hold against a measurement?
+
+    Args:
+        folder: Holds claims.yaml, whose head describes the fields.
+
+    Returns:
+        One dict per claim, in the order of the file.
+    """
+    return yaml.safe_load((folder / "claims.yaml").read_text(encoding="utf-8"))
+
+
+def _claimed(claim: Mapping[str, Any]) -> str:
+    context = ", ".join(str(claim[field]) for field in ("when", "on") if claim.get(field))
+    return f"“{claim['claim']}” [{claim['who']}]({claim['url']}), {context}"
+
+
+def _recorded(claim: Mapping[str, Any], folder: Path) -> str:
+    if "recorded" not in claim:
+        return "not needed"
+    path = folder / "recorded" / f"{claim['recorded']['part']}.json"
+    if not path.exists():
+        return "not recorded yet"
+    recording = json.loads(path.read_text(encoding="utf-8"))
+    result = claim["recorded"]["text"].format(**recording)
+    return f"{result} ({recording['device']}, torch {recording['torch']}, {recording['date']})"
+
+
+def check(yours: Any, spec: Any, *, strict: bool = False) -> Markdown:
+    """Does my answer do what the exercise asks for?
+
+    Args:
+        yours: A function, or a value. None means: not answered yet.
+        spec: For a function, what it must return, by the tuple of arguments that it is called with.
+            For a value, the value.
+        strict: Whether a wrong or missing answer raises. The solutions are checked so.
+
+    Returns:
+        A table of yours beside the spec, and the verdict.
+
+    Raises:
+        AssertionError: strict, and the answer is missing or wrong.
+    """
+    if callable(yours) and not isinstance(yours, type):
+        rows = [_called(yours, *case) for case in spec.items()]
+    else:
+        rows = [("", yours, spec)]
+    marks = ["·" if mine is None else "✓" if _same(mine, asked) else "✗" for _, mine, asked in rows]
+    if set(marks) == {"✓"}:
+        verdict = "✓ **Right.**"
+    elif set(marks) == {"·"}:
+        verdict = "**Not yet.** Your answer is still `None`."
+    else:
+        verdict = f"✗ **Not quite:** {len(marks) - marks.count('✓')} of {len(marks)} differ from the spec."
+    table = _table(
+        ["", "yours", "spec", ""],
+        [
+            [_code(call), _code(mine), _code(asked), mark]
+            for (call, mine, asked), mark in zip(rows, marks, strict=True)
+        ],
+    )
+    text = f"{verdict}\n\n{table.data}"
+    if strict and set(marks) != {"✓"}:
+        raise AssertionError(text)
+    return Markdown(text)
+
+
+def _called(function: Callable[..., Any], arguments: tuple[Any, ...], asked: Any) -> tuple[str, Any, Any]:
+    call = f"{function.__name__}({', '.join(map(repr, arguments))})"
+    try:
+        return call, function(*arguments), asked
+    except Exception as error:  # the reader's own code: whatever it raises is the answer to show
+        return call, error, asked
+
+
+def _same(mine: Any, asked: Any) -> bool:
+    """Equal, where floats and tensors may differ by rounding, and tuples may be lists."""
+    if isinstance(asked, torch.Tensor):
+        return (
+            isinstance(mine, torch.Tensor)
+            and mine.dtype == asked.dtype
+            and mine.shape == asked.shape
+            and torch.allclose(mine, asked)
+        )
+    if isinstance(mine, torch.Tensor):
+        return False
+    if isinstance(asked, list | tuple):
+        return (
+            isinstance(mine, list | tuple)
+            and len(mine) == len(asked)
+            and all(_same(a, b) for a, b in zip(mine, asked, strict=True))
+        )
+    if isinstance(asked, dict):
+        return (
+            isinstance(mine, dict)
+            and mine.keys() == asked.keys()
+            and all(_same(mine[k], asked[k]) for k in asked)
+        )
+    if isinstance(asked, float) and isinstance(mine, int | float) and not isinstance(mine, bool):
+        return math.isclose(mine, asked, rel_tol=1e-6)
+    return type(mine) is type(asked) and bool(mine == asked)
+
+
+def _code(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    text = " ".join(text.split()).replace("|", "\\|").replace("`", "'")
+    return f"`{text}`" if text else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markdown:
+    # all columns aligned left: JupyterLab's own default is right
+    lines = [head, [":--"] * len(head), *rows]
+    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))

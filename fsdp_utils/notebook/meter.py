@@ -1,0 +1,122 @@
+"""How much did a training step gather, and how much of the model was whole at once?"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# The names under which FSDP1, FSDP2 and plain torch.distributed calls reach the dispatcher.
+ALL_GATHERS = {"c10d::allgather_", "c10d::_allgather_base_"}
+REDUCE_SCATTERS = {"c10d::reduce_scatter_", "c10d::_reduce_scatter_base_"}
+COPY_OUT = "fsdp::split_with_sizes_copy"  # FSDP2 copies each parameter out of what was gathered
+
+
+class Meter(TorchDispatchMode):
+    """Counts, on this rank, what a training step gathers, and how much of it is alive at once.
+
+    Every operation that runs inside the `with` block passes through it, those of the backward
+    pass too. A tensor counts as alive as long as its storage holds bytes, so that a parameter
+    that FSDP has emptied no longer counts.
+
+    Args:
+        held: What this rank holds already, such as `model.parameters()` of a sharded model. It counts
+            among all tensors from the start.
+
+    Attributes:
+        all_gathers, reduce_scatters: Number of such collectives.
+        gathered_bytes: Bytes that the all-gathers produced, padding included.
+        whole_bytes: After each operation, bytes of gathered parameters that were alive.
+        peak_tensor_bytes: The most bytes that tensors of any kind held at once: shards, gathered
+            parameters, buffers of collectives, gradients, activations.
+
+    Example:
+        with Meter(model.parameters()) as meter:
+            model(**batch).loss.backward()
+        print(meter.all_gathers, meter.peak_whole_bytes)
+    """
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.all_gathers = 0
+        self.reduce_scatters = 0
+        self.gathered_bytes = 0
+        self.whole_bytes: list[int] = []
+        self.peak_tensor_bytes = 0
+        self._whole = _Storages()
+        self._others = _Storages()
+        for tensor in held:
+            self._others.add(tensor)
+
+    @property
+    def peak_whole_bytes(self) -> int:
+        """The most bytes of gathered parameters that were alive at once."""
+        return max(self.whole_bytes, default=0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor come down to the local tensors first
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.name()
+        if name in ALL_GATHERS:
+            gathered = list(_tensors(args[0]))
+            self.all_gathers += 1
+            self.gathered_bytes += sum(tensor.nbytes for tensor in gathered)
+            self._hold_whole(gathered)
+        elif name == COPY_OUT:
+            self._whole.discard(args[0])  # from here on the copies are the parameters
+            self._others.add(args[0])
+            self._hold_whole(kwargs["out"])
+        else:
+            self.reduce_scatters += name in REDUCE_SCATTERS
+            for tensor in _tensors((result, kwargs.get("out"))):
+                if tensor not in self._whole:
+                    self._others.add(tensor)
+        self.whole_bytes.append(self._whole.nbytes())
+        self.peak_tensor_bytes = max(self.peak_tensor_bytes, self.whole_bytes[-1] + self._others.nbytes())
+        return result
+
+    def _hold_whole(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._others.discard(tensor)
+            self._whole.add(tensor)
+
+
+class _Storages:
+    """Storages that are watched without being kept alive."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return _key(tensor) in self._refs
+
+    def add(self, tensor: Tensor) -> None:
+        storage, key = _storage(tensor), _key(tensor)
+        self._refs[key] = weakref.ref(storage, lambda _: self._refs.pop(key, None))
+
+    def discard(self, tensor: Tensor) -> None:
+        self._refs.pop(_key(tensor), None)
+
+    def nbytes(self) -> int:
+        storages = (ref() for ref in list(self._refs.values()))
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _key(tensor: Tensor) -> int:
+    return _storage(tensor)._cdata
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -1,0 +1,249 @@
+"""One look for all figures: what each rank holds, and how units of FSDP compare."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+import matplotlib as mpl
+from IPython.display import Image
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image as PillowImage
+
+# Told apart with any kind of colour vision (Okabe and Ito, "Color Universal Design", 2008).
+RANK_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+INK, FAINT, CARD = "#2b2b2b", "#d9d9d4", "#fbfbf8"  # a light card is legible on light and dark pages alike
+DOTS_PER_POINT = 2  # sharp on high-resolution screens
+COLORS_KEPT = 64  # a palette makes the PNG about a third as large, and nobody sees the difference
+
+STYLE = {
+    "figure.facecolor": CARD,
+    "figure.constrained_layout.use": True,
+    "axes.facecolor": CARD,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10,
+    "axes.titlecolor": INK,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
+    "font.size": 9,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "hatch.linewidth": 0.8,
+}
+in_look = mpl.rc_context(STYLE)  # decorates what draws, whatever the reader's own matplotlib settings
+
+
+@in_look
+def figure(columns: int = 1, *, width: float = 8.0, height: float = 3.0) -> tuple[Figure, list[Axes]]:
+    """An empty figure in the lessons' look.
+
+    Args:
+        columns: Number of axes side by side.
+        width, height: Inches.
+
+    Returns:
+        The figure and its axes, from left to right. Draw on them, then `show`.
+    """
+    fig = Figure(figsize=(width, height))
+    return fig, list(fig.subplots(1, columns, squeeze=False)[0])
+
+
+@in_look
+def show(fig: Figure, *, alt: str) -> Image:
+    """The figure as a small PNG whose bytes depend on what is drawn alone.
+
+    Args:
+        alt: What the figure shows, for readers who do not see it.
+    """
+    raw = io.BytesIO()
+    fig.savefig(raw, dpi=72 * DOTS_PER_POINT)
+    small = io.BytesIO()
+    picture = PillowImage.open(raw).convert("RGB").quantize(COLORS_KEPT, dither=PillowImage.Dither.NONE)
+    picture.save(small, "PNG", optimize=True)  # no date, no version of matplotlib
+    return Image(small.getvalue(), width=picture.width // DOTS_PER_POINT, alt=alt)
+
+
+@in_look
+def life_of_a_unit(world_size: int = 4) -> Image:
+    """What does each rank hold of one FSDP unit, from one step to the next? A drawing, not a measurement.
+
+    Args:
+        world_size: Number of ranks; the unit is drawn as that many pieces.
+
+    Returns:
+        One panel for each moment, one row for each rank: above the parameters, below the gradients.
+    """
+    moments = {
+        "at rest": ("mine", "none"),
+        "all_gather": ("all", "none"),
+        "after forward": ("mine", "none"),
+        "all_gather again": ("all", "none"),
+        "backward": ("all", "own"),
+        "reduce_scatter": ("mine", "mine"),
+    }
+    fig, panels = figure(len(moments), width=9.6, height=0.42 * world_size + 1.1)
+    for axes, (title, (parameters, gradients)) in zip(panels, moments.items(), strict=True):
+        for rank in range(world_size):
+            for piece in range(world_size):
+                held = parameters == "all" or (parameters == "mine" and piece == rank)
+                axes.barh(rank - 0.19, 0.94, left=piece, height=0.34, color=_color(piece) if held else FAINT)
+                if gradients == "own" or (gradients == "mine" and piece == rank):
+                    axes.barh(
+                        rank + 0.19,
+                        0.94,
+                        left=piece,
+                        height=0.3,
+                        facecolor=CARD,
+                        edgecolor=_color(piece),
+                        hatch="" if gradients == "mine" else "////",
+                        linewidth=1.5,
+                    )
+        axes.set_title(title, fontsize=9)
+        axes.set(xlim=(-0.1, world_size), ylim=(world_size - 0.4, -0.6), xticks=[])
+        axes.set_yticks(
+            range(world_size), [f"rank {r}" for r in range(world_size)] if axes is panels[0] else []
+        )
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    handles = [
+        mpl.patches.Patch(facecolor=INK, label="parameters, a colour for each piece"),
+        mpl.patches.Patch(
+            facecolor=CARD, edgecolor=INK, hatch="////", label="gradients of this rank's samples"
+        ),
+        mpl.patches.Patch(facecolor=CARD, edgecolor=INK, label="gradients, mean over all ranks"),
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=3)
+    return show(
+        fig,
+        alt="A unit's shards, gathered for forward and backward, and its gradients reduced and scattered.",
+    )
+
+
+@in_look
+def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
+    """Which part of each parameter does each rank hold?
+
+    Args:
+        layouts: By the name of a way to shard, then of a parameter: its elements on rank 0, 1, ...
+
+    Returns:
+        One panel for each way, one row for each parameter, one colour for each rank.
+    """
+    names = list(next(iter(layouts.values())))
+    world_size = len(next(iter(next(iter(layouts.values())).values())))
+    fig, panels = figure(len(layouts), width=2.6 * len(layouts) + 1.2, height=0.26 * len(names) + 1.1)
+    for axes, (title, parameters) in zip(panels, layouts.items(), strict=True):
+        for row, held in enumerate(parameters.values()):
+            left = 0.0
+            for rank, numel in enumerate(held):
+                share = numel / sum(held)
+                axes.barh(row, share, left=left, color=_color(rank), edgecolor=CARD, height=0.86)
+                if share > 0.08:
+                    _label(axes, left + share / 2, row, str(rank), on=_color(rank))
+                left += share
+        axes.set(title=title, xlim=(0, 1), ylim=(len(names) - 0.4, -0.6), xticks=[])
+        axes.set_yticks(range(len(names)), names if axes is panels[0] else [])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    handles = [mpl.patches.Patch(color=_color(rank), label=f"rank {rank}") for rank in range(world_size)]
+    fig.legend(handles=handles, loc="outside lower center", ncols=world_size)
+    return show(
+        fig, alt=f"The part of each parameter that each of {world_size} ranks holds: {', '.join(layouts)}."
+    )
+
+
+@in_look
+def memory_per_rank(amounts: Mapping[str, Mapping[str, float]], *, unit: str) -> Image:
+    """What fills the memory of one rank?
+
+    Args:
+        amounts: By the name of a way to train, then of a kind of tensor: how much of it one rank holds.
+        unit: Unit of the amounts, such as "KiB".
+
+    Returns:
+        One horizontal bar for each way, made of the kinds of tensors.
+    """
+    fig, (axes,) = figure(width=7.5, height=0.42 * len(amounts) + 1.0)
+    kinds = list(next(iter(amounts.values())))
+    for row, parts in enumerate(amounts.values()):
+        left = 0.0
+        for index, kind in enumerate(kinds):
+            axes.barh(row, parts[kind], left=left, color=_color(index), edgecolor=CARD, height=0.7)
+            left += parts[kind]
+        axes.text(left, row, f"  {left:,.0f} {unit}", va="center")
+    axes.set_yticks(range(len(amounts)), list(amounts))
+    axes.set(ylim=(len(amounts) - 0.5, -0.5), xticks=[])
+    axes.margins(x=0.14)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    handles = [mpl.patches.Patch(color=_color(index), label=kind) for index, kind in enumerate(kinds)]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(kinds))
+    return show(fig, alt=f"Memory of one rank in {unit}: {'; '.join(amounts)}.")
+
+
+@in_look
+def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
+    """How much of the model was whole at each moment of a training step?
+
+    Args:
+        curves: By the name of a way to shard: bytes of gathered parameters that were alive after each
+            operation of the step.
+        whole_model: Bytes of all parameters, drawn as a dashed line.
+
+    Returns:
+        One small panel for each way, all on one scale, with the peak written on it.
+    """
+    fig, panels = figure(len(curves), width=2.0 * len(curves) + 0.6, height=2.5)
+    for index, (axes, (title, curve)) in enumerate(zip(panels, curves.items(), strict=True)):
+        percent = [100 * nbytes / whole_model for nbytes in curve]
+        axes.fill_between(range(len(percent)), percent, step="post", color=_color(index), linewidth=0)
+        axes.axhline(100, color=INK, linestyle="--", linewidth=0.8)
+        peak = max(percent)
+        axes.text(len(percent) / 2, peak + 3, f"peak {peak:.0f}%", ha="center", fontweight="bold")
+        axes.set(title=title, ylim=(0, 125), xlim=(0, len(percent)), xticks=[], xlabel="time: one step")
+        axes.set_yticks([0, 50, 100], ["0", "50%", "100%"] if axes is panels[0] else [])
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(length=0)
+    panels[0].set_ylabel("of the model is whole")
+    return show(fig, alt=f"Share of the model that is whole during a step: {', '.join(curves)}.")
+
+
+@in_look
+def losses(curves: Mapping[str, Sequence[float]]) -> Image:
+    """Do the ways to train follow one curve?
+
+    Args:
+        curves: By the name of a way to train: the loss of each step. The first is drawn as a broad
+            band for the others to lie on.
+    """
+    fig, (axes,) = figure(width=6.5, height=2.8)
+    for index, (name, values) in enumerate(curves.items()):
+        if index == 0:
+            axes.plot(values, color=FAINT, linewidth=9, label=name, solid_capstyle="round")
+        else:
+            axes.plot(
+                values,
+                color=_color(index - 1),
+                linestyle=("-", "--", ":")[index - 1],
+                label=name,
+                linewidth=2,
+            )
+    axes.set(xlabel="step", ylabel="loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend()
+    return show(fig, alt=f"Loss over steps of {', '.join(curves)}.")
+
+
+def _color(index: int) -> str:
+    return RANK_COLORS[index % len(RANK_COLORS)]
+
+
+def _label(axes: Axes, x: float, y: float, text: str, *, on: str) -> None:
+    red, green, blue = (int(on[i : i + 2], 16) for i in (1, 3, 5))
+    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140
+    axes.text(x, y, text, ha="center", va="center", color="white" if dark else INK, fontsize=8)

@@ -1,0 +1,129 @@
+"""Cards, claims and checks say what is true, and claims.yaml agrees with the lessons."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from fsdp_utils.notebook import lesson
+
+CLAIM = {
+    "id": "twice-as-fast",
+    "lesson": 2,
+    "claim": "It is twice as fast.",
+    "who": "Somebody",
+    "url": "https://example.org",
+    "when": 2022,
+    "on": "8 A100",
+    "cell": "speed",
+    "recorded": {"part": "speed", "text": "{results[ratio]:.2f} times"},
+}
+
+
+def folder_with(tmp_path: Path, *claims: dict) -> Path:
+    (tmp_path / "claims.yaml").write_text(yaml.safe_dump(list(claims)))
+    return tmp_path
+
+
+def test_card_is_a_table_with_every_part():
+    text = lesson.card(
+        learn=["to shard", "to gather"], needs="a laptop", ranks="4", takes="a minute", video="a link"
+    ).data
+    for part in ("· to shard<br>· to gather", "a laptop", "| **Ranks** | 4 |", "a minute", "a link"):
+        assert part in text
+
+
+def test_claims_stand_beside_what_was_measured_and_recorded(tmp_path):
+    folder = folder_with(tmp_path, CLAIM, {**CLAIM, "lesson": 3, "id": "other"})
+    text = lesson.claims(2, {"twice-as-fast": "1.3 times"}, folder=folder).data
+    assert "“It is twice as fast.” [Somebody](https://example.org), 2022, 8 A100" in text
+    assert "| 1.3 times | not recorded yet |" in text
+
+    (folder / "recorded").mkdir()
+    recording = {"device": "H200", "torch": "2.13.0", "date": "2025-11-21", "results": {"ratio": 1.876}}
+    (folder / "recorded" / "speed.json").write_text(json.dumps(recording))
+    text = lesson.claims(2, {"twice-as-fast": "1.3 times"}, folder=folder).data
+    assert "1.88 times (H200, torch 2.13.0, 2025-11-21)" in text
+
+
+def test_a_claim_that_needs_no_gpu_says_so(tmp_path):
+    claim = {key: value for key, value in CLAIM.items() if key != "recorded"}
+    assert (
+        "| yes | not needed |"
+        in lesson.claims(2, {claim["id"]: "yes"}, folder=folder_with(tmp_path, claim)).data
+    )
+
+
+@pytest.mark.parametrize("measured", [{}, {"twice-as-fast": "1", "never-claimed": "2"}])
+def test_claims_without_their_measurement_are_refused(tmp_path, measured):
+    with pytest.raises(ValueError, match="lesson 2 has the claims"):
+        lesson.claims(2, measured, folder=folder_with(tmp_path, CLAIM))
+
+
+def square(x: int) -> int:
+    return x * x
+
+
+def test_a_right_answer_passes_strictly():
+    text = lesson.check(square, {(2,): 4, (-3,): 9}, strict=True).data
+    assert "Right" in text
+    assert "| `square(-3)` | `9` | `9` | ✓ |" in text
+
+
+def test_a_stub_is_not_yet_an_answer_and_does_not_raise():
+    assert "Not yet" in lesson.check(lambda x: None, {(2,): 4}).data
+    assert "Not yet" in lesson.check(None, {"T5Block"}).data
+
+
+def test_a_wrong_answer_shows_yours_and_spec():
+    text = lesson.check(square, {(2,): 4, (3,): 6}).data
+    assert "1 of 2 differ" in text
+    assert "| `square(3)` | `9` | `6` | ✗ |" in text
+
+
+def test_an_answer_that_raises_is_shown():
+    assert "ZeroDivisionError" in lesson.check(lambda x: 1 / x, {(0,): 1.0}).data
+
+
+@pytest.mark.parametrize("answer", [None, square])
+def test_strict_raises_for_missing_and_wrong_answers(answer):
+    with pytest.raises(AssertionError, match="Not"):
+        lesson.check(answer, {(3,): 6} if answer else 6, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("mine", "asked", "right"),
+    [
+        (0.1 + 0.2, 0.3, True),
+        (1, 1.0, True),
+        (True, 1, False),
+        ([1, 2.0], (1, 2.0), True),
+        ([1], (1, 2), False),
+        ({"a": 1.0}, {"a": 1.0 + 1e-9}, True),
+        ({"a": 1}, {"b": 1}, False),
+        (torch.ones(2), torch.ones(2), True),
+        (torch.ones(2), torch.ones(3), False),
+        (torch.ones(2), torch.ones(2, dtype=torch.int64), False),
+        (torch.ones(1), 1.0, False),
+        (str, str, True),
+        ({int}, {str}, False),
+    ],
+)
+def test_same_up_to_rounding(mine, asked, right):
+    assert ("Right" in lesson.check(mine, asked).data) == right
+
+
+def test_pipes_in_an_answer_do_not_break_the_table():
+    assert "| `'a\\|b'` |" in lesson.check(["a|b"][0].join("''"), "'a|b'").data
+
+
+def test_every_claim_is_complete_and_names_a_cell_of_its_lesson():
+    claims = lesson.read_claims()
+    assert len({claim["id"] for claim in claims}) == len(claims)
+    for claim in claims:
+        assert {"id", "lesson", "claim", "who", "url", "when", "cell"} <= set(claim), claim
+        sources = sorted((lesson.NOTEBOOKS / "src").glob(f"{claim['lesson']:02d}_*.py"))
+        assert len(sources) == 1, claim
+        assert f'"{claim["cell"]}"' in sources[0].read_text(encoding="utf-8"), claim

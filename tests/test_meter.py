@@ -1,0 +1,89 @@
+"""The meter's numbers, held against what can be worked out by hand for small models on two ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_utils.notebook.meter import Meter
+
+WIDTH = 8
+LAYER_BYTES = WIDTH * WIDTH * 4
+LAYERS = 3
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def measure(model: nn.Module) -> tuple[int, int, int, int, int]:
+    with Meter(model.parameters()) as meter:
+        model(torch.ones(2, WIDTH)).sum().backward()
+    return (
+        meter.all_gathers,
+        meter.reduce_scatters,
+        meter.gathered_bytes,
+        meter.peak_whole_bytes,
+        meter.whole_bytes[-1],
+    )
+
+
+def fsdp2_by_layer() -> nn.Module:
+    model = layers()
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def fsdp2_in_one() -> nn.Module:
+    return fully_shard(layers())
+
+
+def fsdp1_by_layer() -> nn.Module:
+    return FSDP(layers(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=torch.device("cpu"))
+
+
+def test_one_unit_is_gathered_once_and_whole_until_the_end_of_backward(two_ranks):
+    for measured in two_ranks(lambda: measure(fsdp2_in_one())):
+        assert measured == (1, 1, LAYERS * LAYER_BYTES, LAYERS * LAYER_BYTES, 0)
+
+
+def test_units_by_layer_are_gathered_twice_and_at_most_two_are_whole(two_ranks):
+    # the backward pass of both gathers the next layer while it works on this one
+    for build in (fsdp2_by_layer, fsdp1_by_layer):
+        for measured in two_ranks(lambda build=build: measure(build())):
+            assert measured[:4] == (2 * LAYERS, LAYERS, 2 * LAYERS * LAYER_BYTES, 2 * LAYER_BYTES), build
+
+
+def gather_by_hand() -> tuple[int, int, int, list[int]]:
+    shard = torch.full((4,), float(dist.get_rank()))
+    with Meter([shard]) as meter:
+        whole = torch.empty(8)
+        dist.all_gather(list(whole.chunk(2)), shard)
+        del whole
+        other = torch.zeros(100)
+        mine = torch.empty(50)
+        dist.reduce_scatter(mine, list(other.chunk(2)))
+    return meter.all_gathers, meter.reduce_scatters, meter.peak_tensor_bytes, sorted(set(meter.whole_bytes))
+
+
+def test_calls_of_torch_distributed_count_and_freed_tensors_do_not(two_ranks):
+    for gathers, reduces, peak, whole in two_ranks(gather_by_hand):
+        assert (gathers, reduces, whole) == (1, 1, [0, 32])
+        assert peak == 4 * (4 + 100 + 50)  # the shard and what came after the whole was freed
+
+
+def test_an_emptied_storage_no_longer_counts():
+    with Meter() as meter:
+        tensor = torch.ones(1000)
+        tensor.untyped_storage().resize_(0)
+        torch.ones(10)
+    assert meter.peak_tensor_bytes == 4000
+    with Meter() as meter:
+        kept = torch.ones(1000)
+        more = torch.ones(10)
+    assert meter.peak_tensor_bytes == 4040
+    assert kept.sum() == 100 * more.sum()
