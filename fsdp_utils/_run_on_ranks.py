@@ -4,7 +4,6 @@ The ranks are CPU processes, forked from a server that has torch imported (spawn
 exist), with a gloo process group that listens on the loopback interface only.
 """
 
-import ctypes
 import faulthandler
 import io
 import linecache
@@ -30,6 +29,9 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 import torch.distributed as dist
+
+if sys.platform == "linux":
+    import fcntl
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 # What the server imports once, so that no rank has to.
@@ -318,17 +320,21 @@ def _end_with_caller() -> None:
         os.setpgid(0, 0)  # also: Ctrl-C in the terminal reaches the caller alone
     parent = multiprocessing.parent_process()
     assert parent is not None
+    pipe = parent.sentinel  # nothing comes through it; it closes when the caller ends
 
     def watch() -> None:
-        wait([parent.sentinel])
+        wait([pipe])
         if hasattr(os, "killpg"):
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="end with caller").start()
     if sys.platform == "linux":
-        # If the thread above cannot run (C code that holds the GIL), the kernel does it: PR_SET_PDEATHSIG.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        # The thread cannot run while C code holds the GIL. The kernel always can: have it send SIGKILL to
+        # the whole process group on the next event of the pipe.
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _be_rank(rank: int, job: _Job) -> None:
