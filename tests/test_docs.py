@@ -1,0 +1,179 @@
+"""What the documents say is so: commands, links, files, versions and snippets."""
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted(ROOT.glob("*.md"))
+# what conda-forge calls by another name
+CONDA_NAMES = {"torch": "pytorch", "build": "python-build"}
+
+
+def fences(document: Path, language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for tongue, text in found if tongue == language]
+
+
+def tracked() -> list[str]:
+    """The repository's files; the folder's, where there is no git (in a downloaded archive)."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+        return listed.stdout.splitlines()
+    made = {".venv", "build", "dist"}
+    files = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+    return [path.as_posix() for path in files if not made & set(path.parts) and path.suffix != ".pyc"]
+
+
+def tree_of_readme() -> list[str]:
+    """The paths that README.md's tree names, folders with a slash at the end."""
+    (tree,) = [fence for fence in fences(ROOT / "README.md", "") if "\nfsdp_utils/\n" in fence]
+    paths: list[str] = []
+    folders: list[str] = []
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        folders[depth:] = [name]
+        paths.append("".join(folders))
+    return paths
+
+
+# --- files, links and commands
+
+
+def test_every_file_in_the_readmes_tree_exists() -> None:
+    assert [path for path in tree_of_readme() if not (ROOT / path).exists()] == []
+
+
+def test_the_readmes_tree_names_each_top_level_path_and_each_file_of_library_and_tools() -> None:
+    wanted = {path.split("/")[0] + "/" * ("/" in path) for path in tracked()} - {".ci/"}
+    wanted |= {path for path in tracked() if path.startswith((".ci/", "fsdp_utils/", "tools/"))}
+    assert sorted(wanted - set(tree_of_readme())) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if link.startswith("https://"):
+            continue  # not fetched: the tests need no network
+        path, _, heading = link.partition("#")
+        target = document.parent / path if path else document
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if heading else []
+        anchors = [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings]
+        if not target.exists() or (heading and heading not in anchors):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_make_commands_are_targets(document: Path) -> None:
+    text = document.read_text()
+    code = fences(document, "sh") + re.findall(r"`([^`\n]+)`", text)
+    named = {target for line in code for target in re.findall(r"\bmake ([a-z]+)", line)}
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("snippet", fences(ROOT / "README.md", "python"), ids=["run_on_ranks", "shard"])
+def test_snippet_of_the_readme_prints_what_it_says(snippet: str, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == snippet.rpartition("# ")[2].strip()
+
+
+def test_videos_lists_lessons_1_to_11_with_a_link_each() -> None:
+    row = r"^\| (\d+) [^|]+\| \[watch\]\((https://www\.loom\.com/share/[0-9a-f]{32})\)"
+    rows = re.findall(row, (ROOT / "videos.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 12))
+    assert len({link for _, link in rows}) == 11
+
+
+# --- versions: pyproject.toml, constraints.txt and environment.yml
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def asked_for() -> dict[str, Requirement]:
+    """What the package and its extras ask for, by name."""
+    extras = PROJECT["optional-dependencies"].values()
+    texts = [*PROJECT["dependencies"], *(text for extra in extras for text in extra)]
+    return {requirement.name: requirement for requirement in map(Requirement, texts)}
+
+
+def pins() -> dict[str, str]:
+    """constraints.txt, as it applies to this Python: name -> version."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    requirements = [Requirement(line) for line in lines if not line.startswith("#")]
+    found: dict[str, str] = {}
+    for requirement in requirements:
+        if requirement.marker is None or requirement.marker.evaluate():
+            name = canonicalize_name(requirement.name)
+            assert name not in found, f"{name} is pinned twice"
+            found[name] = str(requirement.specifier).removeprefix("==")
+    return found
+
+
+def conda() -> dict[str, str]:
+    """environment.yml: name -> what it asks of the version."""
+    packages = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    return dict((text + " ").split(" ", 1) for text in packages if isinstance(text, str))
+
+
+def test_constraints_pin_exactly_and_torch_first() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    exact = r"[a-z0-9-]+==[0-9][0-9a-z.]*( ; python_full_version (<|>=) '3\.[0-9.]+')?"
+    assert [line for line in lines if not re.fullmatch(exact, line)] == []
+    assert lines[0].startswith("torch==")
+
+
+def test_constraints_allow_what_pyproject_asks_for() -> None:
+    pinned = pins()
+    for name, requirement in asked_for().items():
+        assert requirement.specifier.contains(pinned[canonicalize_name(name)]), requirement
+
+
+def test_the_versions_tested_here_are_the_pinned_ones() -> None:
+    """Everything that the extras bring in, as installed where this runs, against constraints.txt."""
+    pinned, differ = pins(), []
+    seen: set[str] = set()
+    todo = list(asked_for().values())
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if name in seen:
+            continue
+        seen.add(name)
+        installed = metadata.version(name).partition("+")[0]  # torch 2.13.0+cpu is torch 2.13.0
+        if pinned.get(name) != installed:
+            differ.append(f"{name}: {installed} is installed, {pinned.get(name)} is pinned")
+        for text in metadata.requires(name) or ():
+            needed = Requirement(text)
+            if needed.marker is None or any(
+                needed.marker.evaluate({"extra": e}) for e in ["", *requirement.extras]
+            ):
+                todo.append(needed)
+    assert differ == []
+
+
+def test_environment_yml_asks_for_the_packages_of_pyproject() -> None:
+    packages = conda()
+    expected = {CONDA_NAMES.get(name, name): str(want.specifier) for name, want in asked_for().items()}
+    expected["pytorch"] = f"={pins()['torch']}"  # conda's one "=" is pip's "=="
+    expected |= {"python": PROJECT["requires-python"], "pip": ""}
+    assert {name: version.strip() for name, version in packages.items()} == expected
