@@ -9,6 +9,15 @@ from fsdp_utils.notebook import tasks
 TASKS = {"vit": tasks.digits_vit, "t5": tasks.dates_t5, "llama": tasks.dates_llama}
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tensors this small only lose by being cut among threads, most of all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=TASKS)
 def task(request) -> tasks.Task:
     return TASKS[request.param]()

@@ -32,7 +32,8 @@ class Meter(TorchDispatchMode):
         gathered_bytes: Bytes that the all-gathers produced, padding included.
         whole_bytes: After each operation, bytes of gathered parameters that were alive.
         peak_tensor_bytes: The most bytes that tensors of any kind held at once: shards, gathered
-            parameters, buffers of collectives, gradients, activations.
+            parameters, buffers of collectives, gradients, activations. Differs a little from run to run,
+            because gloo's threads let go of a buffer some time after the collective.
 
     Example:
         with Meter(model.parameters()) as meter:

@@ -2,11 +2,14 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib as mpl
 from IPython.display import Image
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from PIL import Image as PillowImage
 
 # Told apart with any kind of colour vision (Okabe and Ito, "Color Universal Design", 2008).
@@ -15,7 +18,7 @@ INK, FAINT, CARD = "#2b2b2b", "#d9d9d4", "#fbfbf8"  # a light card is legible on
 DOTS_PER_POINT = 2  # sharp on high-resolution screens
 COLORS_KEPT = 64  # a palette makes the PNG about a third as large, and nobody sees the difference
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.facecolor": CARD,
     "figure.constrained_layout.use": True,
     "axes.facecolor": CARD,
@@ -111,11 +114,9 @@ def life_of_a_unit(world_size: int = 4) -> Image:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
     handles = [
-        mpl.patches.Patch(facecolor=INK, label="parameters, a colour for each piece"),
-        mpl.patches.Patch(
-            facecolor=CARD, edgecolor=INK, hatch="////", label="gradients of this rank's samples"
-        ),
-        mpl.patches.Patch(facecolor=CARD, edgecolor=INK, label="gradients, mean over all ranks"),
+        Patch(facecolor=INK, label="parameters, a colour for each piece"),
+        Patch(facecolor=CARD, edgecolor=INK, hatch="////", label="gradients of this rank's samples"),
+        Patch(facecolor=CARD, edgecolor=INK, label="gradients, mean over all ranks"),
     ]
     fig.legend(handles=handles, loc="outside lower center", ncols=3)
     return show(
@@ -150,7 +151,7 @@ def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
         axes.set_yticks(range(len(names)), names if axes is panels[0] else [])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    handles = [mpl.patches.Patch(color=_color(rank), label=f"rank {rank}") for rank in range(world_size)]
+    handles = [Patch(color=_color(rank), label=f"rank {rank}") for rank in range(world_size)]
     fig.legend(handles=handles, loc="outside lower center", ncols=world_size)
     return show(
         fig, alt=f"The part of each parameter that each of {world_size} ranks holds: {', '.join(layouts)}."
@@ -181,7 +182,7 @@ def memory_per_rank(amounts: Mapping[str, Mapping[str, float]], *, unit: str) ->
     axes.margins(x=0.14)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    handles = [mpl.patches.Patch(color=_color(index), label=kind) for index, kind in enumerate(kinds)]
+    handles = [Patch(color=_color(index), label=kind) for index, kind in enumerate(kinds)]
     fig.legend(handles=handles, loc="outside lower center", ncols=len(kinds))
     return show(fig, alt=f"Memory of one rank in {unit}: {'; '.join(amounts)}.")
 
@@ -234,7 +235,7 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Image:
                 linewidth=2,
             )
     axes.set(xlabel="step", ylabel="loss")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     return show(fig, alt=f"Loss over steps of {', '.join(curves)}.")
 

@@ -108,7 +108,8 @@ def digits_vit(*, pretrained: str | None = None) -> Task:
     from sklearn.datasets import load_digits
 
     config = (
-        transformers.ViTConfig(
+        transformers.AutoConfig.for_model(
+            "vit",
             image_size=8,
             patch_size=2,
             num_channels=1,
@@ -148,7 +149,8 @@ def dates_t5(*, pretrained: str | None = None) -> Task:
         The task, with input_ids and attention_mask i64[n, source] and labels i64[n, target].
     """
     if pretrained is None:
-        config = transformers.T5Config(
+        config = transformers.AutoConfig.for_model(
+            "t5",
             vocab_size=VOCABULARY,
             d_model=64,
             d_kv=16,
@@ -166,10 +168,8 @@ def dates_t5(*, pretrained: str | None = None) -> Task:
         tokenize = _tokenizer(pretrained)
 
     def encode(pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
-        sources, answers = (
-            tokenize([source for source, _ in pairs]),
-            tokenize([answer for _, answer in pairs]),
-        )
+        sources = tokenize([source for source, _ in pairs])
+        answers = tokenize([answer for _, answer in pairs])
         return {
             "input_ids": sources,
             "attention_mask": (sources != config.pad_token_id).long(),
@@ -192,7 +192,8 @@ def dates_llama(*, pretrained: str | None = None) -> Task:
         The task, with input_ids i64[n, length] and labels i64[n, length] that leave the question out.
     """
     if pretrained is None:
-        config = transformers.LlamaConfig(
+        config = transformers.AutoConfig.for_model(
+            "llama",
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=192,
