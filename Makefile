@@ -14,8 +14,9 @@ NBVAL = $(if $(filter 4,$(FSDP_RANKS)),--nbval,--nbval-lax)
 
 .PHONY: lab test lessons lint bench setup
 
+# Without the limit on the rate of outputs: four ranks that print at length exceed it.
 lab: setup
-	@$(VENV_PYTHON) -m jupyter lab notebooks/00_fsdp_from_scratch.ipynb \
+	@$(VENV_PYTHON) -m jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_fsdp_from_scratch.ipynb \
 		--ZMQChannelsWebsocketConnection.limit_rate=False $(LAB_ARGS)
 
 test: setup
