@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +59,6 @@ def engine(settings: dict[str, Any], rank: int) -> None:
             f"--file={settings['directory']}/security/ipcontroller-engine.json",
             f"--IPEngine.id={settings['birth'] * 1000 + rank}",  # team.py finds a rank's engine by it
             "--timeout=60",
-            "--IPEngine.wait_for_url_file=60",
             "--IPEngine.enable_nanny=False",
             "--IPEngine.max_heartbeat_misses=0",
         ]
@@ -151,6 +151,14 @@ def _exit_code(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if done else None
 
 
+def written(connection: Path) -> bool:
+    """Whether the controller has written a connection file to its end."""
+    try:
+        return bool(json.loads(connection.read_text()))
+    except (OSError, ValueError):
+        return False
+
+
 def say(**event: Any) -> None:
     sys.stdout.write(json.dumps(event) + "\n")
     sys.stdout.flush()
@@ -194,6 +202,10 @@ def main() -> None:
         for name in ("torch.distributed", "ipyparallel.engine.app", *settings["preload"]):
             importlib.import_module(name)
         resolve(settings)
+        for_engines = Path(settings["directory"], "security", "ipcontroller-engine.json")
+        while not written(for_engines) and None in nursery.pids:
+            nursery.reap()
+            time.sleep(0.01)
         nursery.bear(list(range(settings["world_size"])))
     except Exception as error:
         say(event="failed", name=type(error).__name__, message=str(error))

@@ -1,6 +1,5 @@
 """What the ranks print, shown once where they agree and by rank where they do not."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ def _lines(text: str) -> list[str]:
     """The lines as a terminal would leave them: of a line that was drawn over, the last drawing."""
     if not text:
         return []
-    return [re.sub(r".*\r(?=.)", "", line.rstrip("\r")) for line in text.removesuffix("\n").split("\n")]
+    return [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
 
 
 def _labelled(label: str, lines: Sequence[str]) -> str:

@@ -286,7 +286,7 @@ class Cell:
         details += ["Meanwhile", *others, ""] if others else []
         if not died and cause["in_collective"] and cause["seconds"] >= self.timeout_s:
             details += [
-                f"A collective waits {self.timeout_s:g} s at most here: %%ranks --timeout SECONDS changes that.",
+                f"A collective waits at most {self.timeout_s:g} s; %%ranks --timeout SECONDS changes that.",
                 "Has every rank entered it?",
                 "",
             ]

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fsdp_utils.notebook.nursery import written
+
 START_LIMIT_S = 90.0
 CALL_LIMIT_S = 60.0
 POLL_S = 0.002
@@ -190,7 +192,7 @@ class Team:
         connection = Path(self.settings["directory"], "security", "ipcontroller-client.json")
         import ipyparallel
 
-        self._await(connection.exists, "the controller to start")
+        self._await(lambda: written(connection), "the controller to start")
         self.client = ipyparallel.Client(str(connection), timeout=int(START_LIMIT_S))
         self._await_birth()
         self._birth_of = dict.fromkeys(range(self.world_size), 0)

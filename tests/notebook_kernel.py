@@ -1,0 +1,95 @@
+"""A Jupyter kernel under a test: run cells in it as a front end does, interrupt it, kill it."""
+
+import time
+from dataclasses import dataclass, field
+from queue import Empty
+from typing import Any
+
+import psutil
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+
+@dataclass
+class Reply:
+    """What came of a cell, as a reader sees it at the end."""
+
+    text: str = ""
+    images: int = 0
+    error: str = ""  # "" or name: message
+    traceback: str = ""
+    value: str = ""
+    streamed: list[str] = field(default_factory=list)  # pieces of text in the order of their arrival
+    cleared: bool = False
+    seconds: float = 0.0
+
+
+class Notebook:
+    """A kernel of its own; `close()` it."""
+
+    def __init__(self, *, interactive: bool = False) -> None:
+        self.interactive = interactive
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel()
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    def run(self, source: str, *, interrupt_after: float | None = None, limit: float = 90) -> Reply:
+        began = time.monotonic()
+        reply = Reply()
+        message = self.client.execute(source, allow_stdin=self.interactive)
+        while True:
+            if interrupt_after is not None and time.monotonic() - began > interrupt_after:
+                self.manager.interrupt_kernel()
+                began, interrupt_after = time.monotonic(), None  # seconds count from the interrupt
+            if time.monotonic() - began > limit:
+                raise TimeoutError(f"the cell was not over after {limit} s: {source}")
+            try:
+                output = self.client.get_iopub_msg(timeout=0.05)
+            except Empty:
+                continue
+            if output["parent_header"].get("msg_id") != message:
+                continue
+            if self._take(output["msg_type"], output["content"], reply):
+                break
+        self.client.get_shell_msg(timeout=10)
+        reply.seconds = time.monotonic() - began
+        return reply
+
+    @staticmethod
+    def _take(kind: str, content: dict[str, Any], reply: Reply) -> bool:
+        """Add one message to the reply; true when the cell is over."""
+        if kind == "stream":
+            reply.streamed.append(content["text"])
+            reply.text += content["text"]
+        elif kind == "clear_output":
+            reply.text, reply.cleared = "", True
+        elif kind == "display_data":
+            reply.images += "image/png" in content["data"]
+        elif kind == "execute_result":
+            reply.value = content["data"]["text/plain"]
+        elif kind == "error":
+            reply.error = f"{content['ename']}: {content['evalue']}"
+            reply.traceback = "\n".join(content["traceback"])
+        return kind == "status" and content["execution_state"] == "idle"
+
+    def ranks_processes(self) -> list[psutil.Process]:
+        """Every process that `ranks` has started: those of the nursery's session."""
+        leader = int(self.run("ranks._team._nursery.pid").value)
+        return [process for process in psutil.process_iter() if _session(process.pid) == leader]
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=False)
+        self.manager.cleanup_resources()
+
+
+def _session(pid: int) -> int | None:
+    import os
+
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None

@@ -1,0 +1,301 @@
+"""`%%ranks` in a real kernel, with every fault that a reader can cause, injected for real."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from tests.notebook_kernel import Notebook
+
+IMPORTS = "%%ranks\nimport os, signal, time, torch, torch.distributed as dist\nrank = dist.get_rank()\n"
+WHOLE = (
+    "%%ranks\nimport torch, torch.distributed as dist\nx = torch.ones(1); dist.all_reduce(x); print(x.item())"
+)
+VOID = "models sharded before are void"
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Notebook]:
+    """A notebook with four ranks, shared by the tests that leave them usable."""
+    notebook = Notebook()
+    notebook.run("from fsdp_utils.notebook import ranks")
+    assert notebook.run("ranks.start(4)").text == "4 ranks in one process group (gloo on CPU)\n"
+    assert notebook.run(IMPORTS).error == ""
+    yield notebook
+    notebook.close()
+
+
+@pytest.fixture
+def another() -> Iterator[Callable[..., Notebook]]:
+    """Makes further notebooks and closes them."""
+    made: list[Notebook] = []
+
+    def make(*, interactive: bool = False) -> Notebook:
+        made.append(Notebook(interactive=interactive))
+        made[-1].run("from fsdp_utils.notebook import ranks")
+        return made[-1]
+
+    yield make
+    for notebook in made:
+        notebook.close()
+
+
+def test_the_ranks_form_a_process_group_as_under_torchrun(four: Notebook) -> None:
+    four.run("%%ranks\nx = torch.tensor([float(rank)]); dist.all_reduce(x)")
+    assert four.run("[t.item() for t in ranks.get('x')]").value == "[6.0, 6.0, 6.0, 6.0]"
+    names = "[os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]"
+    assert four.run(f'ranks.get("{names}")[2]').value == "['2', '2', '4']"
+
+
+def test_variables_live_on_from_cell_to_cell(four: Notebook) -> None:
+    four.run("%%ranks\nkept = rank * 10")
+    assert four.run("%%ranks 1,3\nkept + 1").text == "rank 1 | 11\nrank 3 | 31\n"
+
+
+def test_what_all_ranks_print_alike_is_shown_once_and_the_rest_in_rank_order(four: Notebook) -> None:
+    shown = four.run(
+        "%%ranks\nprint('first')\ntime.sleep(0.3 * (3 - rank))\nprint('I am', rank)\nprint('last')\n'value'"
+    )
+    own = "".join(f"rank {rank} | I am {rank}\n" for rank in range(4))
+    assert shown.text == f"all ranks | first\n{own}all ranks | last\nall ranks | 'value'\n"
+
+
+def test_figures_of_the_ranks_are_shown(four: Notebook) -> None:
+    shown = four.run("%%ranks 0,1\nimport matplotlib.pyplot as plt\nplt.plot([0, rank])\nplt.show()")
+    assert (shown.images, shown.error) == (2, "")
+    assert shown.text == "rank 0 |\nrank 1 |\n"
+
+
+def test_a_long_output_of_every_rank_arrives_whole(four: Notebook) -> None:
+    shown = four.run("%%ranks\nfor i in range(1000):\n    print(rank, i, 'x' * 10_000)")
+    assert len(shown.text) > 4 * 10_000_000
+    for rank in range(4):
+        assert all(f"rank {rank} | {rank} {i} x" in shown.text for i in (0, 499, 999))
+
+
+def test_an_exception_on_one_rank_frees_the_others_and_shows_that_ranks_lines(four: Notebook) -> None:
+    four.run("%%ranks\nkept = 'kept'")
+    failed = four.run("%%ranks\nif rank == 2:\n    raise ValueError('boom')\ndist.all_reduce(x)")
+    assert failed.error == "RankError: rank 2 raised ValueError: boom"
+    assert "---->   2     raise ValueError('boom')" in failed.traceback
+    assert failed.traceback.index("line 2") < failed.traceback.index(
+        "rank 0 stood at line 3: dist.all_reduce(x)"
+    )
+    assert VOID in failed.traceback
+    assert failed.seconds < 20  # and not the 60 s that a collective waits
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+    assert four.run("ranks.get('kept')").value == "['kept', 'kept', 'kept', 'kept']"
+
+
+def test_the_rank_that_failed_first_is_shown_not_those_it_took_along(four: Notebook) -> None:
+    failed = four.run(
+        "%%ranks\ntime.sleep(0.2 * rank)\nif rank in (1, 2):\n    raise KeyError(rank)\ndist.barrier()"
+    )
+    assert failed.error == "RankError: rank 1 raised KeyError: 1"
+
+
+def test_a_rank_that_loops_is_freed_when_another_fails(four: Notebook) -> None:
+    failed = four.run("%%ranks\nif rank == 1:\n    raise KeyError('k')\nwhile True:\n    pass")
+    assert failed.error == "RankError: rank 1 raised KeyError: 'k'"
+    assert "rank 0 stood at line" in failed.traceback
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+
+
+def test_a_mistake_that_all_ranks_make_alike_leaves_sharded_models_valid(four: Notebook) -> None:
+    four.run("%%ranks\ngroup = dist.group.WORLD")
+    failed = four.run("%%ranks\nnot_there")
+    assert failed.error == "RankError: all ranks raised NameError: name 'not_there' is not defined"
+    assert VOID not in failed.traceback
+    assert four.run("ranks.get('group is dist.group.WORLD')").value == "[True, True, True, True]"
+
+
+def test_a_syntax_error_is_shown_with_its_line(four: Notebook) -> None:
+    failed = four.run("%%ranks 0\nx = 1\nprint('a'")
+    assert failed.error.startswith("RankError: rank 0 raised SyntaxError")
+    assert "line 2: print('a'" in failed.traceback
+
+
+def test_a_collective_that_some_ranks_never_enter_ends_and_shows_where_each_stands(four: Notebook) -> None:
+    failed = four.run("%%ranks --timeout 1\nif rank < 2:\n    dist.all_reduce(x)")
+    assert failed.error.startswith("RankError: ranks 0, 1 raised")
+    assert "---->   2     dist.all_reduce(x)" in failed.traceback
+    assert "rank 2 had finished the cell\nrank 3 had finished the cell" in failed.traceback
+    assert "waits at most 1 s" in failed.traceback
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL (often: out of memory)"),
+        ("os._exit(7)", "rank 1 ended with exit code 7"),
+    ],
+)
+def test_a_rank_that_dies_is_named_and_replaced(four: Notebook, how: str, told: str) -> None:
+    four.run("%%ranks\nkept = rank")
+    failed = four.run(f"%%ranks\nif rank == 1:\n    time.sleep(0.2); {how}\ndist.barrier()")
+    assert failed.error == f"RankError: {told} while it ran this cell"
+    assert "The new rank 1 has no variables yet" in failed.traceback
+    assert failed.seconds < 20
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+    assert four.run("%%ranks 0,2,3\nkept").text == "rank 0 | 0\nrank 2 | 2\nrank 3 | 3\n"
+    four.run(IMPORTS)
+
+
+def test_rank_0_can_be_replaced_too(four: Notebook) -> None:
+    failed = four.run("%%ranks\nif rank == 0:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert failed.error.startswith("RankError: rank 0 was killed by SIGKILL")
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+    four.run(IMPORTS)
+
+
+def test_a_death_between_two_cells_is_told_before_the_next_one_runs(four: Notebook) -> None:
+    four.run("import os, signal, time\nos.kill(ranks._team.pids[3], signal.SIGKILL); time.sleep(0.5)")
+    failed = four.run("%%ranks\nran = True")
+    assert failed.error.startswith("RankError: rank 3 was killed by SIGKILL")
+    assert "this cell was not run" in failed.error
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+    four.run(IMPORTS)
+
+
+@pytest.mark.parametrize(
+    "stuck",
+    ["while True: pass", "dist.recv(torch.zeros(2), src=(rank + 1) % 4)", "time.sleep(60)"],
+    ids=["loops in Python", "waits in a collective", "sleeps"],
+)
+def test_an_interrupt_gives_the_prompt_back_and_keeps_the_ranks(four: Notebook, stuck: str) -> None:
+    stopped = four.run(f"%%ranks\n{stuck}", interrupt_after=1.0)
+    assert stopped.error.startswith("KeyboardInterrupt")
+    assert stopped.seconds < 20
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+
+
+def test_what_get_cannot_bring_is_told(four: Notebook) -> None:
+    assert four.run("ranks.get('nowhere')").error.startswith(
+        "RankError: ranks.get('nowhere') raised NameError"
+    )
+    shards = four.run(
+        "%%ranks\nfrom torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh\n"
+        "whole = distribute_tensor(torch.arange(8.), init_device_mesh('cpu', (4,)), [Shard(0)])"
+    )
+    assert shards.error == ""
+    assert four.run("ranks.get('whole')[3]").value == "tensor([6., 7.])"
+
+
+@pytest.mark.parametrize("line", ["4", "0,9", "x", "-1", "--timeout 0", "--timeout", "0 1"])
+def test_a_wrong_magic_line_says_what_was_expected(four: Notebook, line: str) -> None:
+    told = four.run(f"%%ranks {line}\n1").error
+    assert told.startswith("ValueError")
+    assert "expected ranks from 0 to 3" in told
+
+
+def test_starting_again_keeps_the_ranks(four: Notebook) -> None:
+    four.run("%%ranks\nkept = 5")
+    assert four.run("ranks.start(4)").text == "4 ranks are running already; their variables are kept.\n"
+    assert four.run("ranks.get('kept')").value == "[5, 5, 5, 5]"
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("ranks.start(0)", "ValueError: ranks.start(0): expected 1 to 999 ranks"),
+        ("ranks.start(device='tpu')", "ValueError: ranks.start(device='tpu'): expected 'cpu' or 'cuda'"),
+    ],
+)
+def test_a_wrong_start_says_what_was_expected(four: Notebook, call: str, told: str) -> None:
+    assert four.run(call).error.startswith(told)
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+
+
+def test_every_port_is_on_the_loopback_interface(four: Notebook) -> None:
+    connections = [each for process in four.ranks_processes() for each in process.net_connections("inet")]
+    addresses = {connection.laddr.ip.removeprefix("::ffff:") for connection in connections}
+    assert addresses == {"127.0.0.1"}
+
+
+def test_before_the_start_a_cell_says_what_to_do(another: Callable[..., Notebook]) -> None:
+    notebook = another()
+    assert "Call ranks.start()" in notebook.run("%%ranks\n1").error
+    notebook.run("import os; os.environ['FSDP_RANKS'] = 'many'")
+    assert (
+        notebook.run("ranks.start()").error
+        == "ValueError: FSDP_RANKS should be a number of ranks, found 'many'."
+    )
+    told = notebook.run("ranks.start(2, device='cuda')").error
+    assert told.startswith("ValueError: ranks.start(")
+    assert "Leave device out" in told or "leave device out" in told
+
+
+def test_another_number_of_ranks_replaces_them_and_two_notebooks_never_meet(
+    four: Notebook, another: Callable[..., Notebook]
+) -> None:
+    notebook = another()
+    notebook.run("import os; os.environ['FSDP_RANKS'] = '2'")
+    assert notebook.run("ranks.start()").text.startswith("2 ranks in one")
+    assert notebook.run(WHOLE).text == "all ranks | 2.0\n"
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+    before = notebook.ranks_processes()
+    assert notebook.run("ranks.start(3)").text.startswith("3 ranks in one")
+    assert notebook.run(WHOLE).text == "all ranks | 3.0\n"
+    assert not any(process.is_running() for process in before)
+
+
+def test_where_there_is_no_fork_the_ranks_are_spawned(another: Callable[..., Notebook]) -> None:
+    notebook = another()
+    assert notebook.run("ranks.start(2, method='spawn')").text.startswith("2 ranks in one")
+    assert notebook.run(WHOLE).text == "all ranks | 2.0\n"
+    failed = notebook.run("%%ranks\nimport os\nif dist.get_rank() == 0: os._exit(3)\ndist.barrier()")
+    assert failed.error.startswith("RankError: rank 0 ended with exit code 3")
+    assert notebook.run(WHOLE).text == "all ranks | 2.0\n"
+
+
+def test_to_a_person_output_streams_as_it_comes_and_settles_at_the_end(
+    another: Callable[..., Notebook],
+) -> None:
+    notebook = another(interactive=True)
+    notebook.run("ranks.start(2)")
+    shown = notebook.run(
+        "%%ranks\nimport os, time\n"
+        "for i in range(3):\n    time.sleep(0.5)\n    print('step', i, os.environ['RANK'])"
+    )
+    assert shown.streamed.index("rank 0 | step 0 0\n") < shown.streamed.index("rank 1 | step 2 1\n")
+    assert shown.cleared
+    assert shown.text == "".join(f"rank {r} | step {i} {r}\n" for r in range(2) for i in range(3))
+
+
+@pytest.mark.parametrize("end", ["killed", "closed", "restarted"])
+def test_when_the_kernel_goes_no_process_stays(another: Callable[..., Notebook], end: str) -> None:
+    notebook = another()
+    notebook.run("ranks.start(2)")
+    notebook.run("%%ranks\nimport subprocess\nchild = subprocess.Popen(['sleep', '600'])")
+    processes = notebook.ranks_processes()
+    assert len(processes) == 7  # nursery, controller (two), two ranks, and a child of each
+    if end == "killed":
+        psutil.Process(notebook.manager.provisioner.pid).kill()  # type: ignore[union-attr]
+    elif end == "closed":
+        notebook.manager.shutdown_kernel(now=False)
+    else:
+        notebook.manager.restart_kernel(now=True)
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert alive == []
+
+
+def test_in_a_script_start_names_what_to_use_instead() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from fsdp_utils.notebook import ranks; ranks.start()"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "fsdp_utils.run_on_ranks" in done.stderr
+
+
+def test_importing_the_library_loads_no_torch() -> None:
+    code = "import sys, fsdp_utils, fsdp_utils.notebook.ranks; assert 'torch' not in sys.modules"
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert time.monotonic() - began < 60
