@@ -1,0 +1,253 @@
+"""What does a training step allocate and free, and in which order?
+
+A trace is what the simulation in `fsdp_utils.allocator` replays. It is recorded from a real step, on CPU or
+under FakeTensorMode, or read from the snapshot that PyTorch takes of a GPU.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One allocation, one free, or the beginning of a training step.
+
+    Args:
+        kind: "alloc", "free" or "step".
+        block: the number that an allocation shares with its free.
+        size: bytes asked for.
+        name: the operator that allocated; "" where unknown.
+        stream: 0 for the stream of the computation; FSDP gathers and reduces in others.
+    """
+
+    kind: str
+    block: int = 0
+    size: int = 0
+    name: str = ""
+    stream: int = 0
+
+
+@dataclass
+class Trace:
+    """Allocations and frees in the order in which a program made them."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def begin_step(self) -> None:
+        """Mark that a training step begins here."""
+        self.events.append(Event("step"))
+
+    @property
+    def peak_gib(self) -> float:
+        """The most that was allocated at one time, in GiB, as asked for: nothing is rounded."""
+        live = peak = 0
+        for event in self.events:
+            live += event.size if event.kind == "alloc" else -event.size
+            peak = max(peak, live)
+        return peak / GIB
+
+    @classmethod
+    def from_snapshot(cls, snapshot: Mapping[str, Any], *, device: int = 0) -> "Trace":
+        """Read what PyTorch's allocator did on a GPU, so that a simulation can be held against it.
+
+        A block counts as freed once the allocator may use it again ("free_completed"). For a tensor under
+        `record_stream` that is later than the moment at which the program let go of it.
+
+        Args:
+            snapshot: `torch.cuda.memory._snapshot()`, after `torch.cuda.memory._record_memory_history()` with
+                `max_entries` large enough to hold every event.
+            device: index of the GPU.
+
+        Returns:
+            The trace. What was allocated before the history began stands at its beginning.
+
+        Raises:
+            ValueError: the snapshot holds no history of this device.
+
+        Source: the docstring of `torch.cuda.memory._snapshot`.
+        """
+        histories = snapshot.get("device_traces", [])
+        if device >= len(histories) or not histories[device]:
+            raise ValueError(
+                f"Trace.from_snapshot: expected the history of device {device} in snapshot['device_traces'], "
+                "found none. Call torch.cuda.memory._record_memory_history() before the steps and "
+                "torch.cuda.memory._snapshot() after them."
+            )
+        trace, earlier = cls(), []
+        live: dict[int, Event] = {}  # address -> its allocation
+        streams = {0: 0}
+
+        def allocate(address: int, size: int, stream: int, into: list[Event]) -> None:
+            number = streams.setdefault(stream, len(streams))
+            live[address] = Event("alloc", len(trace.events) + len(earlier), size, stream=number)
+            into.append(live[address])
+
+        for entry in histories[device]:
+            if entry["action"] == "alloc":
+                allocate(entry["addr"], entry["size"], entry["stream"], trace.events)
+            elif entry["action"] == "free_completed":
+                if entry["addr"] not in live:
+                    allocate(entry["addr"], entry["size"], entry["stream"], earlier)
+                freed = live.pop(entry["addr"])
+                trace.events.append(Event("free", freed.block, freed.size, stream=freed.stream))
+        for segment in snapshot["segments"]:
+            for block in segment["blocks"] if segment["device"] == device else ():
+                if block["state"] == "active_allocated" and block["address"] not in live:
+                    allocate(block["address"], block["requested_size"], segment["stream"], earlier)
+        trace.events[:0] = earlier
+        return trace
+
+
+@contextmanager
+def record_allocations(
+    *existing: nn.Module | torch.optim.Optimizer | torch.Tensor, device: str = "cpu"
+) -> Iterator[Trace]:
+    """Record what the enclosed code allocates and frees: `with record_allocations(model, optimizer) as trace`
+
+    Works on real tensors and, entered inside a FakeTensorMode, on tensors that have a size but no memory: a
+    model far larger than this machine can be traced so. Storages that FSDP empties and refills are followed.
+
+    It does not see workspaces that a kernel allocates inside itself. A trace on CPU counts every CPU tensor,
+    also those that a GPU program keeps on the host, and the copies that gloo makes while it reduces; a `fake`
+    process group makes none, as NCCL.
+
+    Args:
+        existing: modules, optimizers and tensors made before; they are allocated at the trace's start.
+            Whatever is made inside needs no mention.
+        device: type of the device whose tensors count.
+
+    Returns:
+        The trace; call its `begin_step()` where a training step begins.
+    """
+    recorder = _Recorder(device)
+    for item in existing:
+        for tensor in _tensors_of(item):
+            recorder.observe(tensor, "before the recording")
+    resize, infer = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+    @wraps(resize)
+    def observed_resize(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        recorder.observe_storage(storage, "resize_")
+
+    @wraps(infer)
+    def muted_infer(*args: Any) -> Any:
+        recorder.muted = True
+        try:
+            return infer(*args)
+        finally:
+            recorder.muted = False
+
+    with (
+        closing(recorder),
+        # FSDP empties and refills its unsharded parameters by this method, which no dispatch mode sees
+        patch.object(torch.UntypedStorage, "resize_", observed_resize),
+        # DTensor works out shapes on fake tensors of the global size: nothing is allocated for those
+        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", muted_infer),
+        recorder,
+    ):
+        yield recorder.trace
+
+
+def _tensors_of(item: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Iterator[torch.Tensor]:
+    if isinstance(item, nn.Module):
+        for parameter in item.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from item.buffers()
+    elif isinstance(item, torch.optim.Optimizer):
+        yield from (leaf for leaf in tree_leaves(dict(item.state)) if isinstance(leaf, torch.Tensor))
+    elif isinstance(item, torch.Tensor):
+        yield item
+    else:
+        raise TypeError(
+            f"record_allocations: expected modules, optimizers or tensors, found {type(item).__name__}. "
+            "What is made inside the block is recorded without being passed."
+        )
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees the storage of every operator's result, and through a weak reference the end of each."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.muted = False
+        self._device = device
+        # a fake storage lives on "meta", whichever device its tensor claims
+        self._storage_device = "meta" if detect_fake_mode() else device
+        self._allocated: dict[int, Event] = {}  # by address of the C++ storage; empty storages are absent
+        self._watched: dict[int, weakref.ref] = {}
+        self._blocks = 0
+        self._streams: dict[int, int] = {}
+        self._stream_number()  # the stream that is current now gets number 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor act first: its local tensors come back here
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.observe(leaf, str(func))
+        return result
+
+    def observe(self, tensor: torch.Tensor, name: str) -> None:
+        if tensor.device.type == self._device and not self.muted:
+            for storage in get_untyped_storages(tensor):
+                self._update(storage, name)
+
+    def observe_storage(self, storage: torch.UntypedStorage, name: str) -> None:
+        if storage.device.type == self._storage_device:
+            self._update(storage, name)
+
+    def close(self) -> None:
+        """Stop listening: what dies from now on is no part of the trace."""
+        self._watched.clear()
+
+    def _update(self, storage: torch.UntypedStorage, name: str) -> None:
+        key = storage._cdata
+        if key not in self._watched:
+            self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
+        size = storage.nbytes()
+        known = self._allocated.get(key)
+        if size == (known.size if known else 0):
+            return
+        self._free(key)
+        if size:
+            event = Event("alloc", self._blocks, size, name, self._stream_number())
+            self._blocks += 1
+            self._allocated[key] = event
+            self.trace.events.append(event)
+
+    def _forget(self, key: int) -> None:
+        self._free(key)
+        del self._watched[key]
+
+    def _free(self, key: int) -> None:
+        event = self._allocated.pop(key, None)
+        if event:
+            self.trace.events.append(Event("free", event.block, event.size, event.name, event.stream))
+
+    def _stream_number(self) -> int:
+        # on CPU torch's streams do nothing, but FSDP enters and leaves them there as it does on a GPU
+        module = torch.get_device_module(self._device)
+        stream = module.current_stream() if module.is_available() else None
+        key = getattr(stream, "stream_id", id(stream))
+        return self._streams.setdefault(key, len(self._streams))

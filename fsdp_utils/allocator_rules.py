@@ -1,0 +1,267 @@
+"""Which blocks does PyTorch's CUDA caching allocator hand out, cut, merge and give back?
+
+A model of its rules on plain numbers, for the simulation in `fsdp_utils.allocator`. Memory is taken from the
+GPU in segments and handed out in blocks; a freed block stays cached for later requests of its pool (small or
+large) and stream, merged with the free neighbours in its segment.
+
+Source: c10/cuda/CUDACachingAllocator.cpp, whose functions are named where they are followed.
+"""
+
+from bisect import bisect_left, insort
+
+MIB = 2**20
+# the constants of CUDACachingAllocator.cpp, moved to c10/core/AllocatorConfig.h in later versions
+MIN_BLOCK = 512  # kMinBlockSize: requests are rounded up to a multiple of it
+SMALL_REQUEST = MIB  # kSmallSize: the largest request of the small pool
+SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
+LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own
+LARGE_SEGMENT = 20 * MIB  # kLargeBuffer
+SEGMENT_ROUNDING = 2 * MIB  # kRoundLarge
+# of one expandable segment: more than a trace can fill, where PyTorch takes 9/8 of the GPU's memory
+ADDRESS_SPACE = 2**21 * LARGE_SEGMENT
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+class Block:
+    """A range of one segment, linked to its neighbours there."""
+
+    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "size", "stream")
+
+    def __init__(self, pool: "Pool", stream: int, address: int, size: int, *, mapped: bool = True) -> None:
+        self.pool, self.stream, self.address, self.size, self.mapped = pool, stream, address, size, mapped
+        self.allocated = False
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def insert_after(self, before: "Block | None") -> None:
+        """Take the place behind a block of the same segment."""
+        self.prev, self.next = before, before.next if before else None
+        if self.prev:
+            self.prev.next = self
+        if self.next:
+            self.next.prev = self
+
+    def cut(self, size: int) -> "Block":
+        """Keep the first `size` bytes; the rest becomes the block behind."""
+        rest = Block(self.pool, self.stream, self.address + size, self.size - size, mapped=self.mapped)
+        rest.insert_after(self)
+        self.size = size
+        return rest
+
+
+class Pool:
+    """Cached free blocks by stream and size, and the unmapped ranges of expandable segments by address."""
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.segment = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self.free: list[tuple[int, int, int, Block]] = []  # BlockComparatorSize
+        self.unmapped: list[tuple[int, int, Block]] = []  # BlockComparatorAddress
+
+    def add(self, block: Block) -> None:
+        if block.mapped:
+            insort(self.free, (block.stream, block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.stream, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.stream, block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address))]
+
+    def merge_neighbours(self, block: Block) -> None:
+        """try_merge_blocks: absorb the free neighbours of a block that is in no list itself."""
+        for other in (block.prev, block.next):
+            if other and not other.allocated and other.mapped == block.mapped:
+                self.remove(other)
+                block.address = min(block.address, other.address)
+                block.size += other.size
+                if other is block.prev:
+                    block.prev = other.prev
+                else:
+                    block.next = other.next
+                if block.prev:
+                    block.prev.next = block
+                if block.next:
+                    block.next.prev = block
+
+
+class SegmentAllocator:
+    """The default rules: each segment is one cudaMalloc.
+
+    Args:
+        limit: bytes that may be reserved; None for no limit.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.allocated = self.reserved = self.retries = self.device_allocs = self.device_frees = 0
+        self.small, self.large = Pool(small=True), Pool(small=False)
+        self._next_address = 0
+
+    def malloc(self, size: int, stream: int) -> Block | None:
+        """malloc: a block of at least `size` bytes, or None when memory has run out."""
+        size = round_up(max(size, 1), MIN_BLOCK)  # round_size
+        pool = self.small if size <= SMALL_REQUEST else self.large  # get_pool
+        block = self._best_fit(pool, size, stream) or self._grow(pool, size, stream)
+        if block is None:
+            self._release_cached()
+            self.retries += 1
+            block = self._grow(pool, size, stream)
+            if block is None:
+                return None
+        if self._worth_cutting(block, size):
+            pool.add(block.cut(size))
+        block.allocated = True
+        self.allocated += block.size
+        return block
+
+    def free(self, block: Block) -> None:
+        """free_block: back to its pool, merged with free neighbours."""
+        block.allocated = False
+        self.allocated -= block.size
+        block.pool.merge_neighbours(block)
+        block.pool.add(block)
+
+    def _best_fit(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """get_free_block: the smallest cached block that is large enough, of the same stream."""
+        index = bisect_left(pool.free, (stream, size))
+        if index == len(pool.free) or pool.free[index][0] != stream:
+            return None
+        return pool.free.pop(index)[-1]
+
+    def _worth_cutting(self, block: Block, size: int) -> bool:
+        """should_split: a large block is cut only if more than 1 MiB remains."""
+        rest = block.size - size
+        return rest >= MIN_BLOCK if block.pool.small else rest > SMALL_REQUEST
+
+    def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """alloc_block: a new segment of get_allocation_size(size) bytes."""
+        segment = round_up(size, SEGMENT_ROUNDING) if size >= LARGE_REQUEST else pool.segment
+        if not self._fits(segment):
+            return None
+        self._reserve(segment)
+        self._next_address += segment
+        return Block(pool, stream, self._next_address - segment, segment)
+
+    def _release_cached(self) -> None:
+        """release_cached_blocks: cudaFree every segment of which no part is in use."""
+        for pool in (self.large, self.small):
+            for *_, block in list(pool.free):
+                if block.prev is None and block.next is None:
+                    pool.remove(block)
+                    self._unreserve(block.size)
+
+    def _fits(self, size: int) -> bool:
+        return self.limit is None or self.reserved + size <= self.limit
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
+        self.device_allocs += 1
+
+    def _unreserve(self, size: int) -> None:
+        self.reserved -= size
+        self.device_frees += 1
+
+
+class ExpandableAllocator(SegmentAllocator):
+    """expandable_segments:True: one growing range per pool and stream, backed by pages of 2 or 20 MiB.
+
+    Pages are mapped as long as they fit under the limit, as on a GPU of that size. (A limit that was set by
+    `set_per_process_memory_fraction` refuses earlier: it compares the whole request, not the missing pages.)
+    """
+
+    def _best_fit(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """get_free_block: a block before unmapped space counts as large as it could become."""
+        index = bisect_left(pool.free, (stream, size))
+        if index == len(pool.free) or pool.free[index][0] != stream:
+            return None
+        while (
+            index + 1 < len(pool.free)
+            and pool.free[index + 1][0] == stream
+            and _room(pool.free[index + 1][-1]) < _room(pool.free[index][-1])
+        ):
+            index += 1
+        return pool.free.pop(index)[-1]
+
+    def _worth_cutting(self, block: Block, size: int) -> bool:
+        return block.size - size >= MIN_BLOCK
+
+    def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """try_allocate_expandable_block: map pages at the lowest address with room for the request."""
+        block = self._lowest_room(pool, size, stream)
+        if not block.mapped and not self._map(block, size):
+            return None
+        while block.size < size:  # a free block, then an unmapped one that will absorb it
+            behind = block.next
+            assert behind is not None
+            if not self._map(behind, min(size - block.size, behind.size)):
+                return None
+            block = behind
+        pool.remove(block)
+        return block
+
+    def _lowest_room(self, pool: Pool, size: int, stream: int) -> Block:
+        """find_expandable_block: where `size` bytes can be had in a row, partly or wholly by mapping."""
+        for *_, block in pool.unmapped[bisect_left(pool.unmapped, (stream,)) :]:
+            if block.stream != stream:
+                break
+            start = block.prev if block.prev and not block.prev.allocated else block
+            room, end = 0, start
+            while end and not end.allocated and room < size:
+                room += end.size
+                end = end.next
+            if room >= size:
+                return start
+        self._next_address += ADDRESS_SPACE
+        block = Block(pool, stream, self._next_address - ADDRESS_SPACE, ADDRESS_SPACE, mapped=False)
+        pool.add(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """map_block: back the beginning of an unmapped block with pages."""
+        size = round_up(min(size, block.size), block.pool.segment)
+        if not self._fits(size):
+            return False
+        block.pool.remove(block)
+        if size < block.size:
+            block.pool.add(block.cut(size))
+        block.mapped = True
+        block.pool.merge_neighbours(block)
+        block.pool.add(block)
+        self._reserve(size)
+        return True
+
+    def _release_cached(self) -> None:
+        """release_blocks: unmap every page of which no part is in use."""
+        for pool in (self.large, self.small):
+            for *_, block in list(pool.free):
+                offset = block.address % ADDRESS_SPACE  # within its segment, where pages are aligned
+                begin = round_up(offset, pool.segment)
+                end = (offset + block.size) // pool.segment * pool.segment
+                if begin < end:
+                    self._unmap(block, begin - offset, end - begin)
+
+    def _unmap(self, block: Block, skipped: int, size: int) -> None:
+        """unmap_block: the pages in the middle; what remains on either side stays a free block."""
+        pool = block.pool
+        pool.remove(block)
+        if skipped:
+            pages = block.cut(skipped)
+            pool.add(block)
+            block = pages
+        if size < block.size:
+            pool.add(block.cut(size))
+        block.mapped = False
+        pool.merge_neighbours(block)
+        pool.add(block)
+        self._unreserve(size)
+
+
+def _room(block: Block) -> int:
+    behind = block.next
+    return block.size + (behind.size if behind and not behind.mapped else 0)

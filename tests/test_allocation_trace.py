@@ -1,0 +1,243 @@
+"""The trace holds what was really allocated and freed."""
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_utils import run_on_ranks
+from fsdp_utils.allocation_trace import Event, Trace, record_allocations
+
+MIB = 2**20
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def live_bytes(trace: Trace) -> int:
+    return sum({"alloc": 1, "free": -1, "step": 0}[event.kind] * event.size for event in trace.events)
+
+
+def test_peak_and_end_equal_those_of_the_cpu_allocator() -> None:
+    model = nn.Sequential(
+        nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True), Block(64), nn.Linear(64, 8)
+    )
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(8, 32, 64)
+    train_step(model, optimizer, x)
+    with record_allocations(model, optimizer, x) as trace:
+        train_step(model, optimizer, x)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train_step(model, optimizer, x)
+
+    live = peak = 0
+    for event in profiler.profiler.kineto_results.events():  # pyright: ignore[reportOptionalMemberAccess]
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    before = sum(event.size for event in trace.events if event.name == "before the recording")
+    assert peak > MIB
+    assert trace.peak_gib * 2**30 - before == peak
+    assert live_bytes(trace) - before == live == 0
+
+
+def test_every_free_follows_the_allocation_it_frees() -> None:
+    model = Block(32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with record_allocations(model, optimizer) as trace:
+        for _ in range(2):
+            trace.begin_step()
+            train_step(model, optimizer, torch.randn(4, 32))
+    live: dict[int, int] = {}
+    for event in trace.events:
+        if event.kind == "alloc":
+            assert event.block not in live
+            live[event.block] = event.size
+        elif event.kind == "free":
+            assert live.pop(event.block) == event.size
+    states = 3 * sum(p.nbytes for p in model.parameters()) + 4 * 4  # weights, two moments, four step counters
+    assert sum(live.values()) == states
+    assert [event.kind for event in trace.events].count("step") == 2
+
+
+def test_a_resized_storage_is_freed_and_allocated_anew() -> None:
+    with record_allocations() as trace:
+        tensor = torch.empty(1000)
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(8000)
+    kinds = [(event.kind, event.size) for event in trace.events]
+    assert kinds == [("alloc", 4000), ("free", 4000), ("alloc", 8000)]
+
+
+def test_nothing_is_recorded_after_the_block_even_if_it_raised() -> None:
+    resize = torch.UntypedStorage.resize_
+    kept, traces = [], []
+
+    def fail_while_recording() -> None:
+        with record_allocations() as trace:
+            traces.append(trace)
+            kept.append(torch.empty(1000))
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail_while_recording()
+    assert torch.UntypedStorage.resize_ is resize
+    kept.clear()
+    gc.collect()
+    assert [event.kind for event in traces[0].events] == ["alloc"]
+
+
+def test_only_modules_optimizers_and_tensors_can_be_recorded() -> None:
+    wrong = record_allocations([torch.empty(1)])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"expected modules, optimizers or tensors, found list"):
+        wrong.__enter__()
+
+
+def fsdp_trace(version: int, backend: str, fake_tensors: bool) -> list[Event]:
+    """Two steps of a model sharded over all ranks, in which each unit's parameters are gathered and freed."""
+    mesh = DeviceMesh.from_group(torch.distributed.new_group(backend=backend), "cpu")
+    with FakeTensorMode() if fake_tensors else nullcontext():
+        model = nn.Sequential(*[Block(256) for _ in range(4)])
+        if version == 2:
+            for block in model:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        else:
+            model = FullyShardedDataParallel(
+                model,
+                mesh.get_group(),
+                auto_wrap_policy=ModuleWrapPolicy({Block}),
+                device_id=torch.device("cpu"),
+                use_orig_params=True,
+            )
+            optimizer = torch.optim.AdamW(model.parameters())
+        with record_allocations(model, optimizer) as trace:
+            for _ in range(2):
+                trace.begin_step()
+                train_step(model, optimizer, torch.randn(4, 256))
+    return trace.events
+
+
+CASES = {
+    "fsdp1 gloo": (1, "gloo", False),
+    "fsdp2 gloo": (2, "gloo", False),
+    "fsdp2 fake group": (2, "fake", False),
+    "fsdp2 fake group, fake tensors": (2, "fake", True),
+}
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[dict[str, list[Event]]]:
+    """The events of every case, by rank."""
+    return run_on_ranks(lambda: {name: fsdp_trace(*case) for name, case in CASES.items()}, timeout=100)
+
+
+@pytest.mark.parametrize("case", ["fsdp1 gloo", "fsdp2 gloo"])
+def test_fsdp_gathers_in_streams_of_its_own_and_frees_what_it_gathered(traces, case: str) -> None:
+    unit = sum(p.nbytes for p in Block(256).parameters())
+    for rank in traces:
+        events = rank[case]
+        second = events[[i for i, event in enumerate(events) if event.kind == "step"][1] :]
+        gathered = Counter(e.kind for e in second if e.stream == 1 and e.size >= 0.9 * unit)
+        # 4 units in forward and again in backward, where the last may have stayed
+        assert gathered["alloc"] == gathered["free"] >= 7
+        at_rest = Trace([e for e in events if e.name == "before the recording"]).peak_gib * 2**30
+        assert at_rest == pytest.approx(4 * unit / 2, rel=0.02)
+        # unsharded training would hold weights, moments and at least one unit's gradients
+        assert Trace(events).peak_gib * 2**30 < 3 * 4 * unit
+
+
+def test_fake_tensors_give_the_same_trace_as_real_ones(traces) -> None:
+    real, fake = traces[0]["fsdp2 fake group"], traces[0]["fsdp2 fake group, fake tensors"]
+    assert len(real) > 100
+    assert real == fake
+
+
+def test_gloo_adds_buffers_of_its_own_which_a_fake_group_does_not_have(traces) -> None:
+    reduced = {name: sum(e.stream == 2 for e in events) for name, events in traces[0].items()}
+    assert reduced["fsdp2 gloo"] == 2 * reduced["fsdp2 fake group"] > 0
+
+
+def snapshot_of(entries: list[tuple[str, int, int, int]], blocks: Sequence[tuple[int, int]] = ()) -> dict:
+    """A snapshot in the format that `torch.cuda.memory._snapshot` documents."""
+    return {
+        "device_traces": [
+            [
+                {"action": action, "addr": addr, "size": size, "stream": stream, "frames": [], "time_us": i}
+                for i, (action, addr, size, stream) in enumerate(entries)
+            ]
+        ],
+        "segments": [
+            {
+                "device": 0,
+                "address": addr,
+                "total_size": 2 * MIB,
+                "stream": 0,
+                "blocks": [
+                    {"address": addr, "size": 512, "requested_size": size, "state": "active_allocated"}
+                ],
+            }
+            for addr, size in blocks
+        ],
+    }
+
+
+def test_a_snapshot_becomes_a_trace_in_which_frees_count_when_complete() -> None:
+    trace = Trace.from_snapshot(
+        snapshot_of(
+            [
+                ("segment_alloc", 0x1000, 2 * MIB, 0),
+                ("alloc", 0x1000, 100, 0),
+                ("free_requested", 0x1000, 100, 0),
+                ("alloc", 0x2000, 300, 77),
+                ("free_completed", 0x1000, 100, 0),
+                ("alloc", 0x1000, 400, 0),
+            ]
+        )
+    )
+    assert [(e.kind, e.size, e.stream) for e in trace.events] == [
+        ("alloc", 100, 0),
+        ("alloc", 300, 1),
+        ("free", 100, 0),
+        ("alloc", 400, 0),
+    ]
+    assert len({e.block for e in trace.events if e.kind == "alloc"}) == 3
+
+
+def test_what_lived_before_the_history_stands_at_the_beginning() -> None:
+    trace = Trace.from_snapshot(
+        snapshot_of([("alloc", 0x9000, 10, 0), ("free_completed", 0x5000, 700, 0)], blocks=[(0x7000, 50)])
+    )
+    assert [(e.kind, e.size) for e in trace.events] == [
+        ("alloc", 700),
+        ("alloc", 50),
+        ("alloc", 10),
+        ("free", 700),
+    ]
+
+
+@pytest.mark.parametrize("snapshot", [{"segments": []}, {"device_traces": [[]], "segments": []}])
+def test_a_snapshot_without_history_is_refused(snapshot: dict) -> None:
+    with pytest.raises(ValueError, match=r"history of device 0 .* found none.*_record_memory_history"):
+        Trace.from_snapshot(snapshot)
