@@ -197,8 +197,7 @@ def main() -> None:
     kernel = os.getppid()
     nursery = Nursery(settings)
     try:
-        importlib.import_module("ipyparallel.controller.app")
-        nursery.start(None)
+        nursery.start(None)  # it imports what it needs while this process imports torch
         for name in ("torch.distributed", "ipyparallel.engine.app", *settings["preload"]):
             importlib.import_module(name)
         resolve(settings)

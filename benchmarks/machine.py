@@ -1,0 +1,36 @@
+"""What a benchmark's numbers were measured on, and how its table looks."""
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+
+def describe(*packages: str) -> str:
+    """One line: processor, cores, memory, Python, torch and other packages."""
+    import psutil
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    memory_gib = psutil.virtual_memory().total / 2**30
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", *packages))
+    return (
+        f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"{memory_gib:.0f} GiB, {platform.system()}, Python {platform.python_version()}, {versions}"
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A plain-text table; the first column to the left, the others to the right."""
+    cells = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
