@@ -64,6 +64,7 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
     if settings["device"] == "cuda":
         torch.cuda.set_device(rank)
     else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks on the CPU of a machine with a GPU: nothing picks it
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     with contextlib.suppress(Exception):  # whatever state the old group was left in, it goes
         dist.destroy_process_group()
