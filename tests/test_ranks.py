@@ -283,6 +283,28 @@ def test_when_the_kernel_goes_no_process_stays(another: Callable[..., Notebook],
     assert alive == []
 
 
+def test_when_the_ranks_parent_is_killed_they_go_and_can_be_started_again(
+    another: Callable[..., Notebook],
+) -> None:
+    notebook = another()
+    notebook.run("ranks.start(2)")
+    parent, *children = notebook.ranks_processes()
+    parent.kill()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+    assert "Call ranks.start() again" in notebook.run("%%ranks\n1").error
+    assert notebook.run("ranks.start(2)").text.startswith("2 ranks in one")
+    assert notebook.run(WHOLE).text == "all ranks | 2.0\n"
+
+
+def test_an_interrupted_start_leaves_no_process(another: Callable[..., Notebook]) -> None:
+    notebook = another()
+    stopped = notebook.run("ranks.start(2)", interrupt_after=0.6)
+    assert stopped.error.startswith("KeyboardInterrupt")
+    marks = [p.cmdline() for p in psutil.process_iter() if p.ppid() in (1, notebook.manager.provisioner.pid)]
+    assert not any("fsdp_utils.notebook.nursery" in mark for mark in marks)
+
+
 def test_in_a_script_start_names_what_to_use_instead() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from fsdp_utils.notebook import ranks; ranks.start()"],

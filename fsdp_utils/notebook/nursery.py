@@ -70,12 +70,19 @@ def _profile(settings: dict[str, Any]) -> list[str]:
     return [f"--ipython-dir={directory}", f"--profile-dir={directory}", "--log-level=ERROR"]
 
 
+def _die_with_parent() -> None:
+    """Where the system offers it: this process goes when the one that forked it goes, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def become(settings: dict[str, Any], rank: int | None) -> NoReturn:
     """In a child: turn into rank `rank`, or into the controller for None. Never returns."""
     code = 1
     try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: go when the nursery goes
+        _die_with_parent()
+        if rank is None and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_die_with_parent)  # the controller forks a heart monitor
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # The nursery's own streams carry commands and events: leave them.
         name = "controller" if rank is None else f"rank{rank}"

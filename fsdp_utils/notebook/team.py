@@ -151,7 +151,8 @@ class Team:
         try:
             self._nursery.wait(5)
         except subprocess.TimeoutExpired:
-            self._nursery.kill()
+            # it does not listen while it imports torch
+            getattr(os, "killpg", os.kill)(self._nursery.pid, SIGKILL)
             self._nursery.wait(5)
 
     # --- the nursery's events ---
