@@ -278,13 +278,20 @@ class Cell:
         codes = {rank: failure["code"] for rank, failure in failures.items() if "code" in failure}
         died = {rank: code for rank, code in codes.items() if rank not in killed_here}
         first = min(failures, key=lambda rank: (rank not in died, failures[rank]["time"]))
+        timed_out = [
+            r for r, f in failures.items() if f.get("in_collective") and f["seconds"] >= self.timeout_s
+        ]
+        if (
+            failures[first].get("in_collective") and timed_out
+        ):  # one that waited to the end, not one it took along
+            first = min(timed_out, key=lambda rank: failures[rank]["time"])
         cause = failures[first]
         same = sorted(died) or [rank for rank in self.chosen if _alike(self.outcomes[rank], cause)]
         label = output.who(same, self.team.world_size)
         details = [] if died else [f"{label}, {cause['text']}", f"{cause['name']}: {cause['message']}", ""]
         others = [f"{output.who([rank], 0)} {self._stood(rank)}" for rank in self.chosen if rank not in same]
         details += ["Meanwhile", *others, ""] if others else []
-        if not died and cause["in_collective"] and cause["seconds"] >= self.timeout_s:
+        if first in timed_out:
             details += [
                 f"A collective waits at most {self.timeout_s:g} s; %%ranks --timeout SECONDS changes that.",
                 "Has every rank entered it?",
