@@ -1,0 +1,314 @@
+"""The simulated allocator follows the rules of c10/cuda/CUDACachingAllocator.cpp."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_utils import run_on_ranks
+from fsdp_utils.allocation_trace import Event, Trace, record_allocations
+from fsdp_utils.allocator import Simulation, simulate_allocator
+from fsdp_utils.allocator_rules import Block, ExpandableAllocator, SegmentAllocator
+
+MIB = 2**20
+GIB = 2**30
+
+
+def replay(*actions: tuple[str, float] | str, streams: dict[str, int] | None = None, **options) -> Simulation:
+    """Simulate ("a", 5), "a": allocate a of 5 MiB, free a."""
+    trace, blocks = Trace(), {}
+    for action in actions:
+        if isinstance(action, tuple):
+            name, mib = action
+            blocks[name] = Event(
+                "alloc", len(trace.events), int(mib * MIB), name, (streams or {}).get(name, 0)
+            )
+            trace.events.append(blocks[name])
+        else:
+            freed = blocks[action]
+            trace.events.append(Event("free", freed.block, freed.size, action, freed.stream))
+    if "limit_mib" in options:
+        options["limit_gib"] = options.pop("limit_mib") / 1024
+    return simulate_allocator(trace, **options)
+
+
+def mib(sizes: list[int]) -> list[float]:
+    return [size / MIB for size in sizes]
+
+
+def test_a_small_request_takes_512_bytes_of_a_2_mib_segment() -> None:
+    result = replay(("a", 1 / MIB), ("b", 513 / MIB))
+    assert result.allocated == [512, 512 + 1024]
+    assert mib(result.reserved) == [2, 2]
+
+
+def test_1_mib_is_small_and_anything_more_is_large() -> None:
+    assert mib(replay(("a", 1)).reserved) == [2]
+    assert mib(replay(("a", 1 + 1 / MIB)).reserved) == [20]
+
+
+def test_requests_below_10_mib_share_segments_of_20_mib() -> None:
+    result = replay(("a", 9), ("b", 9), ("c", 9))
+    assert mib(result.reserved) == [20, 20, 40]
+
+
+def test_from_10_mib_on_a_request_gets_its_own_segment_rounded_to_2_mib() -> None:
+    assert mib(replay(("a", 10), ("b", 11), ("c", 12.5)).reserved) == [10, 22, 36]
+
+
+def test_a_remainder_of_up_to_1_mib_is_not_cut_off_a_large_block() -> None:
+    result = replay(("a", 11), ("b", 10.5))  # each from a segment of 12 MiB: 1 and 1.5 MiB remain
+    assert mib(result.allocated) == [12, 22.5]
+
+
+def test_a_freed_block_is_reused_and_never_returned_unasked() -> None:
+    result = replay(("a", 50), "a", ("b", 30), ("c", 20))
+    assert mib(result.reserved) == [50, 50, 50, 50]
+    assert mib(result.allocated) == [50, 0, 30, 50]
+    assert result.num_device_alloc == 1
+
+
+def test_the_smallest_block_that_fits_is_taken() -> None:
+    # b fits into the 30 MiB block and leaves the one of 60 to c
+    result = replay(("x", 60), ("y", 30), "x", "y", ("b", 28), ("c", 60))
+    assert mib(result.reserved)[-1] == 90
+
+
+def test_free_neighbours_merge_but_segments_do_not() -> None:
+    within = replay(("x", 40), "x", ("a", 20), ("b", 20), "a", "b", ("c", 40))
+    across = replay(("a", 20), ("b", 20), "a", "b", ("c", 40))
+    assert mib(within.reserved)[-1] == 40
+    assert mib(across.reserved)[-1] == 80
+
+
+def test_streams_do_not_share_cached_blocks() -> None:
+    result = replay(("a", 50), "a", ("b", 50), streams={"b": 1})
+    assert mib(result.reserved) == [50, 50, 100]
+
+
+def test_the_small_and_the_large_pool_do_not_share() -> None:
+    assert mib(replay(("a", 20), "a", ("b", 1)).reserved)[-1] == 22
+
+
+def test_at_the_limit_whole_cached_segments_are_given_back_and_the_request_is_retried() -> None:
+    result = replay(("a", 60), ("b", 30), "a", ("c", 62), limit_mib=100)
+    assert result.regime == "retries"
+    assert result.num_alloc_retries == 1
+    assert result.retries == [3]
+    assert mib(result.reserved) == [60, 90, 90, 92]
+    assert result.num_device_free == 1
+
+
+def test_a_segment_of_which_a_part_is_used_cannot_be_given_back() -> None:
+    actions = (("x", 60), "x", ("a", 20), ("b", 62))
+    assert replay(*actions, limit_mib=130).regime == "fits"
+    result = replay(*actions, limit_mib=100)
+    assert result.regime == "out of memory"
+    assert (result.num_alloc_retries, result.num_ooms) == (1, 1)
+    oom = result.out_of_memory
+    assert oom is not None
+    assert (oom.name, oom.event, oom.step) == ("b", 3, 0)
+    assert (oom.requested_gib, oom.allocated_gib, oom.reserved_gib) == (62 / 1024, 20 / 1024, 60 / 1024)
+    assert "b asked for 0.061 GiB" in str(result)
+
+
+def test_other_streams_caches_are_given_back_too() -> None:
+    assert replay(("a", 50), "a", ("b", 60), streams={"b": 1}, limit_mib=100).regime == "retries"
+
+
+def test_expandable_segments_map_pages_of_20_mib_and_join_them() -> None:
+    result = replay(("a", 30), ("b", 30), "a", "b", ("c", 60), expandable_segments=True)
+    assert mib(result.reserved) == [40, 60, 60, 60, 60]
+    assert mib(result.allocated) == [30, 60, 30, 0, 60]
+
+
+def test_expandable_small_pages_have_2_mib() -> None:
+    assert mib(replay(("a", 0.75), ("b", 0.75), ("c", 0.75), expandable_segments=True).reserved) == [2, 2, 4]
+
+
+def test_expandable_segments_give_back_pages_in_the_midst_of_used_ones() -> None:
+    # a occupies page 0 and half of 1; x pages 1 (half) to 5; b the rest: 3 whole free pages can move
+    actions = (("a", 30), ("x", 80), ("b", 10), "x", ("c", 100))
+    assert mib(replay(*actions, expandable_segments=True).reserved)[-1] == 220
+    result = replay(*actions, expandable_segments=True, limit_mib=160)
+    assert result.regime == "retries"
+    # 120 reserved, 3 pages given back, 5 mapped anew
+    assert mib(result.reserved) == [40, 120, 120, 120, 160]
+    assert result.num_device_free == 1
+
+
+def test_expandable_segments_fill_the_gap_they_left_before_growing() -> None:
+    actions = (("a", 20), ("x", 60), ("b", 20), "x", ("c", 80), "c", ("d", 60))
+    result = replay(*actions, expandable_segments=True, limit_mib=120)
+    assert mib(result.reserved) == [20, 80, 100, 100, 120, 120, 120]
+    assert mib(result.allocated)[-1] == 100
+
+
+def test_expandable_segments_avoid_the_slivers_of_a_growing_batch() -> None:
+    """The case that PyTorch's note on expandable segments describes: batch sizes N and then N + 1."""
+
+    def steps() -> list:
+        actions = []
+        for batch in (10, 11):
+            names = [f"{batch}.{i}" for i in range(20)]
+            actions += [(name, batch * size) for name, size in zip(names, [3, 12] * 10, strict=True)]
+            actions += names
+        return actions
+
+    plain, expandable = replay(*steps()), replay(*steps(), expandable_segments=True)
+    needed = plain.peak_allocated_gib
+    assert plain.peak_reserved_gib > 1.3 * needed
+    assert expandable.peak_reserved_gib < 1.02 * needed
+
+
+@pytest.mark.parametrize("kind", [SegmentAllocator, ExpandableAllocator])
+@pytest.mark.parametrize("limit", [None, 150 * MIB])
+def test_books_balance_after_every_event(kind: type[SegmentAllocator], limit: int | None) -> None:
+    rng = random.Random(0)
+    allocator, live = kind(limit), []
+    failed = 0
+    for _ in range(3000):
+        if live and rng.random() < 0.48:
+            allocator.free(live.pop(rng.randrange(len(live))))
+        else:
+            size = int(2 ** rng.uniform(0, 25))
+            block = allocator.malloc(size, rng.randrange(2))
+            if block is None:
+                failed += 1
+                continue
+            assert block.size >= size
+            live.append(block)
+        free: list[Block] = [entry[-1] for pool in (allocator.small, allocator.large) for entry in pool.free]
+        assert allocator.allocated == sum(block.size for block in live)
+        assert allocator.reserved == allocator.allocated + sum(block.size for block in free)
+        assert limit is None or allocator.reserved <= limit
+        spans = sorted((block.address, block.size) for block in live + free)
+        assert all(address + size <= following for (address, size), (following, _) in pairwise(spans))
+        for block in free:  # no two free neighbours stay apart
+            behind = block.next
+            assert behind is None or behind.allocated or not behind.mapped
+    assert (failed > 0) == (limit is not None)
+
+
+def test_a_limit_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="expected a positive limit_gib, found 0"):
+        simulate_allocator(Trace(), limit_gib=0)
+
+
+def test_an_empty_trace_fits() -> None:
+    result = simulate_allocator(Trace(), limit_gib=1)
+    assert (result.regime, result.peak_reserved_gib, result.retries_by_step) == ("fits", 0, [])
+
+
+def test_the_plot_marks_limit_steps_retries_and_the_end() -> None:
+    axes = pytest.importorskip("matplotlib.axes")
+    pytest.importorskip("matplotlib").use("agg")
+    ax = replay(("x", 60), "x", ("a", 20), ("b", 62), limit_mib=100).plot()
+    assert isinstance(ax, axes.Axes)
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["reserved", "allocated", "limit", "retry (1)", "out of memory"]
+    assert "simulated" in ax.get_title()
+
+
+class Layer(nn.Module):
+    """A transformer block with causal attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+def language_model_trace(batch_size: int, lengths: list[int]) -> Trace:
+    """Training steps of a small language model on batches of different lengths, on fake tensors."""
+    with FakeTensorMode():
+        vocabulary = 32000
+        model = nn.Sequential(
+            nn.Embedding(vocabulary, 512), Layer(512), Layer(512), nn.Linear(512, vocabulary)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        with record_allocations(model, optimizer) as trace:
+            for length in lengths:
+                trace.begin_step()
+                tokens = torch.randint(0, vocabulary, (batch_size, length))
+                nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return trace
+
+
+def test_under_a_limit_a_growing_batch_fits_then_retries_then_runs_out_of_memory() -> None:
+    """Batches of varying length: each longer one needs larger logits than any cached block can hold."""
+    lengths = [640, 896, 768, 1024]
+    sizes = [4, 6, 7, 8, 10, 12]
+    traces = [language_model_trace(size, lengths) for size in sizes]
+    limit_gib = 1.25 * traces[sizes.index(8)].peak_gib
+
+    plain = [simulate_allocator(trace, limit_gib=limit_gib) for trace in traces]
+    regimes = [result.regime for result in plain]
+    order = ["fits", "retries", "out of memory"]
+    assert set(regimes) == set(order)
+    assert regimes == sorted(regimes, key=order.index)
+    for result, trace in zip(plain, traces, strict=True):
+        assert result.peak_reserved_gib <= limit_gib
+        unlimited = simulate_allocator(trace)
+        assert (result.regime == "fits") == (unlimited.peak_reserved_gib <= limit_gib)
+        assert unlimited.peak_reserved_gib > 1.4 * unlimited.peak_allocated_gib  # fragmentation
+
+    expandable = [
+        simulate_allocator(trace, limit_gib=limit_gib, expandable_segments=True) for trace in traces
+    ]
+    fits = [result.regime == "fits" for result in expandable]
+    assert sum(fits) > regimes.count("fits") + regimes.count("retries") - 1
+    assert all(result.peak_reserved_gib <= limit_gib for result in expandable)
+
+
+def fsdp_trace(batch_size: int) -> Trace:
+    """Equal training steps of one rank of 8, its gathered parameters kept between forward and backward."""
+    mesh = DeviceMesh.from_group(torch.distributed.new_group(backend="fake"), "cpu")
+    with FakeTensorMode():
+        model = nn.Sequential(*[Layer(1024) for _ in range(6)])
+        for layer in model:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        with record_allocations(model, optimizer) as trace:
+            for _ in range(4):
+                trace.begin_step()
+                model(torch.randn(batch_size, 256, 1024)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return trace
+
+
+def test_fsdp_near_the_limit_retries_in_every_step_because_its_streams_do_not_share() -> None:
+    """The all-gather stream and the computation take the same memory from each other, step after step."""
+    (trace,) = run_on_ranks(fsdp_trace, 16, world_size=1)
+    unlimited = simulate_allocator(trace)
+    room = unlimited.peak_reserved_gib - unlimited.peak_allocated_gib
+    limit_gib = unlimited.peak_allocated_gib + room / 2
+    limited = simulate_allocator(trace, limit_gib=limit_gib)
+    assert limited.regime == "retries"
+    assert all(retries > 0 for retries in limited.retries_by_step[1:])  # the first has no optimizer state yet
+    assert {trace.events[retry].stream for retry in limited.retries} == {0, 1}
+    assert limited.num_device_alloc > 1.3 * unlimited.num_device_alloc
+
+    one_stream = Trace([replace(event, stream=0) for event in trace.events])
+    assert simulate_allocator(one_stream, limit_gib=limit_gib).regime == "fits"
+    assert simulate_allocator(trace, limit_gib=0.95 * unlimited.peak_allocated_gib).regime == "out of memory"
