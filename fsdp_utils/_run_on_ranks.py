@@ -36,6 +36,7 @@ if sys.platform == "linux":
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 # What the server imports once, so that no rank has to.
 _PRELOAD = [
+    "torch._dynamo",  # fully_shard imports it: most of a second on each rank
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
