@@ -1,0 +1,120 @@
+"""Saving while the training goes on: a copy in CPU memory, a thread that writes it, and nobody's error lost."""
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_utils.checkpoint.errors import CheckpointError
+
+# The copies, by name. They are kept for the next save: to get fresh memory from the system takes several times
+# as long as to copy into memory that is there.
+_buffers: dict[str, Tensor] = {}
+
+
+def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, sharded alike, in CPU memory that training does not touch.
+
+    The copies are overwritten by the next call.
+    """
+    for name in _buffers.keys() - tensors.keys():
+        del _buffers[name]
+    staged = {name: _staged(name, tensor.detach()) for name, tensor in tensors.items()}
+    if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+        torch.cuda.synchronize()  # pinned buffers are copied to without waiting
+    return staged
+
+
+def _staged(name: str, tensor: Tensor) -> Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    buffer = _buffers.get(name)
+    if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+        buffer = torch.empty(
+            local.shape, dtype=local.dtype, device="cpu", pin_memory=local.device.type == "cuda"
+        )
+        _buffers[name] = buffer
+    buffer.copy_(local, non_blocking=True)
+    if isinstance(tensor, DTensor):
+        # from_local() would move it to the mesh's device
+        return DTensor(buffer, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+    return buffer
+
+
+class Save:
+    """A save that may still be going on."""
+
+    def __init__(self, path: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
+        self._path = path
+        self._write = write
+        self._error: CheckpointError | None = None
+        self._over = threading.Event()
+        global _in_flight
+        if asynchronous:
+            _in_flight = self
+            threading.Thread(target=self._run, name=f"save {path.name}").start()
+        else:
+            self._run()
+            self.wait()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except CheckpointError as error:
+            self._error = error
+        finally:
+            del self._write  # and with it the tensors
+            self._over.set()
+
+    def done(self) -> bool:
+        """Is it over, well or not?"""
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Where is the checkpoint, once it is committed?
+
+        Call it before `torch.distributed.destroy_process_group()`, which would cut the save off.
+
+        Args:
+            timeout: seconds to wait; None for as long as it takes (each of its steps has a limit).
+
+        Raises:
+            CheckpointError: it was not saved; says why. Raised once: by this, or by the next save or load.
+            TimeoutError: it is still going on.
+        """
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"{self._path} is still being saved after {timeout:g} s")
+        global _in_flight
+        if _in_flight is self:
+            _in_flight = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._path
+
+
+_in_flight: Save | None = None
+
+
+def settle() -> None:
+    """Wait for the save in flight, if there is one.
+
+    Raises:
+        CheckpointError: it was not saved.
+    """
+    if _in_flight is not None:
+        try:
+            _in_flight.wait()
+        except CheckpointError as error:
+            raise CheckpointError(f"the asynchronous save before this call failed: {error}") from error
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """The interpreter has waited for the thread; if nobody has heard of its error, say it now."""
+    if _in_flight is not None and _in_flight._error is not None:
+        print(f"CheckpointError in an asynchronous save: {_in_flight._error}", file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""Does a checkpoint hold what the model and the optimizer want? Asked before anything is put into them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.names import parameter_names
+from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
+
+
+def check_model(
+    wanted: Snapshot,
+    found: Mapping[str, tuple[torch.dtype, torch.Size]],
+    tied: Mapping[str, str],
+    *,
+    cast: bool,
+) -> None:
+    """Does the checkpoint hold exactly this model?
+
+    Args:
+        wanted: of the model that is to be loaded.
+        found: dtype and shape of what the checkpoint holds under "model.", tied names included.
+        tied: which names were tied when it was saved.
+        cast: another dtype is no mistake.
+
+    Raises:
+        CheckpointError: with the first few differences.
+    """
+    problems = []
+    for key, tensor in wanted.tensors.items():
+        if not key.startswith(MODEL):
+            continue
+        if key not in found:
+            problems.append(f"{key}: expected by the model, found nothing in the checkpoint")
+            continue
+        dtype, shape = found[key]
+        if tensor.is_meta:
+            problems.append(
+                f"{key}: the model's parameter is on the meta device; call model.to_empty() first"
+            )
+        if shape != tensor.shape:
+            problems.append(
+                f"{key}: expected shape {list(tensor.shape)} (the model's), found {list(shape)} in the checkpoint"
+            )
+        if dtype != tensor.dtype and not cast:
+            problems.append(
+                f"{key}: expected {tensor.dtype} (the model's), found {dtype} in the checkpoint; "
+                "cast=True converts it"
+            )
+    for key in found:
+        name = key.removeprefix(MODEL)
+        if name in wanted.tied:
+            if tied.get(name, name) != tied.get(wanted.tied[name], wanted.tied[name]):
+                problems.append(
+                    f"{key}: expected one tensor under this name and {wanted.tied[name]!r} (tied in the model), "
+                    "found two in the checkpoint"
+                )
+        elif key not in wanted.tensors:
+            problems.append(f"{key}: in the checkpoint, expected by nothing in the model")
+    if problems:
+        shown = problems[:5] + ([f"... and {len(problems) - 5} more"] if len(problems) > 5 else [])
+        raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(shown))
+
+
+def check_optimizer(
+    wanted: Snapshot, model: nn.Module, optimizer: Optimizer, saved: OptimizerPlan | None
+) -> None:
+    """Does the checkpoint hold an optimizer over the same parameters, in the same groups?"""
+    if saved is None:
+        raise CheckpointError(
+            "expected the state of an optimizer, found none: the checkpoint was saved without one. "
+            "Load without the optimizer if it is to start anew."
+        )
+    names = parameter_names(model)
+    expected = [
+        {name for param in group["params"] for name in names[param]} for group in optimizer.param_groups
+    ]
+    found = [{wanted.tied.get(name, name) for name in group["params"]} for group in saved.groups]
+    if sorted(map(sorted, expected)) != sorted(map(sorted, found)):
+        only = [
+            sorted(set().union(*a) - set().union(*b))[:3] for a, b in ((expected, found), (found, expected))
+        ]
+        raise CheckpointError(
+            f"expected an optimizer with parameter groups of {[len(group) for group in expected]} parameters, "
+            f"found {[len(group) for group in found]} in the checkpoint"
+            + (f"; only here: {only[0]}" if only[0] else "")
+            + (f"; only in the checkpoint: {only[1]}" if only[1] else "")
+        )

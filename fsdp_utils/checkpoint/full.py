@@ -1,0 +1,330 @@
+"""save_full and load_full: the whole training state in one file that plain torch.load reads."""
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint.agree import WAIT_S, Ranks, agree
+from fsdp_utils.checkpoint.asynchronous import settle
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.fits import check_model, check_optimizer
+from fsdp_utils.checkpoint.fsdp1 import fill_model, fill_optimizer, shapes, units_of
+from fsdp_utils.checkpoint.manifest import FORMAT, Progress, hash_file, sync_directory
+from fsdp_utils.checkpoint.plain import PerRank, digest, pack, reason, unpack
+from fsdp_utils.checkpoint.put import (
+    optimizer_buffers,
+    put_extra,
+    put_groups,
+    put_model,
+    put_optimizer,
+)
+from fsdp_utils.checkpoint.save import describe, model_fingerprint
+from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.storage import HashingFile
+
+_END_OF_ZIP = b"PK\x05\x06"
+_END_BYTES = 22  # of the record that ends a zip file, without the comment that may follow
+
+
+def save_full(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    wait_s: float = WAIT_S,
+    **state: Any,
+) -> Path:
+    """Save the whole training state in one file, gathered in the CPU memory of rank 0.
+
+    Call it on every rank. The file replaces an older one at once, when it is durable. It carries its own
+    SHA-256, and is read by plain `torch.load(path)["model"]` too.
+
+    Args:
+        path: of the file, on a disk of rank 0.
+        model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
+        optimizer: left out of the file when None.
+        wait_s: seconds to wait for all ranks to enter.
+        **state: plain data that training needs to go on, such as the step. What differs between ranks is kept
+            for each (see load_full).
+
+    Returns:
+        The path.
+
+    Raises:
+        CheckpointError: the same on every rank. A file that was there before still is.
+    """
+    path = Path(path).absolute()
+
+    def facts() -> dict[str, Any]:
+        settle()
+        for name, value in state.items():
+            pack(value, f"state {name!r}")
+        return {
+            "path": str(path),
+            "optimizer": type(optimizer).__name__ if optimizer else None,
+            "state": sorted(state),
+            "model": model_fingerprint(model),
+            "_digests": {name: digest(value) for name, value in state.items()},
+        }
+
+    ranks = agree("save_full", facts, wait_s=wait_s)
+    unfinished = path.with_name(f".saving-{path.name}")
+    with ranks.guard():
+        try:
+            # Before anything is gathered, because that takes long.
+            file = ranks.each(lambda: _create(unfinished) if ranks.rank == 0 else None)
+            snapshot = Snapshot.take(model, optimizer).gathered(ranks.rank)
+            differing = [
+                name for name in sorted(state) if len({facts["_digests"][name] for facts in ranks.facts}) > 1
+            ]
+            by_rank = ranks.all(lambda: pack({name: state[name] for name in differing}, "state"))
+
+            def write() -> None:
+                assert file is not None
+                parts = [unpack(part) for part in by_rank]
+                plan = snapshot.optimizer
+                pack((snapshot.extra, plan and (plan.groups, plan.plain)), "model or optimizer")
+                tensors = {key.removeprefix(MODEL): t for key, t in snapshot.tensors.items()}
+                content = {
+                    "format": FORMAT,
+                    "world_size": ranks.world_size,
+                    "torch": str(torch.__version__),
+                    "about": describe(model),
+                    "tied": snapshot.tied,
+                    "model": {
+                        **snapshot.nested()["model"],
+                        **{alias: tensors[name] for alias, name in snapshot.tied.items()},
+                        **snapshot.extra,
+                    },
+                    "optimizer": plan and plan.whole(snapshot.tensors),
+                    "state": {name: value for name, value in state.items() if name not in differing},
+                    "per_rank": {name: [part[name] for part in parts] for name in differing},
+                }
+                torch.save(content, file)  # type: ignore[arg-type]
+                _seal(unfinished, file.finish())
+                unfinished.replace(path)
+                sync_directory(path.parent)
+
+            ranks.first(write)
+        except BaseException:
+            if ranks.rank == 0:
+                unfinished.unlink(missing_ok=True)
+            raise
+    return path
+
+
+def load_full(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    cast: bool = False,
+    verify: bool = True,
+    wait_s: float = WAIT_S,
+) -> dict[str, Any]:
+    """Load what save_full saved, on any number of ranks, into any wrapper of the same model.
+
+    Call it on every rank. Rank 0 alone reads the file, and sends one tensor after the other; the others keep
+    their shard of each.
+
+    Args:
+        path: of the file, on a disk of rank 0.
+        model: with parameters on their devices (not on meta); their values are replaced.
+        optimizer: over the same parameters in the same groups. None leaves the saved one aside.
+        cast: convert to the model's dtypes where they differ from the saved ones.
+        verify: False puts the comparison of the file with its hash off (for `verify_checkpoint`).
+        wait_s: seconds to wait for all ranks to enter.
+
+    Returns:
+        The plain state that was saved. A value that differed between ranks comes back to the rank that saved it,
+        when there are as many ranks as then; otherwise as a PerRank, the list of all values by the rank that
+        saved them.
+
+    Raises:
+        CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says otherwise.
+    """
+    path = Path(path).absolute()
+
+    def facts() -> dict[str, Any]:
+        settle()
+        return {
+            "path": str(path),
+            "cast": cast,
+            "verify": verify,
+            "optimizer": type(optimizer).__name__ if optimizer else None,
+            "model": model_fingerprint(model),
+        }
+
+    ranks = agree("load_full", facts, wait_s=wait_s)
+    with ranks.guard():
+        tensors: dict[str, Tensor] = {}  # on rank 0, in the mapped file
+
+        def read() -> dict[str, Any]:
+            if verify:
+                verify_file(path)
+            content = read_full(path)
+            plan, state = None, {}
+            if content["optimizer"] is not None:
+                plan, state = OptimizerPlan.of(content["optimizer"])
+            extra = {}
+            for name, value in content["model"].items():
+                if isinstance(value, Tensor):
+                    tensors[MODEL + name] = value
+                else:
+                    extra[name] = value
+            tensors.update(state)
+            return {
+                **{key: content[key] for key in ("world_size", "tied", "state", "per_rank")},
+                "specs": {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()},
+                "extra": extra,
+                "optimizer": plan,
+            }
+
+        head = ranks.first(read)
+        specs, saved = head["specs"], head["optimizer"]
+        units = units_of(model)
+        wanted = shapes(model, units) if units else Snapshot.take(model)
+        in_model = {key: spec for key, spec in specs.items() if key.startswith(MODEL)}
+        ranks.each(lambda: check_model(wanted, in_model, head["tied"], cast=cast))
+        buffers: dict[str, Tensor] = {}
+        if optimizer is not None:
+            ranks.each(lambda: check_optimizer(wanted, model, optimizer, saved))
+            if not units:
+                buffers = ranks.each(lambda: optimizer_buffers(wanted, saved, specs))
+
+        ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
+
+        def receive(key: str, device: torch.device | None = None) -> Tensor:
+            return _sent(ranks, tensors.get(key), *specs[key], device or torch.device("cpu"))
+
+        if units:
+            fill_model(model, units, receive)
+            put_extra(model, head["extra"])
+            if optimizer is not None:
+                fill_optimizer(model, units, optimizer, saved, receive)
+                put_groups(model, optimizer, saved)
+        else:
+            for key in [*wanted.tensors, *buffers]:
+                target = wanted.tensors[key] if key in wanted.tensors else buffers[key]
+                _place(receive(key, target.device), target)
+            wanted.extra = head["extra"]
+            put_model(model, wanted)
+            if optimizer is not None:
+                put_optimizer(model, optimizer, saved, buffers)
+        ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
+    same = head["world_size"] == ranks.world_size
+    return head["state"] | {
+        name: values[ranks.rank] if same else PerRank(values) for name, values in head["per_rank"].items()
+    }
+
+
+def _sent(
+    ranks: Ranks, tensor: Tensor | None, dtype: torch.dtype, shape: torch.Size, device: torch.device
+) -> Tensor:
+    """Rank 0's tensor, on every rank's device."""
+    tensor = (
+        torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.to(device).contiguous()
+    )
+    if ranks.distributed and tensor.numel():
+        # As bytes: gloo does not know every dtype. GPUs send through the training's own group.
+        data = tensor.reshape(-1).view(torch.uint8)
+        dist.broadcast(data, src=0, group=ranks.group if device.type == "cpu" else None)
+    return tensor
+
+
+@torch.no_grad()
+def _place(tensor: Tensor, target: Tensor) -> None:
+    """Copy into target what of the whole tensor is its part."""
+    if isinstance(target, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            target.shape, target.device_mesh, target.placements
+        )
+        for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+            tensor = tensor.narrow(dim, min(start, tensor.shape[dim] - length), length)
+        target = target.to_local()
+    target.copy_(tensor)
+
+
+# ---- the file --------------------------------------------------------------------------------------
+
+
+def _create(path: Path) -> HashingFile:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return HashingFile(path)
+
+
+def _seal(path: Path, written: dict[str, Any]) -> None:
+    """Put the hash into the comment with which a zip file, such as torch.save writes, may end."""
+    comment = json.dumps({"format": FORMAT, **written}).encode()
+    with path.open("r+b") as file:
+        file.seek(-_END_BYTES, os.SEEK_END)
+        end = file.read()
+        assert end.startswith(_END_OF_ZIP)
+        assert end.endswith(b"\0\0")
+        file.seek(-2, os.SEEK_END)  # the length of the comment
+        file.write(struct.pack("<H", len(comment)) + comment)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
+    """Is a file that save_full wrote what it wrote?
+
+    Raises:
+        CheckpointError: it is not, or there is no such file.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            file.seek(max(0, size - 1024))
+            tail = file.read()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: expected a file that save_full wrote, found none: {error.strerror}"
+        ) from error
+    start = tail.rfind(_END_OF_ZIP)
+    try:
+        seal = json.loads(tail[start + _END_BYTES :])
+        expected, length = seal["sha256"], seal["bytes"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: expected a file that ends with its SHA-256, found none in its {size} bytes: it was cut "
+            "short, or not written by save_full"
+        ) from error
+    if length != size - len(tail) + start + _END_BYTES:
+        raise CheckpointError(
+            f"{path}: expected {length} bytes before the hash, found {size - len(tail) + start + _END_BYTES}"
+        )
+    found = hash_file(
+        path, length=length - 2, end=b"\0\0", progress=progress
+    )  # as it was without the comment
+    if found != expected:
+        raise CheckpointError(f"{path}: expected SHA-256 {expected}, found {found}: it is not what was saved")
+
+
+def read_full(path: Path) -> dict[str, Any]:
+    """What is in the file, with tensors that stay in the file until they are used. Runs nothing that is in it."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: expected a file that save_full wrote, found none") from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: expected tensors and plain data, found what cannot be read safely and was not run: "
+            f"{reason(error)}"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: expected a file that save_full wrote (format {FORMAT}), found "
+            + (f"the entries {list(content)[:5]}" if isinstance(content, dict) else type(content).__name__)
+        )
+    return content

@@ -1,0 +1,173 @@
+"""load_distributed: everything is checked on all ranks before the first byte goes into the model."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint.agree import WAIT_S, Ranks, agree
+from fsdp_utils.checkpoint.asynchronous import settle
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.fits import check_model, check_optimizer
+from fsdp_utils.checkpoint.manifest import (
+    MANIFEST,
+    check_hashes,
+    check_sizes,
+    find,
+    hash_file,
+    read_manifest,
+    share,
+    tensor_specs,
+)
+from fsdp_utils.checkpoint.metadata import read_metadata, specs
+from fsdp_utils.checkpoint.plain import PerRank
+from fsdp_utils.checkpoint.put import optimizer_buffers, put_model, put_optimizer
+from fsdp_utils.checkpoint.save import model_fingerprint
+from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.storage import (
+    Reader,
+    TensorsOnly,
+    check_places,
+    not_distributed_is_fine,
+    read_plain,
+)
+
+
+def load_distributed(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | str = "latest",
+    cast: bool = False,
+    verify: bool = True,
+    wait_s: float = WAIT_S,
+) -> dict[str, Any]:
+    """Load what save_distributed saved, on any number of ranks, into any wrapper of the same model.
+
+    Call it on every rank.
+
+    Args:
+        directory: as for save_distributed.
+        model: with parameters on their devices (not on meta); their values are replaced.
+        optimizer: over the same parameters in the same groups. None leaves the saved one aside.
+        step: of which step; "latest" is the checkpoint that was saved last.
+        cast: convert to the model's dtypes where they differ from the saved ones.
+        verify: False puts the comparison of the files with their hashes off (for `verify_checkpoint`). Their
+            sizes, and all names, shapes and dtypes, are compared in any case.
+        wait_s: seconds to wait for all ranks to enter.
+
+    Returns:
+        The plain state that was saved, and "step". A value that differed between ranks comes back to the rank
+        that saved it, when there are as many ranks as then; otherwise as a PerRank, the list of all values by
+        the rank that saved them.
+
+    Raises:
+        CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says otherwise.
+    """
+    home = Path(directory).absolute()
+
+    def facts() -> dict[str, Any]:
+        settle()
+        return {
+            "directory": str(home),
+            "step": step,
+            "cast": cast,
+            "verify": verify,
+            "optimizer": type(optimizer).__name__ if optimizer else None,
+            "model": model_fingerprint(model),
+        }
+
+    ranks = agree("load_distributed", facts, wait_s=wait_s)
+    with ranks.guard():
+        checkpoint = ranks.first(lambda: find(home, step))
+        manifest = ranks.each(lambda: _read_manifest(checkpoint))
+        hashes = ranks.all(lambda: hash_file(checkpoint / MANIFEST))
+        ranks.each(lambda: _must_be_same(checkpoint, hashes))
+        found = tensor_specs(manifest)
+
+        wanted = Snapshot.take(model)
+        in_model = {key: spec for key, spec in found.items() if key.startswith(MODEL)}
+        ranks.each(lambda: check_model(wanted, in_model, manifest["tied"], cast=cast))
+        if verify:
+            mine = share(manifest["files"], ranks.rank, ranks.world_size)
+            ranks.each(lambda: check_hashes(checkpoint, manifest, mine, threads=ranks.threads()))
+        metadata = ranks.each(lambda: _read_metadata(checkpoint, manifest))
+        plain = ranks.each(lambda: read_plain(checkpoint, metadata, PLAIN))
+        state = ranks.each(lambda: _state(checkpoint, metadata, plain, manifest, ranks))
+        tensors = dict(wanted.tensors)
+        saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
+        if optimizer is not None:
+            ranks.each(lambda: check_optimizer(wanted, model, optimizer, saved))
+            tensors |= ranks.each(lambda: optimizer_buffers(wanted, saved, found))
+
+        ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
+        with not_distributed_is_fine():
+            dcp.load(
+                tensors,
+                storage_reader=Reader(checkpoint, metadata),
+                planner=TensorsOnly(),
+                process_group=ranks.group,
+            )
+        wanted.extra = plain["extra"]
+        put_model(model, wanted)
+        if optimizer is not None:
+            put_optimizer(model, optimizer, saved, tensors)
+        ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
+    return {**state, "step": manifest["step"]}
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint}: expected the directory that rank 0 sees, found none: it is not shared between the hosts"
+        )
+    manifest = read_manifest(checkpoint)
+    check_sizes(checkpoint, manifest)
+    return manifest
+
+
+def _must_be_same(checkpoint: Path, hashes: list[str]) -> None:
+    if len(set(hashes)) > 1:
+        raise CheckpointError(
+            f"{checkpoint / MANIFEST}: expected the same file on all ranks, found others on ranks "
+            f"{[rank for rank, one in enumerate(hashes) if one != hashes[0]]}: the directory is not shared"
+        )
+
+
+def _read_metadata(checkpoint: Path, manifest: dict[str, Any]) -> Metadata:
+    """DCP's description, which must say the same as the manifest."""
+    metadata = read_metadata(checkpoint)
+    described = {key: spec for key, spec in specs(metadata).items() if not key.startswith(PLAIN)}
+    if described != (expected := tensor_specs(manifest)):
+        differing = sorted(
+            key for key in described.keys() | expected.keys() if described.get(key) != expected.get(key)
+        )
+        raise CheckpointError(
+            f"{checkpoint / '.metadata'}: expected what the manifest says, found other tensors: "
+            + "; ".join(
+                f"{key}: expected {expected.get(key)}, found {described.get(key)}" for key in differing[:3]
+            )
+        )
+    check_places(checkpoint, metadata, manifest["files"])
+    return metadata
+
+
+def _state(
+    checkpoint: Path, metadata: Metadata, plain: dict[str, Any], manifest: dict[str, Any], ranks: Ranks
+) -> dict[str, Any]:
+    state = dict(plain["state"])
+    if plain["per_rank"]:
+        if manifest["world_size"] == ranks.world_size:
+            state |= read_plain(checkpoint, metadata, f"{PLAIN}.rank{ranks.rank}")
+        else:
+            by_rank = [
+                read_plain(checkpoint, metadata, f"{PLAIN}.rank{rank}")
+                for rank in range(manifest["world_size"])
+            ]
+            state |= {name: PerRank(part[name] for part in by_rank) for name in plain["per_rank"]}
+    return state

@@ -1,0 +1,112 @@
+"""The way back: loaded tensors into the model and the optimizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint.names import clean, has_fsdp1, parameter_names, quiet
+from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
+
+
+def optimizer_buffers(
+    wanted: Snapshot, saved: OptimizerPlan, found: Mapping[str, tuple[torch.dtype, torch.Size]]
+) -> dict[str, Tensor]:
+    """Empty tensors for the optimizer's state, in the dtypes of the checkpoint, sharded as the parameters are."""
+    buffers = {}
+    for key, path in saved.paths.items():
+        dtype, shape = found[key]
+        param = wanted.tensors.get(MODEL + wanted.tied.get(path[0], path[0]))
+        if param is not None and param.shape == shape:
+            buffers[key] = torch.empty_like(param, dtype=dtype)
+        else:
+            buffers[key] = torch.empty(shape, dtype=dtype)
+    return buffers
+
+
+def put_model(model: nn.Module, loaded: Snapshot) -> None:
+    """Take over what `loaded`, a Snapshot of this model, now holds."""
+    own = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    copies = {
+        key.removeprefix(MODEL): tensor
+        for key, tensor in loaded.tensors.items()
+        if key.startswith(MODEL) and _address(tensor) not in own
+    }
+    if not copies and not loaded.extra:
+        return  # the tensors of the Snapshot are the model's own
+    state = {
+        **{
+            key.removeprefix(MODEL): tensor for key, tensor in loaded.tensors.items() if key.startswith(MODEL)
+        },
+        **loaded.originals,
+        **loaded.extra,
+    }
+    state.update({alias: state[name] for alias, name in loaded.tied.items()})
+    with quiet():
+        set_model_state_dict(model, state)
+
+
+def put_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Give the modules what their get_extra_state() gave."""
+    for path, module in model.named_modules():
+        name = clean(model, f"{path}._extra_state".removeprefix("."))
+        if name in extra and not isinstance(module, FSDP1 | DistributedDataParallel):
+            module.set_extra_state(extra[name])
+
+
+def put_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: OptimizerPlan,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Give the optimizer the state and the hyperparameters that were saved. A collective under FSDP.
+
+    Args:
+        tensors: the state's tensors by flat name, sharded as the parameters are.
+    """
+    if not saved.paths and not saved.plain:  # saved before its first step
+        optimizer.state.clear()
+        put_groups(model, optimizer, saved)
+        return
+    if not optimizer.state:
+        # Anything there keeps torch from taking a step to have a state that it can then replace.
+        optimizer.state[optimizer.param_groups[0]["params"][0]] = {}
+    state = saved.whole(tensors)
+    with quiet():
+        set_optimizer_state_dict(
+            model,
+            optimizer,
+            state,
+            options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
+        )
+    if not has_fsdp1(model):
+        # Optimizer.load_state_dict converts a state to the dtype of its parameter; it is to be what was saved.
+        for param, names in parameter_names(model).items():
+            for what, value in state["state"].get(names[0], {}).items():
+                if isinstance(value, Tensor) and optimizer.state[param][what].dtype != value.dtype:
+                    optimizer.state[param][what] = value.to(param.device)
+
+
+def put_groups(model: nn.Module, optimizer: Optimizer, saved: OptimizerPlan) -> None:
+    names = parameter_names(model)
+    for group in optimizer.param_groups:
+        own = {name for param in group["params"] for name in names[param]}
+        for other in saved.groups:
+            if own & set(other["params"]):
+                group.update({key: value for key, value in other.items() if key != "params"})
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the local part of the tensor lies."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()

@@ -1,0 +1,209 @@
+"""save_distributed: every rank writes its part, all parts become durable, then one rename commits them."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint.agree import WAIT_S, Ranks, agree, fingerprint
+from fsdp_utils.checkpoint.asynchronous import Save, settle, stage
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.manifest import FORMAT, begin, commit, keep_last, write_manifest
+from fsdp_utils.checkpoint.metadata import specs
+from fsdp_utils.checkpoint.names import unwrapped
+from fsdp_utils.checkpoint.plain import digest, pack
+from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, Snapshot
+from fsdp_utils.checkpoint.storage import Writer, not_distributed_is_fine
+
+# A shared directory may show another host's new file a little late.
+_SHARED_WAIT_S = 3.0
+
+
+def save_distributed(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    wait_s: float = WAIT_S,
+    **state: Any,
+) -> Save:
+    """Save a sharded training state such that it is there as a whole, or not at all.
+
+    Call it on every rank. Each writes its own part into a temporary directory; when all parts are durable, a
+    manifest with their hashes is added and the directory gets its name, `<commit>-step-<step>`. Until then a
+    crash leaves the checkpoints that were there before.
+
+    Args:
+        directory: where the checkpoints of one training are, the same for all ranks. Made if it is not there.
+        model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
+        optimizer: left out of the checkpoint when None.
+        step: number of the training step.
+        keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
+        asynchronous: return when the state is copied to CPU memory, and write in the background. One save is in
+            flight at a time: the next save or load waits for it and raises its error. Takes memory for a
+            second copy of this rank's shard, and keeps it for the next save.
+        wait_s: seconds to wait for all ranks to enter.
+        **state: plain data that training needs to go on: scheduler.state_dict(), position in the data, random
+            number generators. A value that is equal on all ranks is stored once; one that differs is stored
+            for each rank and comes back to its rank (see load_distributed).
+
+    Returns:
+        The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.
+
+    Raises:
+        CheckpointError: the same on every rank. The checkpoints that were there still are.
+    """
+    home = Path(directory).absolute()
+
+    def facts() -> dict[str, Any]:
+        settle()
+        if not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"expected step to be a whole number of at least 0, found {step!r}")
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise CheckpointError(
+                f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
+            )
+        for name, value in state.items():
+            pack(value, f"state {name!r}")
+        return {
+            "directory": str(home),
+            "step": step,
+            "keep": keep,
+            "asynchronous": asynchronous,
+            "optimizer": type(optimizer).__name__ if optimizer else None,
+            "state": sorted(state),
+            "model": model_fingerprint(model),
+            "_digests": {name: digest(value) for name, value in state.items()},
+        }
+
+    ranks = agree("save_distributed", facts, wait_s=wait_s)
+    with ranks.guard():
+        unfinished, final = ranks.first(lambda: begin(home, step))
+        with _removed_on_failure(unfinished, ranks):
+            ranks.each(lambda: _must_see(unfinished))
+            snapshot = Snapshot.take(model, optimizer)
+            snapshot.tensors |= ranks.each(lambda: _plain_tensors(snapshot, state, ranks))
+            if asynchronous:
+                snapshot.tensors = stage(snapshot.tensors)
+    about = {
+        "format": FORMAT,
+        "step": step,
+        "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "world_size": ranks.world_size,
+        "torch": str(torch.__version__),
+        "optimizer": type(optimizer).__name__ if optimizer else None,
+        "tied": snapshot.tied,
+        **describe(model),
+    }
+    return Save(
+        final,
+        lambda: _write(ranks, snapshot, unfinished, final, about, keep),
+        asynchronous=asynchronous,
+    )
+
+
+def _write(
+    ranks: Ranks, snapshot: Snapshot, unfinished: Path, final: Path, about: dict[str, Any], keep: int | None
+) -> None:
+    with ranks.guard(), _removed_on_failure(unfinished, ranks):
+        writer = Writer(
+            unfinished,
+            tied={MODEL + alias: MODEL + name for alias, name in snapshot.tied.items()},
+            # Threads that copy from one GPU get into each other's way.
+            threads=ranks.threads() if all(t.device.type == "cpu" for t in snapshot.tensors.values()) else 1,
+        )
+        with not_distributed_is_fine():
+            metadata = dcp.save(
+                snapshot.nested(),
+                storage_writer=writer,
+                planner=DefaultSavePlanner(),
+                process_group=ranks.group,
+            )
+        written = ranks.all(lambda: writer.written)
+
+        def finish() -> None:
+            tensors = {
+                key: {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
+                for key, (dtype, shape) in specs(metadata).items()
+                if not key.startswith(PLAIN) and key.removeprefix(MODEL) not in snapshot.tied
+            }
+            files = {name: entry for part in written for name, entry in sorted(part.items())}
+            write_manifest(unfinished, {**about, "files": files, "tensors": tensors})
+            commit(unfinished, final)
+            if keep is not None:
+                try:
+                    keep_last(final.parent, keep)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{final} is saved, but older ones cannot be deleted: {error}"
+                    ) from error
+
+        ranks.first(finish)
+
+
+def _plain_tensors(snapshot: Snapshot, state: dict[str, Any], ranks: Ranks) -> dict[str, Tensor]:
+    """What is not a tensor, as the bytes of one: what is common to all ranks, and what is only this rank's."""
+    per_rank = [name for name in sorted(state) if len({facts["_digests"][name] for facts in ranks.facts}) > 1]
+    tensors = {}
+    if ranks.rank == 0:
+        common = {name: value for name, value in state.items() if name not in per_rank}
+        plan = snapshot.optimizer
+        optimizer = plan and {"groups": plan.groups, "paths": plan.paths, "plain": plan.plain}
+        plain = {"extra": snapshot.extra, "optimizer": optimizer, "state": common, "per_rank": per_rank}
+        tensors[PLAIN] = pack(plain, "model or optimizer")
+    if per_rank:
+        tensors[f"{PLAIN}.rank{ranks.rank}"] = pack({name: state[name] for name in per_rank}, "state")
+    return {key: torch.frombuffer(bytearray(data), dtype=torch.uint8) for key, data in tensors.items()}
+
+
+def _must_see(unfinished: Path) -> None:
+    """A directory that rank 0 has just made, under a name that nobody can guess."""
+    limit = time.monotonic() + _SHARED_WAIT_S
+    while not unfinished.is_dir():
+        if time.monotonic() > limit:
+            raise CheckpointError(
+                f"{unfinished.parent}: expected the directory that rank 0 writes to, found another one: it is not "
+                "shared between the hosts. Save to a file system that all of them mount."
+            )
+        time.sleep(0.1)
+
+
+@contextmanager
+def _removed_on_failure(unfinished: Path, ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """The same on ranks that hold parts of the same model."""
+    return fingerprint(
+        [f"{name} {tensor.dtype}" for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    )
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """For the manifest: what the model is, and the configuration of a transformers model, to export it with."""
+    module = unwrapped(model)
+    name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
+    config = getattr(module, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return {"model": name, "config": None}
+    return {"model": name, "config": {**json.loads(config.to_json_string()), "architectures": [name]}}

@@ -1,0 +1,158 @@
+"""What is to be saved, as flat names and tensors.
+
+torch.distributed.checkpoint.state_dict gives the tensors: under names that do not depend on the wrapper (FSDP1,
+FSDP2, DDP, torch.compile), and sharded as the model is.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.names import parameter_names, quiet, tied_names
+
+MODEL = "model."
+OPTIMIZER = "optimizer.state."
+# What is not a tensor is stored as the bytes of one: under this name, and with ".rank<r>" what is only rank r's.
+PLAIN = "plain"
+
+
+@dataclass
+class Snapshot:
+    """A model and an optimizer as a checkpoint sees them."""
+
+    # by flat name, "model.<name>" and "optimizer.state.<parameter>.<what>"; sharded or whole
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    # what the model has besides tensors, by name
+    extra: dict[str, Any] = field(default_factory=dict)
+    optimizer: "OptimizerPlan | None" = None
+    # name of a tensor that is left out -> the name under which it is there
+    tied: dict[str, str] = field(default_factory=dict)
+    # FSDP1's own sharded tensors, by name, over the memory of those in `tensors`
+    originals: dict[str, ShardedTensor] = field(default_factory=dict)
+
+    @classmethod
+    def take(cls, model: nn.Module, optimizer: Optimizer | None = None) -> "Snapshot":
+        """Look at them. A collective under FSDP."""
+        with quiet():
+            state = get_model_state_dict(model)
+        snapshot = cls(tied={alias: name for alias, name in tied_names(model).items() if alias in state})
+        meshes: dict[Any, DeviceMesh] = {}
+        for name, value in state.items():
+            if name in snapshot.tied:
+                continue
+            if isinstance(value, ShardedTensor):
+                snapshot.originals[name] = value
+            if isinstance(value, Tensor):
+                snapshot.tensors[MODEL + name] = _common(value, meshes)
+            else:
+                snapshot.extra[name] = value
+        if optimizer is not None:
+            snapshot.optimizer, tensors = OptimizerPlan.of(_optimizer_state(model, optimizer))
+            snapshot.tensors |= {key: _common(tensor, meshes) for key, tensor in tensors.items()}
+        return snapshot
+
+    def gathered(self, rank: int) -> "Snapshot":
+        """With whole tensors in the CPU memory of rank 0, and none on the others. A collective under FSDP."""
+        tensors = {}
+        for key, tensor in self.tensors.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if rank == 0:
+                tensors[key] = whole.detach().cpu()
+        return replace(self, tensors=tensors, originals={})
+
+    def nested(self) -> dict[str, Any]:
+        """As plain DCP would be given it (it joins the keys to the same flat names), without what is no tensor."""
+        model = {key.removeprefix(MODEL): t for key, t in self.tensors.items() if key.startswith(MODEL)}
+        paths = self.optimizer.paths if self.optimizer else {}
+        other = {key: t for key, t in self.tensors.items() if not key.startswith(MODEL) and key not in paths}
+        optimizer = {"state": _tree((path, self.tensors[key]) for key, path in paths.items())}
+        return {"model": model, **({"optimizer": optimizer} if paths else {}), **other}
+
+
+@dataclass
+class OptimizerPlan:
+    """An optimizer's state without its tensors."""
+
+    groups: list[dict[str, Any]]  # param_groups, with the names of the parameters under "params"
+    paths: dict[str, tuple[Any, ...]]  # flat name of a tensor -> (parameter, what, ...)
+    plain: dict[tuple[Any, ...], Any]  # (parameter, what, ...) -> what is no tensor
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "tuple[OptimizerPlan, dict[str, Tensor]]":
+        """Take {"state": ..., "param_groups": ...} apart, as get_optimizer_state_dict gives it."""
+        plan, tensors = cls(state.get("param_groups", []), {}, {}), {}
+        for path, value in _leaves(state.get("state", {})):
+            if not isinstance(value, Tensor):
+                plan.plain[path] = value
+                continue
+            flat = OPTIMIZER + ".".join(map(str, path))
+            if flat in tensors:
+                raise CheckpointError(f"two entries of the optimizer's state have the name {flat!r}")
+            plan.paths[flat], tensors[flat] = path, value
+        return plan, tensors
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Put it together again."""
+        leaves = [*((path, tensors[key]) for key, path in self.paths.items()), *self.plain.items()]
+        return {"state": _tree(leaves), "param_groups": self.groups}
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
+    if optimizer.state:
+        with quiet():
+            return get_optimizer_state_dict(model, optimizer)
+    # Asked for a state that is not there yet, torch would take a step to make one: the run that is merely saved
+    # would go on with another bias correction.
+    names = parameter_names(model)
+    groups = [
+        {**group, "params": [name for param in group["params"] for name in names[param]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": {}, "param_groups": groups}
+
+
+def _common(tensor: Tensor, meshes: dict[Any, DeviceMesh]) -> Tensor:
+    """FSDP1's ShardedTensor as a DTensor over the same memory; both cut the first dimension alike."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    with quiet():
+        shape, dtype, device = tensor.size(), tensor.dtype, tensor.device
+        shards = [shard.tensor for shard in tensor.local_shards()]
+        group = tensor._process_group
+    if group not in meshes:
+        meshes[group] = DeviceMesh.from_group(group, device.type)
+    return DTensor.from_local(
+        shards[0] if shards else torch.empty((0, *shape[1:]), dtype=dtype, device=device),
+        meshes[group],
+        [Shard(0)],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _tree(leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[Any, Any]:
+    tree: dict[Any, Any] = {}
+    for path, value in leaves:
+        place = tree
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = value
+    return tree
