@@ -11,6 +11,14 @@ __version__ = "0.1.0"
 
 # public name -> the module that holds it
 _MODULE_OF = {
+    "CheckpointError": "checkpoint",
+    "PerRank": "checkpoint",
+    "export_safetensors": "checkpoint",
+    "load_distributed": "checkpoint",
+    "load_full": "checkpoint",
+    "save_distributed": "checkpoint",
+    "save_full": "checkpoint",
+    "verify_checkpoint": "checkpoint",
     "get_local_rank": "distributed",
     "get_node_rank": "distributed",
     "get_rank": "distributed",

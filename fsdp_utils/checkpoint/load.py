@@ -96,7 +96,7 @@ def load_distributed(
         if verify:
             mine = share(manifest["files"], ranks.rank, ranks.world_size)
             ranks.each(lambda: check_hashes(checkpoint, manifest, mine, threads=ranks.threads()))
-        metadata = ranks.each(lambda: _read_metadata(checkpoint, manifest))
+        metadata = ranks.each(lambda: read_described(checkpoint, manifest))
         plain = ranks.each(lambda: read_plain(checkpoint, metadata, PLAIN))
         state = ranks.each(lambda: _state(checkpoint, metadata, plain, manifest, ranks))
         tensors = dict(wanted.tensors)
@@ -139,7 +139,7 @@ def _must_be_same(checkpoint: Path, hashes: list[str]) -> None:
         )
 
 
-def _read_metadata(checkpoint: Path, manifest: dict[str, Any]) -> Metadata:
+def read_described(checkpoint: Path, manifest: dict[str, Any]) -> Metadata:
     """DCP's description, which must say the same as the manifest."""
     metadata = read_metadata(checkpoint)
     described = {key: spec for key, spec in specs(metadata).items() if not key.startswith(PLAIN)}

@@ -1,0 +1,147 @@
+"""python -m fsdp_utils.checkpoint inspect|verify|export: look at checkpoints without a training program."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.full import read_full
+from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, read_manifest, tensor_specs
+from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
+from fsdp_utils.checkpoint.safetensors import export_safetensors, open_model
+from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan
+from fsdp_utils.checkpoint.verify import bytes_of, newest, verify_checkpoint
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 when the checkpoint is not what it should be."""
+    parser = argparse.ArgumentParser(prog="python -m fsdp_utils.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("inspect", "what is in it: tensors, dtypes, sizes, ranks, step"),
+        ("verify", "is every byte what was saved?"),
+        ("export", "the model as safetensors, for from_pretrained"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument(
+            "checkpoint", type=Path, help="a file, a checkpoint, or a directory of checkpoints"
+        )
+    command.add_argument("out_dir", type=Path)
+    command.add_argument("--shard-gib", type=float, default=4.0, help="largest file, in GiB (default: 4)")
+    options = parser.parse_args(arguments)
+    try:
+        {"inspect": _inspect, "verify": _verify, "export": _export}[options.command](options)
+    except CheckpointError as error:
+        print(f"CheckpointError: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    about, found = _look(newest(options.checkpoint))
+    rows = [
+        (
+            key,
+            str(dtype).removeprefix("torch."),
+            " x ".join(map(str, shape)) or "-",
+            shape.numel() * dtype.itemsize,
+        )
+        for key, (dtype, shape) in found.items()
+    ]
+    widths = [max([len(str(row[column])) for row in rows], default=0) for column in range(3)]
+    for name, dtype, shape, size in rows:
+        print(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:>{widths[2]}}  {_size(size):>11}")
+    print()
+    for key, value in about.items():
+        print(f"{key + ':':<15}{value}")
+    print(f"{'tensors:':<15}{len(rows)} of {_size(sum(row[3] for row in rows))}")
+
+
+def _look(path: Path) -> tuple[dict[str, Any], dict[str, tuple[torch.dtype, torch.Size]]]:
+    """What there is to say about a checkpoint, and its tensors."""
+    if path.is_dir() and not (path / MANIFEST).exists():
+        found = specs(read_any_metadata(path))
+        return {"checkpoint": path, "manifest": "none (plain DCP): nothing to verify it with"}, found
+    if path.is_dir():
+        manifest = read_manifest(path)
+        keys = ("step", "saved_at", "world_size", "torch", "model", "optimizer")
+        about = {"checkpoint": path} | {key: manifest[key] for key in keys}
+        about["tied"] = (
+            ", ".join(f"{alias} = {name}" for alias, name in manifest["tied"].items()) or "nothing"
+        )
+        about["files"] = len(manifest["files"]) + 1
+        return about, {k: spec for k, spec in tensor_specs(manifest).items() if k in manifest["tensors"]}
+    content = read_full(path)
+    found = {
+        MODEL + name: (tensor.dtype, tensor.shape)
+        for name, tensor in content["model"].items()
+        if isinstance(tensor, Tensor) and name not in content["tied"]
+    }
+    if content["optimizer"] is not None:
+        _, tensors = OptimizerPlan.of(content["optimizer"])
+        found |= {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+    about = {"checkpoint": path, "world_size": content["world_size"], "torch": content["torch"]}
+    about |= {"model": content["about"]["model"], "state": ", ".join(content["state"]) or "nothing"}
+    return about, found
+
+
+def _verify(options: argparse.Namespace) -> None:
+    with _bar("verifying", bytes_of(options.checkpoint)) as progress:
+        verify_checkpoint(options.checkpoint, progress=progress)
+    print(f"{options.checkpoint}: every byte is what was saved ({_size(bytes_of(options.checkpoint))})")
+
+
+def _export(options: argparse.Namespace) -> None:
+    checkpoint = newest(options.checkpoint)
+    if not checkpoint.is_dir() or (checkpoint / MANIFEST).exists():
+        with _bar("verifying", bytes_of(checkpoint)) as progress:
+            verify_checkpoint(checkpoint, progress=progress)
+    found = open_model(checkpoint, verify=False).specs
+    size = sum(shape.numel() * dtype.itemsize for dtype, shape in found.values())
+    with _bar("exporting", size) as progress:
+        export_safetensors(
+            checkpoint, options.out_dir, shard_gib=options.shard_gib, verify=False, progress=progress
+        )
+    print(f"{options.out_dir}: {len(found)} tensors, {_size(size)}")
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Progress]:
+    """A bar on the terminal; nothing where stderr is a file."""
+    done = shown = 0
+
+    def show(end: str) -> None:
+        part = done / total if total else 1.0
+        print(
+            f"\r{what} [{'#' * int(30 * part):<30}] {_size(done)} of {_size(total)}",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def progress(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        if sys.stderr.isatty() and done - shown > total / 200:
+            shown = done
+            show("")
+
+    yield progress
+    if sys.stderr.isatty():
+        show("\n")
+
+
+def _size(count: int) -> str:
+    if count < 2**20:
+        return f"{count} bytes" if count < 1024 else f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
