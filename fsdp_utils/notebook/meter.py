@@ -31,9 +31,10 @@ class Meter(TorchDispatchMode):
         all_gathers, reduce_scatters: Number of such collectives.
         gathered_bytes: Bytes that the all-gathers produced, padding included.
         whole_bytes: After each operation, bytes of gathered parameters that were alive.
-        peak_tensor_bytes: The most bytes that tensors of any kind held at once: shards, gathered
-            parameters, buffers of collectives, gradients, activations. Differs a little from run to run,
-            because gloo's threads let go of a buffer some time after the collective.
+        held_bytes: Bytes of what was held already.
+        tensor_bytes: After each operation, bytes of tensors of any kind that were alive: shards, gathered
+            parameters, buffers of collectives, gradients, activations. Differs a little from run to run
+            where ranks talk, because gloo's threads let go of a buffer some time after the collective.
 
     Example:
         with Meter(model.parameters()) as meter:
@@ -47,11 +48,17 @@ class Meter(TorchDispatchMode):
         self.reduce_scatters = 0
         self.gathered_bytes = 0
         self.whole_bytes: list[int] = []
-        self.peak_tensor_bytes = 0
+        self.tensor_bytes: list[int] = []
         self._whole = _Storages()
         self._others = _Storages()
         for tensor in held:
             self._others.add(tensor)
+        self.held_bytes = self._others.nbytes()
+
+    @property
+    def peak_tensor_bytes(self) -> int:
+        """The most bytes that tensors of any kind held at once."""
+        return max(self.tensor_bytes, default=0)
 
     @property
     def peak_whole_bytes(self) -> int:
@@ -81,7 +88,7 @@ class Meter(TorchDispatchMode):
                 if tensor not in self._whole:
                     self._others.add(tensor)
         self.whole_bytes.append(self._whole.nbytes())
-        self.peak_tensor_bytes = max(self.peak_tensor_bytes, self.whole_bytes[-1] + self._others.nbytes())
+        self.tensor_bytes.append(self.whole_bytes[-1] + self._others.nbytes())
         return result
 
     def _hold_whole(self, tensors: list[Tensor]) -> None:
