@@ -48,13 +48,16 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
     Raises:
         ValueError: nothing is repeated.
     """
+    units, loose = _units(model)
+    parameters = _sizes(units) | loose
     sizes: Counter[type[nn.Module]] = Counter()
     named = set()
-    for block, is_named in _find_blocks(model):
-        sizes[_class_of(block)] += sum(p.numel() for p in block.parameters())
+    for name, block, is_named in _candidates(model):
+        sizes[_class_of(block)] += sum(_within(name, parameters).values())
         if is_named:
             named.add(_class_of(block))
-    classes = named | {cls for cls, size in sizes.items() if size > 0 and size >= _SMALL * sizes.total()}
+    total = sum(sizes.values())
+    classes = named | {cls for cls, size in sizes.items() if size > 0 and size >= _SMALL * total}
     if not classes:
         raise ValueError(
             f"{_class_of(model).__name__}: found no transformer blocks. Expected a class that stands at "
@@ -159,8 +162,8 @@ def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 # ---- finding blocks --------------------------------------------------------------------------------
 
 
-def _find_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Outermost candidates, each with whether the model itself names its class as a block."""
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """What may be a block, outermost, by name, and whether the model itself names its class as one."""
     names: set[str] = set()
     for module in model.modules():
         # transformers: None, a list or a set of class names, of which some may not occur in this model,
@@ -170,17 +173,18 @@ def _find_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     counts = Counter(map(_class_of, in_containers))
     named = {child for child in in_containers if _class_of(child).__name__ in names}
 
-    def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, bool]]:
         contained = [_unwrapped(child) for child in _contained(module)]
-        for child in map(_unwrapped, module.children()):
+        for child_name, wrapped in module.named_children():
+            name, child = _join(prefix, child_name), _unwrapped(wrapped)
             if child in named:
-                yield child, True
+                yield name, child, True
             elif child in contained and counts[_class_of(child)] > 1 and named.isdisjoint(child.modules()):
-                yield child, False
+                yield name, child, False
             else:
-                yield from walk(child)
+                yield from walk(child, name)
 
-    return walk(_unwrapped(model))
+    return walk(_unwrapped(model), "")
 
 
 def _contained(parent: nn.Module) -> list[nn.Module]:
@@ -259,10 +263,10 @@ class _Unit(NamedTuple):
     sizes: dict[str, int]  # elements of each parameter that it gathers, whole, by name
 
 
-def _units(model: nn.Module) -> tuple[list[_Unit], list[str]]:
-    """All FSDP units, outer before inner, and the names of the parameters that are in none."""
+def _units(model: nn.Module) -> tuple[list[_Unit], dict[str, int]]:
+    """All FSDP units, outer before inner, and the sizes of the parameters that are in none."""
     units: dict[Any, _Unit] = {}
-    loose: list[str] = []
+    loose: dict[str, int] = {}
     seen: set[nn.Parameter] = set()  # a tied parameter has several names and counts once
 
     def walk(module: nn.Module, name: str, unit: _Unit | None) -> None:
@@ -281,10 +285,8 @@ def _units(model: nn.Module) -> tuple[list[_Unit], list[str]]:
                 if parameter in seen:
                     continue
                 seen.add(parameter)
-                if unit is None:
-                    loose.append(_join(name, parameter_name))
-                else:
-                    unit.sizes[_join(name, parameter_name)] = parameter.numel()
+                sizes = loose if unit is None else unit.sizes
+                sizes[_join(name, parameter_name)] = parameter.numel()
         for child_name, child in module.named_children():
             walk(child, _join(name, child_name), unit)
 
@@ -292,18 +294,27 @@ def _units(model: nn.Module) -> tuple[list[_Unit], list[str]]:
     return list(units.values()), loose
 
 
+def _sizes(units: list[_Unit]) -> dict[str, int]:
+    return {name: size for unit in units for name, size in unit.sizes.items()}
+
+
+def _within(module: str, sizes: dict[str, int]) -> dict[str, int]:
+    """The parameters of the module of that name."""
+    return {name: size for name, size in sizes.items() if name.startswith(f"{module}.")}
+
+
 def _join(*names: str) -> str:
     parts = ".".join(names).split(".")
     return ".".join(part for part in parts if part and part not in _WRAPPED_IN)
 
 
-def _check_units(model: nn.Module, units: list[_Unit], loose: list[str], fsdp2: bool) -> list[str]:
+def _check_units(model: nn.Module, units: list[_Unit], loose: dict[str, int], fsdp2: bool) -> list[str]:
     """The first thing that is wrong with what is in which unit; the rest would follow from it."""
     if loose:
         what_to_do = "Call fully_shard(model) after its parts." if fsdp2 else "Wrap the whole model in FSDP."
         return [
-            f"{len(loose)} parameters are in no unit (such as {loose[0]}): they are not sharded, and their "
-            f"gradients are not averaged over the ranks. {what_to_do}"
+            f"{len(loose)} parameters are in no unit (such as {next(iter(loose))}): they are not sharded and "
+            f"their gradients are not averaged over the ranks. {what_to_do}"
         ]
     try:
         classes = transformer_block_classes(model)
@@ -323,16 +334,16 @@ def _check_units(model: nn.Module, units: list[_Unit], loose: list[str], fsdp2: 
     root = units[0]
     if root.name and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
         return []  # several models side by side: no root to speak of
-    sizes = {name: size for unit in units for name, size in unit.sizes.items()}
+    sizes = _sizes(units)
     blocks = [name for name, _ in _outermost(model, tuple(classes))] if classes else []
-    in_root = [name for name in blocks if _share(root.sizes, sizes, f"{name}.") > _SMALL]
+    in_root = [name for name in blocks if _share(_within(name, root.sizes), _within(name, sizes)) > _SMALL]
     if in_root:
         return [
             f"{len(in_root)} of {len(blocks)} blocks ({names}) are not units, such as {in_root[0]}: they are "
             "gathered with the root and stay gathered. If a class was named for wrapping, it was not theirs. "
             f"{what_to_do}"
         ]
-    if (share := _share(root.sizes, sizes, "")) > 0.5:
+    if (share := _share(root.sizes, sizes)) > 0.5:
         largest = max(root.sizes, key=root.sizes.__getitem__)
         return [
             f"{share:.0%} of the parameters are in the root's unit, which stays gathered through forward and "
@@ -341,10 +352,8 @@ def _check_units(model: nn.Module, units: list[_Unit], loose: list[str], fsdp2: 
     return []
 
 
-def _share(part: dict[str, int], whole: dict[str, int], prefix: str) -> float:
-    """How much of the whole is in the part, among the names that begin with the prefix."""
-    total = sum(size for name, size in whole.items() if name.startswith(prefix))
-    return sum(size for name, size in part.items() if name.startswith(prefix)) / max(1, total)
+def _share(part: dict[str, int], whole: dict[str, int]) -> float:
+    return sum(part.values()) / max(1, sum(whole.values()))
 
 
 def _check_ties(model: nn.Module, units: list[_Unit], fsdp2: bool) -> list[str]:

@@ -1,0 +1,152 @@
+"""What the tests of wrapping share: hand-written models, and one comparison of sharded with unsharded."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from fsdp_utils import check_sharding, shard, wrap_policy
+
+TwoRanks = Callable[..., list[Any]]
+
+
+class Tiny(NamedTuple):
+    """A tiny model of a family, a batch for it, and the names of its blocks as its own source has them."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], dict[str, Any]]
+    blocks: set[str]
+    number: int  # how many blocks the configuration asks for
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)
+
+
+class HandWritten(nn.Module):
+    """A language model as one writes it: the head has repeated Linears, the blocks hold Sequentials."""
+
+    def __init__(self, *, tied: bool = False, vocabulary: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, vocabulary, bias=False))
+        if tied:
+            self.head[1].weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x),)
+
+
+def hand_written_batch() -> dict[str, Any]:
+    return {"x": torch.arange(8).reshape(2, 4)}
+
+
+HAND_WRITTEN = Tiny(HandWritten, hand_written_batch, {"Block"}, 3)
+
+
+def fsdp1(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return output.loss if getattr(output, "loss", None) is not None else output[0].square().mean()
+
+
+class Outcome(NamedTuple):
+    loss: float
+    plain_loss: float
+    units: int
+    differing: list[str]  # parameters whose gradient is not that of the unsharded model
+    unsharded: list[str]  # parameters of which this rank holds more than its shard
+    problems: list[str]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(make: Callable[[], nn.Module], batch: Callable[[], dict[str, Any]], **options: Any) -> Outcome:
+    """One forward and backward, unsharded and sharded. All ranks see the same batch: averages are equal."""
+
+    def run(model: nn.Module) -> float:
+        loss = loss_of(model(**batch()))
+        loss.backward()
+        return loss.item()
+
+    torch.manual_seed(0)
+    model = make().eval()
+    plain_loss = run(model)
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    problems_before = check_sharding(model)
+    assert len(problems_before) == 1, problems_before
+    shard(model, **options)
+    loss = run(model)
+    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    assert grads.keys() == expected.keys()
+    return Outcome(
+        loss,
+        plain_loss,
+        sum(isinstance(module, FSDPModule) for module in model.modules()),
+        [name for name in expected if not torch.allclose(grads[name], expected[name], rtol=1e-4, atol=1e-6)],
+        [name for name, p in model.named_parameters() if not isinstance(p, DTensor)],
+        check_sharding(model),
+    )
+
+
+def assert_same(outcome: Outcome, units: int) -> None:
+    assert outcome.loss == pytest.approx(outcome.plain_loss, rel=1e-5)
+    assert outcome.differing == []
+    assert outcome.unsharded == []
+    assert outcome.problems == []
+    assert outcome.units == units
+
+
+class OutcomeFSDP1(NamedTuple):
+    loss: float
+    plain_loss: float
+    units: list[str]  # the classes of what is wrapped, the root first
+    problems: list[str]
+
+
+def compare_fsdp1(tiny: Tiny) -> list[OutcomeFSDP1]:
+    """One forward, unsharded and under FSDP1 with flat and with original parameters."""
+    outcomes = []
+    for use_orig_params in (False, True):
+        torch.manual_seed(0)
+        model = tiny.make().eval()
+        plain_loss = loss_of(model(**tiny.batch())).item()
+        model = fsdp1(model, auto_wrap_policy=wrap_policy(model), use_orig_params=use_orig_params)
+        units = [type(unit.module).__name__ for unit in FullyShardedDataParallel.fsdp_modules(model)]
+        loss = loss_of(model(**tiny.batch())).item()
+        outcomes.append(OutcomeFSDP1(loss, plain_loss, units, check_sharding(model)))
+    return outcomes
+
+
+def assert_same_fsdp1(outcomes: list[OutcomeFSDP1], tiny: Tiny) -> None:
+    assert len(outcomes) == 2
+    for outcome in outcomes:
+        assert outcome.loss == pytest.approx(outcome.plain_loss, rel=1e-5)
+        assert len(outcome.units) == tiny.number + 1
+        assert set(outcome.units[1:]) == tiny.blocks
+        assert outcome.problems == []
+
+
+def one_problem(two_ranks: TwoRanks, fn: Callable[[], list[str]]) -> str:
+    by_rank = two_ranks(fn)
+    assert by_rank[0] == by_rank[1]
+    assert len(by_rank[0]) == 1, by_rank[0]
+    return by_rank[0][0]

@@ -1,0 +1,446 @@
+"""Which modules become units, and every way to wrap a model wrongly; on models written by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_utils import check_sharding, run_on_ranks, shard, transformer_block_classes, wrap_policy
+from tests.sharded import (
+    HAND_WRITTEN,
+    Block,
+    HandWritten,
+    Outcome,
+    TwoRanks,
+    assert_same,
+    assert_same_fsdp1,
+    compare,
+    compare_fsdp1,
+    fsdp1,
+    hand_written_batch,
+    one_problem,
+    whole,
+)
+
+# ---- transformer_block_classes -------------------------------------------------------------------------
+
+
+def test_the_layers_of_torchs_own_transformer_are_found() -> None:
+    model = nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=2, batch_first=True)
+    assert transformer_block_classes(model) == {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
+
+
+def test_the_outermost_repeated_class_is_the_block_of_a_hand_written_model() -> None:
+    assert transformer_block_classes(HandWritten()) == {Block}
+
+
+def test_blocks_may_hold_their_parameters_themselves_and_stand_in_a_dict() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+    layers = nn.ModuleDict({str(number): Scale() for number in range(2)})
+    assert transformer_block_classes(nn.ModuleDict({"layers": layers, "head": nn.Linear(8, 8)})) == {Scale}
+
+
+def test_they_are_found_on_the_meta_device_and_under_wrappers() -> None:
+    with torch.device("meta"):
+        model = HandWritten()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    assert transformer_block_classes(model) == {Block}
+    assert transformer_block_classes(torch.compile(model, backend="eager")) == {Block}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), nn.ModuleList([Block()])],
+    ids=["a layer", "plain layers", "only one"],
+)
+def test_a_model_without_blocks_is_refused_with_what_to_do(model: nn.Module) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{type(model).__name__}: found no transformer blocks.*fully_shard"
+    ):
+        transformer_block_classes(model)
+
+
+# ---- shard and wrap_policy: equal to the unsharded model -------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["full", "grad_op"])
+def test_a_sharded_hand_written_model_has_them_too(two_ranks: TwoRanks, strategy: str, tied: bool) -> None:
+    def fn() -> Outcome:
+        return compare(lambda: HandWritten(tied=tied), hand_written_batch, strategy=strategy)
+
+    for outcome in two_ranks(fn):
+        assert_same(outcome, units=4)
+
+
+def test_torchs_own_transformer_has_them_too(two_ranks: TwoRanks) -> None:
+    def make() -> nn.Module:
+        return nn.Transformer(
+            16, 2, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=32, batch_first=True
+        )
+
+    def batch() -> dict[str, Any]:
+        x = torch.linspace(-1, 1, 2 * 4 * 16).reshape(2, 4, 16)
+        return {"src": x, "tgt": x.flip(0)}
+
+    for outcome in two_ranks(lambda: compare(make, batch)):
+        assert_same(outcome, units=5)
+
+
+def test_hybrid_shards_within_a_host_and_replicates_over_hosts() -> None:
+    def fn() -> tuple[Outcome, list[str]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        outcome = compare(HandWritten, hand_written_batch, mesh=mesh, strategy="hybrid")
+        model = shard(HandWritten(), mesh=mesh, strategy="hybrid")
+        return outcome, [str(parameter.placements) for parameter in model.parameters()]
+
+    for outcome, placements in run_on_ranks(fn, world_size=4):
+        assert_same(outcome, units=4)
+        assert set(placements) == {"(Replicate(), Shard(dim=0))"}
+
+
+def test_the_strategy_decides_what_stays_gathered_after_forward(two_ranks: TwoRanks) -> None:
+    def fn(strategy: str) -> list[bool]:
+        model = shard(HandWritten(), strategy=strategy)
+        model(**hand_written_batch())
+        return [isinstance(parameter, DTensor) for parameter in model.blocks.parameters()]
+
+    assert all(all(sharded) for sharded in two_ranks(fn, "full"))
+    assert not any(any(sharded) for sharded in two_ranks(fn, "grad_op"))
+
+
+def test_frozen_parameters_stay_frozen_and_the_rest_trains(two_ranks: TwoRanks) -> None:
+    def make() -> nn.Module:
+        model = HandWritten()
+        for block in model.blocks[:2]:
+            block.mlp[0].requires_grad_(False)  # a unit with both kinds
+        return model
+
+    for outcome in two_ranks(lambda: compare(make, hand_written_batch)):
+        assert_same(outcome, units=4)
+
+
+def test_policies_reach_every_unit(two_ranks: TwoRanks) -> None:
+    def fn() -> tuple[set[torch.dtype], set[torch.dtype], list[str]]:
+        model = shard(
+            HandWritten(),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            offload_policy=CPUOffloadPolicy(pin_memory=False),
+        )
+        seen: set[torch.dtype] = set()
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(
+                    lambda module, _, output: seen.update({module.weight.dtype, output.dtype})
+                )
+        model(**hand_written_batch())[0].sum().backward()
+        offload = {
+            type(unit._get_fsdp_state()._fsdp_param_group.offload_policy).__name__
+            for unit in model.modules()
+            if isinstance(unit, FSDPModule)
+        }
+        return seen, {parameter.dtype for parameter in model.parameters()}, sorted(offload)
+
+    for compute, kept, offload in two_ranks(fn):
+        assert compute == {torch.bfloat16}
+        assert kept == {torch.float32}
+        assert offload == ["CPUOffloadPolicy"]
+
+
+def test_blocks_that_share_a_parameter_are_one_unit_and_those_that_share_with_the_root_are_none(
+    two_ranks: TwoRanks,
+) -> None:
+    def make() -> nn.Module:
+        model = HandWritten()
+        model.blocks.extend([Block(), Block()])  # five
+        model.blocks[0].mlp[0].weight = model.blocks[2].mlp[0].weight
+        model.blocks[1].mlp[0].weight = model.blocks[4].mlp[0].weight
+        model.blocks[4].mlp[2].bias = model.head[0].bias
+        return model
+
+    def fn() -> tuple[Outcome, list[set[str]]]:
+        outcome = compare(make, hand_written_batch)
+        model = shard(make())
+        by_state: dict[Any, set[str]] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                by_state.setdefault(module._get_fsdp_state(), set()).add(name)
+        return outcome, list(by_state.values())
+
+    for outcome, units in two_ranks(fn):
+        assert (outcome.loss, outcome.differing, outcome.unsharded) == (
+            pytest.approx(outcome.plain_loss),
+            [],
+            [],
+        )
+        assert {frozenset(unit) for unit in units} == {
+            frozenset({"blocks.0", "blocks.2"}),
+            frozenset({"blocks.3"}),
+            frozenset({""}),
+        }
+
+
+def test_a_checkpointed_block_is_sharded_with_its_wrapper(two_ranks: TwoRanks) -> None:
+    def make() -> nn.Module:
+        model = HandWritten()
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+        return model
+
+    def fn() -> tuple[Outcome, list[str]]:
+        units = [
+            type(module).__name__ for module in shard(make()).modules() if isinstance(module, FSDPModule)
+        ]
+        return compare(make, hand_written_batch), units
+
+    for outcome, units in two_ranks(fn):
+        assert_same(outcome, units=4)
+        assert units == ["FSDPHandWritten", *["FSDPCheckpointWrapper"] * 3]
+
+
+def test_the_policy_makes_each_block_a_unit_of_fsdp1(two_ranks: TwoRanks) -> None:
+    for outcomes in two_ranks(lambda: compare_fsdp1(HAND_WRITTEN)):
+        assert_same_fsdp1(outcomes, HAND_WRITTEN)
+
+
+# ---- shard: what it refuses ------------------------------------------------------------------------------
+
+
+def test_shard_refuses_what_it_cannot_do_with_what_to_do(two_ranks: TwoRanks) -> None:
+    def fn() -> list[str]:
+        flat = init_device_mesh("cpu", (2,))
+        square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        messages = []
+        for options in (
+            {"strategy": "FULL_SHARD"},
+            {"strategy": "hybrid"},
+            {"strategy": "hybrid", "mesh": flat},
+            {"strategy": "full", "mesh": square},
+        ):
+            with pytest.raises(ValueError) as caught:  # noqa: PT011 the messages are compared below
+                shard(HandWritten(), **options)
+            messages.append(str(caught.value))
+        return messages
+
+    for unknown, no_mesh, flat, square in two_ranks(fn):
+        assert unknown == 'shard: expected strategy "full", "grad_op" or "hybrid", found \'FULL_SHARD\''
+        assert no_mesh == flat
+        assert flat.startswith('shard: strategy "hybrid" expects a 2-D mesh, found a 1-D one.')
+        assert "init_device_mesh" in flat
+        assert square.startswith('shard: strategy "full" expects a 1-D mesh, found a 2-D one.')
+
+
+def test_shard_needs_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match=r"no process group.*torchrun.*run_on_ranks"):
+        shard(HandWritten())
+
+
+# ---- check_sharding --------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_not_sharded_is_told_so() -> None:
+    assert check_sharding(HandWritten()) == [
+        "The model is not sharded: no module in it is an FSDP unit. Call shard(model), or fully_shard."
+    ]
+
+
+def test_only_the_root_is_a_unit(two_ranks: TwoRanks) -> None:
+    def with_fsdp2() -> list[str]:
+        return check_sharding(fully_shard(HandWritten()))
+
+    def with_fsdp1() -> list[str]:
+        return check_sharding(fsdp1(HandWritten(), use_orig_params=True))
+
+    message = one_problem(two_ranks, with_fsdp2)
+    assert message.startswith("Only the root is a unit")
+    assert message.endswith("Call fully_shard on each Block before the model, or shard(model) instead.")
+    message = one_problem(two_ranks, with_fsdp1)
+    assert message.startswith("Only the root is a unit")
+    assert message.endswith("Pass auto_wrap_policy=wrap_policy(model) to FSDP.")
+
+
+def test_the_root_was_forgotten(two_ranks: TwoRanks) -> None:
+    def with_fsdp2() -> list[str]:
+        model = HandWritten()
+        for block in model.blocks:
+            fully_shard(block)
+        return check_sharding(model)
+
+    def with_fsdp1() -> list[str]:
+        model = HandWritten()
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = fsdp1(block)
+        return check_sharding(model)
+
+    for fn, what_to_do in ((with_fsdp2, "Call fully_shard(model)"), (with_fsdp1, "Wrap the whole model")):
+        message = one_problem(two_ranks, fn)
+        assert message.startswith("4 parameters are in no unit (such as embedding.weight)")
+        assert what_to_do in message
+
+
+def test_the_class_that_was_wrapped_is_not_the_blocks(two_ranks: TwoRanks) -> None:
+    def with_fsdp2() -> list[str]:
+        model = HandWritten()
+        fully_shard(model.embedding)
+        return check_sharding(fully_shard(model))
+
+    def with_fsdp1() -> list[str]:
+        return check_sharding(fsdp1(HandWritten(), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding})))
+
+    for fn in (with_fsdp2, with_fsdp1):
+        message = one_problem(two_ranks, fn)
+        assert message.startswith("3 of 3 blocks (Block) are not units, such as blocks.0")
+        assert "it was not theirs" in message
+
+
+def test_one_block_was_left_out(two_ranks: TwoRanks) -> None:
+    def fn() -> list[str]:
+        model = HandWritten()
+        for block in model.blocks[:2]:
+            fully_shard(block)
+        return check_sharding(fully_shard(model))
+
+    assert one_problem(two_ranks, fn).startswith("1 of 3 blocks (Block) are not units, such as blocks.2")
+
+
+def test_finer_and_coarser_units_than_blocks_are_no_problem(two_ranks: TwoRanks) -> None:
+    def finer() -> list[str]:
+        model = HandWritten()
+        for block in model.blocks:
+            fully_shard(block.mlp)
+        return check_sharding(fully_shard(model))
+
+    def coarser() -> list[str]:
+        model = HandWritten()
+        fully_shard(list(model.blocks[:2]))
+        fully_shard(model.blocks[2])
+        return check_sharding(fully_shard(model))
+
+    assert two_ranks(finer) == two_ranks(coarser) == [[], []]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_most_parameters_are_left_in_the_root(two_ranks: TwoRanks, use_orig_params: bool) -> None:
+    def with_fsdp2() -> list[str]:
+        return check_sharding(shard(HandWritten(vocabulary=1000)))
+
+    def with_fsdp1() -> list[str]:
+        model = HandWritten(vocabulary=1000)
+        return check_sharding(
+            fsdp1(model, auto_wrap_policy=wrap_policy(model), use_orig_params=use_orig_params)
+        )
+
+    # root: 2 * 1000 * 8 + 8 * 8 + 8 = 16072; blocks: 3 * (2 * 8 * 32 + 32 + 8) = 1656
+    for fn in (with_fsdp2, with_fsdp1):
+        message = one_problem(two_ranks, fn)
+        assert message.startswith("91% of the parameters are in the root's unit")
+        assert "the largest is embedding.weight" in message
+
+
+def test_a_unit_of_fsdp1_mixes_frozen_and_trained_parameters(two_ranks: TwoRanks) -> None:
+    def mixed() -> HandWritten:
+        model = HandWritten()
+        model.blocks[1].mlp[0].requires_grad_(False)
+        return model
+
+    def with_fsdp1() -> list[str]:
+        model = mixed()
+        with pytest.warns(UserWarning, match="gradient memory usage will be higher"):  # torch's own
+            model = fsdp1(model, auto_wrap_policy=wrap_policy(model), use_orig_params=True)
+        problems = check_sharding(model)
+        model(**hand_written_batch())[0].sum().backward()
+        flat = model.module.blocks[1]._handle.flat_param
+        assert flat.grad.shape == flat.shape  # what the message says: a gradient for the frozen ones, too
+        return problems
+
+    message = one_problem(two_ranks, with_fsdp1)
+    assert message.startswith("The unit blocks.1 mixes 2 frozen parameters with 2 trained ones")
+    assert two_ranks(lambda: check_sharding(shard(mixed()))) == [[], []]
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changed the model."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(**hand_written_batch())[0].square().sum().backward()
+    optimizer.step()
+    changed = [not torch.equal(whole(a), whole(b)) for a, b in zip(before, model.parameters(), strict=True)]
+    return any(changed)
+
+
+def test_the_optimizer_holds_parameters_from_before_sharding(two_ranks: TwoRanks) -> None:
+    def with_fsdp2() -> list[str]:
+        model = HandWritten()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shard(model)
+        problems = check_sharding(model, optimizer)
+        assert not train_step(model, optimizer)  # what the message says
+        return problems
+
+    def with_fsdp1() -> list[str]:
+        model = HandWritten()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = fsdp1(model, auto_wrap_policy=wrap_policy(model))
+        problems = check_sharding(model, optimizer)
+        assert not train_step(model, optimizer)
+        return problems
+
+    for fn in (with_fsdp2, with_fsdp1):
+        message = one_problem(two_ranks, fn)
+        assert message.startswith("The optimizer holds 16 parameters that are not in the model")
+        assert "Build the optimizer after sharding" in message
+
+
+def test_an_optimizer_of_the_sharded_parameters_is_no_problem_at_any_time(two_ranks: TwoRanks) -> None:
+    def fn() -> list[list[str]]:
+        model = shard(HandWritten(), strategy="grad_op")
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        problems = [check_sharding(model, optimizer)]
+        output = model(**hand_written_batch())[0]
+        problems.append(check_sharding(model, optimizer))  # here all parameters are gathered
+        output.sum().backward()
+        problems.append(check_sharding(model, optimizer))
+        assert train_step(model, optimizer)
+        return problems
+
+    def before_fsdp1_with_the_original_parameters() -> list[list[str]]:
+        model = HandWritten()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = fsdp1(model, auto_wrap_policy=wrap_policy(model), use_orig_params=True)
+        return [check_sharding(model, optimizer)] * train_step(model, optimizer)
+
+    assert two_ranks(fn) == [[[], [], []]] * 2
+    assert two_ranks(before_fsdp1_with_the_original_parameters) == [[[]]] * 2
+
+
+def test_a_sharded_model_inside_a_training_wrapper_is_no_problem(two_ranks: TwoRanks) -> None:
+    class Task(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+    def fn() -> tuple[list[str], list[str]]:
+        policy = wrap_policy(HandWritten())
+        return check_sharding(Task(shard(HandWritten()))), check_sharding(
+            Task(fsdp1(HandWritten(), auto_wrap_policy=policy))
+        )
+
+    assert two_ranks(fn) == [([], [])] * 2
+
+
+def test_several_problems_are_all_told(two_ranks: TwoRanks) -> None:
+    def fn() -> list[str]:
+        model = HandWritten()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return check_sharding(fully_shard(model), optimizer)
+
+    for problems in two_ranks(fn):
+        assert [problem.split()[0] for problem in problems] == ["Only", "The"]
