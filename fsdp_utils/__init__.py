@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 
 # public name -> the module that holds it
 _MODULE_OF = {
+    "BatchSizeSearch": "batch_size",
+    "find_batch_size": "batch_size",
     "CheckpointError": "checkpoint",
     "PerRank": "checkpoint",
     "export_safetensors": "checkpoint",
@@ -26,6 +28,8 @@ _MODULE_OF = {
     "rank0_first": "distributed",
     "run_on_ranks": "distributed",
     "sampler": "distributed",
+    "MemoryReport": "memory",
+    "Memory_Maximizer": "memory",
     "check_sharding": "wrapping",
     "shard": "wrapping",
     "transformer_block_classes": "wrapping",
