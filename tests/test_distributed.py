@@ -27,6 +27,7 @@ from fsdp_utils import (
     sampler,
 )
 
+TwoRanks = Callable[..., list[Any]]
 ROOT = Path(__file__).parent.parent
 LAUNCHER_VARIABLES = [
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"),
@@ -84,7 +85,7 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) 
         get_local_rank()
 
 
-def test_the_group_is_believed_before_the_environment(two_ranks: Callable[..., list[Any]]) -> None:
+def test_the_group_is_believed_before_the_environment(two_ranks: TwoRanks) -> None:
     def fn() -> tuple[int, int, int, int]:
         os.environ.update(RANK="7", WORLD_SIZE="16")
         return who_am_i()
@@ -95,9 +96,7 @@ def test_the_group_is_believed_before_the_environment(two_ranks: Callable[..., l
 # ---- rank0_first ---------------------------------------------------------------------------------------
 
 
-def test_rank_0_goes_first_and_the_others_see_what_it_did(
-    two_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_rank_0_goes_first_and_the_others_see_what_it_did(two_ranks: TwoRanks, tmp_path: Path) -> None:
     def fn(directory: Path) -> list[bool]:
         seen = []
         for turn in range(3):
@@ -111,7 +110,7 @@ def test_rank_0_goes_first_and_the_others_see_what_it_did(
 
 
 def test_when_rank_0_fails_the_others_get_its_exception_and_not_their_turn(
-    two_ranks: Callable[..., list[Any]],
+    two_ranks: TwoRanks,
 ) -> None:
     def fn() -> tuple[str, str, bool]:
         ran = False
@@ -129,7 +128,7 @@ def test_when_rank_0_fails_the_others_get_its_exception_and_not_their_turn(
     assert 'raise FileNotFoundError("no such dataset")' in cause_1
 
 
-def test_when_rank_0_exits_the_others_fail_rather_than_exit(two_ranks: Callable[..., list[Any]]) -> None:
+def test_when_rank_0_exits_the_others_fail_rather_than_exit(two_ranks: TwoRanks) -> None:
     def fn() -> str:
         try:
             with rank0_first(timeout=30):
@@ -143,7 +142,7 @@ def test_when_rank_0_exits_the_others_fail_rather_than_exit(two_ranks: Callable[
     ]
 
 
-def test_the_wait_for_rank_0_has_a_limit(two_ranks: Callable[..., list[Any]]) -> None:
+def test_the_wait_for_rank_0_has_a_limit(two_ranks: TwoRanks) -> None:
     def fn() -> str:
         if get_rank() == 0:
             return "never entered"
@@ -187,13 +186,13 @@ def test_alone_the_sampler_gives_every_sample_once_in_an_order_that_changes_by_e
     assert list(sampler(dataset, shuffle=False)) == list(range(10))
 
 
-def test_the_ranks_share_the_order_that_one_process_has(two_ranks: Callable[..., list[Any]]) -> None:
+def test_the_ranks_share_the_order_that_one_process_has(two_ranks: TwoRanks) -> None:
     alone = list(sampler(range(10), seed=3))
     by_rank = two_ranks(lambda: list(sampler(range(10), seed=3)))
     assert by_rank == [alone[0::2], alone[1::2]]
 
 
-def test_all_ranks_take_equally_many_steps(two_ranks: Callable[..., list[Any]]) -> None:
+def test_all_ranks_take_equally_many_steps(two_ranks: TwoRanks) -> None:
     assert two_ranks(lambda: len(list(sampler(range(5))))) == [3, 3]
     assert two_ranks(lambda: len(list(sampler(range(5), drop_last=True)))) == [2, 2]
 
@@ -225,7 +224,7 @@ def test_results_come_by_rank_and_tensors_by_value() -> None:
     assert run_on_ranks(summed, torch.ones(1), world_size=1) == [torch.ones(1)]
 
 
-def test_closures_and_lambdas_and_their_classes_travel(two_ranks: Callable[..., list[Any]]) -> None:
+def test_closures_and_lambdas_and_their_classes_travel(two_ranks: TwoRanks) -> None:
     class Point:
         def __init__(self, x: int) -> None:
             self.x = x
@@ -237,7 +236,7 @@ def test_closures_and_lambdas_and_their_classes_travel(two_ranks: Callable[..., 
 
 
 def test_the_environment_is_torchruns_and_otherwise_the_callers(
-    two_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     two_ranks(get_rank)  # the server is up: what follows must not depend on the environment it started with
     monkeypatch.setenv("A_SETTING", "of now")
@@ -258,7 +257,7 @@ def test_the_environment_is_torchruns_and_otherwise_the_callers(
         assert threads == max(1, cores // 2)
 
 
-def test_ranks_listen_on_the_loopback_interface_only(two_ranks: Callable[..., list[Any]]) -> None:
+def test_ranks_listen_on_the_loopback_interface_only(two_ranks: TwoRanks) -> None:
     def fn() -> set[str]:
         dist.barrier()
         sockets = psutil.Process().net_connections("inet")
@@ -269,7 +268,7 @@ def test_ranks_listen_on_the_loopback_interface_only(two_ranks: Callable[..., li
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-def test_a_dataloader_with_workers_works_in_a_rank(two_ranks: Callable[..., list[Any]]) -> None:
+def test_a_dataloader_with_workers_works_in_a_rank(two_ranks: TwoRanks) -> None:
     def fn() -> int:
         dataset = TensorDataset(torch.arange(8))
         loader = DataLoader(dataset, batch_size=2, sampler=sampler(dataset), num_workers=1)
@@ -295,7 +294,7 @@ def test_two_calls_at_once_do_not_meet() -> None:
     }
 
 
-def test_ten_megabytes_each_way_pass(two_ranks: Callable[..., list[Any]]) -> None:
+def test_ten_megabytes_each_way_pass(two_ranks: TwoRanks) -> None:
     data = torch.arange(2_500_000, dtype=torch.float32)
     for rank, result in enumerate(two_ranks(lambda x: x + get_rank(), data)):
         assert torch.equal(result, data + rank)
@@ -316,12 +315,12 @@ def test_what_cannot_travel_is_said_before_anything_starts() -> None:
         run_on_ranks(lambda: lock)
 
 
-def test_a_result_that_cannot_travel_is_that_ranks_failure(two_ranks: Callable[..., list[Any]]) -> None:
+def test_a_result_that_cannot_travel_is_that_ranks_failure(two_ranks: TwoRanks) -> None:
     with pytest.raises(TypeError, match=r"what fn returned cannot be sent to the caller: .*lock"):
         two_ranks(threading.Lock)
 
 
-def test_a_result_that_cannot_be_read_here_is_told_with_its_rank(two_ranks: Callable[..., list[Any]]) -> None:
+def test_a_result_that_cannot_be_read_here_is_told_with_its_rank(two_ranks: TwoRanks) -> None:
     class Unreadable:
         def __reduce__(self) -> tuple[type, tuple[str]]:
             return int, ("not a number",)
@@ -345,7 +344,7 @@ class UnfriendlyError(Exception):
 
 
 def test_a_rank_that_raises_frees_its_peers_and_its_own_exception_arrives(
-    two_ranks: Callable[..., list[Any]],
+    two_ranks: TwoRanks,
 ) -> None:
     def fn() -> None:
         if get_rank() == 1:
@@ -360,7 +359,7 @@ def test_a_rank_that_raises_frees_its_peers_and_its_own_exception_arrives(
     assert "_rank_main" not in cause  # the reader's frames alone
 
 
-def test_an_exception_class_made_in_a_function_arrives_as_itself(two_ranks: Callable[..., list[Any]]) -> None:
+def test_an_exception_class_made_in_a_function_arrives_as_itself(two_ranks: TwoRanks) -> None:
     class LocalError(Exception):
         pass
 
@@ -372,34 +371,27 @@ def test_an_exception_class_made_in_a_function_arrives_as_itself(two_ranks: Call
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_several_failures_the_earliest_is_raised(two_ranks: Callable[..., list[Any]], first: int) -> None:
+def test_of_several_failures_the_earliest_is_raised_even_if_it_takes_longer_to_tell(
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: int
+) -> None:
+    monkeypatch.setattr("fsdp_utils._run_on_ranks._BLAME_S", 30.0)  # however slow this machine is
+    happened = tmp_path / "happened"
+
+    class SlowToTell(Exception):
+        def __reduce__(self) -> tuple[type, tuple[int]]:
+            happened.touch()
+            time.sleep(0.3)
+            return OwnError, (first,)
+
     def fn() -> None:
-        if get_rank() != first:
-            time.sleep(0.05)
+        if get_rank() == first:
+            raise SlowToTell
+        wait_until(happened.exists)
         raise OwnError(get_rank())
 
     with pytest.raises(OwnError) as caught:
         two_ranks(fn)
     assert caught.value.args == (first,)
-
-
-def test_an_earlier_failure_that_takes_long_to_tell_is_still_the_first(
-    two_ranks: Callable[..., list[Any]],
-) -> None:
-    class Slow(Exception):
-        def __reduce__(self) -> tuple[type, tuple[int]]:
-            time.sleep(0.1)
-            return OwnError, (0,)
-
-    def fn() -> None:
-        if get_rank() == 0:
-            raise Slow
-        time.sleep(0.05)
-        raise OwnError(1)
-
-    with pytest.raises(OwnError) as caught:
-        two_ranks(fn)
-    assert caught.value.args == (0,)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +405,7 @@ def test_an_earlier_failure_that_takes_long_to_tell_is_still_the_first(
     ids=["not rebuilt", "not pickled", "exit", "interrupt"],
 )
 def test_what_cannot_be_raised_here_becomes_a_runtime_error_that_tells_it(
-    two_ranks: Callable[..., list[Any]], make: Callable[[], BaseException], message: str
+    two_ranks: TwoRanks, make: Callable[[], BaseException], message: str
 ) -> None:
     def fn() -> None:
         raise make()
@@ -426,7 +418,7 @@ def test_what_cannot_be_raised_here_becomes_a_runtime_error_that_tells_it(
 # ---- run_on_ranks: ranks that die or hang ----------------------------------------------------------------
 
 
-def test_a_rank_killed_by_a_signal_is_named_with_it(two_ranks: Callable[..., list[Any]]) -> None:
+def test_a_rank_killed_by_a_signal_is_named_with_it(two_ranks: TwoRanks) -> None:
     def fn() -> None:
         if get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -436,7 +428,7 @@ def test_a_rank_killed_by_a_signal_is_named_with_it(two_ranks: Callable[..., lis
         two_ranks(fn)
 
 
-def test_a_rank_that_exits_is_named_with_its_code(two_ranks: Callable[..., list[Any]]) -> None:
+def test_a_rank_that_exits_is_named_with_its_code(two_ranks: TwoRanks) -> None:
     def fn() -> None:
         if get_rank() == 0:
             os._exit(17)
@@ -446,7 +438,7 @@ def test_a_rank_that_exits_is_named_with_its_code(two_ranks: Callable[..., list[
         two_ranks(fn)
 
 
-def test_a_hang_ends_with_the_line_on_which_each_rank_stands(two_ranks: Callable[..., list[Any]]) -> None:
+def test_a_hang_ends_with_the_line_on_which_each_rank_stands(two_ranks: TwoRanks) -> None:
     def fn() -> None:
         if get_rank() == 0:
             dist.all_reduce(torch.ones(1))  # only rank 0 is here
@@ -461,7 +453,7 @@ def test_a_hang_ends_with_the_line_on_which_each_rank_stands(two_ranks: Callable
     assert "_rank_main" not in message
 
 
-def test_a_rank_in_c_code_that_never_lets_go_is_shown_and_ended(two_ranks: Callable[..., list[Any]]) -> None:
+def test_a_rank_in_c_code_that_never_lets_go_is_shown_and_ended(two_ranks: TwoRanks) -> None:
     def fn() -> None:
         sum(range(10**12))  # holds the interpreter: no Python code of ours could run in this process
 
@@ -503,9 +495,7 @@ def traces(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("end", ["return", "raise", "die", "hang"])
-def test_however_fn_ends_its_processes_are_gone(
-    two_ranks: Callable[..., list[Any]], traces: Path, end: str
-) -> None:
+def test_however_fn_ends_its_processes_are_gone(two_ranks: TwoRanks, traces: Path, end: str) -> None:
     def fn() -> None:
         leave_traces(traces)
         dist.barrier()
