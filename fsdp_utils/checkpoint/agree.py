@@ -123,6 +123,8 @@ class Ranks:
         try:
             yield
         except CheckpointException as error:  # DCP has told it to every rank
+            if self._shared is not None:  # and so had all() or first(), inside of DCP
+                raise self._shared from None
             failures = {
                 rank: _words(cause[0] if isinstance(cause, tuple) else cause)
                 for rank, cause in error.failures.items()

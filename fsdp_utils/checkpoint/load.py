@@ -1,6 +1,7 @@
 """load_distributed: everything is checked on all ranks before the first byte goes into the model."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,21 @@ def load_distributed(
             ranks.each(lambda: check_optimizer(wanted, model, optimizer, saved))
             tensors |= ranks.each(lambda: optimizer_buffers(wanted, saved, found))
 
-        ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
+        partly = "\nThe model may be partly loaded: do not go on with it."
+
+        def before(look: Callable[[], None]) -> None:
+            ranks.each(look)
+            ranks.consequence = partly
+
+        ranks.consequence = partly if verify else ""
         with not_distributed_is_fine():
             dcp.load(
                 tensors,
-                storage_reader=Reader(checkpoint, metadata),
+                storage_reader=Reader(checkpoint, metadata, None if verify else before),
                 planner=TensorsOnly(),
                 process_group=ranks.group,
             )
+        ranks.consequence = partly
         wanted.extra = plain["extra"]
         put_model(model, wanted)
         if optimizer is not None:

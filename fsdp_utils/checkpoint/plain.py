@@ -47,8 +47,10 @@ def unpack(data: bytes) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """The line of torch.load's error that says what it met; the rest advises to trust the file."""
-    return str(error).split("WeightsUnpickler error: ")[-1].split(". ")[0].splitlines()[0]
+    """The line of torch.load's error that says what it met; the others advise to trust the file."""
+    lines = str(error).splitlines() or [""]
+    met = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler error" in line]
+    return (met or lines)[0].split("WeightsUnpickler error: ")[-1].split(". ")[0].strip()
 
 
 def _culprit(value: Any, where: str = "") -> str:

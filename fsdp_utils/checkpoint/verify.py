@@ -15,6 +15,8 @@ from fsdp_utils.checkpoint.manifest import (
     find,
     read_manifest,
 )
+from fsdp_utils.checkpoint.snapshot import PLAIN
+from fsdp_utils.checkpoint.storage import read_plain
 
 
 def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lambda count: None) -> None:
@@ -37,7 +39,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
         manifest = read_manifest(checkpoint)
         check_sizes(checkpoint, manifest)
         check_hashes(checkpoint, manifest, manifest["files"], threads=os.cpu_count() or 1, progress=progress)
-        read_described(checkpoint, manifest)
+        read_plain(checkpoint, read_described(checkpoint, manifest), PLAIN)
 
 
 def checkpoints_in(path: Path) -> list[Path]:
