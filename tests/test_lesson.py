@@ -115,6 +115,10 @@ def test_same_up_to_rounding(mine, asked, right):
     assert ("Right" in lesson.check(mine, asked).data) == right
 
 
+def test_floats_are_shown_without_the_noise_of_their_last_digits():
+    assert "`0.3` | `0.3`" in lesson.check(0.1 + 0.2, 0.3).data
+
+
 def test_pipes_in_an_answer_do_not_break_the_table():
     assert "| `'a\\|b'` |" in lesson.check(["a|b"][0].join("''"), "'a|b'").data
 

@@ -12,6 +12,7 @@ SHARDS = {"weight": [2, 2], "bias": [1, 1]}
 # each takes a number that it draws
 FIGURES = {
     "shards": lambda n: plots.shards({"flat": {"weight": [n, 3], "bias": [0, 2]}, "by row": SHARDS}),
+    "units": lambda n: plots.units({"one": [9], "blocks": [n, 4, 4]}),
     "memory_per_rank": lambda n: plots.memory_per_rank({"whole": {"a": 8, "b": n}}, unit="KiB"),
     "alive": lambda n: plots.alive({"one": [0, 100, 0], "many": [0, 20, 30 + n, 0]}, whole_model=100),
     "losses": lambda n: plots.losses({"one process": [3, 2, n], "by hand": [3, 2, n]}),

@@ -15,7 +15,7 @@ from PIL import Image as PillowImage
 # Told apart with any kind of colour vision (Okabe and Ito, "Color Universal Design", 2008).
 RANK_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 INK, FAINT, CARD = "#2b2b2b", "#d9d9d4", "#fbfbf8"  # a light card is legible on light and dark pages alike
-DOTS_PER_POINT = 2  # sharp on high-resolution screens
+PIXELS_PER_INCH, SHARPNESS = 96, 2  # as a browser counts inches; twice the dots for sharp screens
 COLORS_KEPT = 64  # a palette makes the PNG about a third as large, and nobody sees the difference
 
 STYLE: dict[Any, Any] = {
@@ -64,11 +64,11 @@ def show(fig: Figure, *, alt: str) -> Image:
         alt: What the figure shows, for readers who do not see it.
     """
     raw = io.BytesIO()
-    fig.savefig(raw, dpi=72 * DOTS_PER_POINT)
+    fig.savefig(raw, dpi=PIXELS_PER_INCH * SHARPNESS)
     small = io.BytesIO()
     picture = PillowImage.open(raw).convert("RGB").quantize(COLORS_KEPT, dither=PillowImage.Dither.NONE)
     picture.save(small, "PNG", optimize=True)  # no date, no version of matplotlib
-    return Image(small.getvalue(), width=picture.width // DOTS_PER_POINT, alt=alt)
+    return Image(small.getvalue(), width=picture.width // SHARPNESS, alt=alt)
 
 
 @in_look
@@ -159,6 +159,35 @@ def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
 
 
 @in_look
+def units(ways: Mapping[str, Sequence[int]]) -> Image:
+    """Into which units is the model cut?
+
+    Args:
+        ways: By the name of a way to wrap: the elements in each unit, the root's first.
+
+    Returns:
+        One bar for each way, made of its units; the root's is grey.
+    """
+    fig, (axes,) = figure(width=8.0, height=0.42 * len(ways) + 0.9)
+    for row, sizes in enumerate(ways.values()):
+        left = 0.0
+        for index, size in enumerate(sizes):
+            share = size / sum(sizes)
+            color = FAINT if index == 0 else _color(row)
+            axes.barh(row, share, left=left, color=color, edgecolor=CARD, linewidth=1.2, height=0.7)
+            if index == 0 and share > 0.12:
+                _label(axes, left + share / 2, row, "root", on=color)
+            left += share
+        count = f"{len(sizes)} units" if len(sizes) > 1 else "1 unit"
+        axes.text(1.01, row, count, va="center")
+    axes.set_yticks(range(len(ways)), list(ways))
+    axes.set(xlim=(0, 1.12), ylim=(len(ways) - 0.5, -0.5), xticks=[], xlabel="all parameters of the model")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return show(fig, alt=f"The units of one model under each way to wrap it: {', '.join(ways)}.")
+
+
+@in_look
 def memory_per_rank(amounts: Mapping[str, Mapping[str, float]], *, unit: str) -> Image:
     """What fills the memory of one rank?
 
@@ -176,7 +205,7 @@ def memory_per_rank(amounts: Mapping[str, Mapping[str, float]], *, unit: str) ->
         for index, kind in enumerate(kinds):
             axes.barh(row, parts[kind], left=left, color=_color(index), edgecolor=CARD, height=0.7)
             left += parts[kind]
-        axes.text(left, row, f"  {left:,.0f} {unit}", va="center")
+        axes.text(left, row, f"  {left:,.{0 if left >= 100 else 1}f} {unit}", va="center")
     axes.set_yticks(range(len(amounts)), list(amounts))
     axes.set(ylim=(len(amounts) - 0.5, -0.5), xticks=[])
     axes.margins(x=0.14)
