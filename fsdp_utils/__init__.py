@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 
 # public name -> the module that holds it
 _MODULE_OF = {
+    "record_allocations": "allocation_trace",
+    "simulate_allocator": "allocator",
     "BatchSizeSearch": "batch_size",
     "find_batch_size": "batch_size",
     "CheckpointError": "checkpoint",
