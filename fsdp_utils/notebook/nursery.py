@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,6 +85,8 @@ def become(settings: dict[str, Any], rank: int | None) -> NoReturn:
         if rank is None and hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_die_with_parent)  # the controller forks a heart monitor
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # tqdm would draw widgets in a notebook; what ranks show is text.
+        warnings.filterwarnings("ignore", message="IProgress not found")
         # The nursery's own streams carry commands and events: leave them.
         name = "controller" if rank is None else f"rank{rank}"
         nothing = os.open(os.devnull, os.O_RDONLY)
