@@ -76,7 +76,7 @@ def read_claims(folder: Path = NOTEBOOKS) -> list[dict[str, Any]]:
 
 
 def _claimed(claim: Mapping[str, Any]) -> str:
-    context = ", ".join(str(claim[field]) for field in ("when", "on") if claim.get(field))
+    context = ", ".join(str(claim[field]) for field in ("when", "hardware") if claim.get(field))
     return f"“{claim['claim']}” [{claim['who']}]({claim['url']}), {context}"
 
 
