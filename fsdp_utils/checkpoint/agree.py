@@ -136,12 +136,18 @@ class Ranks:
                 raise
             told = self._tell(
                 f"{self.action}: rank {self.rank} failed, or lost a rank that did: {_words(error)}"
+                + self._hint()
                 + self.consequence
             )
             self._leave(error)
             if not isinstance(error, Exception):
                 raise
             raise CheckpointError(told) from error
+
+    def _hint(self) -> str:
+        if self.distributed and not dist.is_initialized():
+            return ". The process group was destroyed meanwhile: call .wait() before destroy_process_group()"
+        return ""
 
     def _tell(self, text: str) -> str:
         """The failure that was first told on any rank; this one when it is the first."""
@@ -197,7 +203,7 @@ def agree(action: str, facts: Callable[[], dict[str, Any]], *, wait_s: float = W
     """
     ranks = Ranks(action, wait_s)
     try:
-        mine: dict[str, Any] = {"facts": facts(), "host": socket.gethostname()}
+        mine: dict[str, Any] = {"facts": {"call": action, **facts()}, "host": socket.gethostname()}
     except Exception as error:
         mine = {"problem": _words(error)}
     if not ranks.distributed:

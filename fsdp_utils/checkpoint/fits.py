@@ -11,6 +11,19 @@ from fsdp_utils.checkpoint.names import parameter_names
 from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
 
 
+def check_own(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Are the parameters of the optimizer those of the model?"""
+    if optimizer is None:
+        return
+    names = parameter_names(model)
+    strangers = [param for group in optimizer.param_groups for param in group["params"] if param not in names]
+    if strangers:
+        raise CheckpointError(
+            f"expected an optimizer over the model's parameters, found {len(strangers)} of others, such as one of "
+            f"shape {list(strangers[0].shape)}. Make the optimizer after the model is wrapped"
+        )
+
+
 def check_model(
     wanted: Snapshot,
     found: Mapping[str, tuple[torch.dtype, torch.Size]],

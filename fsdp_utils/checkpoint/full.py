@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from fsdp_utils.checkpoint.agree import WAIT_S, Ranks, agree
 from fsdp_utils.checkpoint.asynchronous import settle
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.fits import check_model, check_optimizer
+from fsdp_utils.checkpoint.fits import check_model, check_optimizer, check_own
 from fsdp_utils.checkpoint.fsdp1 import fill_model, fill_optimizer, shapes, units_of
 from fsdp_utils.checkpoint.manifest import FORMAT, Progress, hash_file, sync_directory
 from fsdp_utils.checkpoint.plain import PerRank, digest, pack, reason, unpack
@@ -66,6 +67,7 @@ def save_full(
 
     def facts() -> dict[str, Any]:
         settle()
+        check_own(model, optimizer)
         for name, value in state.items():
             pack(value, f"state {name!r}")
         return {
@@ -117,7 +119,8 @@ def save_full(
             ranks.first(write)
         except BaseException:
             if ranks.rank == 0:
-                unfinished.unlink(missing_ok=True)
+                with suppress(OSError):
+                    unfinished.unlink()
             raise
     return path
 
@@ -156,6 +159,7 @@ def load_full(
 
     def facts() -> dict[str, Any]:
         settle()
+        check_own(model, optimizer)
         return {
             "path": str(path),
             "cast": cast,

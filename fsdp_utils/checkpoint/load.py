@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fsdp_utils.checkpoint.agree import WAIT_S, Ranks, agree
 from fsdp_utils.checkpoint.asynchronous import settle
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.fits import check_model, check_optimizer
+from fsdp_utils.checkpoint.fits import check_model, check_optimizer, check_own
 from fsdp_utils.checkpoint.manifest import (
     MANIFEST,
     check_hashes,
@@ -74,6 +74,7 @@ def load_distributed(
 
     def facts() -> dict[str, Any]:
         settle()
+        check_own(model, optimizer)
         return {
             "directory": str(home),
             "step": step,

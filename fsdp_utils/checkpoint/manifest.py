@@ -66,7 +66,7 @@ def write_manifest(directory: Path, content: dict[str, Any]) -> None:
     text = json.dumps(content, sort_keys=True)
     with (directory / MANIFEST).open("w") as file:
         # One line for each part: it can be read with `head` and compared with `diff`.
-        lines = [f"{json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in content.items()]
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
         file.write("{\n" + ",\n".join([*lines, f'"sha256": "{_sha256(text)}"']) + "\n}\n")
         file.flush()
         os.fsync(file.fileno())

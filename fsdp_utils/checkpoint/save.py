@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from fsdp_utils.checkpoint.agree import WAIT_S, Ranks, agree, fingerprint
 from fsdp_utils.checkpoint.asynchronous import Save, settle, stage
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.fits import check_own
 from fsdp_utils.checkpoint.manifest import FORMAT, begin, commit, keep_last, write_manifest
 from fsdp_utils.checkpoint.metadata import specs
-from fsdp_utils.checkpoint.names import unwrapped
+from fsdp_utils.checkpoint.names import has_fsdp1, unwrapped
 from fsdp_utils.checkpoint.plain import digest, pack
 from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, Snapshot
 from fsdp_utils.checkpoint.storage import Writer, not_distributed_is_fine
@@ -71,6 +72,7 @@ def save_distributed(
 
     def facts() -> dict[str, Any]:
         settle()
+        check_own(model, optimizer)
         if not isinstance(step, int) or step < 0:
             raise CheckpointError(f"expected step to be a whole number of at least 0, found {step!r}")
         if keep is not None and (not isinstance(keep, int) or keep < 1):
@@ -136,10 +138,11 @@ def _write(
         written = ranks.all(lambda: writer.written)
 
         def finish() -> None:
+            found = specs(metadata)
             tensors = {
-                key: {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
-                for key, (dtype, shape) in specs(metadata).items()
-                if not key.startswith(PLAIN) and key.removeprefix(MODEL) not in snapshot.tied
+                key: {"dtype": str(found[key][0]).removeprefix("torch."), "shape": list(found[key][1])}
+                for key in snapshot.tensors  # in the model's order
+                if not key.startswith(PLAIN)
             }
             files = {name: entry for part in written for name, entry in sorted(part.items())}
             write_manifest(unfinished, {**about, "files": files, "tensors": tensors})
@@ -194,8 +197,12 @@ def _removed_on_failure(unfinished: Path, ranks: Ranks) -> Iterator[None]:
 
 def model_fingerprint(model: nn.Module) -> str:
     """The same on ranks that hold parts of the same model."""
+    flat = has_fsdp1(model)  # its parameters are pieces, of other shapes on other ranks
     return fingerprint(
-        [f"{name} {tensor.dtype}" for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+        [
+            f"{name} {tensor.dtype} {None if flat else list(tensor.shape)}"
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        ]
     )
 
 

@@ -5,7 +5,6 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.plain import reason, unpack, view
+from fsdp_utils.checkpoint.task import Task
 
 # After this many bytes the disk is told to begin, so that it writes while the processor hashes on.
 _SYNC_BYTES = 64 << 20
@@ -41,8 +41,7 @@ class HashingFile(io.RawIOBase):
         self._sha256 = hashlib.sha256()
         self._bytes = self._synced = 0
         self._error: OSError | None = None
-        self._syncer = ThreadPoolExecutor(1)
-        self._syncing: Future[None] | None = None
+        self._syncing: Task[None] | None = None
 
     def writable(self) -> bool:
         return True
@@ -70,7 +69,7 @@ class HashingFile(io.RawIOBase):
                 return
             self._syncing.result()
         self._synced = self._bytes
-        self._syncing = self._syncer.submit(_sync_data, self._file.fileno())
+        self._syncing = Task(lambda: _sync_data(self._file.fileno()))
 
     def finish(self) -> dict[str, Any]:
         """Wait until everything is on disk.
@@ -97,10 +96,11 @@ class HashingFile(io.RawIOBase):
 
     def abandon(self) -> None:
         """Close it, whatever is in it."""
-        self._syncer.shutdown()
         try:
-            self._file.close()
-        except OSError as error:  # of the flush that closing does
+            if self._syncing is not None:
+                self._syncing.result()
+            self._file.close()  # which flushes
+        except OSError as error:
             self._error = self._error or error
 
     def close(self) -> None:
@@ -157,11 +157,12 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         # DCP's own threads lose their exceptions; these do not.
+        write = super().write_data
         parts = [part for part in _split(plan, self._threads) if part.items]
-        results: list[WriteResult] = []
-        with ThreadPoolExecutor(max(1, len(parts))) as pool:
-            for done in pool.map(lambda part: super(Writer, self).write_data(part, planner).value(), parts):
-                results += done
+        tasks = [Task(lambda part=part: write(part, planner).value()) for part in parts]
+        for task in tasks:
+            task.wait()  # also when one has failed: nobody is to write any more
+        results = [result for task in tasks for result in task.result()]
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(results)
         return future
