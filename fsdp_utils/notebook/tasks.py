@@ -7,20 +7,15 @@ once, and more memory and time than the lessons promise.
 
 import datetime
 import random
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-
-with warnings.catch_warnings():
-    # tqdm, for progress bars in a notebook without widgets; a rank prints them as text anyway
-    warnings.filterwarnings("ignore", message="IProgress not found")
-    import transformers
-    from transformers import PreTrainedModel
+from transformers import PreTrainedModel
 
 SEED = 0
 BATCH = 24  # divides evenly among 2, 3 and 4 ranks
