@@ -45,7 +45,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 rank, world = dist.get_rank(), dist.get_world_size()
-on_gpu = dist.get_backend() == "nccl"
+on_gpu = torch.cuda.is_available()                    # ranks on the CPU see no GPU
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 print(f"I am rank {rank} of {world}.")
 

@@ -40,7 +40,7 @@ import torch.nn as nn
 from fsdp_utils.notebook import tasks
 
 rank, world = dist.get_rank(), dist.get_world_size()
-on_gpu = dist.get_backend() == "nccl"
+on_gpu = torch.cuda.is_available()                    # ranks on the CPU see no GPU
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 # %% [markdown]

@@ -279,8 +279,8 @@ assert 0.29 < extra_flops(whole_forward) < 1 / 3
 assert extra_flops(full) < 0.8 * extra_flops(whole_forward)
 
 # %% [markdown]
-# There is the third, nearly. In our block `down` holds a third of the weights, so early stop saves about a
-# quarter of the recomputation.
+# There is the third, nearly. In our block `down` holds a third of the weights, so early stop saves
+# more than a quarter of the recomputation.
 #
 # See it happen: all activations and gradients that are alive, operation by operation.
 
@@ -434,7 +434,8 @@ def trade_off(points):
     fig, (axes,) = plots.figure(width=6.5, height=3.2)
     for index, (name, (kept, flops)) in enumerate(points.items()):
         axes.scatter(kept, flops, s=70, color=plots.RANK_COLORS[index], zorder=3)
-        axes.annotate(name, (kept, flops), xytext=(8, 7), textcoords="offset points")
+        below = name == "full"                                          # its neighbour is labelled above
+        axes.annotate(name, (kept, flops), xytext=(8, -15 if below else 7), textcoords="offset points")
     axes.set(xlabel="activations kept on the device, %", xlim=(-4, 118))
     axes.set(ylabel="extra FLOPs of a step, %", ylim=(-3, 34))
     axes.grid(color=plots.FAINT, linewidth=0.6)
@@ -449,7 +450,7 @@ trade_off(dict(zip(names, measured)))
 # %% [markdown]
 # ## What does it cost in seconds, here?
 #
-# Rank 0 alone, without attention to other ranks. Your numbers will be others: it is your CPU. A GPU's are in
+# Rank 0 alone, while the others wait. Your numbers will be others: it is your CPU. A GPU's are in
 # the table of claims.
 
 # %% tags=["nbval-ignore-output", "seconds"]
@@ -561,8 +562,8 @@ assert wrong == 3 * 6 + 1
 
 # %% [markdown]
 # Thirteen is what lesson 0 teaches: each of six blocks twice, and the root once. With `NO_REENTRANT` the
-# order makes no difference to that. With `REENTRANT` the wrong order gathers each block a third time. That is
-# why the advice of 2022 was so strict. It is still good advice, for a checkpoint that spans *several* units:
+# order makes no difference to that. With `REENTRANT` the wrong order gathers each block a third time. With
+# `NO_REENTRANT`, too, the place of a checkpoint matters once it spans *several* units:
 
 # %%
 # %%ranks
@@ -580,8 +581,8 @@ print(f"FSDP1, a checkpoint around two units: {pairs} all_gathers instead of {2 
 assert pairs > 2 * 6 + 1
 
 # %% [markdown]
-# Now the second forward has to walk through both units before backward can begin with the last one. The first
-# unit is gathered, freed again, and gathered once more. So let one checkpoint lie within one unit.
+# The second forward has to walk through both units before backward can begin with the last one. Each pair
+# costs one gather more. So let one checkpoint lie within one unit.
 #
 # ## Proof
 #
@@ -726,9 +727,9 @@ lesson.claims(
         "beyond the parameters. How much of all memory that is depends on the model and the batch.",
         "checkpoint-reinvested": f"{fitting['full'] / fitting['none']:.1f} times the samples fit into the "
         "same memory. How much faster that is depends on how idle the GPU was.",
-        "checkpoint-after-fsdp": "The checkpoint has to lie inside the FSDP unit. With the reentrant checkpoint "
-        "the wrong order costs a third gather of each block, with the non-reentrant one nothing. With FSDP2 the "
-        "calls come in the other order.",
+        "checkpoint-after-fsdp": "The checkpoint has to lie inside the FSDP unit. With the reentrant "
+        "checkpoint the wrong order costs a third gather of each block, with the non-reentrant one nothing. "
+        "With FSDP2 the calls come in the other order.",
     },
 )
 
