@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: a small model with everything that is hard to save, and its training."""
+"""What the tests of checkpoints share: a small model with all that is hard to save, and its training."""
 
 import hashlib
 import time

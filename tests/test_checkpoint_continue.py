@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint is training that never stopped: any wrapper, any number of ranks."""
+"""Training that goes on from a checkpoint never stopped: any wrapper, any number of ranks."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Damaged, mixed, foreign and malicious checkpoints: refused in words on every rank, and nothing is touched."""
+"""Damaged, mixed, foreign and malicious checkpoints: refused in words on every rank, nothing touched."""
 
 import io
 import json
@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -421,7 +422,8 @@ MISFITS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "fp32 into bf16": (
         lambda: Net().bfloat16(),
-        r"model\.\S+: expected torch\.bfloat16 \(the model's\), found torch\.float32 in the checkpoint; cast=True",
+        r"model\.\S+: expected torch\.bfloat16 \(the model's\), found torch\.float32 in the checkpoint; "
+        r"cast=True",
     ),
     "another width": (lambda: Net(4), r"expected shape \[11, 4\] \(the model's\), found \[11, 6\]"),
     "parameters on meta": (on_meta, r"model\.embed\.weight: .* on the meta device; call model\.to_empty"),
@@ -439,7 +441,7 @@ def load_into_misfits(folder: Path) -> dict[str, list[tuple[Outcome, bool]]]:
         found[name] = []
         for load, path in ((load_distributed, folder / "d"), (load_full, folder / "f")):
             before = None if "meta" in name else fingerprint(misfit, optimizer)
-            result = outcome(lambda load=load, path=path: load(path, misfit, optimizer))
+            result = outcome(partial(load, path, misfit, optimizer))
             found[name].append((result, before is None or fingerprint(misfit, optimizer) == before))
     return found
 
@@ -489,8 +491,8 @@ def test_an_optimizer_must_be_there_and_have_the_same_groups(tmp_path: Path) -> 
 
 def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
     model, _ = build("none")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="found none"):
-        (tmp_path / "empty").mkdir()
         load_distributed(tmp_path / "empty", model)
     with pytest.raises(CheckpointError, match="no such directory"):
         load_distributed(tmp_path / "nowhere", model)

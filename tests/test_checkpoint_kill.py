@@ -128,7 +128,7 @@ def test_ranks_are_killed_at_random_moments(tmp_path: Path, forkserver: None) ->
         try:
             for word in ("begins", "begins"):  # the first save is slower: it connects the ranks
                 start = time.monotonic()
-                assert all([savers.hear(rank, word) for rank in range(2)]), savers.heard
+                assert all(savers.hear(rank, word) for rank in range(2)), savers.heard
             seconds_per_save = time.monotonic() - start
             moments.append(chance.uniform(0.0, 1.1))  # anywhere in the save that has just begun
             time.sleep(moments[-1] * seconds_per_save)

@@ -1,4 +1,4 @@
-"""What ranks do wrong when they save or load ends in words on every rank, within seconds, and never in a hang."""
+"""What ranks do wrong when they save or load ends in words on every rank, soon, and never in a hang."""
 
 import ctypes
 import os
@@ -257,7 +257,9 @@ def fill_up(folder: Path, full: bool, asynchronous: bool) -> list[Outcome]:
     model = torch.nn.Linear(256, 1024)  # 1 MiB
     torch.distributed.fsdp.fully_shard(model)
     if full:
-        return [outcome(lambda: save_full(folder / f"{step}.pt", model, step=step)) for step in (1, 2)]
+        return [
+            outcome(lambda step=step: save_full(folder / f"{step}.pt", model, step=step)) for step in (1, 2)
+        ]
     return [
         outcome(
             lambda step=step: save_distributed(folder, model, step=step, asynchronous=asynchronous).wait()

@@ -229,7 +229,7 @@ def test_transformers_reads_what_is_exported(tmp_path: Path) -> None:
             assert torch.equal(found(words).logits, expected(words).logits)
 
 
-# ---- descriptions that the ranks have written for themselves -------------------------------------------------
+# ---- descriptions that the ranks have written for themselves -------------------------------------------
 
 
 def save_without_collectives(folder: Path) -> None:

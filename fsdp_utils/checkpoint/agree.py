@@ -34,10 +34,11 @@ _SLOWEST_POLL_S = 0.05
 
 
 class _Link:
-    """What lasts from call to call within one default process group: the ranks' own group, and where they met."""
+    """What lasts from call to call within a default process group: the ranks' own group, where they met."""
 
     def __init__(self, world: Any) -> None:
-        # Weak: torch.distributed alone decides how long a group lives, and a group that lives on holds sockets.
+        # Weak: torch.distributed alone decides how long a group lives, and a group that lives on holds
+        # sockets.
         self.world: Callable[[], Any] = weakref.ref(world)
         self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.next_meeting = 0
@@ -119,7 +120,7 @@ class Ranks:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Whatever goes wrong inside becomes a CheckpointError, here and on the ranks that wait for this one."""
+        """Whatever goes wrong inside becomes a CheckpointError, here and on the ranks that wait."""
         try:
             yield
         except CheckpointException as error:  # DCP has told it to every rank
@@ -166,7 +167,8 @@ class Ranks:
         if self.group is None:
             return
         group, self.group = self.group, None
-        # The sockets close when the last reference to the group goes, and the frames of a traceback hold some.
+        # The sockets close when the last reference to the group goes, and the frames of a traceback hold
+        # some.
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
@@ -213,7 +215,8 @@ def agree(action: str, facts: Callable[[], dict[str, Any]], *, wait_s: float = W
             verdict = _meet(ranks, json.dumps(mine), wait_s)
         except Exception as error:
             raise CheckpointError(
-                f"{action}: rank {ranks.rank} cannot reach the process group's store (has the rank or the host "
+                f"{action}: rank {ranks.rank} cannot reach the process group's store (has the rank or the "
+                "host "
                 f"that keeps it gone?): {_words(error)}"
             ) from error
     if "problem" in verdict:
@@ -229,7 +232,8 @@ def agree(action: str, facts: Callable[[], dict[str, Any]], *, wait_s: float = W
 def _meet(ranks: Ranks, mine: str, wait_s: float) -> dict[str, Any]:
     """Put mine into the store, and take out the verdict on what all ranks put there.
 
-    Meetings are numbered. Whoever comes last, or loses patience first, decides a meeting, once for all. A rank
+    Meetings are numbered. Whoever comes last, or loses patience first, decides a meeting, once for all. A
+    rank
     that comes to a meeting that was decided without it goes on to the next, so that ranks find together again
     after one of them has been to meetings alone.
     """
@@ -289,7 +293,8 @@ def _verdict(action: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
         if len(by_value) > 1:
             found = "; ".join(f"{_names(ranks)}: {value}" for value, ranks in by_value.items())
             return {
-                "problem": f"{action}: expected the same {name} on all ranks, found {found}. Decide on one rank "
+                "problem": f"{action}: expected the same {name} on all ranks, found {found}. Decide on one "
+                "rank "
                 "and broadcast the decision."
             }
     return {"answers": answers}

@@ -1,4 +1,4 @@
-"""Saving while the training goes on: a copy in CPU memory, a thread that writes it, and nobody's error lost."""
+"""Saving while the training goes on: a copy in CPU memory, a thread that writes it, no error lost."""
 
 import atexit
 import sys
@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 
-# The copies, by name. They are kept for the next save: to get fresh memory from the system takes several times
+# The copies, by name. They are kept for the next save: to get fresh memory from the system takes several
+# times
 # as long as to copy into memory that is there.
 _buffers: dict[str, Tensor] = {}
 

@@ -19,7 +19,8 @@ def check_own(model: nn.Module, optimizer: Optimizer | None) -> None:
     strangers = [param for group in optimizer.param_groups for param in group["params"] if param not in names]
     if strangers:
         raise CheckpointError(
-            f"expected an optimizer over the model's parameters, found {len(strangers)} of others, such as one of "
+            f"expected an optimizer over the model's parameters, found {len(strangers)} of others, such as "
+            "one of "
             f"shape {list(strangers[0].shape)}. Make the optimizer after the model is wrapped"
         )
 
@@ -56,7 +57,8 @@ def check_model(
             )
         if shape != tensor.shape:
             problems.append(
-                f"{key}: expected shape {list(tensor.shape)} (the model's), found {list(shape)} in the checkpoint"
+                f"{key}: expected shape {list(tensor.shape)} (the model's), found {list(shape)} in the "
+                "checkpoint"
             )
         if dtype != tensor.dtype and not cast:
             problems.append(
@@ -68,7 +70,8 @@ def check_model(
         if name in wanted.tied:
             if tied.get(name, name) != tied.get(wanted.tied[name], wanted.tied[name]):
                 problems.append(
-                    f"{key}: expected one tensor under this name and {wanted.tied[name]!r} (tied in the model), "
+                    f"{key}: expected one tensor under this name and {wanted.tied[name]!r} (tied in the "
+                    "model), "
                     "found two in the checkpoint"
                 )
         elif key not in wanted.tensors:
@@ -97,7 +100,8 @@ def check_optimizer(
             sorted(set().union(*a) - set().union(*b))[:3] for a, b in ((expected, found), (found, expected))
         ]
         raise CheckpointError(
-            f"expected an optimizer with parameter groups of {[len(group) for group in expected]} parameters, "
+            f"expected an optimizer with parameter groups of {[len(group) for group in expected]} "
+            "parameters, "
             f"found {[len(group) for group in found]} in the checkpoint"
             + (f"; only here: {only[0]}" if only[0] else "")
             + (f"; only in the checkpoint: {only[1]}" if only[1] else "")

@@ -1,6 +1,7 @@
 """FSDP1 keeps the parameters of a unit as one flat tensor. Where in it is what?
 
-Used where a state is spread from rank 0: FSDP1's own ways of doing that need a second copy of the shard, and on
+Used where a state is spread from rank 0: FSDP1's own ways of doing that need a second copy of the shard, and
+on
 CPUs some give back wrong values or freed memory (torch 2.13).
 """
 
@@ -117,7 +118,7 @@ def fill_optimizer(
     saved: OptimizerPlan,
     receive: Callable[[str], Tensor],
 ) -> None:
-    """Give the optimizer its state, of which each rank keeps what belongs to its piece of the flat parameters."""
+    """Give the optimizer its state; each rank keeps what belongs to its piece of the flat parameters."""
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     pieces = {name: piece for unit in units for name, piece in _pieces(unit, own).items()}
     pieces |= {

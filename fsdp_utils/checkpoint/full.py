@@ -148,12 +148,14 @@ def load_full(
         wait_s: seconds to wait for all ranks to enter.
 
     Returns:
-        The plain state that was saved. A value that differed between ranks comes back to the rank that saved it,
+        The plain state that was saved. A value that differed between ranks comes back to the rank that saved
+        it,
         when there are as many ranks as then; otherwise as a PerRank, the list of all values by the rank that
         saved them.
 
     Raises:
-        CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says otherwise.
+        CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
+        otherwise.
     """
     path = Path(path).absolute()
 
@@ -316,7 +318,7 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
 
 
 def read_full(path: Path) -> dict[str, Any]:
-    """What is in the file, with tensors that stay in the file until they are used. Runs nothing that is in it."""
+    """What is in the file; tensors stay in it until they are used. Runs nothing that is in it."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:

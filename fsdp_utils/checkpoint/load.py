@@ -68,7 +68,8 @@ def load_distributed(
         the rank that saved them.
 
     Raises:
-        CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says otherwise.
+        CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
+        otherwise.
     """
     home = Path(directory).absolute()
 
@@ -133,7 +134,8 @@ def load_distributed(
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     if not checkpoint.is_dir():
         raise CheckpointError(
-            f"{checkpoint}: expected the directory that rank 0 sees, found none: it is not shared between the hosts"
+            f"{checkpoint}: expected the directory that rank 0 sees, found none: it is not shared between "
+            "the hosts"
         )
     manifest = read_manifest(checkpoint)
     check_sizes(checkpoint, manifest)

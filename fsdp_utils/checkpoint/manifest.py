@@ -2,7 +2,8 @@
 
 A checkpoint is committed by giving its directory its final name, when all its files and then its manifest are
 on disk. The names begin with the number of the commit: the latest checkpoint is the one with the highest, and
-there is no pointer that could point elsewhere. What is being saved or deleted has a name that begins with a dot.
+there is no pointer that could point elsewhere. What is being saved or deleted has a name that begins with a
+dot.
 """
 
 import hashlib
@@ -88,7 +89,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: expected the manifest of a checkpoint, found no file") from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: expected the manifest of a checkpoint, found a damaged one: {type(error).__name__}: {error}"
+            f"{path}: expected the manifest of a checkpoint, found a damaged one: {type(error).__name__}: "
+            f"{error}"
         ) from error
     if found != expected:
         raise CheckpointError(f"{path}: expected a manifest with SHA-256 {expected}, found {found}")
@@ -138,7 +140,8 @@ def check_hashes(
         found = hash_file(path, progress=progress)
         if found != expected:
             raise CheckpointError(
-                f"{path}: expected SHA-256 {expected}, found {found}: it is not what was saved (a damaged disk or "
+                f"{path}: expected SHA-256 {expected}, found {found}: it is not what was saved (a damaged "
+                "disk or "
                 "copy, or a file of another checkpoint)"
             )
 

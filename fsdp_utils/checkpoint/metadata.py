@@ -1,6 +1,7 @@
 """DCP's .metadata without running what is in it.
 
-DCP writes the description of a checkpoint as a pickle, and reading a pickle calls whatever it names. Here it may
+DCP writes the description of a checkpoint as a pickle, and reading a pickle calls whatever it names. Here it
+may
 name the few classes that such a description consists of, and nothing else.
 """
 

@@ -25,7 +25,8 @@ def pack(value: Any, what: str) -> bytes:
         unpack(buffer.getvalue())
     except Exception as error:
         raise CheckpointError(
-            f"{what}: expected tensors, numbers, strings, None, and lists, tuples, sets and dicts of them, found "
+            f"{what}: expected tensors, numbers, strings, None, and lists, tuples, sets and dicts of them, "
+            "found "
             f"{_culprit(value)}, which cannot be read back safely ({reason(error)}). For NumPy: "
             "torch.from_numpy(array) or .tolist()"
         ) from error

@@ -22,7 +22,7 @@ from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
 def optimizer_buffers(
     wanted: Snapshot, saved: OptimizerPlan, found: Mapping[str, tuple[torch.dtype, torch.Size]]
 ) -> dict[str, Tensor]:
-    """Empty tensors for the optimizer's state, in the dtypes of the checkpoint, sharded as the parameters are."""
+    """Empty tensors for the optimizer's state, in the checkpoint's dtypes, sharded as the parameters are."""
     buffers = {}
     for key, path in saved.paths.items():
         dtype, shape = found[key]
@@ -91,7 +91,8 @@ def put_optimizer(
             options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
         )
     if not has_fsdp1(model):
-        # Optimizer.load_state_dict converts a state to the dtype of its parameter; it is to be what was saved.
+        # Optimizer.load_state_dict converts a state to the dtype of its parameter; it is to be what was
+        # saved.
         for param, names in parameter_names(model).items():
             for what, value in state["state"].get(names[0], {}).items():
                 if isinstance(value, Tensor) and optimizer.state[param][what].dtype != value.dtype:

@@ -54,7 +54,8 @@ def save_distributed(
         optimizer: left out of the checkpoint when None.
         step: number of the training step.
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
-        asynchronous: return when the state is copied to CPU memory, and write in the background. One save is in
+        asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
+        in
             flight at a time: the next save or load waits for it and raises its error. Takes memory for a
             second copy of this rank's shard, and keeps it for the next save.
         wait_s: seconds to wait for all ranks to enter.
@@ -159,7 +160,7 @@ def _write(
 
 
 def _plain_tensors(snapshot: Snapshot, state: dict[str, Any], ranks: Ranks) -> dict[str, Tensor]:
-    """What is not a tensor, as the bytes of one: what is common to all ranks, and what is only this rank's."""
+    """What is not a tensor, as the bytes of one: what all ranks share, and what is only this rank's."""
     per_rank = [name for name in sorted(state) if len({facts["_digests"][name] for facts in ranks.facts}) > 1]
     tensors = {}
     if ranks.rank == 0:
@@ -179,7 +180,8 @@ def _must_see(unfinished: Path) -> None:
     while not unfinished.is_dir():
         if time.monotonic() > limit:
             raise CheckpointError(
-                f"{unfinished.parent}: expected the directory that rank 0 writes to, found another one: it is not "
+                f"{unfinished.parent}: expected the directory that rank 0 writes to, found another one: it "
+                "is not "
                 "shared between the hosts. Save to a file system that all of them mount."
             )
         time.sleep(0.1)
@@ -207,7 +209,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """For the manifest: what the model is, and the configuration of a transformers model, to export it with."""
+    """For the manifest: what the model is, and a transformers model's configuration, to export it with."""
     module = unwrapped(model)
     name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
     config = getattr(module, "config", None)

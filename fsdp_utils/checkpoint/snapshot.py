@@ -1,6 +1,7 @@
 """What is to be saved, as flat names and tensors.
 
-torch.distributed.checkpoint.state_dict gives the tensors: under names that do not depend on the wrapper (FSDP1,
+torch.distributed.checkpoint.state_dict gives the tensors: under names that do not depend on the wrapper
+(FSDP1,
 FSDP2, DDP, torch.compile), and sharded as the model is.
 """
 
@@ -21,7 +22,8 @@ from fsdp_utils.checkpoint.names import parameter_names, quiet, tied_names
 
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
-# What is not a tensor is stored as the bytes of one: under this name, and with ".rank<r>" what is only rank r's.
+# What is not a tensor is stored as the bytes of one: under this name, and with ".rank<r>" what is only rank
+# r's.
 PLAIN = "plain"
 
 
@@ -70,7 +72,7 @@ class Snapshot:
         return replace(self, tensors=tensors, originals={})
 
     def nested(self) -> dict[str, Any]:
-        """As plain DCP would be given it (it joins the keys to the same flat names), without what is no tensor."""
+        """The tensors as plain DCP would be given them (it joins the keys to the same flat names)."""
         model = {key.removeprefix(MODEL): t for key, t in self.tensors.items() if key.startswith(MODEL)}
         paths = self.optimizer.paths if self.optimizer else {}
         other = {key: t for key, t in self.tensors.items() if not key.startswith(MODEL) and key not in paths}
@@ -110,7 +112,8 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any
     if optimizer.state:
         with quiet():
             return get_optimizer_state_dict(model, optimizer)
-    # Asked for a state that is not there yet, torch would take a step to make one: the run that is merely saved
+    # Asked for a state that is not there yet, torch would take a step to make one: the run that is merely
+    # saved
     # would go on with another bias correction.
     names = parameter_names(model)
     groups = [

@@ -1,4 +1,4 @@
-"""DCP's file storage, with a hash of every file taken while it is written, and nothing unpickled when read."""
+"""DCP's file storage, with a hash of every file taken while it is written, and no object unpickled."""
 
 import hashlib
 import io
@@ -236,7 +236,8 @@ class Reader(FileSystemReader):
                     raise ValueError(f"{found.dtype} {list(found.shape)}")
             except Exception as error:
                 raise CheckpointError(
-                    f"{path}: expected {item.storage_index.fqn} as {entry.properties.dtype} {list(chunk.sizes)} at "
+                    f"{path}: expected {item.storage_index.fqn} as {entry.properties.dtype} "
+                    f"{list(chunk.sizes)} at "
                     f"byte {where.offset}, found {reason(error)}"
                 ) from error
 
@@ -256,7 +257,8 @@ def check_places(checkpoint: Path, metadata: Metadata, files: dict[str, dict[str
         entry = files.get(where.relative_path)
         if entry is None or not 0 <= where.offset <= where.offset + where.length <= entry["bytes"]:
             raise CheckpointError(
-                f"{checkpoint / '.metadata'}: expected {index.fqn} in a file of the manifest, found it at bytes "
+                f"{checkpoint / '.metadata'}: expected {index.fqn} in a file of the manifest, found it at "
+                "bytes "
                 f"{where.offset} to {where.offset + where.length} of {where.relative_path}"
             )
 
@@ -279,7 +281,8 @@ def read_plain(checkpoint: Path, metadata: Metadata, key: str) -> Any:
         return unpack(view(data).tobytes())
     except Exception as error:
         raise CheckpointError(
-            f"{checkpoint}: expected plain data under {key!r}, found what cannot be read safely: {reason(error)}"
+            f"{checkpoint}: expected plain data under {key!r}, found what cannot be read safely: "
+            f"{reason(error)}"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """A call in a thread of its own, with its result or its exception.
 
-Not concurrent.futures: its executors refuse work once the program is ending, which is when a last asynchronous save
+Not concurrent.futures: its executors refuse work once the program is ending, which is when a last
+asynchronous save
 may still have some.
 """
 
