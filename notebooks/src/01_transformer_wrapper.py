@@ -433,7 +433,7 @@ assert abs(untied[0] - t5_alone[0]) < 1e-4
 assert max(abs(a - b) for a, b in zip(untied, t5_alone)) > 2e-3
 
 # %% [markdown]
-# The first loss is right. From the second on the model is another one: the matrix is in several units, a
+# The first loss is right. From the second on the model is another one: the matrix is in two units, a
 # copy in each, and each copy learns by itself. No error, no warning, and a loss that looks healthy. This is
 # why the transformer policy was made: it leaves shared weights together in the root.
 #
