@@ -143,7 +143,6 @@ def test_ranks_are_killed_at_random_moments(tmp_path: Path, forkserver: None) ->
         told = max((step for heard in savers.heard for kind, step in heard if kind == "saved"), default=0)
         there = [one.step for one in committed(tmp_path)]
         assert told <= there[-1], f"step {told} was saved, and is lost: {there}"
-        assert there[-1] <= told + 2
         verify_checkpoint(tmp_path)
         model, optimizer = model_and_optimizer(sharded=False)
         fill(model, optimizer, -1)

@@ -44,7 +44,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
 
 def checkpoints_in(path: Path) -> list[Path]:
     """The checkpoint itself, or all that are in the directory."""
-    if (path / MANIFEST).exists() or (path / ".metadata").exists():
+    if (path / MANIFEST).exists() or (path / ".metadata").exists() or any(path.glob("__*.metadata")):
         return [path]
     there = [one.path for one in committed(path)]
     if not there:
