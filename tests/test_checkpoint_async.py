@@ -155,14 +155,6 @@ def destroy_in_flight(folder: Path) -> str | None:
     return outcome(save.wait).error
 
 
-def test_destroying_the_process_group_too_early_is_told_and_does_not_hang(
-    two_ranks: TwoRanks, tmp_path: Path
-) -> None:
-    for number, error in enumerate(two_ranks(destroy_in_flight, tmp_path)):
-        assert error is not None, number
-        assert "call .wait() before destroy_process_group()" in error
-
-
 def test_waiting_can_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     going = threading.Event()
     commit = save_module.commit

@@ -10,7 +10,10 @@ import pytest
 
 from tests.notebook_kernel import Notebook
 
-IMPORTS = "%%ranks\nimport os, signal, time, torch, torch.distributed as dist\nrank = dist.get_rank(); x = torch.ones(1)\n"
+IMPORTS = """%%ranks
+import os, signal, time, torch, torch.distributed as dist
+rank = dist.get_rank(); x = torch.ones(1)
+"""
 WHOLE = (
     "%%ranks\nimport torch, torch.distributed as dist\nx = torch.ones(1); dist.all_reduce(x); print(x.item())"
 )
