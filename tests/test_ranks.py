@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -323,6 +322,4 @@ def test_in_a_script_start_names_what_to_use_instead() -> None:
 
 def test_importing_the_library_loads_no_torch() -> None:
     code = "import sys, fsdp_utils, fsdp_utils.notebook.ranks; assert 'torch' not in sys.modules"
-    began = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert time.monotonic() - began < 60
