@@ -15,6 +15,8 @@ _MODULE_OF = {
     "simulate_allocator": "allocator",
     "BatchSizeSearch": "batch_size",
     "find_batch_size": "batch_size",
+    "Bf16Support": "bf16",
+    "bf16_support": "bf16",
     "CheckpointError": "checkpoint",
     "PerRank": "checkpoint",
     "export_safetensors": "checkpoint",
