@@ -1,8 +1,8 @@
-"""What a benchmark's numbers were measured on, and how its table looks."""
+"""What a benchmark's numbers were measured on, how its table looks, and which limits it held."""
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,3 +34,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         for row in cells
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def limits(held: Mapping[str, bool]) -> int:
+    """Print which limits were held. Returns the program's exit code: 1 if one was broken."""
+    print()
+    for text, good in held.items():
+        print("held  " if good else "BROKEN", text)
+    return 0 if all(held.values()) else 1

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.machine import describe, table
+from benchmarks.machine import describe, limits, table
 
 RANKS = 4
 START_RATIO, RESTART_S, CELL_MS = 0.6, 2.0, 30.0  # the limits
@@ -203,15 +203,13 @@ def main() -> int:
     pairs = zip(seen["ranks.start(4)"], seen["torchrun"], strict=True)
     ratio = statistics.median(ours["start"] / theirs["start"] for ours, theirs in pairs)
     restart, cell_ms = median("ranks.start(4)", "restart"), median("ranks.start(4)", "cell") * 1e3
-    held = {
-        f"ready in {ratio:.2f} of torchrun's time (limit {START_RATIO})": ratio <= START_RATIO,
-        f"a killed rank is back after {restart:.2f} s (limit {RESTART_S})": restart <= RESTART_S,
-        f"an empty cell takes {cell_ms:.1f} ms (limit {CELL_MS})": cell_ms <= CELL_MS,
-    }
-    print()
-    for text, good in held.items():
-        print("held  " if good else "BROKEN", text)
-    return 0 if all(held.values()) else 1
+    return limits(
+        {
+            f"ready in {ratio:.2f} of torchrun's time (limit {START_RATIO})": ratio <= START_RATIO,
+            f"a killed rank is back after {restart:.2f} s (limit {RESTART_S})": restart <= RESTART_S,
+            f"an empty cell takes {cell_ms:.1f} ms (limit {CELL_MS})": cell_ms <= CELL_MS,
+        }
+    )
 
 
 if __name__ == "__main__":
