@@ -4,8 +4,6 @@ The ranks are CPU processes, forked from a server that has torch imported (spawn
 exist), with a gloo process group that listens on the loopback interface only.
 """
 
-import faulthandler
-import io
 import linecache
 import multiprocessing
 import os
@@ -20,18 +18,16 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
-import torch
-import torch.distributed as dist
 
-if sys.platform == "linux":
-    import fcntl
+from fsdp_utils import _rank_process
+from fsdp_utils._rank_errors import unpack_error
+from fsdp_utils._rank_process import START_LIMIT_S, Job, rank_main
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 # What the server imports once, so that no rank has to.
@@ -40,16 +36,11 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
-    __name__,
+    _rank_process.__name__,
 ]
 
-_START_LIMIT_S = 120.0  # for all ranks to have a process group; the first call imports torch in the server
 _BLAME_S = 0.3  # after the first bad news, how long to listen for a failure that happened even earlier
 _EXIT_S = 5.0  # for a rank to leave once its result is here
-
-
-class RankTraceback(Exception):
-    """The traceback of an exception on another rank; shown as the cause of the one raised here."""
 
 
 def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0) -> list[Any]:
@@ -88,7 +79,7 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
         raise TypeError(f"run_on_ranks: fn or its arguments cannot be sent to the ranks: {error}") from error
 
     with tempfile.TemporaryDirectory(prefix="fsdp_utils_") as directory:
-        job = _Job(
+        job = Job(
             world_size=world_size,
             directory=Path(directory),
             # A forked rank would have the server's environment, as it was when that was started.
@@ -110,24 +101,6 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
             _kill(ranks)
 
 
-class _Job(NamedTuple):
-    """What each rank is told."""
-
-    world_size: int
-    directory: Path
-    environ: dict[str, str]
-    start_method: str | None  # of multiprocessing, for what fn starts
-    call: bytes
-    timeout: float
-
-    def stack_of(self, rank: int) -> Path:
-        """Where the faulthandler of that rank writes on timeout."""
-        return self.directory / f"stack_{rank}"
-
-
-# ---- in the caller ---------------------------------------------------------------------------------
-
-
 class _Rank(NamedTuple):
     rank: int
     process: BaseProcess
@@ -145,11 +118,11 @@ class _Rank(NamedTuple):
         return f"exited with code {code}"
 
 
-def _start(rank: int, job: _Job) -> _Rank:
+def _start(rank: int, job: Job) -> _Rank:
     context: Any = multiprocessing.get_context(_METHOD)
     context.set_forkserver_preload(_PRELOAD)
     ours, theirs = context.Pipe()
-    process = context.Process(target=_rank_main, args=(rank, job, theirs), name=f"rank {rank}")
+    process = context.Process(target=rank_main, args=(rank, job, theirs), name=f"rank {rank}")
     try:
         with _main_hidden():
             process.start()
@@ -181,7 +154,7 @@ def _main_hidden() -> Iterator[None]:
 
 def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
     """Take the ranks through ready, go, result and done."""
-    _hear_all(ranks, "ready", _START_LIMIT_S)
+    _hear_all(ranks, "ready", START_LIMIT_S)
     for rank in ranks:
         _tell(rank, "go")
     results = [_loads(rank, packed) for rank, packed in enumerate(_hear_all(ranks, "result", timeout))]
@@ -254,7 +227,7 @@ def _read_stack(path: Path) -> str:
     for file, line, name in re.findall(
         r'^  File "(.*)", line (\d+) in (.*)$', main_thread, flags=re.MULTILINE
     ):
-        if file == __file__ and name == _rank_main.__name__:
+        if file == _rank_process.__file__ and name == rank_main.__name__:
             break
         frames.append((file, int(line), name, linecache.getline(file, int(line)).strip()))
     if not frames:
@@ -289,119 +262,3 @@ def _kill(ranks: list[_Rank]) -> None:
         if rank.process.exitcode is not None:
             rank.process.close()
         rank.pipe.close()
-
-
-# ---- in each rank ----------------------------------------------------------------------------------
-
-
-def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
-    _end_with_caller()
-    with job.stack_of(rank).open("w") as stack_file:
-        try:
-            _be_rank(rank, job)
-            pipe.send(("ready", None))
-            pipe.recv()
-            faulthandler.dump_traceback_later(job.timeout, file=stack_file)
-            fn, args = cloudpickle.loads(job.call)
-            message = "result", _dumps(fn(*args))
-        except BaseException as error:
-            message = "failure", (time.monotonic_ns(), pack_error(error))
-        faulthandler.cancel_dump_traceback_later()
-        pipe.send(message)
-        # Stay until everybody is done: were the group to close now, peers would fail in their collectives,
-        # and the caller would have to tell their failures from the first. After a failure SIGKILL ends this.
-        pipe.recv()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _end_with_caller() -> None:
-    """See to it that this rank, with all it starts, ends when the caller does, even by SIGKILL."""
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # also: Ctrl-C in the terminal reaches the caller alone
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    pipe = parent.sentinel  # nothing comes through it; it closes when the caller ends
-
-    def watch() -> None:
-        wait([pipe])
-        if hasattr(os, "killpg"):
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="end with caller").start()
-    if sys.platform == "linux":
-        # The thread cannot run while C code holds the GIL. The kernel always can: have it send SIGKILL to
-        # the whole process group on the next event of the pipe.
-        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
-        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-def _be_rank(rank: int, job: _Job) -> None:
-    """Set up the process as torchrun and a training script would, and make the process group."""
-    multiprocessing.set_start_method(job.start_method, force=True)  # as in the caller, for DataLoader workers
-    os.environ.clear()
-    os.environ.update(job.environ)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(job.world_size),
-        LOCAL_WORLD_SIZE=str(job.world_size),
-    )
-    # gloo takes its interface from here, and would otherwise listen on the one that the host name leads to.
-    if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed has still shown its prints
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // job.world_size))
-    dist.init_process_group(
-        "gloo",
-        # A file: no port to find, and none that others could reach.
-        init_method=f"file://{(job.directory / 'store').as_posix()}",
-        rank=rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=job.timeout + _START_LIMIT_S),  # the caller's timeout is to come first
-    )
-
-
-def _dumps(result: Any) -> bytes:
-    try:
-        return cloudpickle.dumps(result)
-    except Exception as error:
-        raise TypeError(f"what fn returned cannot be sent to the caller: {error}") from error
-
-
-# ---- exceptions between processes ------------------------------------------------------------------
-
-
-def pack_error(error: BaseException) -> bytes:
-    """An exception, caught where this is called, as bytes for another process."""
-    frames = error.__traceback__
-    if frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next  # the frame that caught it says nothing to a reader
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    summary = traceback.format_exception_only(type(error), error)[-1].strip()
-    try:
-        body = cloudpickle.dumps(error)
-    except Exception:
-        body = b""
-    return pickle.dumps((body, summary, text))
-
-
-def unpack_error(packed: bytes, where: str) -> BaseException:
-    """The exception again, or a RuntimeError that tells of it; its cause holds the original traceback."""
-    body, summary, text = pickle.loads(packed)
-    try:
-        error = pickle.loads(body)
-    except Exception:
-        error = None
-    # SystemExit and its like would end this process, quietly, for what happened in another.
-    if not isinstance(error, BaseException) or isinstance(
-        error, SystemExit | KeyboardInterrupt | GeneratorExit
-    ):
-        error = RuntimeError(f"{where}: {summary}")
-    error.__cause__ = RankTraceback(f"{where}\n\n{text}")
-    return error

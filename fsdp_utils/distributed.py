@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
-from fsdp_utils._run_on_ranks import pack_error, run_on_ranks, unpack_error
+from fsdp_utils._rank_errors import pack_error, unpack_error
+from fsdp_utils._run_on_ranks import run_on_ranks
 
 __all__ = [
     "get_local_rank",

@@ -1,0 +1,169 @@
+"""What is a model made of: its transformer blocks, and the FSDP units it was wrapped into?"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# Wrappers that stand where a module stood: FSDP1, activation checkpointing, torch.compile.
+_WRAPPED_IN = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+# A repeated class with less than this share of the parameters in blocks is not worth units of its own.
+SMALL = 0.1
+
+
+def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
+    """Which classes are this model's transformer blocks, to be FSDP units?
+
+    Looks at what stands in a ModuleList, ModuleDict or Sequential. Where a transformers model names its
+    blocks (`_no_split_modules`), these are taken; elsewhere the outermost repeated classes, if they hold
+    at least a tenth of all that is repeated. Plain layers (nn.Linear in a Sequential) are not blocks.
+
+    Args:
+        model: any module, sharded or not, on any device, "meta" too.
+
+    Returns:
+        The classes, as FSDP1's ModuleWrapPolicy takes them: one for a decoder or an encoder, two or more
+        where they differ.
+
+    Raises:
+        ValueError: nothing is repeated.
+    """
+    units, loose = units_of(model)
+    parameters = sizes_of(units) | loose
+    sizes: Counter[type[nn.Module]] = Counter()
+    named = set()
+    for name, block, is_named in _candidates(model):
+        sizes[_class_of(block)] += sum(within(name, parameters).values())
+        if is_named:
+            named.add(_class_of(block))
+    total = sum(sizes.values())
+    classes = named | {cls for cls, size in sizes.items() if size > 0 and size >= SMALL * total}
+    if not classes:
+        raise ValueError(
+            f"{_class_of(model).__name__}: found no transformer blocks. Expected a class that stands at "
+            "least twice in a ModuleList, ModuleDict or Sequential and holds parameters. Give the repeated "
+            "part of the model a class of its own, or call fully_shard on its parts yourself."
+        )
+    return classes
+
+
+# ---- finding blocks --------------------------------------------------------------------------------
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """What may be a block, outermost, by name, and whether the model itself names its class as one."""
+    names: set[str] = set()
+    for module in model.modules():
+        # transformers: None, a list or a set of class names, of which some may not occur in this model,
+        # and some are no blocks (embeddings). A composite model leaves it to its parts.
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    in_containers = [unwrapped(child) for parent in model.modules() for child in _contained(parent)]
+    counts = Counter(map(_class_of, in_containers))
+    named = {child for child in in_containers if _class_of(child).__name__ in names}
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, bool]]:
+        contained = [unwrapped(child) for child in _contained(module)]
+        for child_name, wrapped in module.named_children():
+            name, child = join(prefix, child_name), unwrapped(wrapped)
+            if child in named:
+                yield name, child, True
+            elif child in contained and counts[_class_of(child)] > 1 and named.isdisjoint(child.modules()):
+                yield name, child, False
+            else:
+                yield from walk(child, name)
+
+    return walk(unwrapped(model), "")
+
+
+def _contained(parent: nn.Module) -> list[nn.Module]:
+    """The children that may be blocks for where they stand and what they are."""
+    if not isinstance(parent, _CONTAINERS):
+        return []
+    return [child for child in parent.children() if not _is_plain(unwrapped(child))]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    cls = _class_of(module)
+    is_leaf_of_torch = cls.__module__.startswith("torch.nn.") and not list(module.children())
+    return cls in _CONTAINERS or is_leaf_of_torch
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    for name in _WRAPPED_IN:
+        if name in module._modules:
+            return unwrapped(module._modules[name])  # pyright: ignore[reportArgumentType]
+    return module
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """The class as it was written: fully_shard puts one of its own before it."""
+    line = type(module).__mro__
+    return line[line.index(FSDPModule) + 1] if FSDPModule in line else line[0]
+
+
+def outermost(
+    model: nn.Module, classes: tuple[type[nn.Module], ...], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks by name, as they stand in the model: a checkpoint wrapper around one belongs to it."""
+    for name, child in model.named_children():
+        if isinstance(unwrapped(child), classes):
+            yield join(prefix, name), child
+        else:
+            yield from outermost(child, classes, join(prefix, name))
+
+
+# ---- finding units ---------------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    name: str  # in the model, as it would be without wrappers
+    module: nn.Module
+    sizes: dict[str, int]  # elements of each parameter that it gathers, whole, by name
+
+
+def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, int]]:
+    """All FSDP units, outer before inner, and the sizes of the parameters that are in none."""
+    units: dict[Any, Unit] = {}
+    loose: dict[str, int] = {}
+    seen: set[nn.Parameter] = set()  # a tied parameter has several names and counts once
+
+    def walk(module: nn.Module, name: str, unit: Unit | None) -> None:
+        if isinstance(module, FullyShardedDataParallel):
+            unit = units.setdefault(module, Unit(name, module, {}))
+            if module._handle is not None:  # None: all its parameters are in units within
+                flat = module._handle.flat_param
+                unit.sizes.update(
+                    {join(name, fqn): n for fqn, n in zip(flat._fqns, flat._numels, strict=True)}
+                )
+        elif isinstance(module, FSDPModule):
+            # Modules that were sharded together, as a list, have one state and are one unit.
+            unit = units.setdefault(module._get_fsdp_state(), Unit(name, module, {}))
+        if unit is None or isinstance(unit.module, FSDPModule):
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                if parameter in seen:
+                    continue
+                seen.add(parameter)
+                sizes = loose if unit is None else unit.sizes
+                sizes[join(name, parameter_name)] = parameter.numel()
+        for child_name, child in module.named_children():
+            walk(child, join(name, child_name), unit)
+
+    walk(model, "", None)
+    return list(units.values()), loose
+
+
+def sizes_of(units: list[Unit]) -> dict[str, int]:
+    return {name: size for unit in units for name, size in unit.sizes.items()}
+
+
+def within(module: str, sizes: dict[str, int]) -> dict[str, int]:
+    """The parameters of the module of that name."""
+    return {name: size for name, size in sizes.items() if name.startswith(f"{module}.")}
+
+
+def join(*names: str) -> str:
+    parts = ".".join(names).split(".")
+    return ".".join(part for part in parts if part and part not in _WRAPPED_IN)

@@ -1,0 +1,40 @@
+"""Exceptions on their way from one process to another, with the traceback that they had."""
+
+import pickle
+import traceback
+
+import cloudpickle
+
+
+class RankTraceback(Exception):
+    """The traceback of an exception on another rank; shown as the cause of the one raised here."""
+
+
+def pack_error(error: BaseException) -> bytes:
+    """An exception, caught where this is called, as bytes for another process."""
+    frames = error.__traceback__
+    if frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next  # the frame that caught it says nothing to a reader
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    summary = traceback.format_exception_only(type(error), error)[-1].strip()
+    try:
+        body = cloudpickle.dumps(error)
+    except Exception:
+        body = b""
+    return pickle.dumps((body, summary, text))
+
+
+def unpack_error(packed: bytes, where: str) -> BaseException:
+    """The exception again, or a RuntimeError that tells of it; its cause holds the original traceback."""
+    body, summary, text = pickle.loads(packed)
+    try:
+        error = pickle.loads(body)
+    except Exception:
+        error = None
+    # SystemExit and its like would end this process, quietly, for what happened in another.
+    if not isinstance(error, BaseException) or isinstance(
+        error, SystemExit | KeyboardInterrupt | GeneratorExit
+    ):
+        error = RuntimeError(f"{where}: {summary}")
+    error.__cause__ = RankTraceback(f"{where}\n\n{text}")
+    return error

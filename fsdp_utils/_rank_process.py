@@ -1,0 +1,120 @@
+"""What a process does that `run_on_ranks` started: become a rank, call the function, send what came of it."""
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from fsdp_utils._rank_errors import pack_error
+
+if sys.platform == "linux":
+    import fcntl
+
+START_LIMIT_S = 120.0  # for all ranks to have a process group; the first call imports torch in the server
+
+
+class Job(NamedTuple):
+    """What each rank is told."""
+
+    world_size: int
+    directory: Path
+    environ: dict[str, str]
+    start_method: str | None  # of multiprocessing, for what fn starts
+    call: bytes
+    timeout: float
+
+    def stack_of(self, rank: int) -> Path:
+        """Where the faulthandler of that rank writes on timeout."""
+        return self.directory / f"stack_{rank}"
+
+
+def rank_main(rank: int, job: Job, pipe: Connection) -> None:
+    _end_with_caller()
+    with job.stack_of(rank).open("w") as stack_file:
+        try:
+            _be_rank(rank, job)
+            pipe.send(("ready", None))
+            pipe.recv()
+            faulthandler.dump_traceback_later(job.timeout, file=stack_file)
+            fn, args = cloudpickle.loads(job.call)
+            message = "result", _dumps(fn(*args))
+        except BaseException as error:
+            message = "failure", (time.monotonic_ns(), pack_error(error))
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send(message)
+        # Stay until everybody is done: were the group to close now, peers would fail in their collectives,
+        # and the caller would have to tell their failures from the first. After a failure SIGKILL ends this.
+        pipe.recv()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with_caller() -> None:
+    """See to it that this rank, with all it starts, ends when the caller does, even by SIGKILL."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # also: Ctrl-C in the terminal reaches the caller alone
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    pipe = parent.sentinel  # nothing comes through it; it closes when the caller ends
+
+    def watch() -> None:
+        wait([pipe])
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="end with caller").start()
+    if sys.platform == "linux":
+        # The thread cannot run while C code holds the GIL. The kernel always can: have it send SIGKILL to
+        # the whole process group on the next event of the pipe.
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _be_rank(rank: int, job: Job) -> None:
+    """Set up the process as torchrun and a training script would, and make the process group."""
+    multiprocessing.set_start_method(job.start_method, force=True)  # as in the caller, for DataLoader workers
+    os.environ.clear()
+    os.environ.update(job.environ)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+    )
+    # gloo takes its interface from here, and would otherwise listen on the one that the host name leads to.
+    if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed has still shown its prints
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // job.world_size))
+    dist.init_process_group(
+        "gloo",
+        # A file: no port to find, and none that others could reach.
+        init_method=f"file://{(job.directory / 'store').as_posix()}",
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout + START_LIMIT_S),  # the caller's timeout is to come first
+    )
+
+
+def _dumps(result: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise TypeError(f"what fn returned cannot be sent to the caller: {error}") from error
