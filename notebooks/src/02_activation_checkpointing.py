@@ -792,7 +792,7 @@ lesson.check(samples, room_for)
 #
 # ## Next
 #
-# In lesson 3, which is still to be written, the model is trained, and has to be saved, by ranks of which none
+# In [lesson 3](03_full_state_dict.ipynb) the model is trained, and has to be saved, by ranks of which none
 # has all of it.
 
 # %% [markdown]
