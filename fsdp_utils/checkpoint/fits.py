@@ -83,8 +83,12 @@ def check_model(
 
 def check_optimizer(
     wanted: Snapshot, model: nn.Module, optimizer: Optimizer, saved: OptimizerPlan | None
-) -> None:
-    """Does the checkpoint hold an optimizer over the same parameters, in the same groups?"""
+) -> OptimizerPlan:
+    """The saved optimizer, which is there and over the same parameters in the same groups.
+
+    Raises:
+        CheckpointError: there is none, or it is of others.
+    """
     if saved is None:
         raise CheckpointError(
             "expected the state of an optimizer, found none: the checkpoint was saved without one. "
@@ -94,7 +98,7 @@ def check_optimizer(
     expected = [
         {name for param in group["params"] for name in names[param]} for group in optimizer.param_groups
     ]
-    found = [{wanted.tied.get(name, name) for name in group["params"]} for group in saved.groups]
+    found = [{wanted.first_name(name) for name in group["params"]} for group in saved.groups]
     if sorted(map(sorted, expected)) != sorted(map(sorted, found)):
         only = [
             sorted(set().union(*a) - set().union(*b))[:3] for a, b in ((expected, found), (found, expected))
@@ -106,3 +110,4 @@ def check_optimizer(
             + (f"; only here: {only[0]}" if only[0] else "")
             + (f"; only in the checkpoint: {only[1]}" if only[1] else "")
         )
+    return saved

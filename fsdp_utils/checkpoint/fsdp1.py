@@ -51,10 +51,11 @@ def _pieces(unit: Unit, own: set[int]) -> dict[str, _Piece]:
     pieces = {}
     for index, name in enumerate(unit.names):
         assert flat is not None
-        info = flat._shard_param_infos[index]
+        info: Any = flat._shard_param_infos[index]
         if id(flat) in own:
             param, offset = flat, info.offset_in_shard
         else:
+            assert flat._params is not None  # it has views with use_orig_params
             param, offset = flat._params[index], 0
         where = (offset, info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else None
         pieces[name] = _Piece(param, where, here=info.in_shard)
@@ -126,7 +127,7 @@ def fill_optimizer(
         for name, param in outside_of_units(model, units).items()
         if isinstance(param, nn.Parameter)
     }
-    state: dict[nn.Parameter, dict[str, Any]] = {}
+    state: dict[Tensor, Any] = {}
     for key, (name, what) in saved.paths.items():
         value, piece = receive(key), pieces[name]
         if not piece.here:

@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.agree import WAIT_S, Ranks, agree
-from fsdp_utils.checkpoint.asynchronous import settle
+from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
+from fsdp_utils.checkpoint.entering import differing, enter
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.fits import check_model, check_optimizer, check_own
+from fsdp_utils.checkpoint.fits import check_model, check_optimizer
 from fsdp_utils.checkpoint.fsdp1 import fill_model, fill_optimizer, shapes, units_of
+from fsdp_utils.checkpoint.hashing_file import HashingFile
 from fsdp_utils.checkpoint.manifest import FORMAT, Progress, hash_file, sync_directory
-from fsdp_utils.checkpoint.plain import PerRank, digest, pack, reason, unpack
+from fsdp_utils.checkpoint.plain import PerRank, pack, reason, unpack
 from fsdp_utils.checkpoint.put import (
     optimizer_buffers,
     put_extra,
@@ -28,9 +29,8 @@ from fsdp_utils.checkpoint.put import (
     put_model,
     put_optimizer,
 )
-from fsdp_utils.checkpoint.save import describe, model_fingerprint
+from fsdp_utils.checkpoint.save import describe
 from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
-from fsdp_utils.checkpoint.storage import HashingFile
 
 _END_OF_ZIP = b"PK\x05\x06"
 _END_BYTES = 22  # of the record that ends a zip file, without the comment that may follow
@@ -65,30 +65,15 @@ def save_full(
     """
     path = Path(path).absolute()
 
-    def facts() -> dict[str, Any]:
-        settle()
-        check_own(model, optimizer)
-        for name, value in state.items():
-            pack(value, f"state {name!r}")
-        return {
-            "path": str(path),
-            "optimizer": type(optimizer).__name__ if optimizer else None,
-            "state": sorted(state),
-            "model": model_fingerprint(model),
-            "_digests": {name: digest(value) for name, value in state.items()},
-        }
-
-    ranks = agree("save_full", facts, wait_s=wait_s)
+    ranks = enter("save_full", model, optimizer, lambda: {"path": str(path)}, state=state, wait_s=wait_s)
     unfinished = path.with_name(f".saving-{path.name}")
     with ranks.guard():
         try:
             # Before anything is gathered, because that takes long.
             file = ranks.each(lambda: _create(unfinished) if ranks.rank == 0 else None)
             snapshot = Snapshot.take(model, optimizer).gathered(ranks.rank)
-            differing = [
-                name for name in sorted(state) if len({facts["_digests"][name] for facts in ranks.facts}) > 1
-            ]
-            by_rank = ranks.all(lambda: pack({name: state[name] for name in differing}, "state"))
+            apart = differing(ranks)
+            by_rank = ranks.all(lambda: pack({name: state[name] for name in apart}, "state"))
 
             def write() -> None:
                 assert file is not None
@@ -108,8 +93,8 @@ def save_full(
                         **snapshot.extra,
                     },
                     "optimizer": plan and plan.whole(snapshot.tensors),
-                    "state": {name: value for name, value in state.items() if name not in differing},
-                    "per_rank": {name: [part[name] for part in parts] for name in differing},
+                    "state": {name: value for name, value in state.items() if name not in apart},
+                    "per_rank": {name: [part[name] for part in parts] for name in apart},
                 }
                 torch.save(content, file)  # type: ignore[arg-type]
                 _seal(unfinished, file.finish())
@@ -160,17 +145,9 @@ def load_full(
     path = Path(path).absolute()
 
     def facts() -> dict[str, Any]:
-        settle()
-        check_own(model, optimizer)
-        return {
-            "path": str(path),
-            "cast": cast,
-            "verify": verify,
-            "optimizer": type(optimizer).__name__ if optimizer else None,
-            "model": model_fingerprint(model),
-        }
+        return {"path": str(path), "cast": cast, "verify": verify}
 
-    ranks = agree("load_full", facts, wait_s=wait_s)
+    ranks = enter("load_full", model, optimizer, facts, wait_s=wait_s)
     with ranks.guard():
         tensors: dict[str, Tensor] = {}  # on rank 0, in the mapped file
 
@@ -205,12 +182,13 @@ def load_full(
         if optimizer is not None:
             ranks.each(lambda: check_optimizer(wanted, model, optimizer, saved))
             if not units:
-                buffers = ranks.each(lambda: optimizer_buffers(wanted, saved, specs))
+                buffers = ranks.each(lambda: optimizer_buffers(wanted, model, optimizer, saved, specs))
 
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
 
         def receive(key: str, device: torch.device | None = None) -> Tensor:
-            return _sent(ranks, tensors.get(key), *specs[key], device or torch.device("cpu"))
+            dtype, shape = specs[key]
+            return _sent(ranks, tensors.get(key), dtype, shape, device or torch.device("cpu"))
 
         if units:
             fill_model(model, units, receive)

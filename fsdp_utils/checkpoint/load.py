@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.agree import WAIT_S, Ranks, agree
-from fsdp_utils.checkpoint.asynchronous import settle
+from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
+from fsdp_utils.checkpoint.entering import enter
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.fits import check_model, check_optimizer, check_own
+from fsdp_utils.checkpoint.fits import check_model, check_optimizer
 from fsdp_utils.checkpoint.manifest import (
     MANIFEST,
     check_hashes,
@@ -27,7 +27,6 @@ from fsdp_utils.checkpoint.manifest import (
 from fsdp_utils.checkpoint.metadata import read_metadata, specs
 from fsdp_utils.checkpoint.plain import PerRank
 from fsdp_utils.checkpoint.put import optimizer_buffers, put_model, put_optimizer
-from fsdp_utils.checkpoint.save import model_fingerprint
 from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, OptimizerPlan, Snapshot
 from fsdp_utils.checkpoint.storage import (
     Reader,
@@ -74,39 +73,46 @@ def load_distributed(
     home = Path(directory).absolute()
 
     def facts() -> dict[str, Any]:
-        settle()
-        check_own(model, optimizer)
-        return {
-            "directory": str(home),
-            "step": step,
-            "cast": cast,
-            "verify": verify,
-            "optimizer": type(optimizer).__name__ if optimizer else None,
-            "model": model_fingerprint(model),
-        }
+        return {"directory": str(home), "step": step, "cast": cast, "verify": verify}
 
-    ranks = agree("load_distributed", facts, wait_s=wait_s)
+    ranks = enter("load_distributed", model, optimizer, facts, wait_s=wait_s)
     with ranks.guard():
         checkpoint = ranks.first(lambda: find(home, step))
-        manifest = ranks.each(lambda: _read_manifest(checkpoint))
-        hashes = ranks.all(lambda: hash_file(checkpoint / MANIFEST))
-        ranks.each(lambda: _must_be_same(checkpoint, hashes))
+        manifest: dict[str, Any] = {}
+
+        def read() -> str:
+            manifest.update(_read_manifest(checkpoint))
+            return hash_file(checkpoint / MANIFEST)
+
+        hashes = ranks.all(read)
+        wanted = Snapshot.take(model)
         found = tensor_specs(manifest)
 
-        wanted = Snapshot.take(model)
-        in_model = {key: spec for key, spec in found.items() if key.startswith(MODEL)}
-        ranks.each(lambda: check_model(wanted, in_model, manifest["tied"], cast=cast))
+        def check() -> None:
+            _must_be_same(checkpoint, hashes)
+            in_model = {key: spec for key, spec in found.items() if key.startswith(MODEL)}
+            check_model(wanted, in_model, manifest["tied"], cast=cast)
+
+        ranks.each(check)
         if verify:
             mine = share(manifest["files"], ranks.rank, ranks.world_size)
             ranks.each(lambda: check_hashes(checkpoint, manifest, mine, threads=ranks.threads()))
-        metadata = ranks.each(lambda: read_described(checkpoint, manifest))
-        plain = ranks.each(lambda: read_plain(checkpoint, metadata, PLAIN))
-        state = ranks.each(lambda: _state(checkpoint, metadata, plain, manifest, ranks))
+
         tensors = dict(wanted.tensors)
-        saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
-        if optimizer is not None:
-            ranks.each(lambda: check_optimizer(wanted, model, optimizer, saved))
-            tensors |= ranks.each(lambda: optimizer_buffers(wanted, saved, found))
+
+        def prepare() -> tuple[Metadata, dict[str, Any], OptimizerPlan | None]:
+            metadata = read_described(checkpoint, manifest)
+            plain = read_plain(checkpoint, metadata, PLAIN)
+            wanted.extra = plain["extra"]
+            state = _state(checkpoint, metadata, plain, manifest, ranks)
+            if optimizer is None:
+                return metadata, state, None
+            saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
+            saved = check_optimizer(wanted, model, optimizer, saved)
+            tensors.update(optimizer_buffers(wanted, model, optimizer, saved, found))
+            return metadata, state, saved
+
+        metadata, state, saved = ranks.each(prepare)
 
         partly = "\nThe model may be partly loaded: do not go on with it."
 
@@ -114,18 +120,15 @@ def load_distributed(
             ranks.each(look)
             ranks.consequence = partly
 
-        ranks.consequence = partly if verify else ""
         with not_distributed_is_fine():
             dcp.load(
                 tensors,
-                storage_reader=Reader(checkpoint, metadata, None if verify else before),
+                storage_reader=Reader(checkpoint, metadata, before, ranks.threads()),
                 planner=TensorsOnly(),
                 process_group=ranks.group,
             )
-        ranks.consequence = partly
-        wanted.extra = plain["extra"]
         put_model(model, wanted)
-        if optimizer is not None:
+        if optimizer is not None and saved is not None:
             put_optimizer(model, optimizer, saved, tensors)
         ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
     return {**state, "step": manifest["step"]}

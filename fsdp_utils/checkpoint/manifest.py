@@ -23,7 +23,7 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
-_BLOCK = 1 << 22  # bytes read at a time; small enough to stay in the processor's cache
+_BLOCK = 1 << 17  # bytes read at a time; few enough to stay in the processor's cache
 
 Progress = Callable[[int], None]  # is told of each piece of work, in bytes
 

@@ -93,7 +93,8 @@ def read_any_metadata(directory: Path) -> Metadata:
     for part in parts[1:]:
         for key, entry in part.state_dict_metadata.items():
             there = whole.state_dict_metadata.setdefault(key, entry)
-            if there is not entry and isinstance(there, TensorStorageMetadata):
+            if isinstance(there, TensorStorageMetadata) and isinstance(entry, TensorStorageMetadata):
+                # (when they are the same, nothing is missing)
                 there.chunks += [chunk for chunk in entry.chunks if chunk not in there.chunks]
         whole.storage_data |= part.storage_data
     return whole

@@ -20,14 +20,39 @@ from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
 
 
 def optimizer_buffers(
-    wanted: Snapshot, saved: OptimizerPlan, found: Mapping[str, tuple[torch.dtype, torch.Size]]
+    wanted: Snapshot,
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: OptimizerPlan,
+    found: Mapping[str, tuple[torch.dtype, torch.Size]],
 ) -> dict[str, Tensor]:
-    """Empty tensors for the optimizer's state, in the checkpoint's dtypes, sharded as the parameters are."""
+    """Tensors for the optimizer's state, in the checkpoint's dtypes, sharded as the parameters are.
+
+    Where the optimizer has such a tensor already it is that one: a second copy of the state takes memory, and
+    getting it from the system takes longer than filling it. Else it is an empty one.
+    """
+    own = {
+        (names[0], what): value
+        for param, names in ({} if has_fsdp1(model) else parameter_names(model)).items()
+        for what, value in optimizer.state.get(param, {}).items()
+        if isinstance(value, Tensor) and value.dim()  # one number may be shared by several parameters
+    }
+    taken = {_address(tensor) for tensor in wanted.tensors.values()}
     buffers = {}
     for key, path in saved.paths.items():
         dtype, shape = found[key]
-        param = wanted.tensors.get(MODEL + wanted.tied.get(path[0], path[0]))
-        if param is not None and param.shape == shape:
+        param = wanted.tensors.get(MODEL + wanted.first_name(path[0]))
+        there = own.get(path)
+        if (
+            param is not None
+            and there is not None
+            and (there.dtype, there.shape, there.device) == (dtype, shape, param.device)
+            and _sharding(there) == _sharding(param)
+            and _address(there) not in taken
+        ):
+            taken.add(_address(there))
+            buffers[key] = there
+        elif param is not None and param.shape == shape:
             buffers[key] = torch.empty_like(param, dtype=dtype)
         else:
             buffers[key] = torch.empty(shape, dtype=dtype)
@@ -106,6 +131,10 @@ def put_groups(model: nn.Module, optimizer: Optimizer, saved: OptimizerPlan) -> 
         for other in saved.groups:
             if own & set(other["params"]):
                 group.update({key: value for key, value in other.items() if key != "params"})
+
+
+def _sharding(tensor: Tensor) -> object:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def _address(tensor: Tensor) -> int:

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.agree import WAIT_S, Ranks, agree, fingerprint
-from fsdp_utils.checkpoint.asynchronous import Save, settle, stage
+from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
+from fsdp_utils.checkpoint.asynchronous import Save, stage
+from fsdp_utils.checkpoint.entering import differing, enter
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.fits import check_own
 from fsdp_utils.checkpoint.manifest import FORMAT, begin, commit, keep_last, write_manifest
 from fsdp_utils.checkpoint.metadata import specs
-from fsdp_utils.checkpoint.names import has_fsdp1, unwrapped
-from fsdp_utils.checkpoint.plain import digest, pack
+from fsdp_utils.checkpoint.names import unwrapped
+from fsdp_utils.checkpoint.plain import pack
 from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, Snapshot
 from fsdp_utils.checkpoint.storage import Writer, not_distributed_is_fine
 
@@ -72,28 +72,15 @@ def save_distributed(
     home = Path(directory).absolute()
 
     def facts() -> dict[str, Any]:
-        settle()
-        check_own(model, optimizer)
         if not isinstance(step, int) or step < 0:
             raise CheckpointError(f"expected step to be a whole number of at least 0, found {step!r}")
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise CheckpointError(
                 f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
             )
-        for name, value in state.items():
-            pack(value, f"state {name!r}")
-        return {
-            "directory": str(home),
-            "step": step,
-            "keep": keep,
-            "asynchronous": asynchronous,
-            "optimizer": type(optimizer).__name__ if optimizer else None,
-            "state": sorted(state),
-            "model": model_fingerprint(model),
-            "_digests": {name: digest(value) for name, value in state.items()},
-        }
+        return {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
 
-    ranks = agree("save_distributed", facts, wait_s=wait_s)
+    ranks = enter("save_distributed", model, optimizer, facts, state=state, wait_s=wait_s)
     with ranks.guard():
         unfinished, final = ranks.first(lambda: begin(home, step))
         with _removed_on_failure(unfinished, ranks):
@@ -161,7 +148,7 @@ def _write(
 
 def _plain_tensors(snapshot: Snapshot, state: dict[str, Any], ranks: Ranks) -> dict[str, Tensor]:
     """What is not a tensor, as the bytes of one: what all ranks share, and what is only this rank's."""
-    per_rank = [name for name in sorted(state) if len({facts["_digests"][name] for facts in ranks.facts}) > 1]
+    per_rank = differing(ranks)
     tensors = {}
     if ranks.rank == 0:
         common = {name: value for name, value in state.items() if name not in per_rank}
@@ -197,22 +184,11 @@ def _removed_on_failure(unfinished: Path, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def model_fingerprint(model: nn.Module) -> str:
-    """The same on ranks that hold parts of the same model."""
-    flat = has_fsdp1(model)  # its parameters are pieces, of other shapes on other ranks
-    return fingerprint(
-        [
-            f"{name} {tensor.dtype} {None if flat else list(tensor.shape)}"
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        ]
-    )
-
-
 def describe(model: nn.Module) -> dict[str, Any]:
     """For the manifest: what the model is, and a transformers model's configuration, to export it with."""
     module = unwrapped(model)
     name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
     config = getattr(module, "config", None)
-    if not hasattr(config, "to_json_string"):
+    if config is None or not hasattr(config, "to_json_string"):
         return {"model": name, "config": None}
     return {"model": name, "config": {**json.loads(config.to_json_string()), "architectures": [name]}}

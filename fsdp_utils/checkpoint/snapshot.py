@@ -62,6 +62,10 @@ class Snapshot:
             snapshot.tensors |= {key: _common(tensor, meshes) for key, tensor in tensors.items()}
         return snapshot
 
+    def first_name(self, name: str) -> str:
+        """The name under which a tensor is there."""
+        return self.tied.get(name, name)
+
     def gathered(self, rank: int) -> "Snapshot":
         """With whole tensors in the CPU memory of rank 0, and none on the others. A collective under FSDP."""
         tensors = {}

@@ -1,10 +1,10 @@
 """DCP's file storage, with a hash of every file taken while it is written, and no object unpickled."""
 
-import hashlib
 import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,101 +14,29 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystem,
+    _StorageInfo,
+    _StoragePrefix,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.hashing_file import HashingFile
+from fsdp_utils.checkpoint.items import Item, find_bytes, read_region, write_tensor
 from fsdp_utils.checkpoint.plain import reason, unpack, view
 from fsdp_utils.checkpoint.task import Task
-
-# After this many bytes the disk is told to begin, so that it writes while the processor hashes on.
-_SYNC_BYTES = 64 << 20
-
-
-class HashingFile(io.RawIOBase):
-    """A file that knows the SHA-256 of what is written to it, and is on disk when it is finished.
-
-    A failed write is reported by finish() and not at once: torch's writer, which is C++, does not survive an
-    exception in the middle and would hide it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-        self._file = path.open("wb", buffering=1 << 20)
-        self._sha256 = hashlib.sha256()
-        self._bytes = self._synced = 0
-        self._error: OSError | None = None
-        self._syncing: Task[None] | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._bytes
-
-    def write(self, data: Any, /) -> int:
-        count = memoryview(data).nbytes
-        if self._error is None:
-            try:
-                self._file.write(data)
-                self._sync_sometimes()
-            except OSError as error:
-                self._error = error
-        self._sha256.update(data)
-        self._bytes += count
-        return count
-
-    def _sync_sometimes(self) -> None:
-        if self._bytes - self._synced < _SYNC_BYTES:
-            return
-        if self._syncing is not None:
-            if not self._syncing.done():
-                return
-            self._syncing.result()
-        self._synced = self._bytes
-        self._syncing = Task(lambda: _sync_data(self._file.fileno()))
-
-    def finish(self) -> dict[str, Any]:
-        """Wait until everything is on disk.
-
-        Returns:
-            {"bytes": length, "sha256": hex digest}
-
-        Raises:
-            OSError: naming the file; the first thing that went wrong.
-        """
-        try:
-            if self._error is None:
-                self._file.flush()
-                if self._syncing is not None:
-                    self._syncing.result()
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self._error = error
-        finally:
-            self.abandon()
-        if self._error is not None:
-            raise OSError(self._error.errno, self._error.strerror, str(self._path)) from self._error
-        return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
-
-    def abandon(self) -> None:
-        """Close it, whatever is in it."""
-        try:
-            if self._syncing is not None:
-                self._syncing.result()
-            self._file.close()  # which flushes
-        except OSError as error:
-            self._error = self._error or error
-
-    def close(self) -> None:
-        """Nothing: DCP closes its streams before it leaves them, and finish() is still to come."""
-
-
-def _sync_data(descriptor: int) -> None:
-    getattr(os, "fdatasync", os.fsync)(descriptor)
 
 
 class _HashingFileSystem(FileSystem):
@@ -156,16 +84,39 @@ class Writer(FileSystemWriter):
         return self._hashing.written
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        # DCP's own threads lose their exceptions; these do not.
-        write = super().write_data
-        parts = [part for part in _split(plan, self._threads) if part.items]
-        tasks = [Task(lambda part=part: write(part, planner).value()) for part in parts]
+        tasks = [
+            Task(lambda number=number, items=items: self._write(plan.storage_data, number, items, planner))
+            for number, items in enumerate(_split(plan.items, self._threads))
+        ]
         for task in tasks:
             task.wait()  # also when one has failed: nobody is to write any more
         results = [result for task in tasks for result in task.result()]
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(results)
         return future
+
+    def _write(
+        self, named: _StoragePrefix, number: int, items: list[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        """One file."""
+        name, results = f"{named.prefix}{number}{DEFAULT_SUFFIX}", []
+        file = HashingFile(Path(self.path) / name)
+        try:
+            for item in items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor)
+                tensor = tensor.detach().cpu()
+                if tensor.untyped_storage().nbytes() != tensor.nbytes:  # else all of the storage is written
+                    tensor = tensor.clone()
+                begin = file.tell()
+                write_tensor(tensor, file)
+                length = file.tell() - begin
+                results.append(WriteResult(item.index, length, _StorageInfo(name, begin, length)))
+        except BaseException:
+            file.abandon()
+            raise
+        self.written[name] = file.finish()
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         for alias, name in self._tied.items():
@@ -183,17 +134,15 @@ class Writer(FileSystemWriter):
         super().finish(metadata, results)
 
 
-def _split(plan: SavePlan, parts: int) -> Iterator[SavePlan]:
-    """The plan in parts of about the same size, each with file names of its own."""
+def _split(items: list[WriteItem], parts: int) -> list[list[WriteItem]]:
+    """In at most that many lists, of about the same size."""
     sizes = [0] * parts
-    items: list[list[Any]] = [[] for _ in range(parts)]
-    for item in sorted(plan.items, key=lambda item: -(item.tensor_storage_size() or 0)):
+    lists: list[list[WriteItem]] = [[] for _ in range(parts)]
+    for item in sorted(items, key=lambda item: -(item.tensor_storage_size() or 0)):
         smallest = sizes.index(min(sizes))
-        items[smallest].append(item)
+        lists[smallest].append(item)
         sizes[smallest] += item.tensor_storage_size() or 0
-    for number, some in enumerate(items):
-        prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
-        yield replace(plan, items=some, storage_data=prefix if parts > 1 else plan.storage_data)
+    return [some for some in lists if some]
 
 
 class Reader(FileSystemReader):
@@ -201,15 +150,21 @@ class Reader(FileSystemReader):
 
     Args:
         before: called on every rank with what looks at the headers of the items that this rank is about to
-            read, before any is read; for files whose hashes were not compared.
+            read, before any is read.
+        threads: how many files to read at a time.
     """
 
     def __init__(
-        self, path: Path, metadata: Metadata, before: Callable[[Callable[[], None]], None] | None = None
+        self,
+        path: Path,
+        metadata: Metadata,
+        before: Callable[[Callable[[], None]], None] = lambda look: look(),
+        threads: int = 1,
     ) -> None:
         super().__init__(path)
         self._metadata = metadata
         self._before = before
+        self._threads = threads
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata.storage_meta is None:
@@ -218,28 +173,43 @@ class Reader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        if self._before is not None:
-            self._before(lambda: self._look_at(plan))
-        return super().read_data(plan, planner)
+        by_file: dict[Path, list[ReadItem]] = {}
+        for request in plan.items:
+            by_file.setdefault(self._item(request).path, []).append(request)
+        begins: dict[MetadataIndex, int] = {}
 
-    def _look_at(self, plan: LoadPlan) -> None:
-        for item in plan.items:
-            where = self.storage_data[item.storage_index]
-            path = Path(self.path) / where.relative_path
-            entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
-            assert isinstance(entry, TensorStorageMetadata)
-            (chunk,) = (chunk for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
-            try:
-                with path.open("rb") as file:
-                    found = torch.load(self._slice_file(file, where), map_location="meta", weights_only=True)
-                if (found.dtype, found.shape) != (entry.properties.dtype, chunk.sizes):
-                    raise ValueError(f"{found.dtype} {list(found.shape)}")
-            except Exception as error:
-                raise CheckpointError(
-                    f"{path}: expected {item.storage_index.fqn} as {entry.properties.dtype} "
-                    f"{list(chunk.sizes)} at "
-                    f"byte {where.offset}, found {reason(error)}"
-                ) from error
+        def look() -> None:
+            known: dict[bytes, Tensor] = {}
+            for path, requests in by_file.items():
+                with path.open("rb", buffering=0) as file:
+                    begins.update((r.storage_index, find_bytes(self._item(r), file, known)) for r in requests)
+
+        def read(path: Path) -> None:
+            with path.open("rb", buffering=0) as file:
+                for request in sorted(by_file[path], key=lambda request: begins[request.storage_index]):
+                    if request.type == LoadItemType.BYTE_IO:
+                        planner.load_bytes(request, io.BytesIO())
+                    target = planner.resolve_tensor(request).detach()
+                    where = request.storage_offsets, request.lengths
+                    read_region(self._item(request), begins[request.storage_index], file, *where, target)
+                    planner.commit_tensor(request, target)
+
+        self._before(look)
+        with ThreadPoolExecutor(self._threads) as pool:
+            for _ in pool.map(read, by_file):
+                pass
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def _item(self, request: ReadItem) -> Item:
+        where = self.storage_data[request.storage_index]
+        name, offset = request.storage_index.fqn, request.storage_index.offset
+        entry = self._metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)  # TensorsOnly asks for nothing else
+        (chunk,) = (chunk for chunk in entry.chunks if chunk.offsets == offset)
+        path = Path(self.path) / where.relative_path
+        return Item(path, where.offset, where.length, name, entry.properties.dtype, chunk.sizes)
 
 
 class TensorsOnly(DefaultLoadPlanner):

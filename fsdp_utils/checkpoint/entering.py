@@ -1,0 +1,67 @@
+"""What every rank must mean alike when it enters a save or a load."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint.agree import Ranks, agree, fingerprint
+from fsdp_utils.checkpoint.asynchronous import settle
+from fsdp_utils.checkpoint.fits import check_own
+from fsdp_utils.checkpoint.names import has_fsdp1
+from fsdp_utils.checkpoint.plain import digest, pack
+
+
+def enter(
+    action: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    facts: Callable[[], dict[str, Any]],
+    *,
+    state: Mapping[str, Any] | None = None,
+    wait_s: float,
+) -> Ranks:
+    """Wait for a save in flight and for all ranks, which must want the same of the same model.
+
+    Args:
+        facts: what else must be the same on all ranks; may raise what is wrong with this rank's arguments.
+        state: plain data that is to be saved; its values may differ between ranks (see `differing`).
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
+
+    def all_facts() -> dict[str, Any]:
+        settle()
+        check_own(model, optimizer)
+        found = {
+            **facts(),
+            "optimizer": type(optimizer).__name__ if optimizer else None,
+            "model": _model_fingerprint(model),
+        }
+        if state is not None:
+            for name, value in state.items():
+                pack(value, f"state {name!r}")
+            found["state"] = sorted(state)
+            found["_digests"] = {name: digest(value) for name, value in state.items()}
+        return found
+
+    return agree(action, all_facts, wait_s=wait_s)
+
+
+def differing(ranks: Ranks) -> list[str]:
+    """The names in the state whose values are not the same on all ranks."""
+    digests = [facts["_digests"] for facts in ranks.facts]
+    return [name for name in sorted(digests[0]) if len({one[name] for one in digests}) > 1]
+
+
+def _model_fingerprint(model: nn.Module) -> str:
+    """The same on ranks that hold parts of the same model."""
+    flat = has_fsdp1(model)  # its parameters are pieces, of other shapes on other ranks
+    return fingerprint(
+        [
+            f"{name} {tensor.dtype} {None if flat else list(tensor.shape)}"
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        ]
+    )
