@@ -1,0 +1,279 @@
+"""Record what FSDP or DDP sends, computes and frees, in the order in which it is issued."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp_utils.collectives.calls import Call, listen_to_calls, when_done
+from fsdp_utils.collectives.events import BETWEEN, COMPUTE, FREE, ROOT, WITHIN, Event, Trace
+from fsdp_utils.collectives.units import Unit, find_units, is_distributed, listen, parents
+
+_recording = False
+
+
+@contextmanager
+def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -> Iterator[Trace]:
+    """What did FSDP or DDP send, in which order, how much, and over which links?
+
+    Put it around any number of training steps, on one rank or on all. Nothing is sent by the recording
+    itself, and what it watches runs as it would without it. The trace grows while the block runs; if the
+    block raises, what was recorded until then is in the trace, with a note.
+
+    All collectives of the process are recorded. Of what is computed, the model's forward and backward and
+    the optimizer's steps are: the loss is not, and in backward neither is what stands between two units.
+
+    Args:
+        model: The one that is trained, after fully_shard, FullyShardedDataParallel or
+            DistributedDataParallel.
+        ranks_per_host: How many consecutive ranks share a host, to tell the links apart. By default what
+            torchrun says (LOCAL_WORLD_SIZE); without torchrun, all ranks are on one host. Give it to see
+            what another placement of the same ranks would send over which link.
+
+    Returns:
+        A context manager that gives a `Trace`.
+
+    Raises:
+        ValueError: no part of the model is distributed, or ranks_per_host is less than 1.
+        RuntimeError: another recording is running in this process; the model was moved or wrapped again
+            inside the block (the trace is complete, but no longer tells of one model).
+
+    Example:
+        with record_collectives(model) as trace:
+            model(x).sum().backward()
+        print(trace.summary())
+    """
+    global _recording
+    if not is_distributed(model):
+        raise ValueError(
+            "record_collectives: expected a model under fully_shard, FullyShardedDataParallel or "
+            f"DistributedDataParallel, found a {type(model).__name__} without any of them. Wrap it first, "
+            "and pass what the wrapping returns."
+        )
+    if ranks_per_host is not None and ranks_per_host < 1:
+        raise ValueError(f"record_collectives: expected ranks_per_host of at least 1, found {ranks_per_host}")
+    if _recording:
+        raise RuntimeError(
+            "record_collectives: expected no other recording in this process, found one that is still "
+            "running. End it first; one recording can hold any number of steps."
+        )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+    units = find_units(model)
+    trace = Trace(rank, world_size, {unit.name: unit.nbytes for unit in units})
+    ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    recorder = _Recorder(trace, on_host, ddp=ddp, parents=parents(model, units))
+    _recording = True
+    try:
+        with listen_to_calls(recorder.collective), listen(model, units, recorder), recorder.optimizer_steps():
+            yield trace
+    except BaseException as error:
+        trace.notes.append(f"the block ended early, by {type(error).__name__}: {error}")
+        raise
+    finally:
+        recorder.close()
+        _recording = False
+    if problem := _changed(units, find_units(model)):
+        trace.notes.append(problem)
+        raise RuntimeError(
+            f"record_collectives: {problem}. What was recorded stays in the trace, but it is of two models. "
+            "Record after the model has been moved and wrapped for the last time."
+        )
+
+
+def _changed(before: list[Unit], after: list[Unit]) -> str | None:
+    """What is no longer as it was when the recording began, in words."""
+    if [unit.parts for unit in before] != [unit.parts for unit in after]:
+        return (
+            f"the model was wrapped again inside the block: {len(before)} units with parameters at its "
+            f"start, {len(after)} at its end, and not all are the same"
+        )
+    for old, new in zip(before, after, strict=True):
+        if old.device != new.device:
+            return (
+                f"the model was moved inside the block: the shards of {old.name} were on {old.device} at its "
+                f"start, and are on {new.device} at its end"
+            )
+    return None
+
+
+class _Recorder:
+    """Is told by `listen_to_calls` what is sent, and by `listen` what FSDP does and what is computed."""
+
+    def __init__(self, trace: Trace, ranks_per_host: int, *, ddp: bool, parents: set[str]) -> None:
+        self._trace = trace
+        self._ranks_per_host = ranks_per_host
+        self._ddp = ddp
+        self._parents = parents  # modules that hold other units
+        self._began = time.perf_counter()
+        self._working_for: list[str] = []  # units that FSDP itself works for; empty while the model computes
+        self._closed = False
+        self._forwards = 0  # calls of the model that are running
+        self._computing: list[tuple[str, str]] = []  # what is being computed: modules and phases, nested
+        self._since: float | None = None  # when the present piece of computation began, if there is one, ...
+        self._is_first = False  # ... whether it is the first one of its module ...
+        self._nodes = 0  # ... and how many nodes autograd had made until then
+        self._gathered: set[str] = set()
+        self._buckets = 0  # that DDP has reduced in the backward pass ...
+        self._buckets_of = -1  # ... with that id
+        self._unended: Callable[[], None] | None = None  # for the collective whose end nobody reports
+        self._links: dict[Any, tuple[tuple[int, ...], str]] = {}  # by process group
+
+    def close(self) -> None:
+        """Record nothing more: hooks that autograd still holds may call after the block."""
+        self._closed = True
+
+    @contextmanager
+    def optimizer_steps(self) -> Iterator[None]:
+        """Know when an optimizer steps."""
+        before = register_optimizer_step_pre_hook(lambda *_: self.begin(ROOT, "optimizer"))
+        after = register_optimizer_step_post_hook(lambda *_: self.end(ROOT, "optimizer"))
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    # what `listen` tells
+
+    def enter_forward(self) -> None:
+        self._forwards += 1
+
+    def leave_forward(self) -> None:
+        self._forwards -= 1
+
+    def enter(self, unit: str) -> None:
+        self._cut()
+        self._working_for.append(unit)
+
+    def leave(self, unit: str) -> None:
+        if unit in self._working_for:
+            self._working_for.remove(unit)
+        self._end_waiting()
+        self._resume()
+
+    def begin(self, module: str, phase: str) -> None:
+        self._cut()
+        if phase != "backward" or (module, phase) not in self._computing:
+            self._computing.append((module, phase))
+        self._resume(is_first=True)
+
+    def end(self, module: str, phase: str) -> None:
+        if (module, phase) not in self._computing:
+            return
+        if self._computing[-1] == (module, phase):
+            self._cut(is_last=True)
+        # the innermost: an optimizer may call another one's step
+        del self._computing[len(self._computing) - 1 - self._computing[::-1].index((module, phase))]
+
+    def freed(self, unit: str) -> None:
+        if unit in self._gathered:
+            self._gathered.discard(unit)
+            self._cut()
+            self._add(Event(0, FREE, unit, self._phase(), start=self._now(), seconds=0.0))
+            self._resume()
+
+    # what `listen_to_calls` tells
+
+    def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
+        """Record a call around its issue."""
+        self._cut()
+        ranks, link = self._link(call.group)
+        module = self._working_for[-1] if self._working_for else ""
+        if self._ddp and call.kind == "all_reduce" and not module and _in_backward():
+            module = self._next_bucket()
+        event = self._add(
+            Event(
+                0, call.kind, module, self._phase(), call.bytes_in, call.bytes_out, ranks, link, self._now()
+            )
+        )
+        if call.kind == "all_gather" and module:
+            self._gathered.add(module)
+        result = issue()
+
+        def done() -> None:
+            event.seconds = self._now() - event.start
+
+        if not when_done(result, done):
+            self._unended = done
+        self._resume()
+        return result
+
+    def _next_bucket(self) -> str:
+        """DDP reduces its buckets in their order, from 0 in each backward pass."""
+        task = torch._C._current_graph_task_id()
+        if task != self._buckets_of:
+            self._buckets_of, self._buckets = task, 0
+        self._buckets += 1
+        return f"bucket {self._buckets - 1}"
+
+    def _end_waiting(self) -> None:
+        """What nobody calls back for is over when FSDP goes on: it has waited for it."""
+        if self._unended is not None:
+            self._unended()
+            self._unended = None
+
+    # pieces of computation, from one event to the next
+
+    def _resume(self, *, is_first: bool = False) -> None:
+        self._since = self._now()
+        self._is_first = is_first
+        self._nodes = torch.autograd._get_sequence_nr()
+
+    def _cut(self, *, is_last: bool = False) -> None:
+        """The present piece is over; record it if anything was computed in it."""
+        self._end_waiting()
+        since, self._since = self._since, None
+        if since is None or self._working_for or not self._computing:
+            return
+        module, phase = self._computing[-1]
+        # Between two units a module may compute nothing of its own, and a unit nothing more until it ends. In
+        # forward autograd's nodes tell. In backward they do not: a unit's first and last piece count.
+        if phase == "forward" and module in self._parents:
+            if torch.autograd._get_sequence_nr() == self._nodes:
+                return
+        elif phase == "backward" and self._trace.unit_bytes and not (self._is_first or is_last):
+            return
+        if phase == "forward":
+            phase = self._phase()  # backward, where activation checkpointing computes it again
+        self._add(Event(0, COMPUTE, module, phase, start=since, seconds=self._now() - since))
+
+    def _add(self, event: Event) -> Event:
+        if not self._closed:
+            event.order = len(self._trace.events)
+            self._trace.events.append(event)
+        return event
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _phase(self) -> str:
+        if _in_backward():
+            return "backward"
+        if self._computing:
+            return self._computing[0][1]
+        return "forward" if self._forwards else "other"
+
+    def _link(self, group: Any) -> tuple[tuple[int, ...], str]:
+        """Which ranks a process group has, and whether they are all on one host."""
+        if group not in self._links:
+            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+            hosts = {rank // self._ranks_per_host for rank in ranks}
+            self._links[group] = (ranks, BETWEEN if len(hosts) > 1 else WITHIN)
+        return self._links[group]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

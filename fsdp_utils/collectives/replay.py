@@ -1,0 +1,245 @@
+"""A simulation: the recorded order on one stream of computation and one of communication."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from fsdp_utils.collectives.events import BETWEEN, COMPUTE, FREE, ROOT, WITHIN, Event, peak_units
+
+GIB = 2**30
+BACKWARD = 2.0  # a matrix product of forward has two in backward: for its input and for its weight
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an event runs in a replay: seconds from `start` to `end`, both the same for what was freed."""
+
+    event: Event
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Replay:
+    """When each recorded event would run, if computation and communication overlapped. A simulation.
+
+    Args:
+        spans: In the order of issue.
+        units: Names of the units, in the model's order.
+        peak_units: The most units that were gathered and not yet freed, in the order of issue.
+    """
+
+    spans: tuple[Span, ...]
+    units: tuple[str, ...]
+    peak_units: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds until both streams are done."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds in which something is computed."""
+        return sum(span.end - span.start for span in self.spans if span.event.kind == COMPUTE)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which something is sent and nothing is computed."""
+        moments = sorted({moment for span in self.spans for moment in (span.start, span.end)})
+        computing = _busy([span for span in self.spans if span.event.kind == COMPUTE])
+        sending = _busy([span for span in self.spans if span.event.is_collective])
+        return sum(end - start for start, end in pairwise(moments) if sending(start) and not computing(start))
+
+    def plot(self, *, title: str = "replay", until: float | None = None) -> Any:
+        """Both streams, a colour for each unit.
+
+        Args:
+            title: Over the figure. Let it say that this is a replay.
+            until: Seconds that the axis shows, to compare several replays; by default, all.
+
+        Returns:
+            A matplotlib Figure.
+
+        Raises:
+            ImportError: matplotlib is not installed (`pip install "fsdp_utils[notebooks]"`).
+        """
+        from fsdp_utils.collectives.plot import Bar, plot_bars  # here: only who plots needs matplotlib
+
+        bars = [
+            Bar(span.event.kind, span.event.module, span.start, span.end)
+            for span in self.spans
+            if span.event.kind != FREE
+        ]
+        return plot_bars(bars, list(self.units), title=title, until=until, one_communication_lane=True)
+
+    def animate(self, *, title: str = "replay", frames: int = 60) -> bytes:
+        """The step as a film: shards gathered, used, freed and their gradients reduced.
+
+        Args:
+            title: Over the film. Let it say that this is a replay.
+            frames: How many pictures.
+
+        Returns:
+            An animated GIF.
+
+        Raises:
+            ImportError: matplotlib or Pillow is not installed (`pip install "fsdp_utils[notebooks]"`).
+        """
+        from fsdp_utils.collectives.animation import film  # here: only who draws needs matplotlib
+
+        return film(self, title=title, frames=frames)
+
+
+def replay(
+    events: Sequence[Event],
+    *,
+    units: Sequence[str] = (),
+    compute_s: float | Mapping[str, float] | None = None,
+    link_gib_s: float | Mapping[str, float] | None = None,
+    latency_s: float = 0.0,
+    issue_s: float = 0.0,
+    limit_units: int | None = 2,
+) -> Replay:
+    """How long would this order take if computation and communication overlapped? A simulation.
+
+    The CPU issues the events in their recorded order. Each waits for its stream; computation also for
+    the all-gather of its unit; a reduce-scatter or all-reduce also for all computation issued before it. An
+    all-gather waits for nothing else, as on a GPU, unless `limit_units` holds it back.
+
+    Args:
+        events: As recorded; of one step or of several.
+        units: Names of the units, in the model's order.
+        compute_s: Seconds that a unit computes in forward: one number for all, or by name. What is not
+            named, and the root if there is one number, takes none. Backward takes twice as long, an optimizer
+            step no time. None: all computation takes as long as it was recorded.
+        link_gib_s: GiB/s at which a rank sends: one number, or by link ("within a host", "between hosts").
+            A collective takes `Event.sent_bytes` divided by it. None: as long as it was recorded.
+        latency_s: Seconds that each collective takes besides; only with link_gib_s.
+        issue_s: Seconds that the CPU takes to issue one event.
+        limit_units: An all-gather waits until the unit is done that was freed that many units before, as
+            under FSDP1's limit_all_gathers, whose limit is 2. None: no limit.
+
+    Returns:
+        A `Replay`.
+
+    Raises:
+        ValueError: a number is negative, a speed or the limit is not positive, a link has no speed, or a
+            duration is wanted that was not recorded.
+    """
+    _check(compute_s, link_gib_s, latency_s, issue_s, limit_units)
+    shares = _shares(events)
+    cpu = computed = sent = 0.0  # when the CPU, and each stream, is free again
+    gathered: dict[str, float] = {}  # when the whole parameters of a unit are there
+    freed: list[float] = []  # when units were done that no all-gather has waited for yet
+    spans = []
+    for event in events:
+        cpu += issue_s
+        if event.kind == FREE:
+            freed.append(max(cpu, computed))
+            start = end = freed[-1]
+        elif event.kind == COMPUTE:
+            start = max(cpu, computed, gathered.get(event.module, 0.0))
+            end = computed = start + _computing(event, compute_s, shares)
+        else:
+            start = max(cpu, sent)
+            if event.kind == "all_gather" and event.module:
+                if limit_units is not None and len(freed) >= limit_units:
+                    start = max(start, freed.pop(0))
+            else:
+                start = max(start, computed)
+            end = sent = start + _sending(event, link_gib_s, latency_s)
+            if event.kind == "all_gather":
+                gathered[event.module] = end
+        spans.append(Span(event, start, end))
+    return Replay(tuple(spans), tuple(units), peak_units(list(events)))
+
+
+def _check(
+    compute_s: float | Mapping[str, float] | None,
+    link_gib_s: float | Mapping[str, float] | None,
+    latency_s: float,
+    issue_s: float,
+    limit_units: int | None,
+) -> None:
+    computes = compute_s.values() if isinstance(compute_s, Mapping) else [compute_s or 0.0]
+    if min([*computes, latency_s, issue_s]) < 0:
+        raise ValueError(
+            "replay: expected compute_s, latency_s and issue_s of at least 0, found "
+            f"{compute_s}, {latency_s} and {issue_s}"
+        )
+    speeds = link_gib_s.values() if isinstance(link_gib_s, Mapping) else [link_gib_s]
+    if any(speed is not None and speed <= 0 for speed in speeds):
+        raise ValueError(f"replay: expected link_gib_s above 0, found {link_gib_s}")
+    if latency_s and link_gib_s is None:
+        raise ValueError("replay: latency_s is added to what link_gib_s gives; expected both or none")
+    if limit_units is not None and limit_units < 1:
+        raise ValueError(f"replay: expected limit_units of at least 1, or None, found {limit_units}")
+
+
+def _shares(events: Sequence[Event]) -> dict[int, float]:
+    """By order of each computation: which part it is of its unit's forward or backward.
+
+    A unit's computation is in several events where FSDP did something in between; by recorded time.
+    """
+    parts: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
+    done: dict[tuple[str, str], int] = defaultdict(int)
+    for event in events:
+        if event.kind == COMPUTE:
+            parts[event.module, event.phase, done[event.module, event.phase]].append(event)
+        elif event.kind in (FREE, "reduce_scatter"):  # the next computation in this phase is another pass
+            done[event.module, event.phase] += 1
+    shares = {}
+    for group in parts.values():
+        total = sum(event.seconds or 0.0 for event in group)
+        for event in group:
+            shares[event.order] = (event.seconds or 0.0) / total if total else 1 / len(group)
+    return shares
+
+
+def _computing(
+    event: Event, compute_s: float | Mapping[str, float] | None, shares: Mapping[int, float]
+) -> float:
+    if compute_s is None:
+        return _recorded(event, "compute_s")
+    if event.phase not in ("forward", "backward"):
+        return 0.0
+    if isinstance(compute_s, Mapping):
+        seconds = compute_s.get(event.module, 0.0)
+    else:
+        seconds = 0.0 if event.module == ROOT else compute_s
+    return seconds * shares[event.order] * (BACKWARD if event.phase == "backward" else 1.0)
+
+
+def _sending(event: Event, link_gib_s: float | Mapping[str, float] | None, latency_s: float) -> float:
+    if link_gib_s is None:
+        return _recorded(event, "link_gib_s")
+    if isinstance(link_gib_s, Mapping):
+        if event.link not in link_gib_s:
+            raise ValueError(
+                f'replay: expected a speed for links "{event.link}", found {sorted(link_gib_s)}. The names '
+                f'of links are "{WITHIN}" and "{BETWEEN}".'
+            )
+        speed = link_gib_s[event.link]
+    else:
+        speed = link_gib_s
+    return latency_s + event.sent_bytes / GIB / speed
+
+
+def _recorded(event: Event, argument: str) -> float:
+    if event.seconds is None:
+        raise ValueError(
+            f"replay: no duration was recorded for event {event.order} ({event.kind} {event.module}). "
+            f"Give {argument}."
+        )
+    return event.seconds
+
+
+def _busy(spans: Sequence[Span]) -> Any:
+    """Does any of these spans, which do not overlap, run at a moment?"""
+    intervals = [(span.start, span.end) for span in spans if span.end > span.start]
+    return lambda moment: any(start <= moment < end for start, end in intervals)

@@ -1,0 +1,185 @@
+"""The replay, held against schedules that were worked out by hand, and the figures drawn from it."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from fsdp_utils.collectives import Event, Trace
+
+GIB = 2**30
+BETWEEN, WITHIN = "between hosts", "within a host"
+
+
+def gather(unit: str, phase: str) -> Event:
+    """Two ranks: each sends half a GiB."""
+    return Event(0, "all_gather", unit, phase, GIB // 2, GIB, (0, 1), WITHIN, 0.0, 0.3)
+
+
+def reduce(unit: str) -> Event:
+    return Event(0, "reduce_scatter", unit, "backward", GIB, GIB // 2, (0, 1), WITHIN, 0.0, 0.3)
+
+
+def compute(unit: str, phase: str, seconds: float = 0.1) -> Event:
+    return Event(0, "compute", unit, phase, seconds=seconds)
+
+
+def free(unit: str, phase: str) -> Event:
+    return Event(0, "free", unit, phase, seconds=0.0)
+
+
+def backward(order: str) -> Trace:
+    """A backward pass of two units, a and b, in letters: A gathers a, m computes, f frees, R reduces."""
+    makes = {"A": gather, "m": compute, "f": free, "R": lambda unit, _: reduce(unit)}
+    events = [makes[word[0]](word[1], "backward") for word in order.split()]
+    return Trace(0, 2, {"a": GIB, "b": GIB}, [replace(event, order=i) for i, event in enumerate(events)])
+
+
+NONE = "Ab mb fb Rb Aa ma fa Ra"
+POST = "Ab mb fb Aa Rb ma fa Ra"
+PRE = "Ab Aa mb fb Rb ma fa Ra"
+
+
+def test_without_prefetch_the_next_gather_waits_for_the_reduce():
+    # compute 2 x 1 s in backward; each collective 0.5 GiB at 1 GiB/s = 0.5 s
+    result = backward(NONE).replay(compute_s=1.0, link_gib_s=1.0)
+    #       Ab 0-0.5, mb 0.5-2.5, Rb 2.5-3, Aa 3-3.5, ma 3.5-5.5, Ra 5.5-6
+    assert result.step_s == pytest.approx(6.0)
+    assert result.exposed_s == pytest.approx(2.0)
+    assert result.compute_s == pytest.approx(4.0)
+    assert result.peak_units == 1
+
+
+@pytest.mark.parametrize(("order", "peak"), [(POST, 1), (PRE, 2)])
+def test_with_prefetch_the_next_gather_runs_behind_computation(order, peak):
+    # Ab 0-0.5, Aa 0.5-1, mb 0.5-2.5, Rb 2.5-3 beside ma 2.5-4.5, Ra 4.5-5
+    result = backward(order).replay(compute_s=1.0, link_gib_s=1.0)
+    assert result.step_s == pytest.approx(5.0)
+    assert result.exposed_s == pytest.approx(1.0)
+    assert result.peak_units == peak
+
+
+def test_a_cpu_that_is_slow_to_issue_shows_what_prefetching_is_for():
+    # Each event takes 1 s to issue, a collective 0.5 s, computation 0.5 s in backward. POST: Aa is issued at
+    # 4 s, ma at 6; PRE: Aa at 2, ma at 6. The reduce of b is issued at 5 s in both.
+    post = backward(POST).replay(compute_s=0.25, link_gib_s=1.0, issue_s=1.0)
+    pre = backward(PRE).replay(compute_s=0.25, link_gib_s=1.0, issue_s=1.0)
+    start = {word: span.start for word, span in zip(POST.split(), post.spans, strict=True)}
+    assert [start[word] for word in ("Ab", "mb", "Aa", "Rb", "ma")] == pytest.approx([1, 2, 4, 5, 6])
+    start = {word: span.start for word, span in zip(PRE.split(), pre.spans, strict=True)}
+    assert [start[word] for word in ("Ab", "Aa", "mb", "Rb", "ma")] == pytest.approx([1, 2, 3, 5, 6])
+
+
+def test_the_limit_holds_back_a_gather_until_a_unit_is_done():
+    events = [
+        event
+        for unit in "abcd"
+        for event in (gather(unit, "forward"), compute(unit, "forward"), free(unit, "forward"))
+    ]
+    trace = Trace(0, 2, dict.fromkeys("abcd", GIB), [replace(e, order=i) for i, e in enumerate(events)])
+    # gathers of 0.5 s, computations of 1 s
+    gathers = [
+        s.start for s in trace.replay(compute_s=1.0, link_gib_s=1.0).spans if s.event.kind == "all_gather"
+    ]
+    assert gathers == pytest.approx([0, 0.5, 1.5, 2.5])  # c waits for a, d for b
+    free_run = trace.replay(compute_s=1.0, link_gib_s=1.0, limit_units=None)
+    assert [s.start for s in free_run.spans if s.event.kind == "all_gather"] == pytest.approx(
+        [0, 0.5, 1, 1.5]
+    )
+
+
+def test_durations_by_name_by_link_and_as_recorded():
+    trace = backward(NONE)
+    trace.events[4] = replace(trace.events[4], link=BETWEEN)  # the gather of a
+    by_name = trace.replay(compute_s={"a": 1.0}, link_gib_s={WITHIN: 1.0, BETWEEN: 0.1}, latency_s=0.25)
+    lengths = [round(span.end - span.start, 3) for span in by_name.spans]
+    assert lengths == [0.75, 0.0, 0.0, 0.75, 5.25, 2.0, 0.0, 0.75]
+    recorded = trace.replay()
+    assert [round(span.end - span.start, 3) for span in recorded.spans] == [
+        0.3,
+        0.1,
+        0,
+        0.3,
+        0.3,
+        0.1,
+        0,
+        0.3,
+    ]
+
+
+def test_a_computation_in_two_parts_takes_the_time_of_one():
+    events = [compute("a", "backward", 0.1), reduce("b"), compute("a", "backward", 0.3), reduce("a")]
+    trace = Trace(0, 2, {"a": GIB}, [replace(event, order=i) for i, event in enumerate(events)])
+    result = trace.replay(compute_s=1.0, link_gib_s=1.0)
+    assert result.compute_s == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compute_s": -1.0, "link_gib_s": 1.0}, "of at least 0"),
+        ({"link_gib_s": 0.0}, "link_gib_s above 0"),
+        ({"latency_s": 1.0}, "expected both or none"),
+        ({"limit_units": 0}, "limit_units of at least 1"),
+        ({"link_gib_s": {BETWEEN: 1.0}}, 'expected a speed for links "within a host"'),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        backward(NONE).replay(**options)
+
+
+def test_a_duration_that_nobody_has_seen_is_not_made_up():
+    trace = backward(NONE)
+    trace.events[3].seconds = None
+    with pytest.raises(ValueError, match=r"for event 3 \(reduce_scatter b\). Give link_gib_s"):
+        trace.replay()
+    assert trace.replay(link_gib_s=1.0).step_s > 0
+
+
+def test_what_a_ring_sends():
+    for kind, size, sent in (
+        ("all_gather", 400, 300),
+        ("reduce_scatter", 400, 300),
+        ("all_reduce", 400, 600),
+    ):
+        big, small = (size, size) if kind == "all_reduce" else (size // 4, size)
+        event = Event(0, kind, "", "other", big, small, (0, 1, 2, 3), WITHIN)
+        assert (event.bytes, event.sent_bytes) == (size, sent)
+    assert Event(0, "all_reduce", "", "other", 400, 400, (0,), WITHIN).sent_bytes == 0
+    assert Event(0, "send", "", "other", 400, 0, (0, 1), WITHIN).sent_bytes == 400
+    assert Event(0, "recv", "", "other", 0, 400, (0, 1), WITHIN).sent_bytes == 0
+
+
+def test_figures_show_every_bar_in_its_lane():
+    trace = backward(PRE)
+    recorded = trace.plot()
+    assert [tick.get_text() for tick in recorded.axes[0].get_yticklabels()] == [
+        "compute",
+        "all-gather",
+        "reduce-scatter",
+    ]
+    assert len(recorded.axes[0].patches) == 6
+    streams = trace.replay(compute_s=1.0, link_gib_s=1.0).plot(title="a replay")
+    assert [tick.get_text() for tick in streams.axes[0].get_yticklabels()] == ["compute", "communication"]
+    bars = streams.axes[0].patches
+    assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(5.0)
+    assert len({bar.get_facecolor() for bar in bars}) == 2  # one colour for each unit
+
+
+def test_the_film_shows_units_gathered_and_freed():
+    from fsdp_utils.collectives.animation import held
+
+    replay = backward(NONE).replay(compute_s=1.0, link_gib_s=1.0)
+    seen = {moment: held(replay.spans, "b", moment) for moment in (0.0, 0.25, 1.0, 2.6, 6.0)}
+    assert [round(h.parameters, 2) for h in seen.values()] == [0.5, 0.75, 1.0, 0.5, 0.5]
+    assert [h.computing for h in seen.values()] == [False, False, True, False, False]
+    assert seen[6.0].gradients == 0.5
+    film = replay.animate(title="a replay", frames=5)
+    picture = Image.open(io.BytesIO(film))
+    assert (picture.format, picture.n_frames) == ("GIF", 5)
+    with pytest.raises(ValueError, match="at least 1 FSDP unit and 2 frames, found 2 and 1"):
+        replay.animate(frames=1)
+    with pytest.raises(ValueError, match="DDP gathers and frees nothing"):
+        Trace(0, 2).replay(link_gib_s=1.0).animate()
