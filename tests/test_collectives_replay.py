@@ -60,15 +60,17 @@ def test_with_prefetch_the_next_gather_runs_behind_computation(order, peak):
     assert result.peak_units == peak
 
 
-def test_a_cpu_that_is_slow_to_issue_shows_what_prefetching_is_for():
-    # Each event takes 1 s to issue, a collective 0.5 s, computation 0.5 s in backward. POST: Aa is issued at
-    # 4 s, ma at 6; PRE: Aa at 2, ma at 6. The reduce of b is issued at 5 s in both.
-    post = backward(POST).replay(compute_s=0.25, link_gib_s=1.0, issue_s=1.0)
-    pre = backward(PRE).replay(compute_s=0.25, link_gib_s=1.0, issue_s=1.0)
-    start = {word: span.start for word, span in zip(POST.split(), post.spans, strict=True)}
-    assert [start[word] for word in ("Ab", "mb", "Aa", "Rb", "ma")] == pytest.approx([1, 2, 4, 5, 6])
-    start = {word: span.start for word, span in zip(PRE.split(), pre.spans, strict=True)}
-    assert [start[word] for word in ("Ab", "Aa", "mb", "Rb", "ma")] == pytest.approx([1, 2, 3, 5, 6])
+def test_a_slow_cpu_issues_late_what_stands_behind_a_computation():
+    # In backward, a computation takes 0.5 s, and its issue 2 s: it ends with its issue. A collective: 0.5 s.
+    def starts(order: str) -> dict[str, float]:
+        result = backward(order).replay(compute_s=0.25, link_gib_s=1.0, issue_s=1.0)
+        assert result.step_s == pytest.approx(4.5)
+        assert result.compute_s == pytest.approx(3.5 if order == PRE else 3.0)  # from the first kernel on
+        return {word: span.start for word, span in zip(order.split(), result.spans, strict=True)}
+
+    post, pre = starts(POST), starts(PRE)
+    assert [post[word] for word in ("Ab", "mb", "Aa", "Rb", "ma")] == pytest.approx([0, 0.5, 2, 2.5, 2.5])
+    assert [pre[word] for word in ("Ab", "Aa", "mb", "Rb", "ma")] == pytest.approx([0, 0.5, 0.5, 2, 2])
 
 
 def test_the_limit_holds_back_a_gather_until_a_unit_is_done():

@@ -120,7 +120,8 @@ def replay(
         link_gib_s: GiB/s at which a rank sends: one number, or by link ("within a host", "between hosts").
             A collective takes `Event.sent_bytes` divided by it. None: as long as it was recorded.
         latency_s: Seconds that each collective takes besides; only with link_gib_s.
-        issue_s: Seconds that the CPU takes to issue one event.
+        issue_s: Seconds that the CPU takes to issue the computation of a unit in forward, and twice that in
+            backward. It begins with the first kernel, and is not over before the last one is issued.
         limit_units: An all-gather waits until the unit is done that was freed that many units before, as
             under FSDP1's limit_all_gathers, whose limit is 2. None: no limit.
 
@@ -138,13 +139,13 @@ def replay(
     freed: list[float] = []  # when units were done that no all-gather has waited for yet
     spans = []
     for event in events:
-        cpu += issue_s
         if event.kind == FREE:
             freed.append(max(cpu, computed))
             start = end = freed[-1]
         elif event.kind == COMPUTE:
             start = max(cpu, computed, gathered.get(event.module, 0.0))
-            end = computed = start + _computing(event, compute_s, shares)
+            cpu += _of_unit(event, issue_s, shares)
+            end = computed = max(cpu, start + _computing(event, compute_s, shares))
         else:
             start = max(cpu, sent)
             if event.kind == "all_gather" and event.module:
@@ -184,7 +185,7 @@ def _check(
 def _shares(events: Sequence[Event]) -> dict[int, float]:
     """By order of each computation: which part it is of its unit's forward or backward.
 
-    A unit's computation is in several events where FSDP did something in between; by recorded time.
+    A unit's computation is in several events where FSDP did something in between; equal parts of the whole.
     """
     parts: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
     done: dict[tuple[str, str], int] = defaultdict(int)
@@ -193,12 +194,7 @@ def _shares(events: Sequence[Event]) -> dict[int, float]:
             parts[event.module, event.phase, done[event.module, event.phase]].append(event)
         elif event.kind in (FREE, "reduce_scatter"):  # the next computation in this phase is another pass
             done[event.module, event.phase] += 1
-    shares = {}
-    for group in parts.values():
-        total = sum(event.seconds or 0.0 for event in group)
-        for event in group:
-            shares[event.order] = (event.seconds or 0.0) / total if total else 1 / len(group)
-    return shares
+    return {event.order: 1 / len(group) for group in parts.values() for event in group}
 
 
 def _computing(
@@ -206,12 +202,15 @@ def _computing(
 ) -> float:
     if compute_s is None:
         return _recorded(event, "compute_s")
-    if event.phase not in ("forward", "backward"):
-        return 0.0
     if isinstance(compute_s, Mapping):
-        seconds = compute_s.get(event.module, 0.0)
-    else:
-        seconds = 0.0 if event.module == ROOT else compute_s
+        return _of_unit(event, compute_s.get(event.module, 0.0), shares, of_root=True)
+    return _of_unit(event, compute_s, shares)
+
+
+def _of_unit(event: Event, seconds: float, shares: Mapping[int, float], *, of_root: bool = False) -> float:
+    """The part that falls to an event, of the seconds that a unit takes in forward."""
+    if event.phase not in ("forward", "backward") or (event.module == ROOT and not of_root):
+        return 0.0
     return seconds * shares[event.order] * (BACKWARD if event.phase == "backward" else 1.0)
 
 
