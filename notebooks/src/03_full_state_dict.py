@@ -17,7 +17,7 @@ lesson.card(
     ],
     needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="half a minute to run on 2 cores (Intel Xeon, 2.5 GHz) · 25 minutes to read",
+    takes="a minute to run on 2 cores (Intel Xeon, 2.5 GHz) · 25 minutes to read",
     video="[FULL_STATE_DICT](https://www.loom.com/share/97fb9a52037b4834a99a142d30ce6ee6), 2022. Since then: "
     "`get_state_dict` and `set_state_dict`, and two mistakes in the video's code, shown and mended here.",
 )
@@ -543,7 +543,8 @@ assert abs(without[-1] - old_never_stopped[-1]) > 1e-3               # ... but t
 # The first loss after loading is right to the last bit, because it needs the weights alone. So a test that
 # compares one loss does not find this. Compare the loss after several *steps*.
 #
-# `get_state_dict` and `set_…_state_dict` work with FSDP1 too, and hand the state to the optimizer themselves.
+# `set_model_state_dict` and `set_optimizer_state_dict` take a model in FSDP1 too, and hand the state to the
+# optimizer themselves: the proof below has a line on it.
 #
 # ## What `save_full` and `load_full` do
 #
@@ -665,7 +666,8 @@ assert minutes["405B"] > 50 * minutes["7B"]
 
 # %% [markdown]
 # So a full checkpoint is right for a model that fits into one host, and at the end of training, when the file
-# goes elsewhere. While a large model trains, let every rank write its own part. That is lesson 8.
+# goes elsewhere. While a large model trains, let every rank write its own part. That is
+# [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 #
 # ## Proof
 #
@@ -692,6 +694,7 @@ ways = {
     "FSDP2, load_full": after(lambda m, o: load_full(ours_pt, m, o), shard),
     "FSDP1, never stopped": old_never_stopped,
     "FSDP1, as in 2022, mended": with_state,
+    "FSDP1, set_…_state_dict": after(lambda m, o: load(full_pt, m, o), fsdp1),
     "FSDP1, load_full of FSDP2's file": after(lambda m, o: load_full(ours_pt, m, o), fsdp1),
     "one process, never stopped": whole_run,
 }
@@ -786,8 +789,8 @@ shutil.rmtree(folder)
 # %% [markdown]
 # ## Next
 #
-# Lesson 4 returns to speed: in which order does FSDP gather? Lesson 8 saves a model that is too large for one
-# host. Both are still to be written.
+# Lesson 4 returns to speed: in which order does FSDP gather? It is still to be written. How a model is saved
+# that is too large for one host is [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 
 # %% [markdown]
 # ## Solutions
