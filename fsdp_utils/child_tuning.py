@@ -1,0 +1,336 @@
+"""Fine-tune a part of each gradient: child tuning, under FSDP, at nearly the cost of AdamW."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.adamw import AdamW, adamw
+
+from fsdp_utils.child_layout import Place, as_dtensor, clean, local, member_names, places
+from fsdp_utils.child_masks import PAGE
+from fsdp_utils.child_scratch import Plan, Scratch
+from fsdp_utils.fisher import fisher_mask
+
+__all__ = ["ChildTuningAdamW", "fisher_mask"]
+
+MASK = "gradient_mask"  # its key in the optimizer's state, where it travels and is sharded as the parameter
+_OWN = ("reserve_p", "mode", "seed", "freeze_masked", "mask_step")  # what each group has besides AdamW's
+
+
+class ChildTuningAdamW(AdamW):
+    """How to fine-tune on little data without overfitting? Let only a part of each gradient through.
+
+    Mode "taskfree" (the paper's F) keeps each element of each gradient with probability reserve_p, drawn
+    anew at each step, and divides what it keeps by reserve_p, so that the gradient is right on average. Mode
+    "task" (D) keeps the elements of a mask that `fisher_mask` has found, always the same ones. Mode None, and
+    reserve_p=1 in mode "taskfree", is torch.optim.AdamW with the same arguments, bit for bit.
+
+    What is masked is the gradient, as in the paper. So in mode "taskfree" momentum moves a weight also at
+    steps at which its gradient was masked; and weight decay moves masked weights in both modes.
+    freeze_masked=True stops that in mode "task": then masked weights keep their bits.
+
+    The mask is a function of seed, step and the element's place in the whole model. So replicas stay equal
+    whatever their ranks' seeds are, a resumed run goes on as it would have gone on, and nobody else's random
+    numbers change. With FSDP2 as `fully_shard` shards (along the first dimension), and with FSDP1 and
+    use_orig_params=True, the masks are those of the unsharded model, on any number of ranks. Tensors that
+    are split along another dimension, and FSDP1's flat parameters, have other masks than in the unsharded
+    model; for the former they change with the number of ranks.
+
+    step() leaves every p.grad as it is, takes a sparse gradient for the dense one that it stands for, and
+    needs scratch memory of an eighth of the parameters (0.3 MiB if that is more). Masks of mode "task" take
+    a byte per weight besides. mode, reserve_p, seed, the number of steps and the masks are in state_dict(),
+    and so in checkpoints; there a mask takes as much as a moment, because FSDP1 saves nothing smaller. To
+    load into mode "task", build the optimizer with a mask of ones: the loaded one replaces it. Under
+    torch.compile, step() runs uncompiled.
+
+    Args:
+        params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
+        lr, betas, eps, weight_decay: as for AdamW. lr, weight_decay and reserve_p may differ between groups.
+        reserve_p: the fraction that is kept, in (0, 1]; only for mode "taskfree".
+        mode: "taskfree", "task" or None.
+        gradient_mask: for mode "task": by parameter name what to keep, as bools: this rank's part of them or
+            the whole. The gradients of parameters that it does not name pass as they are.
+        seed: the same on all ranks.
+        freeze_masked: in mode "task", also keep weight decay and old momentum from masked weights.
+        fused: as for AdamW, where nothing is masked. Masked steps always use the fused kernel.
+
+    Raises:
+        ValueError: reserve_p is not in (0, 1]; mode is unknown; mode "task" without a mask or without names;
+            the mask names no parameter, or has another shape; freeze_masked in another mode than "task".
+
+    Source: Xu et al. 2021, "Raise a Child in Large Language Model" (arXiv 2109.05687).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        reserve_p: float = 0.3,
+        mode: Literal["taskfree", "task"] | None = "taskfree",
+        gradient_mask: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+        freeze_masked: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        if mode not in ("taskfree", "task", None):
+            raise ValueError(f'ChildTuningAdamW: expected mode "taskfree", "task" or None, found {mode!r}')
+        if mode == "task" and not gradient_mask:
+            raise ValueError(
+                'ChildTuningAdamW: mode "task" expects gradient_mask, found none. Make one with '
+                'fisher_mask(model, batches, loss_fn), or use mode="taskfree".'
+            )
+        if freeze_masked and mode != "task":
+            raise ValueError(f'ChildTuningAdamW: freeze_masked needs mode "task", found mode {mode!r}.')
+        self._own = dict(zip(_OWN, (reserve_p, mode, seed, freeze_masked, 0), strict=True))
+        self._masks: dict[Tensor, Tensor] = {}  # given, and not yet in the state
+        self._forget()
+        super().__init__(params, lr, betas, eps, weight_decay, fused=fused)
+        if mode == "task":
+            assert gradient_mask is not None
+            self._masks = _assigned(gradient_mask, self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As AdamW's; the group may have a reserve_p of its own."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name, value in self._own.items():
+            group.setdefault(name, value)
+        if not 0 < group["reserve_p"] <= 1:
+            raise ValueError(f"ChildTuningAdamW: expected reserve_p in (0, 1], found {group['reserve_p']}")
+        self._forget()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_own" not in self.__dict__:  # unpickled or copied
+            self._own = {name: self.param_groups[0][name] for name in _OWN}
+            self._masks = {}
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        for p, mask in self._masks.items():
+            if self.state.get(p):
+                self.state[p].setdefault(MASK, mask)
+        return super().__getstate__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As AdamW's, with the masks as zeros and ones of the parameters' type, as AdamW loads them."""
+        found = super().state_dict()
+        for number, state in found["state"].items():
+            if MASK in state:
+                found["state"][number] = {**state, MASK: state[MASK].to(state["exp_avg"].dtype)}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As AdamW's; masks, mode, reserve_p and seed are those of the state."""
+        super().load_state_dict(state_dict)
+        self._forget()
+        for p, state in self.state.items():
+            if MASK in state:  # AdamW has cast it to the parameter's type
+                state[MASK] = state[MASK].to(torch.bool)
+                self._masks.pop(p, None)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: as for AdamW.
+
+        Returns:
+            What closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with _dense(self.param_groups):
+            for number, group in enumerate(self.param_groups):
+                self._step(number, group)
+        return loss
+
+    def _step(self, number: int, group: dict[str, Any]) -> None:
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        params, grads, exp_avgs, exp_avg_sqs, none, steps = lists
+        has_complex = self._init_group(group, *lists)  # pyright: ignore[reportCallIssue]
+        group["mask_step"] += 1
+        if group["mode"] is None or (group["mode"] == "taskfree" and group["reserve_p"] == 1):
+            adamw(
+                params,
+                grads,
+                exp_avgs,
+                exp_avg_sqs,
+                none,
+                steps,
+                foreach=group["foreach"],
+                fused=group["fused"],
+                has_complex=has_complex,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+        elif params:
+            # one tensor for all: of a number, each addition on the CPU would make a tensor of its own
+            torch._foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
+            lists = [params, grads, exp_avgs, exp_avg_sqs]
+            if any(isinstance(p, DTensor) for p in params):
+                lists = [[local(t) for t in column] for column in lists]
+            for plan in self._plans(number, params, lists[0]):
+                plan.run(group, (lists[0], lists[1], lists[2], lists[3]), steps)
+
+    # ---- remembered between steps ------------------------------------------------------------------
+
+    def _plans(self, number: int, params: list[Tensor], parts: list[Tensor]) -> list[Plan]:
+        """How the elements of these parameters of a group pass through the scratch memory."""
+        key = [(id(p), part.numel()) for p, part in zip(params, parts, strict=True)]
+        known, plans = self._planned.get(number, (None, []))
+        if known != key:
+            self._first = self._first or self._numbered()
+            plans = [
+                Plan(chosen, parts, [self._first[id(params[i])] for i in chosen], self._scratch_for(like))
+                for like, chosen in _alike(parts).items()
+            ]
+            if self.param_groups[number]["mode"] == "task":
+                for plan in plans:
+                    self._join_masks(plan, params, parts)
+            self._planned[number] = key, plans
+        return plans
+
+    def _numbered(self) -> dict[int, int]:
+        """By the id of each parameter, the number of this rank's first element among those of the model."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        first, following = {}, 0
+        for p, place in zip(params, places(params), strict=True):
+            first[id(p)] = following + place.offset
+            following += place.shape.numel()
+        self._elements = following
+        return first
+
+    def _scratch_for(self, like: tuple[torch.dtype, torch.device]) -> Scratch:
+        """Memory for gradients of this dtype on this device: an eighth of what such parameters take here."""
+        if like not in self._scratch:
+            parts = [local(p) for group in self.param_groups for p in group["params"]]
+            size = sum(part.nbytes for part in parts if (part.dtype, part.device) == like)
+            draws = any(group["mode"] == "taskfree" for group in self.param_groups)
+            self._scratch[like] = Scratch(*like, size // 8, min(PAGE, self._elements) if draws else 0)
+        return self._scratch[like]
+
+    def _join_masks(self, plan: Plan, params: list[Tensor], parts: list[Tensor]) -> None:
+        """Lay the masks of a plan one behind the other; those in the state are from now on parts of it."""
+        n = sum(parts[i].numel() for i in plan.chosen)
+        plan.masks = torch.ones(n, dtype=torch.bool, device=plan.device)
+        at = 0
+        for i in plan.chosen:
+            p, part, state = params[i], parts[i], self.state[params[i]]
+            if (mask := self._masks.pop(p, state.get(MASK))) is not None:
+                joined = plan.masks.as_strided(part.shape, part.stride(), at)
+                joined.copy_(local(mask))
+                state[MASK] = as_dtensor(joined, p) if isinstance(p, DTensor) else joined
+            at += part.numel()
+
+    def _forget(self) -> None:
+        self._planned: dict[int, tuple[Any, list[Plan]]] = {}
+        self._first: dict[int, int] = {}
+        self._elements = 0
+        self._scratch: dict[tuple[torch.dtype, torch.device], Scratch] = {}
+
+
+def _alike(parts: list[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+    """Positions of the tensors, by dtype and device."""
+    groups: dict[Any, list[int]] = {}
+    for i, part in enumerate(parts):
+        groups.setdefault((part.dtype, part.device), []).append(i)
+    return groups
+
+
+@contextmanager
+def _dense(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """With dense gradients where they are sparse; afterwards each p.grad is what it was."""
+    with_grads = (p for group in groups for p in group["params"] if p.grad is not None)
+    sparse = {p: p.grad for p in with_grads if p.grad.is_sparse}
+    try:
+        for p, grad in sparse.items():
+            p.grad = grad.to_dense()
+        yield
+    finally:
+        for p, grad in sparse.items():
+            p.grad = grad
+
+
+# ---- the mask of mode "task" ---------------------------------------------------------------------------
+
+
+def _assigned(given: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> dict[Tensor, Tensor]:
+    """The mask of each parameter that has one, sharded as it is."""
+    named: dict[str, Tensor] = {}
+    for group in groups:
+        if "param_names" not in group:
+            raise ValueError(
+                'ChildTuningAdamW: mode "task" finds its masks by name. Pass model.named_parameters() '
+                "instead of model.parameters()."
+            )
+        named.update(zip(group["param_names"], group["params"], strict=True))
+    wanted, masks = dict(given), {}
+    for (name, p), place in zip(named.items(), places(list(named.values())), strict=True):
+        if place.members:
+            masks[p] = torch.ones_like(p, dtype=torch.bool, requires_grad=False)
+            for member, inner in zip(place.members, member_names(name, place), strict=True):
+                if inner in wanted:
+                    inner_place = Place(member.shape, member.offset, member.numel)
+                    part = _part(inner, wanted.pop(inner), inner_place, (member.numel,))
+                    masks[p][member.start : member.start + member.numel] = part
+            continue
+        aliases = (name, clean(name), clean(name).removeprefix("module."))
+        alias = next((alias for alias in aliases if alias in wanted), None)
+        if alias is None:
+            continue
+        mask = wanted.pop(alias)
+        if isinstance(p, DTensor):
+            masks[p] = _dtensor_mask(alias, mask, p)
+        else:
+            part = _part(alias, mask, place, p.shape).view(p.shape)
+            masks[p] = torch.empty_like(p, dtype=torch.bool, requires_grad=False).copy_(part)
+    if wanted:
+        raise ValueError(
+            f"ChildTuningAdamW: gradient_mask names {', '.join(sorted(wanted)[:3])}"
+            f"{' and others' if len(wanted) > 3 else ''}, which the optimizer does not have. Expected names "
+            f"of its parameters, such as {clean(next(iter(named)))}."
+        )
+    return masks
+
+
+def _part(name: str, mask: Tensor, place: Place, shape: Iterable[int]) -> Tensor:
+    """This rank's part of a mask that is given whole, or is already this part."""
+    mask = local(mask)
+    if mask.shape == place.shape:
+        return mask.reshape(-1)[place.offset : place.offset + place.numel]
+    if tuple(mask.shape) in (tuple(shape), (place.numel,)):
+        return mask.reshape(-1)
+    raise ValueError(
+        f"ChildTuningAdamW: gradient_mask[{name!r}]: expected shape {tuple(place.shape)} (or this rank's "
+        f"part of it, {tuple(shape)}), found {tuple(mask.shape)}"
+    )
+
+
+def _dtensor_mask(name: str, mask: Tensor, p: DTensor) -> DTensor:
+    if mask.shape != p.shape:
+        raise ValueError(
+            f"ChildTuningAdamW: gradient_mask[{name!r}]: expected shape {tuple(p.shape)}, found "
+            f"{tuple(mask.shape)}"
+        )
+    if isinstance(mask, DTensor):
+        mask = mask.redistribute(p.device_mesh, p.placements)
+        return as_dtensor(local(mask).to(torch.bool), p)
+    return distribute_tensor(mask.to(local(p).device, torch.bool), p.device_mesh, p.placements)
