@@ -97,19 +97,20 @@ def _call(kind: str, args: Sequence[Any]) -> Call:
     return Call(kind, 0 if kind == "recv" else given, 0 if kind == "send" else output, group)
 
 
-def when_done(result: Any, callback: Callable[[], None]) -> bool:
-    """Call back as soon as an operation of c10d is over: in the thread that has ended it.
+def when_done(result: Any, callback: Callable[[], None]) -> Callable[[], bool]:
+    """Call back as soon as an operation of c10d on the CPU is over: in the thread that has ended it.
 
     Returns:
-        Will it? Not all work has a future: gloo's reduce-scatter has none.
+        A function that says whether it is over, for the callback may come late. Not all work has a future to
+        call back: gloo's reduce-scatter has none. Then it says yes, and is to be asked after a wait.
     """
-    work = result[-1] if isinstance(result, tuple) else result
+    work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
     try:
-        future = dist.Work.unbox(work).get_future()
+        future = work.get_future()
     except RuntimeError:  # "not implemented", of this work or of this backend
-        return False
+        return lambda: True
     future.add_done_callback(lambda _: callback())
-    return True
+    return work.is_completed
 
 
 def _nbytes(tensors: Any) -> int:

@@ -32,8 +32,10 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     itself, and what it watches runs as it would without it. The trace grows while the block runs; if the
     block raises, what was recorded until then is in the trace, with a note.
 
-    All collectives of the process are recorded. Of what is computed, the model's forward and backward and
-    the optimizer's steps are: the loss is not, and in backward neither is what stands between two units.
+    All collectives of the process are recorded, and on the CPU how long they took. On a GPU their order and
+    bytes are; `start` is when the CPU issued them, and `seconds` is None. Of what is computed, the model's
+    forward and backward and the optimizer's steps are recorded: the loss is not, and in backward neither is
+    what stands between two units.
 
     Args:
         model: The one that is trained, after fully_shard, FullyShardedDataParallel or
@@ -74,7 +76,10 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     units = find_units(model)
     trace = Trace(rank, world_size, {unit.name: unit.nbytes for unit in units})
     ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    recorder = _Recorder(trace, on_host, ddp=ddp, parents=parents(model, units))
+    on_cpu = dist.get_backend() == "fake" or next(model.parameters()).device.type == "cpu"
+    if not on_cpu:
+        trace.notes.append("start tells when the CPU issued an event; how long the GPU took is not recorded")
+    recorder = _Recorder(trace, on_host, ddp=ddp, parents=parents(model, units), on_cpu=on_cpu)
     _recording = True
     try:
         with listen_to_calls(recorder.collective), listen(model, units, recorder), recorder.optimizer_steps():
@@ -112,11 +117,14 @@ def _changed(before: list[Unit], after: list[Unit]) -> str | None:
 class _Recorder:
     """Is told by `listen_to_calls` what is sent, and by `listen` what FSDP does and what is computed."""
 
-    def __init__(self, trace: Trace, ranks_per_host: int, *, ddp: bool, parents: set[str]) -> None:
+    def __init__(
+        self, trace: Trace, ranks_per_host: int, *, ddp: bool, parents: set[str], on_cpu: bool
+    ) -> None:
         self._trace = trace
         self._ranks_per_host = ranks_per_host
         self._ddp = ddp
         self._parents = parents  # modules that hold other units
+        self._on_cpu = on_cpu  # elsewhere the CPU issues work, and does not see when it runs
         self._began = time.perf_counter()
         self._working_for: list[str] = []  # units that FSDP itself works for; empty while the model computes
         self._closed = False
@@ -128,7 +136,8 @@ class _Recorder:
         self._gathered: set[str] = set()
         self._buckets = 0  # that DDP has reduced in the backward pass ...
         self._buckets_of = -1  # ... with that id
-        self._unended: Callable[[], None] | None = None  # for the collective whose end nobody reports
+        # Collectives whose end was not seen yet: whether they are over, and whom to tell.
+        self._unended: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._links: dict[Any, tuple[tuple[int, ...], str]] = {}  # by process group
 
     def close(self) -> None:
@@ -204,10 +213,11 @@ class _Recorder:
         result = issue()
 
         def done() -> None:
-            event.seconds = self._now() - event.start
+            if event.seconds is None:
+                event.seconds = self._now() - event.start
 
-        if not when_done(result, done):
-            self._unended = done
+        if self._on_cpu:
+            self._unended.append((when_done(result, done), done))
         self._resume()
         return result
 
@@ -220,10 +230,12 @@ class _Recorder:
         return f"bucket {self._buckets - 1}"
 
     def _end_waiting(self) -> None:
-        """What nobody calls back for is over when FSDP goes on: it has waited for it."""
-        if self._unended is not None:
-            self._unended()
-            self._unended = None
+        """FSDP goes on, and has waited for what it needs: what is over by now has ended."""
+        for pending in list(self._unended):
+            is_over, done = pending
+            if is_over():
+                done()
+                self._unended.remove(pending)
 
     # pieces of computation, from one event to the next
 
@@ -248,7 +260,8 @@ class _Recorder:
             return
         if phase == "forward":
             phase = self._phase()  # backward, where activation checkpointing computes it again
-        self._add(Event(0, COMPUTE, module, phase, start=since, seconds=self._now() - since))
+        seconds = self._now() - since if self._on_cpu else None
+        self._add(Event(0, COMPUTE, module, phase, start=since, seconds=seconds))
 
     def _add(self, event: Event) -> Event:
         if not self._closed:
