@@ -97,7 +97,7 @@ def measure(rate_mbit: float | None, delay_ms: float, steps: int) -> list[dict[s
                 ["ip", "netns", "exec", host, *torchrun],
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "link", "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.DEVNULL,
-                stderr=(Path(folder) / f"{i}.log").open("w"),
+                stderr=undo.enter_context((Path(folder) / f"{i}.log").open("w")),
                 start_new_session=True,
             )
             undo.callback(end, process)
