@@ -354,10 +354,9 @@ if mine < best_so_far:
 # %%ranks
 model, optimizer = resume()
 
-loss = torch.tensor(mine, device=device)
-dist.all_reduce(loss, op=dist.ReduceOp.AVG if on_gpu else dist.ReduceOp.SUM)        # gloo has no AVG
-loss = loss.item() if on_gpu else loss.item() / world
-if loss < 1.5:                                                      # the same answer on all ranks
+loss = torch.tensor(mine, device=device) / world
+dist.all_reduce(loss)                                               # the mean over the ranks
+if loss < 1.5:                                                      # the same answer on all of them
     save(folder / "best.pt", model, optimizer)
 print(f"our loss {loss:.3f}: {'saved' if (folder / 'best.pt').exists() else 'not saved'}")
 assert (folder / "best.pt").exists()
