@@ -13,7 +13,15 @@ A part is a module with
 
 from typing import Any
 
-NAMES = ("memory", "activation_checkpointing", "rate_limiter", "allocator", "maximizer_overhead")
+NAMES = (
+    "memory",
+    "activation_checkpointing",
+    "rate_limiter",
+    "allocator",
+    "maximizer_overhead",
+    "mixed_precision",
+    "child_tuning",
+)
 
 Setting = dict[str, Any]
 Result = dict[str, Any]
