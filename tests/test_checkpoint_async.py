@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_utils import CheckpointError, load_distributed, save_distributed, save_full, verify_checkpoint
 from fsdp_utils.checkpoint import save as save_module
 from fsdp_utils.checkpoint.manifest import committed
-from tests.checkpoints import Data, build, fingerprint, outcome, rank, train
+from tests.checkpoints import Data, Outcome, build, fingerprint, outcome, rank, train
 from tests.sharded import TwoRanks
 
 
@@ -144,15 +144,32 @@ def test_a_program_that_ends_waits_for_its_save_and_tells_its_error(how: str, tm
         assert not list(tmp_path.iterdir())
 
 
-def destroy_in_flight(folder: Path) -> str | None:
+def destroy_in_flight(folder: Path, before: str) -> Outcome:
+    """Destroy the process group when the save is about to write, or about to commit what is written."""
     model, _ = build("fsdp2")
-    going, commit = threading.Event(), save_module.commit
-    save_module.commit = lambda *paths: (going.wait(20), commit(*paths))
+    going = threading.Event()
+    place, name = {"writing": (save_module, "_write"), "committing": (save_module, "commit")}[before]
+    then = getattr(place, name)
+    setattr(place, name, lambda *args, **kwargs: (going.wait(20), then(*args, **kwargs))[1])
     save = save_distributed(folder, model, step=1, asynchronous=True)
     dist.barrier()
     dist.destroy_process_group()
     going.set()
-    return outcome(save.wait).error
+    return outcome(save.wait)
+
+
+@pytest.mark.parametrize("before", ["writing", "committing"])
+def test_destroying_the_process_group_too_early_is_told_and_does_not_hang(
+    before: str, two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    found = two_ranks(destroy_in_flight, tmp_path, before)
+    for one in found:
+        assert one.error is not None
+        assert "call .wait() before destroy_process_group()" in one.error
+        assert one.seconds < 10
+    # rank 0 may have committed before it noticed; what is there is whole
+    for one in committed(tmp_path):
+        verify_checkpoint(one.path)
 
 
 def test_waiting_can_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

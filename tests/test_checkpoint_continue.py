@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_utils import (
     CheckpointError,
@@ -209,6 +210,7 @@ def cast(directory: Path) -> list[str | None]:
             errors.append(str(error))
         load(path, low, cast=True)
         for name, tensor in low.named_parameters():
+            assert isinstance(tensor, DTensor)
             assert torch.equal(tensor.full_tensor(), expected[name])
     return errors
 

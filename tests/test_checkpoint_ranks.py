@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils import CheckpointError, load_distributed, load_full, run_on_ranks, save_distributed, save_full
 from fsdp_utils.checkpoint.manifest import committed
@@ -255,7 +256,7 @@ def small_disk(size: str) -> Iterator[Path | None]:
 def fill_up(folder: Path, full: bool, asynchronous: bool) -> list[Outcome]:
     """A first save fits, a second does not."""
     model = torch.nn.Linear(256, 1024)  # 1 MiB
-    torch.distributed.fsdp.fully_shard(model)
+    fully_shard(model)
     if full:
         return [
             outcome(lambda step=step: save_full(folder / f"{step}.pt", model, step=step)) for step in (1, 2)
@@ -288,7 +289,7 @@ def limit_file_size(folder: Path, how: str) -> list[Outcome]:
     import signal
 
     model = torch.nn.Linear(256, 1024)
-    torch.distributed.fsdp.fully_shard(model)
+    fully_shard(model)
     save: Callable[[int], object] = lambda step: (  # noqa: E731
         save_full(folder / f"{step}.pt", model, step=step)
         if how == "full"
@@ -409,7 +410,7 @@ def test_an_optimizer_that_was_made_before_wrapping_is_noticed(two_ranks: TwoRan
     def save_both(folder: Path) -> list[Outcome]:
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters())
-        torch.distributed.fsdp.fully_shard(model)
+        fully_shard(model)
         return [
             outcome(lambda: save_distributed(folder / "d", model, optimizer, step=1)),
             outcome(lambda: save_full(folder / "f", model, optimizer)),

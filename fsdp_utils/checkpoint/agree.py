@@ -6,6 +6,7 @@ agree they talk through a gloo group of their own: it does not disturb the train
 rank dies or leaves, its connections close and the others know at once.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -65,6 +66,7 @@ class Ranks:
         self.facts: list[dict[str, Any]] = []  # by rank
         self.hosts: list[str] = []  # by rank
         self.consequence = ""  # what a failure from here on means, for the error
+        self.in_background = False  # while the program goes on, and may end
         self.meeting = 0
         self.group: dist.ProcessGroup | None = None
         self._wait_s = wait_s
@@ -123,31 +125,42 @@ class Ranks:
         """Whatever goes wrong inside becomes a CheckpointError, here and on the ranks that wait."""
         try:
             yield
-        except CheckpointException as error:  # DCP has told it to every rank
-            if self._shared is not None:  # and so had all() or first(), inside of DCP
-                raise self._shared from None
-            failures = {
-                rank: _words(cause[0] if isinstance(cause, tuple) else cause)
-                for rank, cause in error.failures.items()
-            }
-            self._leave(error)
-            raise CheckpointError(_join(self.action, failures, self.world_size) + self.consequence) from error
         except BaseException as error:
-            if error is self._shared:
-                raise
-            told = self._tell(
-                f"{self.action}: rank {self.rank} failed, or lost a rank that did: {_words(error)}"
-                + self._hint()
-                + self.consequence
-            )
+            if self._shared is not None and (error is self._shared or isinstance(error, CheckpointException)):
+                raise self._shared from None  # all() or first() has told it to every rank, if inside of DCP
+            if (
+                isinstance(error, CheckpointException) and not self._cut_off()
+            ):  # DCP has told it to every rank
+                text = _join(
+                    self.action, {rank: _words(one) for rank, one in _causes(error)}, self.world_size
+                )
+                text += self.consequence
+            else:
+                cause = next((one for _, one in _causes(error)), error)
+                text = self._tell(
+                    f"{self.action}: rank {self.rank} failed, or lost a rank that did: {_words(cause)}"
+                    + self._hint()
+                    + self.consequence
+                )
             self._leave(error)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception | CheckpointException):
                 raise
-            raise CheckpointError(told) from error
+            raise CheckpointError(text) from error
+
+    def check_group(self) -> None:
+        """To be called before DCP, which without a process group would take each rank for the only one."""
+        if self._cut_off():
+            raise RuntimeError("there is no process group any more")
+
+    def _cut_off(self) -> bool:
+        """Has the program destroyed the process group meanwhile?"""
+        return self.distributed and not dist.is_initialized()
 
     def _hint(self) -> str:
-        if self.distributed and not dist.is_initialized():
+        if self._cut_off():
             return ". The process group was destroyed meanwhile: call .wait() before destroy_process_group()"
+        if self.in_background:  # a rank that destroyed its group looks like one that died
+            return ". If it has only ended too early: call .wait() before destroy_process_group()"
         return ""
 
     def _tell(self, text: str) -> str:
@@ -167,14 +180,17 @@ class Ranks:
         if self.group is None:
             return
         group, self.group = self.group, None
-        # The sockets close when the last reference to the group goes, and the frames of a traceback hold
-        # some.
-        cause: BaseException | None = error
-        while cause is not None:
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__cause__ or cause.__context__
+        # The sockets close when the last reference to the group goes, and the frames of tracebacks hold some.
+        causes = [error, *(one for _, one in _causes(error))]
+        for one in causes:
+            cause: BaseException | None = one
+            while cause is not None:
+                traceback.clear_frames(cause.__traceback__)
+                cause = cause.__cause__ or cause.__context__
         if group in dist.distributed_c10d._world.pg_map:  # else the program has destroyed all its groups
             dist.destroy_process_group(group)
+        del group
+        gc.collect()  # frames and exceptions refer to each other
 
     def _connect(self) -> None:
         """The ranks' own group; made once, at a moment when all ranks are known to be here."""
@@ -313,6 +329,12 @@ def _join(action: str, problems: dict[int, str], world_size: int) -> str:
 
 def _words(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _causes(error: BaseException) -> list[tuple[int, BaseException]]:
+    """What failed inside of DCP, by rank."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return [(rank, one[0] if isinstance(one, tuple) else one) for rank, one in failures.items()]
 
 
 def _names(ranks: list[int]) -> str:

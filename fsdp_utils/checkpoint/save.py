@@ -88,6 +88,7 @@ def save_distributed(
             snapshot = Snapshot.take(model, optimizer)
             snapshot.tensors |= ranks.each(lambda: _plain_tensors(snapshot, state, ranks))
             if asynchronous:
+                ranks.in_background = True
                 snapshot.tensors = stage(snapshot.tensors)
     about = {
         "format": FORMAT,
@@ -110,9 +111,11 @@ def _write(
     ranks: Ranks, snapshot: Snapshot, unfinished: Path, final: Path, about: dict[str, Any], keep: int | None
 ) -> None:
     with ranks.guard(), _removed_on_failure(unfinished, ranks):
+        ranks.check_group()
         writer = Writer(
             unfinished,
             tied={MODEL + alias: MODEL + name for alias, name in snapshot.tied.items()},
+            rank=ranks.rank,
             # Threads that copy from one GPU get into each other's way.
             threads=ranks.threads() if all(t.device.type == "cpu" for t in snapshot.tensors.values()) else 1,
         )

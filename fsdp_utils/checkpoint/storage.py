@@ -69,14 +69,21 @@ class Writer(FileSystemWriter):
         path: an existing, empty directory.
         tied: flat name of a tensor that is left out -> flat name under which it is there. Both are entered
             in .metadata, over the same bytes, so that plain DCP finds both.
+        rank: which DCP has to know too; without a process group it would let every rank write everything.
         threads: how many files to write at a time.
     """
 
-    def __init__(self, path: Path, *, tied: dict[str, str], threads: int) -> None:
+    def __init__(self, path: Path, *, tied: dict[str, str], rank: int, threads: int) -> None:
         super().__init__(path, sync_files=False)  # the streams do it themselves
         self.fs = self._hashing = _HashingFileSystem()
         self._tied = tied
+        self._expected_rank = rank
         self._threads = threads
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator != (self._expected_rank == 0):
+            raise RuntimeError("the process group has gone")
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     @property
     def written(self) -> dict[str, dict[str, Any]]:
