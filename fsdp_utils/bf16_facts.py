@@ -85,7 +85,7 @@ def judge(facts: DeviceFacts) -> tuple[Compute, list[str]]:
     if native:
         return "native", [f"{name} computes in bf16: {because}."]
     if facts.kind in ("cpu", "mps"):
-        advice = f"Good for trying things out; expect no speed from it. Instead, {INSTEAD}"
+        advice = "Good for trying things out; expect no speed from it. For speed, train in fp32."
     else:
         advice = f"It saves memory and has the range of fp32; expect no speed from it. For speed, {INSTEAD}"
     return "emulated", [f"{name}: tensors in bf16 work, {because}. {advice}"]
