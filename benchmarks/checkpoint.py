@@ -1,0 +1,309 @@
+"""What does it cost to save and load a training state safely, in time and in memory?
+
+    python benchmarks/checkpoint.py [--gib 1] [--ranks 2 4] [--rounds 5] [--directory .]
+
+A state of so many GiB, float32 parameters and AdamW's state sharded by fully_shard, is saved and loaded in
+turn by `save_distributed` and `load_distributed` (hashes taken and compared), by plain dcp.save and dcp.load,
+by torch.save and torch.load (each rank its own shard), and written and read as raw bytes. Before it counts as
+saved, everything is on the disk in all four: DCP's writer calls fsync by default (sync_files=True), and
+torch.save and the raw write are given one. The peers' times leave out what a program adds to them,
+get_state_dict and set_state_dict; ours contain it. All load into tensors that are there already, from the
+page cache: it was just written. Times are of the slowest rank, from a barrier on. Ratios are medians over the
+rounds, each round with its own peer.
+
+Then: how long save_distributed(asynchronous=True) keeps the training waiting, and the peak host memory of
+`load_full` on the ranks that do not read the file, each round in new processes.
+Exits with 1 if a limit that the project promises is broken.
+"""
+
+import argparse
+import gc
+import hashlib
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from benchmarks.machine import describe, limits, table
+from fsdp_utils import load_distributed, load_full, run_on_ranks, save_distributed, save_full
+from fsdp_utils.checkpoint import Save
+from fsdp_utils.checkpoint.plain import view
+
+WIDTH = 2048  # a layer has 16 MiB of parameters
+SAVE_RATIO, LOAD_RATIO, BLOCKED, FULL_RATIO = 1.3, 1.5, 0.15, 1.3  # the limits
+LIMIT_S = 1200.0  # of one call of run_on_ranks
+
+WAYS = ("ours", "plain DCP", "torch.save", "raw bytes")
+
+
+def build(gib: float, *, stepped: bool) -> tuple[nn.Module, Optimizer]:
+    """A model that with its optimizer's state has that size. No rank ever holds more than its shard."""
+    layers = max(1, round(gib * 2**30 / (3 * 4 * WIDTH**2)))
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        nn.init.constant_(param, 1.0)
+        if stepped:
+            fill = {"exp_avg": torch.full_like(param, 2.0), "exp_avg_sq": torch.full_like(param, 3.0)}
+            optimizer.state[param] = {"step": torch.tensor(1.0), **fill}
+    return model, optimizer
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """This rank's part of the state."""
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    return [local(tensor.detach()) for tensor in (*model.parameters(), *state)]
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds until the slowest rank has done it."""
+    gc.collect()
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+# ---- the ways of saving and loading ------------------------------------------------------------------
+
+
+def durably(path: Path, write: Callable[[Any], object]) -> None:
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_raw(path: Path, tensors: list[Tensor]) -> None:
+    durably(path, lambda file: [file.write(view(tensor)) for tensor in tensors])
+
+
+def read_raw(path: Path, tensors: list[Tensor]) -> None:
+    with path.open("rb", buffering=0) as file:
+        for tensor in tensors:
+            place = view(tensor)
+            while place and (count := file.readinto(place)):
+                place = place[count:]
+
+
+def one_round(way: str, folder: Path, model: nn.Module, optimizer: Optimizer) -> tuple[float, float]:
+    """Seconds to save and to load."""
+    own, shard = folder / str(dist.get_rank()), shard_of(model, optimizer)
+    if way == "ours":
+        save = timed(lambda: save_distributed(folder, model, optimizer, step=1))
+        return save, timed(lambda: load_distributed(folder, model, optimizer))
+    if way == "plain DCP":
+        parts = get_state_dict(model, optimizer)
+        state = {"model": parts[0], "optimizer": parts[1]}
+        save = timed(lambda: dcp.save(state, checkpoint_id=folder))
+        return save, timed(lambda: dcp.load(state, checkpoint_id=folder))
+    if way == "torch.save":
+        save = timed(lambda: durably(own, lambda file: torch.save(shard, file)))
+        return save, timed(lambda: torch.load(own, weights_only=True))
+    save = timed(lambda: write_raw(own, shard))
+    return save, timed(lambda: read_raw(own, shard))
+
+
+def measure_ways(directory: Path, gib: float, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Every way in turn; the first round, in which groups are made and modules imported, does not count."""
+    model, optimizer = build(gib, stepped=True)
+    seen: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for number in range(rounds + 1):
+        for way in WAYS:
+            folder = directory / way
+            if dist.get_rank() == 0:
+                folder.mkdir()
+            dist.barrier()
+            seconds = one_round(way, folder, model, optimizer)
+            if number:
+                seen[way].append(seconds)
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder)
+                os.sync()  # what one way has left to the disk is not to delay the next
+            dist.barrier()
+    return seen
+
+
+# ---- asynchronous --------------------------------------------------------------------------------------
+
+
+def measure_blocking(directory: Path, gib: float, rounds: int) -> list[tuple[float, float, float]]:
+    """Seconds of a synchronous save, that an asynchronous one blocks, and until that is durable.
+
+    The first round is a cold one.
+    """
+    model, optimizer = build(gib, stepped=True)
+    seen = []
+    for _ in range(rounds + 1):
+        sync = timed(lambda: save_distributed(directory, model, optimizer, step=1, keep=1))
+        os.sync()
+        saves: list[Save] = []
+
+        def begin(saves: list[Save] = saves) -> None:
+            saves.append(save_distributed(directory, model, optimizer, step=1, keep=1, asynchronous=True))
+
+        blocked = timed(begin)
+        rest = timed(saves[0].wait)
+        os.sync()
+        seen.append((sync, blocked, blocked + rest))
+    return seen
+
+
+# ---- memory --------------------------------------------------------------------------------------------
+
+
+def status(field: str) -> int:
+    """A field of this process's status, in bytes. Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+def save_for_memory(path: Path, gib: float) -> None:
+    model, optimizer = build(gib, stepped=True)
+    save_full(path, model, optimizer)
+
+
+def peak_of_load_full(path: Path, tiny: Path, gib: float) -> tuple[int, int, int]:
+    """Bytes that loading takes at its peak, model and optimizer included; of the shard; of a whole tensor."""
+    model, optimizer = build(0.01, stepped=True)
+    save_full(tiny, model, optimizer)  # what is imported and connected once is no cost of a load
+    load_full(tiny, model, optimizer)
+    del model, optimizer
+    gc.collect()
+    before = status("VmRSS")
+    model, optimizer = build(gib, stepped=False)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: proc(5)
+    load_full(path, model, optimizer)
+    peak = status("VmHWM") - before
+    shard = shard_of(model, optimizer)
+    assert all((part == part.reshape(-1)[0]).all() for part in shard)
+    return peak, sum(part.nbytes for part in shard), 4 * WIDTH**2
+
+
+# ---- the report ----------------------------------------------------------------------------------------
+
+
+def hash_seconds() -> float:
+    """Of one GiB on one core."""
+    data = bytes(1 << 28)
+    hashlib.sha256(data)
+    start = time.perf_counter()
+    hashlib.sha256(data)
+    return 4 * (time.perf_counter() - start)
+
+
+def seconds(values: list[float]) -> list[str]:
+    return [f"{statistics.median(values):.2f}", f"{min(values):.2f}-{max(values):.2f}"]
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def measure(ranks: int, gib: float, rounds: int, directory: Path) -> dict[str, bool]:
+    """Print the tables for that many ranks. Returns the limits, and whether they were held."""
+    by_way = run_on_ranks(measure_ways, directory, gib, rounds, world_size=ranks, timeout=LIMIT_S)[0]
+    blocking = run_on_ranks(
+        measure_blocking, directory / "async", gib, rounds, world_size=ranks, timeout=LIMIT_S
+    )[0]
+    shutil.rmtree(directory / "async")
+
+    path, tiny = directory / "one.pt", directory / "tiny.pt"
+    run_on_ranks(save_for_memory, path, gib, world_size=ranks, timeout=LIMIT_S)
+    peaks = [
+        run_on_ranks(peak_of_load_full, path, tiny, gib, world_size=ranks, timeout=LIMIT_S) for _ in range(2)
+    ]
+    path.unlink()
+
+    saves = {way: [save for save, _ in seen] for way, seen in by_way.items()}
+    loads = {way: [load for _, load in seen] for way, seen in by_way.items()}
+    plain = "plain DCP"
+    rows = [
+        [
+            way,
+            *seconds(saves[way]),
+            f"{ratio(saves[way], saves[plain]):.2f}",
+            *seconds(loads[way]),
+            f"{ratio(loads[way], loads[plain]):.2f}",
+        ]
+        for way in WAYS
+    ]
+    print(f"\n{gib:g} GiB on {ranks} ranks, medians of {rounds} rounds")
+    print(table(["way", "save s", "range", "/ DCP", "load s", "range", "/ DCP"], rows))
+
+    first, *later = blocking
+    sync, blocked, whole = ([one[column] for one in later] for column in range(3))
+    print(
+        f"\nsynchronous {seconds(sync)[0]} s; asynchronous: blocked {statistics.median(blocked):.3f} s "
+        f"({first[1]:.3f} s the first time, when the copy's memory is new), "
+        f"durable after {seconds(whole)[0]} s"
+    )
+    gibs = [[value / 2**30 for value in rank] for rank in peaks[-1]]
+    print("peak of load_full by rank, shard of model and optimizer included (GiB):", end=" ")
+    print(
+        ", ".join(f"{peak:.3f}" for peak, _, _ in gibs), f"(shard {gibs[1][1]:.3f}, tensor {gibs[1][2]:.3f})"
+    )
+
+    # rank 0 maps the file; the limit is for the others
+    memory = max((peak - tensor) / shard for each in peaks for peak, shard, tensor in each[1:])
+    save, load = ratio(saves["ours"], saves[plain]), ratio(loads["ours"], loads[plain])
+    block = ratio(blocked, sync)
+    on = f"on {ranks} ranks"
+    return {
+        f"{on} a save takes {save:.2f} of plain DCP's time (limit {SAVE_RATIO})": save <= SAVE_RATIO,
+        f"{on} a verified load takes {load:.2f} of plain DCP's (limit {LOAD_RATIO})": load <= LOAD_RATIO,
+        f"{on} an asynchronous save blocks {block:.2f} of a synchronous one (limit {BLOCKED})": block
+        <= BLOCKED,
+        f"{on} load_full takes {memory:.2f} shards and one tensor at most (limit {FULL_RATIO})": memory
+        <= FULL_RATIO,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
+    options = parser.parse_args()
+    print(describe())
+    print(f"SHA-256 takes {hash_seconds():.2f} s per GiB and core")
+    held: dict[str, bool] = {}
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=options.directory.absolute()) as directory:
+            held |= measure(ranks, options.gib, options.rounds, Path(directory))
+    return limits(held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
