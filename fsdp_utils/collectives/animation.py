@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 from fsdp_utils.collectives.events import COMPUTE, FREE, ROOT
@@ -19,7 +20,7 @@ from fsdp_utils.collectives.replay import Replay, Span
 
 PIXELS_PER_INCH = 80
 COLORS_KEPT = 32  # a small palette makes a small file
-FRAME_MS, LAST_FRAME_MS = 120, 2000
+FRAME_MS, LAST_FRAME_MS = 180, 2000
 
 
 class Held(NamedTuple):
@@ -108,11 +109,13 @@ def _memory(axes: Axes, replay: Replay, units: Sequence[str], moment: float) -> 
     for column, unit in enumerate(units):
         seen, color = held(replay.spans, unit, moment), color_of(unit, units)
         edge, width = (INK, 2.2) if seen.computing else (color, 0.8)
-        axes.barh(0, 0.9, left=column, height=0.7, facecolor=CARD, edgecolor=edge, linewidth=width)
-        axes.barh(0, 0.9 * seen.parameters, left=column, height=0.7, color=color)
+        axes.add_patch(Rectangle((column, -0.35), 0.9 * seen.parameters, 0.7, color=color))
+        axes.add_patch(Rectangle((column, -0.35), 0.9, 0.7, fill=False, edgecolor=edge, linewidth=width))
         if seen.gradients:
             wide = 0.9 * seen.gradients
-            axes.barh(1, wide, left=column, height=0.5, facecolor=CARD, edgecolor=color, hatch="////")
+            axes.add_patch(
+                Rectangle((column, 0.75), wide, 0.5, facecolor=CARD, edgecolor=color, hatch="////")
+            )
         axes.text(column + 0.45, -0.6, unit, ha="center", color=INK)
     axes.set(xlim=(-0.05, len(units)), ylim=(1.5, -0.9), xticks=[])
     axes.set_yticks([0, 1], ["parameters", "gradients"])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 from fsdp_utils.collectives.events import COMPUTE, ROOT
 
@@ -96,16 +96,16 @@ def draw_bars(
         hatched: Tell kinds apart by hatching.
     """
     for bar in bars:
-        axes.barh(
-            lanes[bar.kind],
+        box = Rectangle(  # barh looks for new limits each time, which takes most of the time of a film
+            ((bar.start - begin) * scale, lanes[bar.kind] - 0.4),
             (bar.end - bar.start) * scale,
-            left=(bar.start - begin) * scale,
-            height=0.8,
-            color=color_of(bar.unit, units),
+            0.8,
+            facecolor=color_of(bar.unit, units),
             edgecolor=CARD,
             linewidth=0.6,
             hatch=HATCH.get(bar.kind) if hatched else None,
         )
+        axes.add_patch(box)
     axes.set_facecolor(CARD)
     axes.tick_params(length=0, colors=INK)
     axes.spines[:].set_visible(False)
