@@ -126,6 +126,13 @@ def test_a_collective_that_some_ranks_never_enter_ends_and_shows_where_each_stan
     assert "---->   2     dist.all_reduce(x)" in failed.traceback
     assert "rank 2 had finished the cell\nrank 3 had finished the cell" in failed.traceback
     assert "waits at most 1 s" in failed.traceback
+    four.run(
+        "%%ranks\nfrom torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "tensor = distribute_tensor(torch.ones(4), init_device_mesh('cpu', (4,)), [Shard(0)])"
+    )
+    failed = four.run("%%ranks --timeout 1\nif rank == 0:\n    tensor.full_tensor()")
+    assert "waits at most 1 s" in failed.traceback
     assert four.run(WHOLE).text == "all ranks | 4.0\n"
 
 

@@ -32,15 +32,17 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
         return {**found, "in_collective": False}
     own: list[str] = []
     library: list[str] = []
-    where, innermost = None, ""
+    files: list[str] = []  # of library code below the reader's last line
+    where = None
     for frame, line in walk_tb(error.__traceback__):
-        innermost = frame.f_code.co_filename
         place = _own_place(frame, source)
         if place is None:
+            files.append(frame.f_code.co_filename)
             if own:
                 library.append(f"    {_library_place(frame)}:{line} in {frame.f_code.co_name}")
             continue
         library.clear()  # of library code, show what lies below the reader's last line
+        files.clear()
         where = f"line {line}: {linecache.getline(frame.f_code.co_filename, line).strip()}"
         function = frame.f_code.co_name
         own.append(f"in {place}, line {line}" + ("" if function == "<module>" else f", in {function}"))
@@ -53,8 +55,16 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
     cause = error.__cause__
     if cause is not None:
         text += f"\ncaused by {type(cause).__name__}: {cause}"
-    in_collective = f"torch{os.sep}distributed" in innermost
-    return {"name": name, "message": message, "text": text, "where": where, "in_collective": in_collective}
+    found = {"name": name, "message": message, "text": text, "where": where}
+    return {**found, "in_collective": _is_collective(files)}
+
+
+def _is_collective(files: list[str]) -> bool:
+    """Whether torch.distributed raised, or an operator that it called; the files are of library code."""
+    distributed, operators = f"torch{os.sep}distributed", f"torch{os.sep}_ops.py"
+    return any(distributed in file for file in files) and (
+        distributed in files[-1] or files[-1].endswith(operators)
+    )
 
 
 def _own_place(frame: FrameType, source: str) -> str | None:
