@@ -613,7 +613,7 @@ lesson.check(ranks.get("problems")[0], [])
 # ## Next
 #
 # Whole parameters are under control now. The next thing to fill the memory is the activations, and what to
-# do about them is called activation checkpointing.
+# do about them is called activation checkpointing: [lesson 2](02_activation_checkpointing.ipynb).
 
 # %% [markdown]
 # ## Solutions

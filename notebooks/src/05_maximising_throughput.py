@@ -669,8 +669,8 @@ lesson.check(best_batch_size, trials)
 #
 # ## Next
 #
-# Here the strategy was ZeRO-2. In lesson 6 you compare the sharding strategies: what each of them keeps,
-# and what it sends.
+# Here the strategy was ZeRO-2. In [lesson 6](06_sharding_strategies.ipynb) you compare the sharding
+# strategies: what each of them keeps, and what it sends.
 
 # %% [markdown]
 # ## Solutions

@@ -782,8 +782,8 @@ shutil.rmtree(folder)
 # %% [markdown]
 # ## Next
 #
-# Lesson 9 fine-tunes a part of each gradient, and lesson 10 puts all of this into one training program. Both
-# are still to be written.
+# [Lesson 9](09_child_tuning.ipynb) fine-tunes a part of each gradient. Lesson 10, which is still to be written,
+# puts all of this into one training program.
 
 # %% [markdown]
 # ## Solutions
