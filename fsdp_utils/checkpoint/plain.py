@@ -49,9 +49,10 @@ def unpack(data: bytes) -> Any:
 
 def reason(error: Exception) -> str:
     """The line of torch.load's error that says what it met; the others advise to trust the file."""
-    lines = str(error).splitlines() or [""]
+    lines = str(error).splitlines()
     met = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler error" in line]
-    return (met or lines)[0].split("WeightsUnpickler error: ")[-1].split(". ")[0].strip()
+    found = (line.split("WeightsUnpickler error: ")[-1].split(". ")[0].strip() for line in met + lines)
+    return next(filter(None, found), type(error).__name__)
 
 
 def _culprit(value: Any, where: str = "") -> str:
