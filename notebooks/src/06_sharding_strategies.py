@@ -392,11 +392,11 @@ Markdown(page)
 
 # %% [markdown]
 # "On the wire" is what the link's own counter says. "By the recorder" is what `record_collectives` says
-# crosses the link, with one correction: gloo carries out a reduce-scatter as an all-reduce of the whole, so it
-# sends twice the least. That is why ZeRO-2 sends more than DDP there. NCCL has a reduce-scatter of its own.
+# crosses the link, with one correction: gloo carries out a reduce-scatter as an all-reduce of the whole, and
+# so sends twice the least. That is why ZeRO-2 sends more than DDP there.
 #
-# On the slow links, bytes predict time. On the link without a limit they do not: there it is the work of the
-# two cores that takes the time.
+# On the slow links, bytes predict time. On the link without a limit they do not: there the link is not what
+# takes the time.
 #
 # ## Gradient accumulation
 #
