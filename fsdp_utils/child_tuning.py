@@ -93,6 +93,7 @@ class ChildTuningAdamW(AdamW):
         self._masks: dict[Tensor, Tensor] = {}  # given, and not yet in the state
         self._forget()
         super().__init__(params, lr, betas, eps, weight_decay, fused=fused)
+        self._step_supports_amp_scaling = False  # a gradient scaler unscales before the step
         if mode == "task":
             assert gradient_mask is not None
             self._masks = _assigned(gradient_mask, self.param_groups)
@@ -109,16 +110,13 @@ class ChildTuningAdamW(AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_own" not in self.__dict__:  # unpickled or copied
-            self._own = {name: self.param_groups[0][name] for name in _OWN}
-            self._masks = {}
+        for group in self.param_groups:  # AdamW's own state has none of this
+            for name, value in self._own.items():
+                group.setdefault(name, value)
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        for p, mask in self._masks.items():
-            if self.state.get(p):
-                self.state[p].setdefault(MASK, mask)
-        return super().__getstate__()
+        return {**super().__getstate__(), "_own": self._own, "_masks": self._masks}
 
     def state_dict(self) -> dict[str, Any]:
         """As AdamW's, with the masks as zeros and ones of the parameters' type, as AdamW loads them."""
@@ -129,9 +127,9 @@ class ChildTuningAdamW(AdamW):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As AdamW's; masks, mode, reserve_p and seed are those of the state."""
+        """As AdamW's; masks, mode, reserve_p and seed are those of the state, where it has them."""
+        self._masks |= {p: state[MASK] for p, state in self.state.items() if MASK in state}
         super().load_state_dict(state_dict)
-        self._forget()
         for p, state in self.state.items():
             if MASK in state:  # AdamW has cast it to the parameter's type
                 state[MASK] = state[MASK].to(torch.bool)

@@ -279,6 +279,8 @@ def test_a_closure_a_compiled_step_and_a_gradient_scaler() -> None:
     scaler.scale(loss_of(twin, batch_of(0))).backward()
     scaler.step(reference)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], reference.state[q]["exp_avg"])
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
     def closure() -> Tensor:
@@ -346,6 +348,29 @@ def test_a_resumed_run_is_the_run(mode: str) -> None:
     for name, p in straight.named_parameters():
         assert torch.equal(p, second.get_parameter(name)), name
         assert torch.equal(p, third.get_parameter(name)), name
+
+
+def test_masks_outlast_a_copy_before_the_first_step_and_a_state_of_adamw() -> None:
+    def made() -> tuple[nn.Parameter, ChildTuningAdamW]:
+        p = parameter(100)
+        masks = {"p": torch.arange(100) % 2 == 0}
+        return p, ChildTuningAdamW([("p", p)], mode="task", gradient_mask=masks)
+
+    _, optimizer = made()
+    copied = copy.deepcopy(optimizer)
+    (q,) = copied.param_groups[0]["params"]
+    q.grad = torch.ones(100)
+    copied.step()
+    p, optimizer = made()
+    optimizer.step()
+    plain = torch.optim.AdamW([parameter(100)], weight_decay=0.0)
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())
+    before = p.detach().clone()
+    optimizer.state[p]["exp_avg"].zero_()
+    optimizer.step()
+    for moved in (copied.state[q]["exp_avg"] != 0, p != before):
+        assert torch.equal(moved, torch.arange(100) % 2 == 0)
 
 
 # ---- on ranks ------------------------------------------------------------------------------------------
