@@ -105,10 +105,10 @@ trace = record(fsdp2())
 # %%
 # %%ranks 0
 print(trace.summary())
-assert trace.bytes_by_kind() == {
-    "all_gather": 2 * sum(trace.unit_bytes.values()),           # forward and backward
-    "reduce_scatter": sum(trace.unit_bytes.values()),
-}
+kinds = trace.bytes_by_kind()
+assert kinds["all_gather"] == 2 * kinds["reduce_scatter"]       # forward and backward
+padding = kinds["reduce_scatter"] - sum(trace.unit_bytes.values())
+assert padding == 0 or (64 % world and padding > 0)             # on 3 ranks, 64 rows are padded to 66
 
 # %% [markdown]
 # Four units, each gathered twice and reduced once. The root has no parameters of its own, so it is no unit.
@@ -316,7 +316,7 @@ plots.show(pre, alt="Replay with BACKWARD_PRE: no gaps.")
 # %% jupyter={"source_hidden": true}
 def film(name, title):
     picture = replays[name].animate(title=f"replay of one step: {title}", frames=24)
-    return Image(picture, format="gif", alt=f"Film of one replayed step: {title}.")
+    return Image(picture, format="png", alt=f"Film of one replayed step: {title}.")
 
 
 film("None", "backward_prefetch=None")
