@@ -180,7 +180,7 @@ def test_the_film_shows_units_gathered_and_freed():
     assert seen[6.0].gradients == 0.5
     film = replay.animate(title="a replay", frames=5)
     picture = Image.open(io.BytesIO(film))
-    assert (picture.format, picture.n_frames) == ("GIF", 5)
+    assert (picture.format, picture.n_frames) == ("PNG", 5)
     with pytest.raises(ValueError, match="at least 1 FSDP unit and 2 frames, found 2 and 1"):
         replay.animate(frames=1)
     with pytest.raises(ValueError, match="DDP gathers and frees nothing"):

@@ -32,7 +32,7 @@ class Held(NamedTuple):
 
 
 def film(replay: Replay, *, title: str, frames: int) -> bytes:
-    """Draw a replay as an animated GIF.
+    """Draw a replay as an animated PNG.
 
     Args:
         replay: Of one step, with at least one FSDP unit.
@@ -40,7 +40,7 @@ def film(replay: Replay, *, title: str, frames: int) -> bytes:
         frames: How many pictures, at least 2.
 
     Returns:
-        The GIF.
+        The PNG.
 
     Raises:
         ValueError: there is no unit to show, or there are too few frames.
@@ -59,7 +59,7 @@ def film(replay: Replay, *, title: str, frames: int) -> bytes:
     file = io.BytesIO()
     small[0].save(
         file,
-        "GIF",
+        "PNG",
         save_all=True,
         append_images=small[1:],
         duration=[FRAME_MS] * (frames - 1) + [LAST_FRAME_MS],

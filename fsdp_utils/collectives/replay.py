@@ -85,7 +85,7 @@ class Replay:
             frames: How many pictures.
 
         Returns:
-            An animated GIF.
+            An animated PNG, which shows wherever a PNG does.
 
         Raises:
             ImportError: matplotlib or Pillow is not installed (`pip install "fsdp_utils[notebooks]"`).
