@@ -236,7 +236,8 @@ for name in names:
     strategies[name] = (lambda name=name: fsdp1(name), adamw)
     losses, _, trace = train(name)
     torch.testing.assert_close(losses, results[name][0], rtol=1e-5, atol=1e-6)
-    assert trace.bytes_by_kind() == results[name][2].bytes_by_kind()
+    if 64 % world == 0:                                         # else the two pad differently
+        assert trace.bytes_by_kind() == results[name][2].bytes_by_kind()
 strategies = fsdp2_strategies
 print("FSDP1: the same losses, and the same number of bytes in each kind of collective")
 
@@ -310,8 +311,8 @@ def share(n):
 
 ring = share(world) * P
 total = {name: sum(links.values()) for name, links in sent.items()}
-assert total["DDP"] == 2 * ring                                  # one all-reduce
-assert total["ZeRO-1"] == 3 * ring                               # an all-reduce, and broadcasts of parameters
+assert abs(total["DDP"] - 2 * ring) < 1                          # one all-reduce
+assert abs(total["ZeRO-1"] - 3 * ring) < 1                       # an all-reduce, and broadcasts of parameters
 padded = results["FULL_SHARD"][2].bytes_by_kind()["reduce_scatter"] / P  # 1, or a little more: padding
 assert abs(total["ZeRO-2"] - 2 * ring * padded) < 1              # an all-gather and a reduce-scatter
 assert abs(total["FULL_SHARD"] - 3 * ring * padded) < 1          # two all-gathers and a reduce-scatter
