@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from benchmarks import gpu_parts
 from fsdp_utils.notebook import lesson
 
 CLAIM = {
@@ -48,6 +49,12 @@ def test_claims_stand_beside_what_was_measured_and_recorded(tmp_path):
     (folder / "recorded" / "speed.json").write_text(json.dumps(recording))
     text = lesson.claims(2, {"twice-as-fast": "1.3 times"}, folder=folder).data
     assert "1.88 times (H200, torch 2.13.0, 2025-11-21)" in text
+
+
+def test_a_claim_that_one_gpu_cannot_show_says_so(tmp_path):
+    claim = {key: value for key, value in CLAIM.items() if key != "recorded"} | {"several_gpus": True}
+    shown = lesson.claims(2, {claim["id"]: "order only"}, folder=folder_with(tmp_path, claim)).data
+    assert "| order only | takes several GPUs |" in shown
 
 
 def test_a_claim_that_needs_no_gpu_says_so(tmp_path):
@@ -129,7 +136,8 @@ def test_every_claim_is_complete_and_names_a_cell_of_its_lesson():
     claims = lesson.read_claims()
     assert len({claim["id"] for claim in claims}) == len(claims)
     for claim in claims:
-        assert REQUIRED <= set(claim) <= REQUIRED | {"hardware", "recorded"}, claim
+        assert REQUIRED <= set(claim) <= REQUIRED | {"hardware", "recorded", "several_gpus"}, claim
+        assert claim.get("recorded", {"part": "memory"})["part"] in gpu_parts.NAMES, claim
         sources = sorted((lesson.NOTEBOOKS / "src").glob(f"{claim['lesson']:02d}_*.py"))
         assert len(sources) == 1, claim
         assert f'"{claim["cell"]}"' in sources[0].read_text(encoding="utf-8"), claim

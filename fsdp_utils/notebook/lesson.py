@@ -81,6 +81,8 @@ def _claimed(claim: Mapping[str, Any]) -> str:
 
 
 def _recorded(claim: Mapping[str, Any], folder: Path) -> str:
+    if claim.get("several_gpus"):
+        return "takes several GPUs"
     if "recorded" not in claim:
         return "not needed"
     path = folder / "recorded" / f"{claim['recorded']['part']}.json"

@@ -541,7 +541,7 @@ listed = ranks.get("listed")[0]
 lesson.claims(
     1,
     {
-        "faster": "Speed takes several GPUs, and is not measured here. A CPU can show the causes: "
+        "faster": "Not measured: speed takes several GPUs. A CPU can show the causes: "
         f"{gathers['by block']} all_gathers in a step, by size {gathers['by size']}; "
         f"{whole['by block']:.0%} of the model whole at once, as one unit {whole['one unit']:.0%}.",
         "communication-efficient": f"In the number of collectives, {gathers['by block']} instead of "

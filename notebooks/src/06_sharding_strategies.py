@@ -614,7 +614,7 @@ lesson.check(saved, parts)
 #
 # ## Next
 #
-# Fewer bytes by smaller numbers: mixed precision. That is lesson 7.
+# Fewer bytes by smaller numbers: mixed precision. That is [lesson 7](07_mixed_precision.ipynb).
 
 # %% [markdown]
 # ## Solutions

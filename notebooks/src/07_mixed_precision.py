@@ -381,8 +381,7 @@ torch.testing.assert_close(fsdp, hand, rtol=2e-2, atol=1e-3)
 # ## Can this machine train in bf16?
 #
 # `torch.cuda.is_bf16_supported()` also says yes where bf16 is emulated. `bf16_support` asks for the
-# hardware, and
-# tries a real all-reduce over all ranks. Its answer depends on your machine:
+# hardware, and tries a real all-reduce over all ranks. Its answer depends on your machine:
 
 # %% tags=["nbval-ignore-output"]
 # %%ranks
@@ -395,8 +394,7 @@ assert support.ready == (support.compute == "native" and support.network is not 
 
 # %% [markdown]
 # And what would it say elsewhere? These are **stand-ins**: facts about devices that are not here, given to
-# the
-# same judgement. NCCL needs version 2.10 for bf16.
+# the same judgement. NCCL needs version 2.10 for bf16.
 
 # %% tags=["checker"]
 from fsdp_utils.bf16_facts import DeviceFacts, judge, judge_nccl
@@ -406,9 +404,9 @@ answers = {}
 for name, capability in gpus.items():
     facts = DeviceFacts("cuda", name, capability=capability, cuda=(12, 8), nccl=(2, 27, 5))
     answers[name], reasons = judge(facts)
-    print(f"{name:11} {answers[name]:9} {reasons[0][:76]}")
+    print(f"{name:11} {answers[name]:9} {reasons[0].split(' (')[0]}")
 old = DeviceFacts("cuda", "A100", capability=(8, 0), cuda=(11, 1), nccl=(2, 8, 3))
-print("old NCCL   ", judge_nccl(old)[:60])
+print("old NCCL   ", judge_nccl(old).split(". ")[0])
 assert [name for name, answer in answers.items() if answer == "native"] == ["A100", "L4", "H100"]
 
 # %% [markdown]
@@ -457,6 +455,11 @@ lesson.check(two_dtypes, ("bfloat16", "float32"))
 # - `reduce_dtype` is what gradients are added up in. In bf16 its error grows with the number of ranks.
 # - fp16 needs a scaler; bf16 does not.
 # - Ask `bf16_support` before you rely on bf16.
+#
+# ## Next
+#
+# What a rank has trained has to be on a disk before the rank is lost. When the model is too large for one file,
+# every rank writes its own part: [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 
 # %% [markdown]
 # ## Solutions
