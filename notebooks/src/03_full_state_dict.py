@@ -788,8 +788,8 @@ shutil.rmtree(folder)
 # %% [markdown]
 # ## Next
 #
-# [Lesson 4](04_backward_prefetch.ipynb) returns to speed: in which order does FSDP gather? How a model is saved
-# that is too large for one host is [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
+# [Lesson 4](04_backward_prefetch.ipynb) returns to speed: in which order does FSDP gather? How a model is
+# saved that is too large for one host is [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 
 # %% [markdown]
 # ## Solutions

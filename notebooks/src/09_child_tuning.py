@@ -539,8 +539,8 @@ lesson.check(lora_parameters, sizes)
 #
 # ## Next
 #
-# Lesson 10, which is still to be written, puts all of this into one training program. What the CPU does ahead of
-# the GPU is [lesson 11](11_rate_limiter.ipynb).
+# Lesson 10, which is still to be written, puts all of this into one training program. What the CPU does
+# ahead of the GPU is [lesson 11](11_rate_limiter.ipynb).
 
 # %% [markdown]
 # ## Solutions
