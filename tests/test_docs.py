@@ -87,7 +87,11 @@ def test_make_commands_are_targets(document: Path) -> None:
     assert named <= targets
 
 
-@pytest.mark.parametrize("snippet", fences(ROOT / "README.md", "python"), ids=["run_on_ranks", "shard"])
+@pytest.mark.parametrize(
+    "snippet",
+    fences(ROOT / "README.md", "python"),
+    ids=["run_on_ranks", "shard", "checkpoint", "collectives", "memory"],
+)
 def test_snippet_of_the_readme_prints_what_it_says(snippet: str, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
     script.write_text(snippet)
