@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from fsdp_utils._names import WRAPPED, plain_name
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# Wrappers that stand where a module stood: FSDP1, activation checkpointing, torch.compile.
-_WRAPPED_IN = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 # A repeated class with less than this share of the parameters in blocks is not worth units of its own.
 SMALL = 0.1
 
@@ -67,7 +67,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, bool]]:
         contained = [unwrapped(child) for child in _contained(module)]
         for child_name, wrapped in module.named_children():
-            name, child = join(prefix, child_name), unwrapped(wrapped)
+            name, child = plain_name(prefix, child_name), unwrapped(wrapped)
             if child in named:
                 yield name, child, True
             elif child in contained and counts[_class_of(child)] > 1 and named.isdisjoint(child.modules()):
@@ -92,7 +92,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    for name in _WRAPPED_IN:
+    for name in WRAPPED:
         if name in module._modules:
             return unwrapped(module._modules[name])  # pyright: ignore[reportArgumentType]
     return module
@@ -110,9 +110,9 @@ def outermost(
     """The blocks by name, as they stand in the model: a checkpoint wrapper around one belongs to it."""
     for name, child in model.named_children():
         if isinstance(unwrapped(child), classes):
-            yield join(prefix, name), child
+            yield plain_name(prefix, name), child
         else:
-            yield from outermost(child, classes, join(prefix, name))
+            yield from outermost(child, classes, plain_name(prefix, name))
 
 
 # ---- finding units ---------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, int]]:
             if module._handle is not None:  # None: all its parameters are in units within
                 flat = module._handle.flat_param
                 unit.sizes.update(
-                    {join(name, fqn): n for fqn, n in zip(flat._fqns, flat._numels, strict=True)}
+                    {plain_name(name, fqn): n for fqn, n in zip(flat._fqns, flat._numels, strict=True)}
                 )
         elif isinstance(module, FSDPModule):
             # Modules that were sharded together, as a list, have one state and are one unit.
@@ -147,9 +147,9 @@ def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, int]]:
                     continue
                 seen.add(parameter)
                 sizes = loose if unit is None else unit.sizes
-                sizes[join(name, parameter_name)] = parameter.numel()
+                sizes[plain_name(name, parameter_name)] = parameter.numel()
         for child_name, child in module.named_children():
-            walk(child, join(name, child_name), unit)
+            walk(child, plain_name(name, child_name), unit)
 
     walk(model, "", None)
     return list(units.values()), loose
@@ -162,8 +162,3 @@ def sizes_of(units: list[Unit]) -> dict[str, int]:
 def within(module: str, sizes: dict[str, int]) -> dict[str, int]:
     """The parameters of the module of that name."""
     return {name: size for name, size in sizes.items() if name.startswith(f"{module}.")}
-
-
-def join(*names: str) -> str:
-    parts = ".".join(names).split(".")
-    return ".".join(part for part in parts if part and part not in _WRAPPED_IN)

@@ -8,13 +8,13 @@ from torch.distributed.tensor import DTensor
 from fsdp_utils._blocks import (
     SMALL,
     Unit,
-    join,
     outermost,
     sizes_of,
     transformer_block_classes,
     units_of,
     within,
 )
+from fsdp_utils._names import plain_name
 
 
 def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
@@ -95,7 +95,7 @@ def _share(part: dict[str, int], whole: dict[str, int]) -> float:
 def _check_ties(model: nn.Module, units: list[Unit], fsdp2: bool) -> list[str]:
     unit_of = {name: unit.name or "the root" for unit in units for name in unit.sizes}
     pairs = {
-        tuple(sorted((join(prefix, target), join(prefix, source))))
+        tuple(sorted((plain_name(prefix, target), plain_name(prefix, source))))
         for prefix, module in model.named_modules()
         # transformers: which names are one parameter. Under one unit only one of them is left.
         for target, source in getattr(module, "all_tied_weights_keys", {}).items()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+from fsdp_utils._names import plain_name
+
 _FLAT = "_flat_param"
 
 
@@ -70,16 +71,9 @@ def as_dtensor(part: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def clean(name: str) -> str:
-    """A parameter's name without what FSDP1, activation checkpointing and torch.compile add to it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def member_names(name: str, place: Place) -> list[str]:
     """The names of the parameters inside FSDP1's flat one, which is called `name`."""
-    unit = clean(name).removesuffix(_FLAT)
+    unit = plain_name(name).removesuffix(_FLAT)
     return [unit + member.name for member in place.members]
 
 

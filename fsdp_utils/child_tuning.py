@@ -10,7 +10,8 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import AdamW, adamw
 
-from fsdp_utils.child_layout import Place, as_dtensor, clean, local, member_names, places
+from fsdp_utils._names import plain_name
+from fsdp_utils.child_layout import Place, as_dtensor, local, member_names, places
 from fsdp_utils.child_masks import PAGE
 from fsdp_utils.child_scratch import Plan, Scratch
 from fsdp_utils.fisher import fisher_mask
@@ -290,7 +291,7 @@ def _assigned(given: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> dict
                     part = _part(inner, wanted.pop(inner), inner_place, (member.numel,))
                     masks[p][member.start : member.start + member.numel] = part
             continue
-        aliases = (name, clean(name), clean(name).removeprefix("module."))
+        aliases = (name, plain_name(name), plain_name(name).removeprefix("module."))
         alias = next((alias for alias in aliases if alias in wanted), None)
         if alias is None:
             continue
@@ -304,7 +305,7 @@ def _assigned(given: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> dict
         raise ValueError(
             f"ChildTuningAdamW: gradient_mask names {', '.join(sorted(wanted)[:3])}"
             f"{' and others' if len(wanted) > 3 else ''}, which the optimizer does not have. Expected names "
-            f"of its parameters, such as {clean(next(iter(named)))}."
+            f"of its parameters, such as {plain_name(next(iter(named)))}."
         )
     return masks
 

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_utils.child_layout import Place, as_dtensor, clean, local, member_names, places
+from fsdp_utils._names import plain_name
+from fsdp_utils.child_layout import Place, as_dtensor, local, member_names, places
 
 __all__ = ["fisher_mask"]
 
@@ -75,7 +76,7 @@ def fisher_mask(
     bad = [bool(total.isfinite().all().logical_not()) for total in fisher]
     bad = ranks.sum(torch.tensor(bad, dtype=torch.int64)).tolist()
     if any(bad):
-        names = [clean(name) for name, found in zip(named, bad, strict=True) if found]
+        names = [plain_name(name) for name, found in zip(named, bad, strict=True) if found]
         raise ValueError(
             f"fisher_mask: expected finite gradients, found others in {', '.join(names[:3])}"
             f"{' and others' if len(names) > 3 else ''}. Lower the loss's scale, or compute in fp32 or bf16."
@@ -84,7 +85,7 @@ def fisher_mask(
     strip = "module." if isinstance(model, DistributedDataParallel) else ""
     result = {}
     for (name, p), place, mask in zip(named.items(), where, masks, strict=True):
-        name = clean(name.removeprefix(strip))
+        name = plain_name(name.removeprefix(strip))
         if place.members:
             for member, inner in zip(place.members, member_names(name, place), strict=True):
                 result[inner] = mask[member.start : member.start + member.numel]

@@ -9,6 +9,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp._common_utils import _get_param_to_fqns
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_utils._names import plain_name
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of the wrappers that are modules of their own."""
@@ -53,9 +55,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def clean(model: nn.Module, name: str) -> str:
     """The name without what wrappers add to it."""
-    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.") if isinstance(model, DistributedDataParallel) else name
+    plain = plain_name(name)
+    return plain.removeprefix("module.") if isinstance(model, DistributedDataParallel) else plain
 
 
 def has_fsdp1(model: nn.Module) -> bool:

@@ -19,10 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_utils._names import plain_name
 from fsdp_utils.collectives.events import ROOT
-
-# Wrappers that stand where a module stood: FSDP1, activation checkpointing, torch.compile.
-WRAPPED_IN = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 class Listener(Protocol):
@@ -85,7 +83,7 @@ def is_distributed(model: nn.Module) -> bool:
 
 def find_units(model: nn.Module) -> list[Unit]:
     """The model's FSDP units that hold parameters, the root's first if it holds any."""
-    names = {module: _clean(name) for name, module in model.named_modules()}
+    names = {module: plain_name(name) for name, module in model.named_modules()}
     units = []
     seen: set[int] = set()
     for module, name in names.items():
@@ -129,11 +127,6 @@ def _groups(module: FSDPModule) -> list[Any]:
         return list(state._fsdp_param_groups or [])
     group = state._fsdp_param_group
     return [] if group is None else [group]
-
-
-def _clean(name: str) -> str:
-    parts = [part for part in name.split(".") if part not in WRAPPED_IN]
-    return ".".join(parts)
 
 
 def parents(model: nn.Module, units: list[Unit]) -> set[str]:
