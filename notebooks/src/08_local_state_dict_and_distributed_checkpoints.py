@@ -609,8 +609,7 @@ assert all(isinstance(by_ours, str) and untouched for by_ours, untouched in safe
 # no number at all, the low bit nothing that one would notice, and the mixture of two steps looks like a
 # checkpoint of some step between.
 #
-# What ours says, word for word. Cut out are the hashes, and sizes that depend on the name of your temporary
-# directory.
+# What ours says, word for word. Cut out are the hashes, and the sizes of `.metadata`.
 
 # %% tags=["words"]
 def shortened(text):
