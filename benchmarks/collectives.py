@@ -37,7 +37,7 @@ def build(way: str) -> nn.Module:
     layers = nn.ModuleList(
         nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(LAYERS)
     )
-    model = nn.Sequential(*layers, nn.Linear(WIDTH, 100))
+    model = nn.Sequential(*layers, nn.Flatten(0, 1), nn.Linear(WIDTH, 100))  # torch warns of a view
     if way == "FSDP2":
         for layer in layers:
             fully_shard(layer)
