@@ -1,5 +1,6 @@
 """load_full: ranks that do not read the file never hold much more than their shard."""
 
+import ctypes
 import gc
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def load(path: Path, small: Path) -> tuple[int, int]:
     save_full(small, *build(1, 1.0))
     load_full(small, *build(1, None))  # what is imported and connected once is no part of a load
     gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # else the load takes what was freed here, and its peak is read too low
     before = status("VmRSS")
     model, optimizer = build(LAYERS, None)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew: proc(5)
