@@ -57,6 +57,16 @@ def test_a_claim_that_one_gpu_cannot_show_says_so(tmp_path):
     assert "| order only | takes several GPUs |" in shown
 
 
+def test_only_the_words_of_the_source_are_quoted(tmp_path):
+    def shown(claim):
+        return lesson.claims(2, {claim["id"]: "yes"}, folder=folder_with(tmp_path, claim)).data
+
+    assert f"“{CLAIM['claim']}”" in shown(CLAIM)
+    retold = shown(CLAIM | {"paraphrased": True})
+    assert CLAIM["claim"] in retold
+    assert "“" not in retold
+
+
 def test_a_claim_that_needs_no_gpu_says_so(tmp_path):
     claim = {key: value for key, value in CLAIM.items() if key != "recorded"}
     assert (
@@ -136,7 +146,7 @@ def test_every_claim_is_complete_and_names_a_cell_of_its_lesson():
     claims = lesson.read_claims()
     assert len({claim["id"] for claim in claims}) == len(claims)
     for claim in claims:
-        assert REQUIRED <= set(claim) <= REQUIRED | {"hardware", "recorded", "several_gpus"}, claim
+        assert REQUIRED <= set(claim) <= REQUIRED | {"hardware", "paraphrased", "recorded", "several_gpus"}, claim
         assert claim.get("recorded", {"part": "memory"})["part"] in gpu_parts.NAMES, claim
         sources = sorted((lesson.NOTEBOOKS / "src").glob(f"{claim['lesson']:02d}_*.py"))
         assert len(sources) == 1, claim

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import LlamaConfig
 
 from benchmarks.gpu_parts import Done, Result, Setting, workload
 from fsdp_utils import shard
@@ -22,27 +21,13 @@ def settings(tiny: bool, done: Done) -> list[Setting]:
     return [{"way": way} for way in DTYPES]
 
 
-def config(tiny: bool) -> LlamaConfig:
-    if tiny:
-        return workload.llama_config(True)
-    return LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        vocab_size=32000,
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
-
-
 def measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
     warm, steps, size, length = (1, 2, 1, 16) if tiny else (3, 15, 8, 1024)
     torch.backends.cuda.matmul.allow_tf32 = setting["way"] == "tf32"
     mesh = workload.join_fake_group(device)
     dtype = DTYPES[setting["way"]]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    llama = config(tiny)
+    llama = workload.llama_config(tiny, layers=24, width=1024)  # 0.37 billion parameters
     model = shard(workload.on_meta(llama), mesh=mesh, mp_policy=policy)
     workload.fill(model, device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

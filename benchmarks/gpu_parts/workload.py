@@ -51,9 +51,9 @@ def vit_config(tiny: bool) -> ViTConfig:
     )
 
 
-def llama_config(tiny: bool, layers: int = 16) -> LlamaConfig:
-    """A Llama of 0.95 billion parameters, with 16 layers."""
-    width = 64 if tiny else 2048
+def llama_config(tiny: bool, layers: int = 16, width: int = 2048) -> LlamaConfig:
+    """A Llama: of 0.95 billion parameters, unless told otherwise."""
+    width = 64 if tiny else width
     return LlamaConfig(
         hidden_size=width,
         intermediate_size=width * 11 // 4,

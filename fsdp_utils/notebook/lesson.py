@@ -77,7 +77,8 @@ def read_claims(folder: Path = NOTEBOOKS) -> list[dict[str, Any]]:
 
 def _claimed(claim: Mapping[str, Any]) -> str:
     context = ", ".join(str(claim[field]) for field in ("when", "hardware") if claim.get(field))
-    return f"“{claim['claim']}” [{claim['who']}]({claim['url']}), {context}"
+    words = claim["claim"] if claim.get("paraphrased") else f"“{claim['claim']}”"
+    return f"{words} [{claim['who']}]({claim['url']}), {context}"
 
 
 def _recorded(claim: Mapping[str, Any], folder: Path) -> str:

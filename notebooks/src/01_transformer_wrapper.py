@@ -17,7 +17,7 @@ lesson.card(
     ],
     needs="[lesson 0](00_fsdp_from_scratch.ipynb): ranks, shards, units, all_gather · no GPU",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a minute to run on 2 cores (Intel Xeon, 2.5 GHz) · 25 minutes to read",
+    takes="a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
     video="[Transformer wrapper](https://www.loom.com/share/2cc2633fa69940789f7f886cbe1fef79), 2022. "
     "Since then: FSDP2 has no wrapping policy. You call `fully_shard` on each block, then on the model.",
 )

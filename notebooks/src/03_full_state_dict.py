@@ -17,7 +17,7 @@ lesson.card(
     ],
     needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a minute to run on 2 cores (Intel Xeon, 2.5 GHz) · 25 minutes to read",
+    takes="a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
     video="[FULL_STATE_DICT](https://www.loom.com/share/97fb9a52037b4834a99a142d30ce6ee6), 2022. Since then: "
     "`get_state_dict` and `set_state_dict`, and two mistakes in the video's code, shown and mended here.",
 )

@@ -18,7 +18,7 @@ lesson.card(
     ],
     needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU: what needs one is simulated, and called so",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a minute to run on 2 cores (Intel Xeon, 2.5 GHz) · 20 minutes to read",
+    takes="a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
     video="[watch](https://www.loom.com/share/2dd1bb59468640df876578835603d0a7). Since then: "
     "`Memory_Maximizer` looks at all ranks and forgets earlier trials, and PyTorch has expandable segments.",
 )

@@ -18,7 +18,7 @@ lesson.card(
     ],
     needs="[lesson 3](03_full_state_dict.ipynb) · no GPU",
     ranks="jobs of 4, 3 and 1 ranks, on the CPU. With `FSDP_RANKS=3` or 2 the first has as many.",
-    takes="a minute to run on 2 cores (Intel Xeon, 2.5 GHz) · 30 minutes to read",
+    takes="a minute to run on 2 cores (AMD EPYC) · 30 minutes to read",
     video="[LOCAL_STATE_DICT](https://www.loom.com/share/be15a814a28145b9aebbaac683a44e3b), 2022. "
     "Since then: sharded state dicts are made of DTensors, and load on any number of ranks.",
 )
