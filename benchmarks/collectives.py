@@ -41,7 +41,8 @@ def build(way: str) -> nn.Module:
     if way == "FSDP2":
         for layer in layers:
             fully_shard(layer)
-        return fully_shard(model)
+        fully_shard(model)
+        return model
     if way == "FSDP1":
         policy = ModuleWrapPolicy({nn.TransformerEncoderLayer})
         return FSDP(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))

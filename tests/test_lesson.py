@@ -146,7 +146,9 @@ def test_every_claim_is_complete_and_names_a_cell_of_its_lesson():
     claims = lesson.read_claims()
     assert len({claim["id"] for claim in claims}) == len(claims)
     for claim in claims:
-        assert REQUIRED <= set(claim) <= REQUIRED | {"hardware", "paraphrased", "recorded", "several_gpus"}, claim
+        assert REQUIRED <= set(claim) <= REQUIRED | {"hardware", "paraphrased", "recorded", "several_gpus"}, (
+            claim
+        )
         assert claim.get("recorded", {"part": "memory"})["part"] in gpu_parts.NAMES, claim
         sources = sorted((lesson.NOTEBOOKS / "src").glob(f"{claim['lesson']:02d}_*.py"))
         assert len(sources) == 1, claim
