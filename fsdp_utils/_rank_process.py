@@ -100,7 +100,8 @@ def _be_rank(rank: int, job: Job) -> None:
     if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed has still shown its prints
+        # A rank that is killed has still shown its prints; a line arrives whole, under PYTHONUNBUFFERED too.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // job.world_size))
     dist.init_process_group(

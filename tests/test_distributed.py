@@ -564,6 +564,26 @@ def test_ctrl_c_in_the_caller_ends_the_ranks(tmp_path: Path, traces: Path) -> No
     wait_until(lambda: not alive(traces))
 
 
+def test_prints_of_ranks_arrive_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "PYTHONUNBUFFERED", "1"
+    )  # many containers set it; each part of a print is then a write
+    caller = script(
+        tmp_path,
+        """
+        from fsdp_utils import run_on_ranks
+
+        def fn():
+            for _ in range(300):
+                print(*"abcdefgh")
+
+        run_on_ranks(fn)
+        """,
+    )
+    out, err = caller.communicate(timeout=100)
+    assert (out.splitlines(), err) == (["a b c d e f g h"] * 600, "")
+
+
 def test_a_killed_caller_takes_all_with_it(tmp_path: Path, traces: Path) -> None:
     caller = script(tmp_path, HANGING_SCRIPT.format(traces=str(traces)))
     wait_until(lambda: len(list(traces.iterdir())) == 6)

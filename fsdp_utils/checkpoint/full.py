@@ -32,6 +32,7 @@ from fsdp_utils.checkpoint.put import (
 from fsdp_utils.checkpoint.save import describe
 from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
 
+_CPU = torch.device("cpu")
 _END_OF_ZIP = b"PK\x05\x06"
 _END_BYTES = 22  # of the record that ends a zip file, without the comment that may follow
 
@@ -134,9 +135,8 @@ def load_full(
 
     Returns:
         The plain state that was saved. A value that differed between ranks comes back to the rank that saved
-        it,
-        when there are as many ranks as then; otherwise as a PerRank, the list of all values by the rank that
-        saved them.
+        it, when there are as many ranks as then; otherwise as a PerRank, the list of all values by the rank
+        that saved them.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
@@ -186,20 +186,18 @@ def load_full(
 
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
 
-        def receive(key: str, device: torch.device | None = None) -> Tensor:
-            dtype, shape = specs[key]
-            return _sent(ranks, tensors.get(key), dtype, shape, device or torch.device("cpu"))
+        sent = _Sent(ranks, tensors, specs)
 
         if units:
-            fill_model(model, units, receive)
+            fill_model(model, units, sent.tensor)
             put_extra(model, head["extra"])
             if optimizer is not None:
-                fill_optimizer(model, units, optimizer, saved, receive)
+                fill_optimizer(model, units, optimizer, saved, sent.tensor)
                 put_groups(model, optimizer, saved)
         else:
             for key in [*wanted.tensors, *buffers]:
                 target = wanted.tensors[key] if key in wanted.tensors else buffers[key]
-                _place(receive(key, target.device), target)
+                _place(sent.tensor(key, target.device), target)
             wanted.extra = head["extra"]
             put_model(model, wanted)
             if optimizer is not None:
@@ -211,18 +209,34 @@ def load_full(
     }
 
 
-def _sent(
-    ranks: Ranks, tensor: Tensor | None, dtype: torch.dtype, shape: torch.Size, device: torch.device
-) -> Tensor:
-    """Rank 0's tensor, on every rank's device."""
-    tensor = (
-        torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.to(device).contiguous()
-    )
-    if ranks.distributed and tensor.numel():
-        # As bytes: gloo does not know every dtype. GPUs send through the training's own group.
-        data = tensor.reshape(-1).view(torch.uint8)
-        dist.broadcast(data, src=0, group=ranks.group if device.type == "cpu" else None)
-    return tensor
+class _Sent:
+    """Rank 0's tensors, one after the other on every rank. The others receive all of them in one place."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        tensors: dict[str, Tensor],  # on rank 0
+        specs: dict[str, tuple[torch.dtype, torch.Size]],
+    ) -> None:
+        self._ranks, self._tensors, self._specs = ranks, tensors, specs
+        self._bytes = max((dtype.itemsize * shape.numel() for dtype, shape in specs.values()), default=0)
+        self._places: dict[torch.device, Tensor] = {}
+
+    def tensor(self, key: str, device: torch.device = _CPU) -> Tensor:
+        """A whole tensor on every rank, there until the next one is asked for."""
+        if self._ranks.rank == 0:
+            tensor = self._tensors[key].to(device).contiguous()
+        else:
+            dtype, shape = self._specs[key]
+            # A new tensor each time would leave gaps in the heap that add up.
+            if device not in self._places:
+                self._places[device] = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+            tensor = self._places[device][: dtype.itemsize * shape.numel()].view(dtype).view(shape)
+        if self._ranks.distributed and tensor.numel():
+            # As bytes: gloo does not know every dtype. GPUs send through the training's own group.
+            data = tensor.reshape(-1).view(torch.uint8)
+            dist.broadcast(data, src=0, group=self._ranks.group if device.type == "cpu" else None)
+        return tensor
 
 
 @torch.no_grad()
