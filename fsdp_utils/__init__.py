@@ -24,6 +24,7 @@ _MODULE_OF = {
     "export_safetensors": "checkpoint",
     "load_distributed": "checkpoint",
     "load_full": "checkpoint",
+    "load_pretrained": "checkpoint",
     "save_distributed": "checkpoint",
     "save_full": "checkpoint",
     "verify_checkpoint": "checkpoint",

@@ -23,7 +23,7 @@ from fsdp_utils.checkpoint.snapshot import MODEL
 from fsdp_utils.checkpoint.storage import read_tensor
 from fsdp_utils.checkpoint.verify import newest, verify_checkpoint
 
-_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -133,7 +133,7 @@ def _model_specs(
     model = {key.removeprefix(MODEL): spec for key, spec in found.items() if key.startswith(MODEL)}
     if not model:
         raise CheckpointError(f"expected tensors under {MODEL!r}, found only {sorted(found)[:5]}")
-    unknown = {name: dtype for name, (dtype, _) in model.items() if dtype not in _NAMES}
+    unknown = {name: dtype for name, (dtype, _) in model.items() if dtype not in DTYPE_NAMES}
     if unknown:
         raise CheckpointError(f"expected dtypes that safetensors has, found {unknown}")
     return {name: spec for name, spec in model.items() if name not in tied}
@@ -157,7 +157,7 @@ def _write(path: Path, names: list[str], source: _Source, progress: Progress) ->
     for name in names:
         dtype, shape = source.specs[name]
         end = offset + _bytes(source.specs[name])
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight

@@ -1,0 +1,351 @@
+"""load_pretrained: safetensors into shards, on ranks that never hold more than theirs."""
+
+import ctypes
+import gc
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_utils import CheckpointError, load_pretrained, run_on_ranks
+from fsdp_utils.checkpoint.materialise import materialise
+from tests.checkpoints import WORDS, Block, Net, outcome
+
+WIDTH, LAYERS = 1024, 16  # 64 MiB of parameters, 32 MiB for each of two ranks
+TENSOR = 4 * WIDTH**2  # bytes of one
+
+
+# ---- the models, and their folders ------------------------------------------------------------------
+
+
+class Resets(Block):
+    """Says how its unsaved buffer comes about, as torch's own modules do."""
+
+    def reset_parameters(self) -> None:
+        assert self.up.weight.numel() == 7 * 6
+        self.cache.copy_(torch.arange(2.0))
+
+
+def net(block: type[Block] = Resets) -> Net:
+    model = Net()
+    model.blocks = nn.Sequential(block(6), block(6))
+    for one in model.blocks:
+        one.cache = torch.arange(2.0)
+    return model
+
+
+def on_meta(block: type[Block] = Resets) -> Net:
+    with torch.device("meta"):
+        return net(block)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+
+
+def write_net(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any] = lambda state: None) -> Path:
+    """In two files with an index; the tied head under its first name alone."""
+    torch.manual_seed(0)
+    state = state_of(net())
+    del state["head.weight"]
+    change(state)
+    folder.mkdir()
+    halves = {"a.safetensors": list(state)[:5], "b.safetensors": list(state)[5:]}
+    for file, names in halves.items():
+        save_file({name: state[name].contiguous() for name in names}, folder / file)
+    index = {"weight_map": {name: file for file, names in halves.items() for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def write_wide(folder: Path, layers: int, dtype: torch.dtype) -> Path:
+    folder.mkdir()
+    rows = torch.arange(WIDTH).unsqueeze(1) % 64 + torch.arange(WIDTH) % 64
+    save_file({f"{i}.weight": (rows + i).to(dtype) for i in range(layers)}, folder / "model.safetensors")
+    return folder
+
+
+# ---- on two ranks, started once ---------------------------------------------------------------------
+
+
+class Peak(NamedTuple):
+    peak: int
+    shard: int
+    right: bool
+
+
+def status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def wide(layers: int, dim: int) -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    for layer in model:
+        fully_shard(layer, shard_placement_fn=lambda param: Shard(dim))
+    return fully_shard(model)
+
+
+def peak_of(folder: Path, *, dim: int, cast: bool) -> Peak:
+    """Of the process, above what it was before the model was made."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # else the load takes what was freed here, and its peak is read too low
+    before = status("VmRSS")
+    model = wide(LAYERS, dim)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew: proc(5)
+    load_pretrained(folder, model, cast=cast)
+    peak = status("VmHWM") - before
+    shards = [param.to_local() for param in model.parameters()]
+    half = slice(WIDTH // 2 * dist.get_rank(), WIDTH // 2 * (dist.get_rank() + 1))
+    rows = torch.arange(WIDTH).unsqueeze(1) % 64 + torch.arange(WIDTH) % 64
+    expected = rows[half] if dim == 0 else rows[:, half]
+    right = all(torch.equal(shard, (expected + i).float()) for i, shard in enumerate(shards))
+    return Peak(peak, sum(shard.nbytes for shard in shards), right)
+
+
+def loaded(folder: Path, **options: Any) -> tuple[list[str], bool]:
+    """What differs from the unsharded model, and whether the tied weights still are one."""
+    torch.manual_seed(0)
+    plain, model = net(), on_meta()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    load_pretrained(folder, model)
+    found = {
+        name: t.full_tensor() if isinstance(t, DTensor) else t
+        for name, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    }
+    wanted = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
+    assert found.keys() == wanted.keys()
+    words = torch.arange(WORDS)
+    found["output"], wanted["output"] = model(words), plain(words)
+    differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    return differing, model.head.weight is model.embed.weight
+
+
+def columns_if_they_divide(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.dim() > 1 and param.shape[1] % 2 == 0 else None
+
+
+def hybrid(replicas: int, shards: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(model: Any) -> nn.Module:
+    return fully_shard(model)
+
+
+def run_all(folders: dict[str, Path], enough: bool) -> dict[str, Any]:
+    rank = dist.get_rank()
+    result: dict[str, Any] = {}
+    load_pretrained(folders["one layer"], wide(1, 1), cast=True)  # what is imported and connected once
+    if enough:
+        result["rows"] = peak_of(folders["fp32"], dim=0, cast=False)
+        result["columns"] = peak_of(folders["bf16"], dim=1, cast=True)
+    result["uneven"] = loaded(folders["net"])
+    result["rows and columns"] = loaded(folders["net"], shard_placement_fn=columns_if_they_divide)
+    result["hybrid"] = loaded(folders["net"], mesh=hybrid(2, 1))
+    result["hybrid, sharded"] = loaded(folders["net"], mesh=hybrid(1, 2))
+
+    real = sharded(net())
+    before = [param.to_local().clone() for param in real.parameters()]
+
+    def error(name: str, model: nn.Module | None = None, wait_s: float = 30.0) -> None:
+        result[name] = outcome(lambda: load_pretrained(folders[name], model or real, wait_s=wait_s)).error
+
+    for name in ("another model", "cut short"):
+        error(name)
+    folders["another folder"] = folders["net"] if rank == 0 else folders["another model"]
+    error("another folder")
+    folders["one rank"] = folders["net"]
+    if rank == 0:
+        error("one rank", wait_s=0.5)
+    dist.barrier()
+    result["untouched"] = all(
+        torch.equal(a, b.to_local()) for a, b in zip(before, real.parameters(), strict=True)
+    )
+    folders["trap"] = folders["net"]
+    error("trap", sharded(on_meta(Block)))
+    return result
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    tmp = tmp_path_factory.mktemp("folders")
+
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state["strange"] = torch.ones(2)
+        del state["blocks.1.up.bias"]
+        state["blocks.0.up.bias"] = torch.ones(8)
+        state["blocks.0.down.bias"] = state["blocks.0.down.bias"].bfloat16()
+
+    folders = {
+        "net": write_net(tmp / "net"),
+        "another model": write_net(tmp / "another", change),
+        "cut short": write_net(tmp / "cut"),
+        "one layer": write_wide(tmp / "one", 1, torch.bfloat16),
+    }
+    os.truncate(folders["cut short"] / "b.safetensors", 400)
+    if enough := Path("/proc/self/clear_refs").exists():
+        folders["fp32"] = write_wide(tmp / "fp32", LAYERS, torch.float32)
+        folders["bf16"] = write_wide(tmp / "bf16", LAYERS, torch.bfloat16)
+    return run_on_ranks(run_all, folders, enough, world_size=2, timeout=60)
+
+
+@pytest.mark.parametrize("way", ["rows", "columns"])
+def test_loading_takes_the_shard_and_one_tensor(by_rank: list[dict[str, Any]], way: str) -> None:
+    if way not in by_rank[0]:
+        pytest.skip("the peak is read from Linux's /proc")
+    for rank in by_rank:
+        peak, shard, right = rank[way]
+        assert right
+        assert shard == LAYERS * TENSOR // 2
+        assert peak > shard, "the peak is not that of the load"
+        # The whole model, or a second copy of the shard, would be 2.0 of it.
+        assert peak <= 1.3 * shard + TENSOR, f"{peak / 2**20:.0f} MiB, the shard has {shard / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("way", ["uneven", "rows and columns", "hybrid", "hybrid, sharded"])
+def test_every_shard_is_the_file_s_and_ties_hold(by_rank: list[dict[str, Any]], way: str) -> None:
+    for rank in by_rank:
+        assert rank[way] == ([], True)
+
+
+def same_error(by_rank: list[dict[str, Any]], name: str) -> str:
+    first, second = (rank[name] for rank in by_rank)
+    assert first == second
+    assert first is not None
+    return first
+
+
+def test_another_model_is_told_by_name_on_all_ranks(by_rank: list[dict[str, Any]]) -> None:
+    text = same_error(by_rank, "another model")
+    assert "blocks.1.up.bias: expected by the model, found in no file" in text
+    assert "blocks.0.up.bias: expected shape [7] (the model's), found [8] in a.safetensors" in text
+    assert "blocks.0.down.bias: expected torch.float32 (the model's), found torch.bfloat16" in text
+    assert "strange: expected by nothing in the model, found in b.safetensors" in text
+    assert "partly" not in text
+
+
+def test_a_file_that_was_cut_short_is_told_on_all_ranks(by_rank: list[dict[str, Any]]) -> None:
+    text = same_error(by_rank, "cut short")
+    assert "b.safetensors" in text
+    assert "cut short" in text
+
+
+def test_ranks_that_see_different_folders_say_so(by_rank: list[dict[str, Any]]) -> None:
+    text = same_error(by_rank, "another folder")
+    assert "expected the same content of the folder on all ranks" in text
+    assert "partly" not in text
+
+
+def test_a_rank_that_does_not_come_is_named(by_rank: list[dict[str, Any]]) -> None:
+    assert "missing: rank 1" in by_rank[0]["one rank"]
+
+
+def test_after_an_error_the_model_is_as_it_was(by_rank: list[dict[str, Any]]) -> None:
+    assert [rank["untouched"] for rank in by_rank] == [True, True]
+
+
+def test_a_buffer_that_nothing_computes_is_an_error(by_rank: list[dict[str, Any]]) -> None:
+    text = same_error(by_rank, "trap")
+    assert "blocks.0.cache of Block" in text
+    assert "reset_parameters()" in text
+
+
+# ---- in one process ---------------------------------------------------------------------------------
+
+
+def test_a_reset_that_does_nothing_does_not_pass_for_one() -> None:
+    model = on_meta()
+    model.blocks[0].reset_parameters = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.cache of Resets$|blocks\.0\.cache of Resets\."):
+        materialise(model, torch.device("cpu"))
+
+
+def test_buffers_that_were_not_on_meta_keep_their_values(tmp_path: Path) -> None:
+    model = on_meta(Block)
+    for block in model.blocks:
+        block.cache = torch.tensor([5.0, 6.0])
+    load_pretrained(write_net(tmp_path / "net"), model)
+    assert [block.cache.tolist() for block in model.blocks] == [[5.0, 6.0]] * 2
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_tied_weights_may_be_there_twice_if_they_are_equal(tmp_path: Path, equal: bool) -> None:
+    def twice(state: dict[str, torch.Tensor]) -> None:
+        state["head.weight"] = state["embed.weight"] + (0 if equal else 1)
+
+    folder, model = write_net(tmp_path / "net", twice), net()
+    if equal:
+        load_pretrained(folder, model)
+    else:
+        with pytest.raises(CheckpointError, match=r"expected head\.weight to equal embed\.weight"):
+            load_pretrained(folder, model)
+
+
+def test_ignore_leaves_aside_what_the_model_does_not_want(tmp_path: Path) -> None:
+    def more(state: dict[str, torch.Tensor]) -> None:
+        state["score.weight"] = torch.ones(3)
+
+    folder = write_net(tmp_path / "net", more)
+    with pytest.raises(CheckpointError, match=r"score\.weight: expected by nothing in the model"):
+        load_pretrained(folder, net())
+    load_pretrained(folder, net(), ignore=["score.*"])
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (None, r"expected a folder with model\.safetensors.*found no folder"),
+        ({}, r"found an empty one"),
+        ({"pytorch_model.bin": b"x"}, r"found \['pytorch_model\.bin'\]"),
+        ({"model.safetensors": b"version https://git-lfs"}, r"is something else, such as a pointer"),
+        ({"model.safetensors": b"\2\0\0\0\0\0\0\0{}more"}, r"expected 10 bytes by its header, found 14"),
+        ({"model.safetensors": b"\2\0\0\0\0\0\0\0[]"}, r"expected the header of a safetensors file"),
+        ({"model.safetensors.index.json": b"{}"}, r"expected JSON with a file for each tensor"),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "gone.safetensors"}}'},
+            r"gone\.safetensors: expected a safetensors file .* found none",
+        ),
+    ],
+)
+def test_a_folder_that_is_none_is_told(tmp_path: Path, files: dict[str, bytes] | None, told: str) -> None:
+    folder = tmp_path / "folder"
+    if files is not None:
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=told):
+        load_pretrained(folder, nn.Linear(1, 1))
+
+
+def test_models_of_transformers_are_what_was_saved(tmp_path: Path) -> None:
+    from tests.tiny_transformers import TINY  # here, as the ranks import this module too
+
+    wrong = []
+    for family, tiny in TINY.items():
+        saved: Any = tiny.make()
+        saved.save_pretrained(tmp_path / family, save_original_format=False, max_shard_size="20KB")
+        assert (tmp_path / family / "model.safetensors.index.json").exists()
+        with torch.device("meta"):
+            model = tiny.make()
+        load_pretrained(tmp_path / family, model)
+        expected = {**dict(saved.named_parameters()), **dict(saved.named_buffers())}
+        found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        assert found.keys() == expected.keys()
+        wrong += [f"{family}: {name}" for name in expected if not torch.equal(found[name], expected[name])]
+    assert wrong == []
