@@ -334,6 +334,71 @@ torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-3)
 # fp16 or
 # bf16 is faster. That is for a GPU to say.
 #
+# ## What is saved, and what it is loaded into
+#
+# The policy changes nothing of what is saved. The model's own dtype does. A model that arrives in bf16, as
+# pretrained ones often do, stays in bf16 at rest, and with it everything that the optimizer keeps:
+
+# %%
+# %%ranks
+AT_REST = ("parameters, at rest", ".grad after backward", "AdamW's moments", "state dict")
+
+
+def fsdp2_of_bf16():
+    return fully_shard(build().to(bf16), mp_policy=MixedPrecisionPolicy(bf16, fp32))
+
+
+arrived = probed(fsdp2_of_bf16())
+weight = torch.ones((), dtype=bf16)
+for _ in range(1000):
+    weight -= 0.001
+if rank == 0:
+    for moment in AT_REST:
+        print(f"{moment:22}{arrived[moment]}")
+    print("a bf16 weight of 1, after a thousand steps of -0.001:", weight.item())
+assert {arrived[moment] for moment in AT_REST} == {"bfloat16"}
+assert weight == 1.0
+
+# %% [markdown]
+# Just below 1, neighbours in bf16 are 0.004 apart: a smaller step is rounded away, each time. So make the
+# model fp32 before you shard it: `model.float()`. Accelerate does that when its mixed precision is on, and
+# says so in a warning; what it then saves is fp32, twice the size of what was loaded.
+#
+# Now the other way round: a checkpoint in fp32, and a model in bf16 that is to load it. PyTorch's `dcp.load`
+# casts without a word. `load_distributed` wants you to say that you mean it.
+
+# %%
+# %%ranks
+import tempfile
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from fsdp_utils import CheckpointError, load_distributed, save_distributed
+
+shared = [tempfile.mkdtemp() if rank == 0 else None]
+dist.broadcast_object_list(shared, src=0)
+folder = Path(shared[0])
+trained = fsdp2(bf16, fp32)
+save_distributed(folder / "ours", trained, step=1)
+dcp.save(get_model_state_dict(trained), checkpoint_id=folder / "plain")
+
+inference = fsdp2_of_bf16()
+dcp.load(get_model_state_dict(inference), checkpoint_id=folder / "plain")     # fp32 into bf16: no word
+try:
+    load_distributed(folder / "ours", inference)
+    refusal = None
+except CheckpointError as error:
+    refusal = str(error).split(": ", 1)[1]
+load_distributed(folder / "ours", inference, cast=True)
+for low, high in zip(inference.parameters(), trained.parameters()):
+    assert torch.equal(low.to_local(), high.to_local().to(bf16))
+if rank == 0:
+    print(refusal)
+assert "cast=True" in refusal
+
+# %% [markdown]
 # ## The same as unsharded
 #
 # Mixed precision by FSDP2 is the same as by hand: a bf16 copy computes, and fp32 weights are updated.
@@ -450,7 +515,8 @@ lesson.check(two_dtypes, ("bfloat16", "float32"))
 # %% [markdown]
 # ## Summary
 #
-# - At rest everything is fp32: parameters, `.grad`, moments, state dict.
+# - At rest everything has the dtype in which the model was made: parameters, `.grad`, moments, state dict. Make
+#   it fp32.
 # - `param_dtype` is what is gathered and computed in, forward and backward.
 # - `reduce_dtype` is what gradients are added up in. In bf16 its error grows with the number of ranks.
 # - fp16 needs a scaler; bf16 does not.
