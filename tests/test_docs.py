@@ -19,7 +19,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(ROOT.glob("*.md"))
 # what conda-forge calls by another name
-CONDA_NAMES = {"torch": "pytorch", "build": "python-build"}
+CONDA_NAMES = {"torch": "pytorch", "build": "python-build", "docstring-parser": "docstring_parser"}
 
 
 def fences(document: Path, language: str) -> list[str]:

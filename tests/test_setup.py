@@ -27,7 +27,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
     info = "tiny-1.dist-info/"
     files = {
         info + "METADATA": "Metadata-Version: 2.1\\nName: tiny\\nVersion: 1\\n"
-        "Provides-Extra: notebooks\\nProvides-Extra: test\\nREQUIRES",
+        "Provides-Extra: notebooks\\nProvides-Extra: train\\nProvides-Extra: test\\nREQUIRES",
         info + "WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
         info + "RECORD": "",
         "tiny.py": "",

@@ -44,7 +44,7 @@ def main() -> None:
         print(f"Making .venv with Python {VERSION}: a few minutes, most of them for PyTorch", flush=True)
         make_venv()
     # -e: a change in fsdp_utils/ needs no second installation
-    run("-m", "pip", "install", "--progress-bar=off", "-e", ".[notebooks,test]", doing="installing")
+    run("-m", "pip", "install", "--progress-bar=off", "-e", ".[notebooks,train,test]", doing="installing")
     STAMP.write_text(wanted)
 
 

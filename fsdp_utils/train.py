@@ -1,0 +1,378 @@
+"""A training program that does not lose work: FSDP2 from a laptop to a cluster, on the pieces of fsdp_utils.
+
+    torchrun --nproc-per-node 2 -m fsdp_utils.train --out runs/a \\
+        --data.source fsdp_utils.notebook.tasks:dates_llama --steps 200
+
+Started again it goes on from its newest whole checkpoint, on any number of ranks. SIGTERM and SIGUSR1 make it
+save and leave with exit code 75. `train_config.py` tells every setting; this file is the story: `train` sets
+up, `_loop` trains, `_step` and `_evaluate` are what each of its turns does.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from fsdp_utils.bf16 import bf16_support
+from fsdp_utils.checkpoint import CheckpointError
+from fsdp_utils.child_tuning import ChildTuningAdamW
+from fsdp_utils.distributed import get_local_rank, get_rank, get_world_size
+from fsdp_utils.memory import Memory_Maximizer
+from fsdp_utils.train_config import ConfigError, OptimConfig, TrainConfig, mesh_shape, micro_batches, parse
+from fsdp_utils.train_data import Data, load_data, rows_at
+from fsdp_utils.train_log import Journal
+from fsdp_utils.train_model import build_model, flops_per_token, parallelize, peak_flops
+from fsdp_utils.train_saves import Saves, resume
+from fsdp_utils.train_watch import EXIT_REQUEUE, Heartbeat, NotFinite, Stop, check_finite
+
+__all__ = ["learning_rate", "main", "train"]
+
+T = TypeVar("T")
+
+_ECHO_S = 2.0  # a rank that fails because another one did lets the other be heard first
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    step: int  # steps of the optimizer that are done
+    seen: int  # samples that were trained on, by all ranks together
+    stopped: str | None = None  # the signal that ended it before its last step
+
+
+def train(config: TrainConfig) -> Progress:
+    """Train as configured, from where the run's directory stands. Every rank of a process group calls it.
+
+    Returns:
+        How far the run came.
+
+    Raises:
+        ConfigError: it cannot begin; the same on every rank.
+        CheckpointError: the newest checkpoint is of another model, or the last save failed.
+        NotFinite: the gradient is NaN or infinite; names ranks and samples.
+    """
+    out = Path(config.out)
+    device = _device(config)
+    with Stop() as stop, Heartbeat(out / "hang", config.hang_s) as heart:
+        heart.at("building")
+        data, model = _same_on_all(lambda: _prepare(config))
+        model = parallelize(model, config, device)
+        optimizer = _optimizer(model, config.optim)
+
+        heart.at("loading")
+        state, damaged = resume(out / "checkpoints", model, optimizer)
+        at = Progress(state.get("step", 0), state.get("seen", 0))
+        journal = Journal(out, step=at.step, steps=config.steps, tensorboard=config.tensorboard)
+        try:
+            for text in damaged:
+                journal.event("damaged", error=text)
+                journal.say(f"passed over a damaged checkpoint: {text}")
+            journal.event("started", step=at.step, world_size=get_world_size(), config=asdict(config))
+            if config.parallel.precision == "bf16" and not (support := bf16_support(device)):
+                journal.say(f"bf16 will be slow here, or wrong: {support}")
+            saves = Saves(out / "checkpoints", config.keep, at.step if state else None, journal)
+            return _loop(config, model, optimizer, data, at, saves, journal, stop, heart)
+        finally:
+            journal.close()
+
+
+def _prepare(config: TrainConfig) -> tuple[Data, nn.Module]:
+    """All that can be refused before the ranks work together."""
+    micro_batches(config, get_world_size())
+    mesh_shape(config, get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())))
+    data = load_data(config.data)
+    return data, build_model(config.model, data, config.seed)
+
+
+def _loop(
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Data,
+    at: Progress,
+    saves: Saves,
+    journal: Journal,
+    stop: Stop,
+    heart: Heartbeat,
+) -> Progress:
+    """Step, tell, evaluate, save, until the last step or the scheduler's signal."""
+    device, count = next(model.parameters()).device, config.data.batch_size
+    step, seen = at.step, at.seen
+    measure = _throughput(config, model, data, device)
+    memory = Memory_Maximizer(device, verbose=False)
+    memory.start()
+    model.train()
+    while step < config.steps:
+        heart.at(f"step {step + 1}")
+        if stopped := _anybody(stop.wanted):
+            break
+        begun = time.perf_counter()
+        rate = learning_rate(step, config.optim, config.steps)
+        with _profiled(config, step + 1):
+            loss, norm = _step(config, model, optimizer, data, step, seen, rate)
+        seconds = time.perf_counter() - begun
+        step, seen = step + 1, seen + count
+        memory.update(count // get_world_size())
+        journal.moved(step)
+        if step % config.log_every == 0 or step == config.steps:
+            journal.metrics(step, loss=loss, lr=rate, norm=norm, seconds=seconds, **measure(seconds))
+        if step % config.save_every == 0 and step < config.steps:
+            heart.at(f"saving after step {step}")
+            journal.durable()
+            saves.begin(model, optimizer, step, seen=seen)
+        if step % config.eval_every == 0 or step == config.steps:
+            journal.metrics(step, **_evaluate(config, model, data, heart))
+    else:
+        stopped = None
+    heart.at(f"saving after step {step}")
+    journal.durable()
+    saves.finish(model, optimizer, step, seen=seen)
+    report = memory.stop()
+    journal.event("stopped" if stopped else "finished", step=step, signal=stopped, memory=report.to_dict())
+    journal.say(str(report))
+    return Progress(step, seen, stopped)
+
+
+def _step(
+    config: TrainConfig, model: Any, optimizer: Optimizer, data: Data, step: int, seen: int, rate: float
+) -> tuple[float, float]:
+    """One step of the optimizer: the loss of the whole batch, and the norm of its gradient.
+
+    The loss is the mean over the labels of the whole batch, of all ranks and micro-batches together. So its
+    gradient does not depend on how the batch was divided.
+    """
+    device = next(model.parameters()).device
+    rank, world_size = get_rank(), get_world_size()
+    number, size = micro_batches(config, world_size)
+    rows = rows_at(seen, config.data.batch_size, len(data.train), config.seed).view(number, world_size, size)
+    mine = rows[:, rank]  # i64[micro-batches, samples]
+    batches = [data.train[part] for part in mine]
+    weights = [data.predictions(batch) for batch in batches]
+    total = _sum(sum(weights))
+
+    # Dropout's numbers follow from the place in the run, so that a resumed run draws the same ones.
+    torch.manual_seed((config.seed * 1_000_003 + step) * 65_537 + rank)
+    local = torch.zeros((), device=device)
+    for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+        # Sum gradients between ranks only once, after the last micro-batch.
+        model.set_requires_gradient_sync(index == number - 1)
+        loss = model(**_to(batch, device)).loss * (weight / total)
+        (loss * world_size).backward()  # FSDP averages over the ranks, and this loss is a part of a sum
+        local += loss.detach()
+
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = get_total_norm(grads)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    own, length = torch.stack([local, norm.to(local)]).tolist()  # waits for the device: once a step
+    check_finite(length, own, step + 1, mine.flatten().tolist())
+    if config.optim.clip is not None:
+        clip_grads_with_norm_(model.parameters(), config.optim.clip, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return _sum(own), length
+
+
+@torch.no_grad()
+def _evaluate(config: TrainConfig, model: nn.Module, data: Data, heart: Heartbeat) -> dict[str, float]:
+    """The mean loss over all test samples, each counted once, on any number of ranks.
+
+    Each rank must run equally many batches, as each of them gathers parameters from all ranks. Where a rank
+    has none left it runs a sample again and does not count it.
+    """
+    if not len(data.test):
+        return {}
+    device, rank, world_size = next(model.parameters()).device, get_rank(), get_world_size()
+    _, size = micro_batches(config, world_size)
+    total = loss = 0.0
+    model.eval()
+    for start in range(0, len(data.test), size * world_size):
+        heart.at("evaluating")
+        rows = torch.arange(start, min(start + size * world_size, len(data.test)))[rank::world_size]
+        batch = data.test[rows if len(rows) else torch.zeros(1, dtype=torch.int64)]
+        weight = data.predictions(batch) if len(rows) else 0
+        mean = model(**_to(batch, device)).loss.item()
+        if weight:
+            total, loss = total + weight, loss + mean * weight
+    model.train()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # what FSDP keeps for a backward that does not come; checkpoints are of shards
+    return {"eval_loss": _sum(loss) / _sum(total)}
+
+
+def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
+    """The rate of a step, counted from 0: a function of the step alone, so nothing of it is to be saved."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    done = (step - config.warmup) / max(1, steps - config.warmup)
+    fall = {"none": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[config.decay]
+    return config.lr * (config.min_lr + (1 - config.min_lr) * fall)
+
+
+def _optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    if config.name == "child_tuning":
+        return ChildTuningAdamW(model.parameters(), **settings, reserve_p=config.reserve_p)
+    return torch.optim.AdamW(model.parameters(), **settings, fused=True)
+
+
+def _throughput(
+    config: TrainConfig, model: nn.Module, data: Data, device: torch.device
+) -> Callable[[float], dict[str, float | None]]:
+    """From the seconds of a step to samples/s, tokens/s and MFU (the part of the devices' peak)."""
+    sample, samples = data.train[torch.zeros(1, dtype=torch.int64)], config.data.batch_size
+    tokens = sample["input_ids"].numel() * samples if "input_ids" in sample else None
+    flops = flops_per_token(model, sample["input_ids"].numel()) if tokens and data.predicts_next else None
+    peak = get_world_size() * (peak_flops(device, config.peak_tflops) or 0)
+
+    def measure(seconds: float) -> dict[str, float | None]:
+        return {
+            "samples_per_s": samples / seconds,
+            "tokens_per_s": tokens / seconds if tokens else None,
+            "mfu": flops * tokens / seconds / peak if flops and tokens and peak else None,
+        }
+
+    return measure
+
+
+@contextmanager
+def _profiled(config: TrainConfig, step: int) -> Iterator[None]:
+    """A trace of the step that is to be profiled, on rank 0, for Perfetto or chrome://tracing."""
+    if step != config.profile_step or get_rank() != 0:
+        yield
+        return
+    from torch.profiler import profile
+
+    with profile(record_shapes=True) as profiler:
+        yield
+    profiler.export_chrome_trace(str(Path(config.out) / f"trace-step-{step}.json"))
+
+
+def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+# ---- between the ranks: on the CPU, so that no GPU waits for it ------------------------------------
+
+
+def _sum(value: float) -> float:
+    """The sum of what each rank gives."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _anybody(signal: str | None) -> str | None:
+    """The signal that some rank was sent; the same answer on every rank."""
+    number = int(signal is not None)
+    if not _sum(number):
+        return None
+    found: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(found, signal)
+    return next(name for name in found if name is not None)
+
+
+def _same_on_all(fn: Callable[[], T]) -> T:
+    """What fn returns; if it is refused on any rank, the same ConfigError on all."""
+    result, problem = None, None
+    try:
+        result = fn()
+    except ConfigError as error:
+        problem = str(error)
+    found: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(found, problem)
+    if told := {rank: text for rank, text in enumerate(found) if text}:
+        texts = {text: rank for rank, text in reversed(told.items())}
+        everywhere = len(told) == len(found)
+        raise ConfigError(
+            "\n".join(text if everywhere else f"rank {rank}: {text}" for text, rank in texts.items())
+        )
+    return result  # type: ignore[return-value]
+
+
+# ---- the program -----------------------------------------------------------------------------------
+
+
+def _device(config: TrainConfig) -> torch.device:
+    if config.parallel.device == "cpu" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, get_local_rank())
+
+
+@contextmanager
+def _process_group(config: TrainConfig | None) -> Iterator[None]:
+    """The ranks that torchrun started; a single one where nobody did."""
+    limit = timedelta(seconds=config.timeout_s if config else 60)
+    device = _device(config) if config else torch.device("cpu")
+    backend = "gloo"
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=limit)
+    else:
+        dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    except Exception as error:
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):
+            time.sleep(_ECHO_S)  # it may be the echo of another rank's end
+        raise
+    dist.destroy_process_group()
+
+
+@record  # writes torchelastic's error file, from which torchrun tells which rank failed first, and how
+def _run(arguments: list[str] | None) -> Progress:
+    config, problem = None, None
+    try:
+        config = parse(arguments)
+    except ConfigError as error:
+        problem = error
+
+    def configured() -> TrainConfig:
+        if problem is not None:
+            raise problem
+        assert config is not None
+        return config
+
+    with _process_group(config):
+        return train(_same_on_all(configured))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The program's exit code: 0 finished, 75 stopped by a signal and saved, 1 failed, 2 not begun."""
+    try:
+        progress = _run(arguments)
+    except (ConfigError, CheckpointError, NotFinite) as error:  # the same on every rank: told once
+        if get_rank() == 0:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ConfigError) else 1
+    if progress is not None and progress.stopped:
+        print(json.dumps({"stopped": progress.stopped, "step": progress.step}), flush=True)
+        return EXIT_REQUEUE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

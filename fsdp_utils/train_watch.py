@@ -1,0 +1,176 @@
+"""What can end a run early: a scheduler's signal, a number that is none, a rank that hangs.
+
+Each ends it in words, within a limit, and such that all ranks agree.
+"""
+
+import faulthandler
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from fsdp_utils.distributed import get_rank, get_world_size
+
+__all__ = ["EXIT_HANG", "EXIT_REQUEUE", "Hang", "Heartbeat", "NotFinite", "Stop", "check_finite"]
+
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: come again, and it goes on
+EXIT_HANG = 70  # EX_SOFTWARE
+
+_TOLD_WAIT_S = 3.0  # for the ranks that can speak to have written their stacks
+
+
+class Stop:
+    """Has the scheduler asked this rank to stop? SIGTERM (torchrun, scancel) and SIGUSR1 (sbatch --signal).
+
+    The handler only notes it: the ranks agree on the step at which they stop, as not all get the signal at
+    the same time, and with `sbatch --signal=B:...` not all get it.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: str | None = None  # the signal's name
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is threading.main_thread():  # no other can have handlers
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = signal.Signals(number).name
+
+
+class NotFinite(FloatingPointError):
+    """The gradient is NaN or infinite. The same on every rank; the optimizer has not used it."""
+
+
+def check_finite(norm: float, loss: float, step: int, rows: list[int]) -> None:
+    """Stop all ranks where the gradient's norm is not a number, and say whose loss it came from.
+
+    All ranks have the same norm, so that they all come here, or none does.
+
+    Args:
+        norm: of the whole gradient.
+        loss: this rank's own, of this step.
+        step: its number.
+        rows: the samples that this rank computed.
+
+    Raises:
+        NotFinite: names the step, the ranks and their samples.
+    """
+    if math.isfinite(norm):
+        return
+    losses: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(losses, (loss, rows))
+    culprits = [
+        f"the loss of rank {rank} is {value} (samples {', '.join(map(str, numbers[:8]))}"
+        f"{' and more' if len(numbers) > 8 else ''})"
+        for rank, (value, numbers) in enumerate(losses)
+        if not math.isfinite(value)
+    ]
+    raise NotFinite(
+        f"step {step}: the gradient's norm is {norm}; "
+        + ("; ".join(culprits) or "the losses of all ranks are finite, so it became so in backward")
+        + ". The optimizer has not used it; the checkpoints are from before."
+    )
+
+
+class Hang(RuntimeError):
+    """Some rank has not moved for longer than the limit."""
+
+
+class Heartbeat:
+    """Is every rank still moving? If one is not: the stacks of all ranks that can speak, then the end.
+
+    A thread on each rank tells the others, through the process group's store, where its training is. When
+    its own training has not moved for `limit_s`, or another rank says so, it writes the stacks of all of its
+    threads to `directory`, waits for the other ranks to do the same, names those that did not, and ends the
+    process. A hang thus becomes a failure, after which torchrun can start the ranks anew.
+
+    Args:
+        directory: where the stacks go; shared by all ranks.
+        limit_s: seconds.
+    """
+
+    def __init__(self, directory: Path, limit_s: float) -> None:
+        self._directory, self._limit_s = directory, limit_s
+        self._rank, self._world_size = get_rank(), get_world_size()
+        self._where, self._when = "start", time.monotonic()
+        self._over = threading.Event()
+        self._store = dist.PrefixStore("fsdp_utils/train", dist.distributed_c10d._get_default_store())
+
+    def at(self, where: str) -> None:
+        """Training has come here: the limit begins anew."""
+        self._where, self._when = where, time.monotonic()
+        # Should C code hold the GIL, the thread below cannot speak; this one needs no GIL.
+        faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _TOLD_WAIT_S, exit=True)
+
+    def __enter__(self) -> "Heartbeat":
+        self.at(self._where)
+        threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self._over.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._limit_s / 10)):
+            quiet_s = time.monotonic() - self._when
+            try:
+                self._store.set(f"beat/{self._rank}", json.dumps([time.time(), self._where]))
+                if quiet_s > self._limit_s:
+                    self._store.set("hang", "")
+                if self._store.check(["hang"]):
+                    self._tell(quiet_s)
+            except RuntimeError:  # the store is gone: the run is ending, and torchrun sees to it
+                return
+
+    def _tell(self, quiet_s: float) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        file = self._directory / f"stack-of-rank-{self._rank}.txt"
+        with file.open("w") as stacks:
+            stacks.write(f"rank {self._rank}, {self._where}: has not moved for {quiet_s:.0f} s\n\n")
+            stacks.flush()
+            faulthandler.dump_traceback(stacks, all_threads=True)
+        error = Hang(self._report(quiet_s))
+        get_error_handler().record_exception(error)
+        print(f"[rank {self._rank}] Hang: {error}", file=sys.stderr, flush=True)
+        os._exit(EXIT_HANG)
+
+    def _report(self, quiet_s: float) -> str:
+        """What is known of all ranks, once those that can speak have written their stacks."""
+        self._store.set(f"told/{self._rank}", "")
+        told, limit = {self._rank}, time.monotonic() + _TOLD_WAIT_S
+        while len(told) < self._world_size and time.monotonic() < limit:
+            time.sleep(0.05)
+            told = {rank for rank in range(self._world_size) if self._store.check([f"told/{rank}"])}
+        silent = []
+        for rank in sorted({*range(self._world_size)} - told):
+            seen = "it was never heard of"
+            if self._store.check([f"beat/{rank}"]):
+                when, where = json.loads(self._store.get(f"beat/{rank}"))
+                seen = f"last heard of {time.time() - when:.0f} s ago, {where}"
+            silent.append(f"rank {rank} does not answer: {seen}")
+        return (
+            f"at {self._where}, no move for {quiet_s:.0f} s. "
+            + ("; ".join(silent) or "All ranks answer, so none is stopped or gone: compare their stacks")
+            + f". Stacks: {self._directory}"
+        )
