@@ -20,6 +20,7 @@ from fsdp_utils.notebook import excerpt
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
 
 _listener: socket.socket | None = None  # rank 0: where the next group's store will listen
+_older: set[int] = set()  # inodes of the sockets that were there before any group: not the group's
 _cell_is_over = threading.Event()
 _wakeup: tuple[socket.socket, socket.socket] | None = None
 
@@ -27,10 +28,10 @@ _wakeup: tuple[socket.socket, socket.socket] | None = None
 # --- the process group -------------------------------------------------------------------------------
 
 
-def open_store() -> tuple[str, int]:
-    """Open the port of the next group's store, on loopback: in rank 0, or in what rank 0 is forked from."""
+def open_store(address: str = "127.0.0.1") -> tuple[str, int]:
+    """Open the port of the next group's store: in rank 0, or in what rank 0 is forked from."""
     global _listener
-    _listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    _listener = socket.create_server((address, 0), backlog=1024)
     return _listener.getsockname()[:2]
 
 
@@ -46,26 +47,30 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
     """Join the process group of all ranks, in place of the one before.
 
     Args:
-        rank: this process's rank; all ranks are on this host, so it is the local rank too.
+        rank: this process's rank.
         settings: `world_size`, `device` ("cpu" or "cuda"), `store` (host, port) and `timeout_s`, the
-            longest that a collective may wait.
+            longest that a collective may wait. Ranks on several hosts also need `hosts`, the name of each
+            rank's host, and `interfaces`, over which each reaches the others.
     """
     world_size, (host, port) = settings["world_size"], settings["store"]
+    hosts = settings.get("hosts") or ["this one"] * world_size
+    interfaces = settings.get("interfaces") or ["lo0" if sys.platform == "darwin" else "lo"] * world_size
+    local_rank, local_world_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
     os.environ.update(
         RANK=f"{rank}",
-        LOCAL_RANK=f"{rank}",
-        GROUP_RANK="0",
+        LOCAL_RANK=f"{local_rank}",
+        GROUP_RANK=f"{list(dict.fromkeys(hosts)).index(hosts[rank])}",
         WORLD_SIZE=f"{world_size}",
-        LOCAL_WORLD_SIZE=f"{world_size}",
+        LOCAL_WORLD_SIZE=f"{local_world_size}",
         MASTER_ADDR=host,
         MASTER_PORT=f"{port}",
-        GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo",
+        GLOO_SOCKET_IFNAME=interfaces[rank],
     )
     if settings["device"] == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(local_rank)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks on the CPU of a machine with a GPU: nothing picks it
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
     with contextlib.suppress(Exception):  # whatever state the old group was left in, it goes
         dist.destroy_process_group()
     timeout = timedelta(seconds=settings["timeout_s"])
@@ -98,15 +103,26 @@ def cut_group() -> None:
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()
     keep = _controller_ports()
-    for fd in range(3, 4096):
-        with contextlib.suppress(OSError):  # not open, not connected, or closed meanwhile
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+    for fd, inode in _sockets().items():
+        if inode in _older:
+            continue
+        # not connected, or closed meanwhile: then there is nothing to cut
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            with socket.socket(fileno=os.dup(fd)) as connection:
-                if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if not {connection.getpeername()[1], connection.getsockname()[1]} & keep:
-                    connection.shutdown(socket.SHUT_RDWR)
+            if not {connection.getpeername()[1], connection.getsockname()[1]} & keep:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, int]:
+    """File descriptor -> inode of every socket of this process."""
+    found: dict[int, int] = {}
+    for fd in range(3, 4096):
+        with contextlib.suppress(OSError):  # not open
+            state = os.fstat(fd)
+            if stat.S_ISSOCK(state.st_mode):
+                found[fd] = state.st_ino
+    return found
 
 
 def _controller_ports() -> set[int]:
@@ -119,6 +135,37 @@ def _controller_ports() -> set[int]:
             port for port in (value if isinstance(value, list) else [value]) if isinstance(port, int)
         )
     return ports
+
+
+# --- on other hosts ----------------------------------------------------------------------------------
+
+
+def arrive() -> tuple[str, str, int]:
+    """In an engine that a launcher has started: its host's name, its address there, its GPUs."""
+    from ipyparallel.engine.app import IPEngine
+
+    _older.update(_sockets().values())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a cell lets itself be interrupted, an idle engine does not
+    connection = IPEngine.instance().connection_info["interface"]
+    return socket.gethostname(), address_towards(connection.split("://")[1]), torch.cuda.device_count()
+
+
+def address_towards(other: str) -> str:
+    """Which of this host's addresses it would send from to reach another (asked of the routing table)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # UDP: nothing is sent
+        return probe.getsockname()[0]
+
+
+def interface_towards(other: str) -> str:
+    """The name of the network interface that has this address."""
+    import psutil
+
+    own = address_towards(other)
+    names = [
+        name for name, all_of_it in psutil.net_if_addrs().items() if own in {a.address for a in all_of_it}
+    ]
+    return names[0]
 
 
 # --- a cell ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@
 
 The ranks are ipyparallel engines; added here are the process group, output in rank order, errors that
 end the cell on every rank at once, and recovery. team.py knows the processes, nursery.py bears them,
-engine.py runs inside them, output.py shows what they print.
+engine.py runs inside them, output.py shows what they print, hosts.py starts them on other hosts.
 """
 
 import argparse
@@ -21,9 +21,11 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from fsdp_utils.notebook import output
+from fsdp_utils.notebook.hosts import RemoteTeam
 from fsdp_utils.notebook.team import SIGKILL, Team
 
 TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
@@ -31,7 +33,7 @@ CUT_S = 0.2  # after a failure: time for the other ranks to come back by themsel
 INTERRUPT_S = 0.5  # ... after this those that are in no collective are interrupted
 KILL_S = 3.0  # ... and after this, killed
 
-_team: Team | None = None
+_team: Team | RemoteTeam | None = None
 
 
 class RankError(RuntimeError):
@@ -46,7 +48,13 @@ class RankError(RuntimeError):
         return [f"RankError: {self}", "", *self.details.splitlines()]
 
 
-def start(world_size: int | None = None, *, device: str | None = None, method: str | None = None) -> None:
+def start(
+    world_size: int | None = None,
+    *,
+    device: str | None = None,
+    method: str | None = None,
+    profile: str | None = None,
+) -> None:
     """Start the ranks, or keep them if they run already.
 
     Args:
@@ -55,10 +63,13 @@ def start(world_size: int | None = None, *, device: str | None = None, method: s
         device: "cpu" (gloo) or "cuda" (nccl, one GPU for each rank). Default: "cuda" where there are two
             GPUs or more and enough for all ranks.
         method: "fork" from one process that has imported torch, the default where it exists, or "spawn".
+        profile: start them on other hosts instead, through the launcher (SSH, Slurm, ...) that this IPython
+            profile names: see hosts.py. There a rank that dies is not replaced: all end, to be started again.
 
     Raises:
-        RuntimeError: not in a notebook; `fsdp_utils.run_on_ranks` is for scripts.
-        ValueError: a number of ranks below 1, or more ranks on CUDA than there are GPUs.
+        RuntimeError: not in a notebook; `fsdp_utils.run_on_ranks` is for scripts. Or the profile's launcher
+            did not start the ranks.
+        ValueError: a number of ranks below 1, or more ranks on CUDA than there are GPUs, or no such profile.
     """
     global _team
     if _ipython() is None:
@@ -76,14 +87,26 @@ def start(world_size: int | None = None, *, device: str | None = None, method: s
         raise ValueError(f"ranks.start({world_size}): expected 1 to 999 ranks.")
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"ranks.start(device={device!r}): expected 'cpu' or 'cuda'.")
+    if profile is not None and method is not None:
+        raise ValueError(
+            f"ranks.start(profile=..., method={method!r}): the profile's launcher starts the ranks."
+        )
     if _team is not None:
-        if world_size in (None, _team.world_size) and device in (None, _team.device) and _alive(_team):
+        same = world_size in (None, _team.world_size) and device in (None, _team.device)
+        if same and profile == _team.settings.get("profile") and _alive(_team):
             print(f"{_team.world_size} ranks are running already; their variables are kept.")
             return
         stop()
-    _team = Team(world_size, device, method or ("fork" if hasattr(os, "fork") else "spawn"))
+    if profile is None:
+        _team = Team(world_size, device, method or ("fork" if hasattr(os, "fork") else "spawn"))
+    else:
+        _team = RemoteTeam(world_size, device, profile)
     backend = "nccl, one GPU each" if _team.device == "cuda" else "gloo on CPU"
-    print(f"{_team.world_size} rank{'s' * (_team.world_size > 1)} in one process group ({backend})")
+    hosts = list(dict.fromkeys(_team.settings.get("hosts", [])))
+    print(
+        f"{_team.world_size} rank{'s' * (_team.world_size > 1)} in one process group ({backend})"
+        + f", on {', '.join(hosts)}" * bool(hosts)
+    )
 
 
 def stop() -> None:
@@ -115,14 +138,14 @@ def get(expression: str) -> list[Any]:
         raise RankError(f"ranks.get({expression!r}) raised {error.ename}: {error.evalue}", "") from None
 
 
-def _alive(team: Team) -> bool:
+def _alive(team: Team | RemoteTeam) -> bool:
     try:
         return not team.the_dead()
     except RuntimeError:
         return False
 
 
-def _running() -> Team:
+def _running() -> Team | RemoteTeam:
     if _team is None:
         raise RuntimeError("There are no ranks yet. Call ranks.start() in a cell of its own first.")
     return _team
@@ -142,8 +165,8 @@ def _magic(line: str, cell: str) -> None:
     chosen, timeout_s = _arguments(line, team.world_size)
     dead = team.the_dead()
     if dead:
-        team.regroup(dead)
-        raise _death(dead, "between two cells; this cell was not run", "", team.world_size)
+        note = _regroup(team, dead)
+        raise _death(dead, "between two cells; this cell was not run", note, team.world_size)
     Cell(team, cell, chosen, timeout_s).run()
 
 
@@ -168,7 +191,7 @@ def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
 class Cell:
     """One run of a cell: what each rank has printed, how it ended there, and what to do about it."""
 
-    def __init__(self, team: Team, source: str, chosen: list[int], timeout_s: float) -> None:
+    def __init__(self, team: Team | RemoteTeam, source: str, chosen: list[int], timeout_s: float) -> None:
         self.team = team
         self.chosen = chosen
         self.timeout_s = timeout_s
@@ -266,11 +289,7 @@ class Cell:
         everyone = range(self.team.world_size)
         if not (dead or self.cut) and all(self.team.ask(everyone, "group_is_whole")):
             return ""
-        self.team.regroup(dead)
-        note = "The process group was made anew: models sharded before are void."
-        if dead:
-            return f"{note} The new {output.who(dead, 0)} has no variables yet; the other ranks keep theirs."
-        return f"{note} Ordinary variables are kept."
+        return _regroup(self.team, dead)
 
     def _raise(self, failures: dict[int, dict[str, Any]], note: str) -> NoReturn:
         """Raise what began it: a rank that died by itself, else the first that raised."""
@@ -311,20 +330,35 @@ class Cell:
         return f"stood at {outcome['where'] or 'a place unknown'}"
 
 
+def _regroup(team: Team | RemoteTeam, dead: Iterable[int]) -> str:
+    """Make the process group anew, with new ranks for the dead; returns what the reader should know."""
+    dead = list(dead)
+    team.regroup(dead)
+    if dead and isinstance(team, RemoteTeam):
+        stop()
+        return "Ranks of a profile are not replaced one by one: all were stopped. Call ranks.start() again."
+    note = "The process group was made anew: models sharded before are void."
+    if dead:
+        return f"{note} The new {output.who(dead, 0)} has no variables yet; the other ranks keep theirs."
+    return f"{note} Ordinary variables are kept."
+
+
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two ranks failed alike; what torch says of a broken connection differs by its ports."""
     keys = {"ok", "code", "name", "where", "message"} - ({"message"} if other.get("in_collective") else set())
     return all(one.get(key) == other.get(key) for key in keys)
 
 
-def _how_it_ended(code: int) -> str:
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "ended, how is known on its host only,"
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
     return f"was killed by {name}" + (" (often: out of memory)" if name == "SIGKILL" else "")
 
 
-def _death(dead: dict[int, int], when: str, details: str, world_size: int) -> RankError:
+def _death(dead: Mapping[int, int | None], when: str, details: str, world_size: int) -> RankError:
     how = "; ".join(f"{output.who([rank], world_size)} {_how_it_ended(code)}" for rank, code in dead.items())
     return RankError(f"{how} {when}", details)
 

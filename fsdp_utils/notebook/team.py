@@ -40,8 +40,47 @@ def _on_rank(function: str, *args: Any) -> Any:
     return getattr(engine, function)(*args)
 
 
-class Team:
-    """The nursery that bears the ranks, and a client of ipyparallel's controller to talk to them.
+class Crew:
+    """How the notebook talks to ranks, wherever they run."""
+
+    client: Any  # of ipyparallel's controller
+    settings: dict[str, Any]
+
+    @property
+    def world_size(self) -> int:
+        return self.settings["world_size"]
+
+    @property
+    def device(self) -> str:
+        return self.settings["device"]
+
+    def engine_of(self, rank: int) -> int:
+        """ipyparallel's number of the engine that is this rank now."""
+        raise NotImplementedError
+
+    def a_rank_ended(self) -> bool:
+        """Whether a rank has ended that `the_dead` has not told of yet."""
+        raise NotImplementedError
+
+    def call(self, rank: int, function: str, *args: Any) -> Any:
+        """Call a function of engine.py on a rank; returns ipyparallel's AsyncResult."""
+        return self.client[self.engine_of(rank)].apply_async(_on_rank, function, *args)
+
+    def ask(self, some: Iterable[int], function: str, *args: Any) -> list[Any]:
+        """Call a function of engine.py on some ranks and wait for their answers, in that order."""
+        calls = [self.call(rank, function, *args) for rank in some]
+
+        def answered() -> bool:
+            return all(call.ready() for call in calls)
+
+        until(lambda: answered() or self.a_rank_ended(), CALL_LIMIT_S, "answers of the ranks")
+        if not answered():
+            raise RuntimeError("a rank ended before it answered. The next %%ranks cell replaces it.")
+        return [call.get() for call in calls]
+
+
+class Team(Crew):
+    """Ranks of this machine: the nursery that bears them, and a client of ipyparallel's controller.
 
     Args:
         world_size: number of ranks; None: the GPUs where there are two or more, else 4.
@@ -79,31 +118,11 @@ class Team:
             self.end()
             raise
 
-    @property
-    def world_size(self) -> int:
-        return self.settings["world_size"]
+    def engine_of(self, rank: int) -> int:
+        return self._birth_of[rank] * 1000 + rank
 
-    @property
-    def device(self) -> str:
-        return self.settings["device"]
-
-    # --- talking to ranks ---
-
-    def call(self, rank: int, function: str, *args: Any) -> Any:
-        """Call a function of engine.py on a rank; returns ipyparallel's AsyncResult."""
-        return self.client[self._birth_of[rank] * 1000 + rank].apply_async(_on_rank, function, *args)
-
-    def ask(self, some: Iterable[int], function: str, *args: Any) -> list[Any]:
-        """Call a function of engine.py on some ranks and wait for their answers, in that order."""
-        calls = [self.call(rank, function, *args) for rank in some]
-
-        def answered() -> bool:
-            return all(call.ready() for call in calls)
-
-        until(lambda: answered() or self._happened("ended"), CALL_LIMIT_S, "answers of the ranks")
-        if not answered():
-            raise RuntimeError("a rank ended before it answered. The next %%ranks cell replaces it.")
-        return [call.get() for call in calls]
+    def a_rank_ended(self) -> bool:
+        return self._happened("ended") is not None
 
     # --- life and death ---
 
