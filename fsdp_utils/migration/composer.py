@@ -1,0 +1,131 @@
+"""Composer's `parallelism_config`, or LLM Foundry's `fsdp_config`, in FSDP2.
+
+Source: https://docs.mosaicml.com/projects/composer/en/stable/notes/distributed_training.html
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_utils.migration import settings
+from fsdp_utils.migration.keys import (
+    Key,
+    Lost,
+    Same,
+    Words,
+    dtype,
+    fixed,
+    if_on,
+    is_on,
+    number,
+    one_of,
+    read_section,
+)
+from fsdp_utils.migration.translation import FSDP2, GUIDE, STATE_DICT, TITAN, Row, Translation
+
+NAME = "Composer"
+API = "https://docs.mosaicml.com/projects/composer/en/latest/api_reference/generated/composer.utils"
+CONFIG = f"{API}.FSDPConfig.html"
+NOTES = "https://docs.mosaicml.com/projects/composer/en/stable/notes/distributed_training.html"
+
+
+def is_mine(config: Mapping[str, Any]) -> bool:
+    """Does it hold what Composer's Trainer takes?"""
+    return "distributed_type" not in config and ("parallelism_config" in config or "fsdp_config" in config)
+
+
+def read(config: Mapping[str, Any]) -> Translation:
+    """Translate the section of FSDP, and `precision`. All else in a training file is not about FSDP."""
+    name, section = "fsdp_config", config.get("fsdp_config")
+    if section is None:
+        parallelism = config.get("parallelism_config")
+        if not isinstance(parallelism, Mapping) or "fsdp" not in parallelism:
+            raise ValueError(f"parallelism_config: expected a section 'fsdp', found {parallelism!r}")
+        name, section = "parallelism_config.fsdp", parallelism["fsdp"]
+    translation = Translation(NAME, state_dict="full")  # Composer's default
+    computing = _trainers(config)
+    mixed = Key(lambda value, t: _mixed_precision(value, computing, t), NOTES)
+    read_section(section, {**FSDP, "mixed_precision": mixed}, translation, name=name, framework=NAME)
+    words: Words = Same("see mixed_precision")
+    if "mixed_precision" not in section:
+        words = _mixed_precision("DEFAULT", computing, translation)
+    row = Row("precision", config.get("precision"), str(words), isinstance(words, Same), NOTES)
+    translation.rows.append(row)
+    return translation
+
+
+def _trainers(config: Mapping[str, Any]) -> str | None:
+    """What the Trainer computes in, if the config says it."""
+    try:
+        return dtype(str(config["precision"]).removeprefix("amp_")) if "precision" in config else None
+    except ValueError:
+        found = config["precision"]
+        raise ValueError(f"precision: expected fp32, amp_bf16 or amp_fp16, found {found!r}") from None
+
+
+def _mixed_precision(value: Any, computing: str | None, translation: Translation) -> Words:
+    if isinstance(value, Mapping):
+        if unknown := sorted(set(value) - {"param_dtype", "reduce_dtype", "buffer_dtype"}):
+            raise ValueError(f"expected param_dtype, reduce_dtype, buffer_dtype, found {', '.join(unknown)}")
+        param = dtype(value.get("param_dtype") or "fp32")
+        reduce = dtype(value["reduce_dtype"]) if value.get("reduce_dtype") else param
+        return settings.precision(param, reduce, translation)
+    kind = one_of(value, ("DEFAULT", "PURE", "FULL"))
+    if kind == "FULL":
+        return settings.precision("float32", "float32", translation)
+    if computing is None:
+        return Lost("depends on the Trainer's precision, which is not in this config: add 'precision'")
+    return settings.precision(computing, computing if kind == "PURE" else "float32", translation)
+
+
+def _shard_degree(value: Any, translation: Translation) -> Words:
+    if number(value) < 1:
+        return Same("nothing: over all ranks")
+    translation.shard_size = value
+    return Same("the second dimension of a 2-D mesh")
+
+
+def _replicate_degree(value: Any, translation: Translation) -> Words:
+    if value is None or number(value) < 2:
+        return Same("nothing: one copy")
+    translation.copies = value
+    return Same("the first dimension of a 2-D mesh")
+
+
+def _auto_wrap(value: Any, translation: Translation) -> Words:
+    translation.blocks = None if is_on(value) else ()
+    return Same(
+        "fully_shard on each block, then on the model" if is_on(value) else "fully_shard(model) alone"
+    )
+
+
+RANK0 = Same("set_model_state_dict with full_state_dict=True, broadcast_from_rank0=True")
+SAVE_ON_CPU = Lost("not part of fully_shard: torch.autograd.graph.save_on_cpu in the block's forward")
+FSDP = {
+    "data_parallel_shard_degree": Key(_shard_degree, FSDP2),  # first: a strategy takes this size over
+    "data_parallel_replicate_degree": Key(_replicate_degree, FSDP2),
+    "sharding_strategy": Key(settings.strategy, TITAN),
+    "mixed_precision": fixed(Same(""), NOTES),  # read() puts in what it takes
+    "auto_wrap": Key(_auto_wrap, TITAN),
+    "activation_checkpointing": Key(settings.checkpointing, CONFIG),
+    "activation_checkpointing_reentrant": if_on(Lost("checkpoint_wrapper is used without reentry"), CONFIG),
+    "activation_cpu_offload": if_on(SAVE_ON_CPU, CONFIG),
+    "cpu_offload": Key(lambda value, t: settings.offload(is_on(value), t), FSDP2),
+    "backward_prefetch": fixed(Same("nothing: always as BACKWARD_PRE"), TITAN),
+    "backward_prefetch_limit": fixed(Same("set_modules_to_backward_prefetch, with that many"), FSDP2),
+    "forward_prefetch": if_on(Same("set_modules_to_forward_prefetch, on each block"), FSDP2),
+    "forward_prefetch_limit": fixed(Same("set_modules_to_forward_prefetch, with that many"), FSDP2),
+    "limit_all_gathers": fixed(Same("nothing: FSDP2 needs no such limit"), TITAN),
+    "use_orig_params": fixed(Same("nothing: parameters keep their names and shapes"), TITAN),
+    "sync_module_states": if_on(RANK0, GUIDE),
+    "load_monolith_rank0_only": if_on(RANK0, GUIDE),
+    "state_dict_type": Key(settings.state_dict, STATE_DICT),
+    "sharded_ckpt_prefix_dir": fixed(Same("checkpoint_id= of torch.distributed.checkpoint.save"), STATE_DICT),
+    "load_planner": fixed(Same("planner= of torch.distributed.checkpoint.load"), STATE_DICT),
+    "save_planner": fixed(Same("planner= of torch.distributed.checkpoint.save"), STATE_DICT),
+    "ignored_modules": fixed(Same("ignored_params=..., a set of parameters; from torch 2.7 on"), FSDP2),
+    "keep_low_precision_grads": if_on(Lost("gradients get the dtype of the sharded parameters"), FSDP2),
+    "process_group": fixed(Lost("groups are given as a mesh: init_device_mesh"), TITAN),
+    "te_checkpoint_wrapper": if_on(Lost("of Transformer Engine"), CONFIG),
+    "te_shard_fp8_weight": if_on(Lost("of Transformer Engine"), CONFIG),
+    "verbose": fixed(Same("nothing: about what Composer prints"), CONFIG),
+}

@@ -1,0 +1,241 @@
+"""DeepSpeed's JSON in FSDP2.
+
+Source: https://www.deepspeed.ai/docs/config-json/
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_utils.migration import settings
+from fsdp_utils.migration.keys import (
+    Key,
+    Lost,
+    Same,
+    Words,
+    dtype,
+    fixed,
+    if_on,
+    is_on,
+    number,
+    one_of,
+    read_section,
+)
+from fsdp_utils.migration.translation import FSDP2, STATE_DICT, TITAN, Translation
+
+NAME = "DeepSpeed"
+DOCS = "https://www.deepspeed.ai/docs/config-json/"
+HF = "https://huggingface.co/docs/accelerate/v1.15.0/en/concept_guides/fsdp_and_deepspeed"
+CLIP = "https://docs.pytorch.org/docs/2.13/generated/torch.nn.utils.clip_grad_norm_.html"
+TRAINER = "https://huggingface.co/docs/transformers/v5.13.0/deepspeed"
+OFFLOAD_KEYS = {
+    "device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "ratio", "fast_init",
+    "pipeline_read", "pipeline_write", "super_offload", "cpuadam_cores_perc",
+}  # fmt: skip
+
+
+def is_mine(config: Mapping[str, Any]) -> bool:
+    """Does it have DeepSpeed's section of ZeRO?"""
+    return "zero_optimization" in config
+
+
+def read(config: Mapping[str, Any]) -> Translation:
+    """Translate it."""
+    translation = Translation(NAME, ddp=True)  # stage 0 is DeepSpeed's default
+    above = dict(config)
+    _section(above.pop("zero_optimization", {}), ZERO, translation, name="zero_optimization")
+    communication = above.get("communication_data_type", "auto")
+    for name in ("bf16", "fp16"):
+        keys = {"enabled": Key(_precision(name, communication), FSDP2), **PRECISION}
+        _section(above.pop(name, {}), keys, translation, name=name)
+    _section(above, ABOVE, translation)
+    return translation
+
+
+def _section(section: Any, keys: Mapping[str, Key], translation: Translation, *, name: str = "") -> None:
+    """As `read_section`, with the value "auto" for all but the stage."""
+    if isinstance(section, Mapping):
+        filled_in = fixed(
+            Lost("transformers' Trainer fills it in: put the value here that it takes"), TRAINER
+        )
+        auto = [key for key, value in section.items() if value == "auto" and key in keys and key != "stage"]
+        keys = {**keys, **dict.fromkeys(auto, filled_in)}
+    read_section(section, keys, translation, name=name, framework=NAME)
+
+
+def _stage(value: Any, translation: Translation) -> Words:
+    if number(value) not in (0, 1, 2, 3):
+        raise ValueError(f"expected 0, 1, 2 or 3, found {value!r}")
+    translation.ddp, translation.reshard_after_forward = value == 0, value == 3
+    if value == 0:
+        return Same("DistributedDataParallel: nothing is sharded")
+    if value == 1:
+        return Lost("optimizer state alone is not cut: reshard_after_forward=False, which cuts gradients too")
+    if value == 2:
+        return Same("reshard_after_forward=False, which also cuts the parameters between steps")
+    return Same("reshard_after_forward=True")
+
+
+def _hpz(value: Any, translation: Translation) -> Words:
+    if number(value) < 2:
+        return Same("nothing: it is off")
+    if translation.reshard_after_forward is not True:
+        raise ValueError(f"expected stage 3 beside it, found {value} with another stage")
+    translation.reshard_after_forward = value
+    return Same(f"reshard_after_forward={value}")
+
+
+def _mics(value: Any, translation: Translation) -> Words:
+    if number(value) < 1:
+        return Same("nothing: it is off")
+    translation.shard_size = value
+    return Same("a 2-D mesh (copies, ranks that share one)")
+
+
+def _offload_param(value: Any, translation: Translation) -> Words:
+    device = _device(value)
+    if device == "NVME":
+        return Lost("FSDP2 offloads to host memory alone, not to NVMe")
+    return settings.offload(device == "CPU", translation, pin_memory=is_on(value.get("pin_memory", True)))
+
+
+def _offload_optimizer(value: Any, translation: Translation) -> Words:
+    device = _device(value)
+    if device == "NVME":
+        return Lost("FSDP2 offloads to host memory alone, not to NVMe")
+    if device == "NONE":
+        return Same("nothing: not offloaded")
+    if translation.offload:
+        return Same("CPUOffloadPolicy of offload_param: it holds the optimizer state too")
+    return Lost("not alone: CPUOffloadPolicy moves parameters, gradients and optimizer state together")
+
+
+def _device(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected a section with a device, found {value!r}")
+    if unknown := sorted(set(value) - OFFLOAD_KEYS):
+        raise ValueError(f"expected keys among {', '.join(sorted(OFFLOAD_KEYS))}, found {', '.join(unknown)}")
+    return one_of(value.get("device", "cpu"), ("CPU", "NVME", "NONE"))
+
+
+def _precision(name: str, communication: Any) -> Any:
+    def read(value: Any, translation: Translation) -> Words:
+        if not is_on(value):
+            return Same("nothing: it is off")
+        if translation.param_dtype is not None:
+            raise ValueError("expected one of bf16 and fp16, found both enabled")
+        reduce = dtype(name if communication in ("auto", None) else communication)
+        words = settings.precision(dtype(name), reduce, translation)
+        if name == "fp16" and isinstance(words, Same):
+            words = Same(f"{words}; torch.amp.GradScaler scales the loss")
+        return words
+
+    return read
+
+
+def _communication(value: Any, translation: Translation) -> Words:
+    if translation.param_dtype is None and value is not None:
+        return Lost("without bf16 or fp16 gradients are added up in the model's own dtype")
+    return Same("reduce_dtype of MixedPrecisionPolicy")
+
+
+def _gather_16bit(value: Any, translation: Translation) -> Words:
+    if not is_on(value):
+        return Same("nothing: get_state_dict and torch.distributed.checkpoint.save, sharded")
+    translation.state_dict = "full"
+    return Same("get_model_state_dict with full_state_dict=True, cpu_offload=True; then cast what it returns")
+
+
+def _accumulation(value: Any, translation: Translation) -> Words:
+    if number(value) < 2:
+        return Same("nothing: one batch for each step")
+    return Same(f"set_requires_gradient_sync(False) for the first {value - 1} of {value} batches")
+
+
+UNITS = fixed(Lost("a unit is gathered and freed as a whole: the choice of units decides"), FSDP2)
+INSIDE = fixed(Lost("is about how DeepSpeed does it"), DOCS)
+ZERO = {
+    "stage": Key(_stage, TITAN),
+    "zero_hpz_partition_size": Key(_hpz, TITAN),
+    "mics_shard_size": Key(_mics, TITAN),
+    "offload_param": Key(_offload_param, HF),
+    "offload_optimizer": Key(_offload_optimizer, HF),
+    "stage3_gather_16bit_weights_on_model_save": Key(_gather_16bit, STATE_DICT),
+    "overlap_comm": fixed(Same("nothing: FSDP2 always prefetches and overlaps"), FSDP2),
+    "stage3_prefetch_bucket_size": fixed(
+        Same("set_modules_to_forward_prefetch and _backward_prefetch"), FSDP2
+    ),
+    "stage3_param_persistence_threshold": fixed(Lost("small parameters are sharded like all others"), FSDP2),
+    **dict.fromkeys(["stage3_max_live_parameters", "stage3_max_reuse_distance"], UNITS),
+    **dict.fromkeys(["stage3_model_persistence_threshold", "stage3_module_granularity_threshold"], UNITS),
+    **dict.fromkeys(["reduce_bucket_size", "allgather_bucket_size"], UNITS),
+    **dict.fromkeys(
+        ["zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"],
+        if_on(Lost("fully_shard does not quantize what it sends"), FSDP2),
+    ),
+    **dict.fromkeys(
+        [
+            "reduce_scatter",
+            "allgather_partitions",
+            "contiguous_gradients",
+            "sub_group_size",
+            "round_robin_gradients",
+            "ignore_unused_parameters",
+            "load_from_fp32_weights",
+            "elastic_checkpoint",
+            "log_trace_cache_warnings",
+            "compute_grad_norm",
+            "parameter_alignment",
+            "memory_efficient_linear",
+            "mics_hierarchical_params_gather",
+        ],
+        INSIDE,
+    ),
+}
+SCALER = "https://docs.pytorch.org/docs/2.13/amp.html"
+PRECISION = {
+    "auto_cast": if_on(Same("cast_forward_inputs of MixedPrecisionPolicy, on by default"), FSDP2),
+    "loss_scale": fixed(Same("torch.amp.GradScaler"), SCALER),
+    "initial_scale_power": fixed(Same("init_scale of torch.amp.GradScaler, 2 to that power"), SCALER),
+    "loss_scale_window": fixed(Same("growth_interval of torch.amp.GradScaler"), SCALER),
+    **dict.fromkeys(("hysteresis", "consecutive_hysteresis", "min_loss_scale"), INSIDE),
+    **dict.fromkeys(
+        ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+        if_on(Lost("FSDP2 keeps the model's own dtype: build the model in that dtype"), FSDP2),
+    ),
+}
+ABOVE = {
+    "train_batch_size": fixed(Same("batch_size of the DataLoader, times the ranks"), DOCS),
+    "train_micro_batch_size_per_gpu": fixed(Same("batch_size of the DataLoader"), DOCS),
+    "gradient_accumulation_steps": Key(_accumulation, FSDP2),
+    "gradient_clipping": fixed(Same("torch.nn.utils.clip_grad_norm_"), CLIP),
+    "communication_data_type": Key(_communication, FSDP2),
+    "optimizer": fixed(Same("torch.optim, built after shard_model"), DOCS),
+    "scheduler": fixed(Same("torch.optim.lr_scheduler"), DOCS),
+    "activation_checkpointing": fixed(
+        Lost("configures deepspeed.checkpointing; in PyTorch, checkpoint_wrapper around each block"), DOCS
+    ),
+    **dict.fromkeys(
+        [
+            "prescale_gradients",
+            "gradient_predivide_factor",
+            "sparse_gradients",
+            "steps_per_print",
+            "wall_clock_breakdown",
+            "dump_state",
+            "memory_breakdown",
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+            "aio",
+            "flops_profiler",
+            "comms_logger",
+            "tensorboard",
+            "wandb",
+            "csv_monitor",
+            "data_types",
+            "checkpoint",
+            "elasticity",
+            "autotuning",
+        ],
+        fixed(Same("nothing: not a setting of sharding"), DOCS),
+    ),
+}

@@ -1,0 +1,160 @@
+"""What a config asks for, in FSDP2's terms: settings, the Python to write, and a row for each key."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+# where the rows' sources are
+FSDP2 = "https://docs.pytorch.org/docs/2.13/distributed.fsdp.fully_shard.html"
+GUIDE = "https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html"
+TITAN = "https://github.com/pytorch/torchtitan/blob/00293cb7d0a8916b1401d694edc6f0002e99fd5c/docs/fsdp.md"
+STATE_DICT = "https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html"
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one key.
+
+    Args:
+        key: its name, with the sections that it stands in: "fsdp_config.fsdp_offload_params".
+        value: what the config gives it.
+        fsdp2: what to write instead, or why there is nothing to write.
+        has_counterpart: False where FSDP2 has nothing that does the same.
+        source: where it is documented.
+    """
+
+    key: str
+    value: Any
+    fsdp2: str
+    has_counterpart: bool
+    source: str
+
+
+@dataclass
+class Translation:
+    """What a config asks for, in FSDP2's terms.
+
+    Args:
+        framework: whose config it was.
+        ddp: True where nothing is sharded: FSDP2 has no setting for that, DDP does it.
+        reshard_after_forward: of every unit but the root, which keeps torch's default.
+        shard_size: how many ranks share one copy of the model: None for all of them, "host" for those of a
+            host, else a number. Other than None it takes a 2-D mesh.
+        copies: how many copies of the model there are, if that is what the config says; else None.
+        param_dtype, reduce_dtype: of the mixed precision, such as "bfloat16"; both None without one.
+        offload: whether parameters, gradients and optimizer state lie in host memory.
+        pin_memory: of the offloading.
+        blocks: class names of the modules that become units; None for the transformer blocks, as
+            `transformer_block_classes` finds them; empty for the root alone.
+        checkpointing: whether each unit's activations are computed again in backward.
+        state_dict: "full" for one file, "sharded" for one per rank.
+        rows: what became of each key.
+    """
+
+    framework: str
+    ddp: bool = False
+    reshard_after_forward: bool | int = True
+    shard_size: int | str | None = None
+    copies: int | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    offload: bool = False
+    pin_memory: bool = True
+    blocks: tuple[str, ...] | None = None
+    checkpointing: bool = False
+    state_dict: str = "sharded"
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def mp_policy(self) -> "MixedPrecisionPolicy":
+        """What `fully_shard` is given as mp_policy."""
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        if self.param_dtype is None or self.reduce_dtype is None:
+            return MixedPrecisionPolicy()
+        param, reduce = getattr(torch, self.param_dtype), getattr(torch, self.reduce_dtype)
+        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+
+    @property
+    def without_counterpart(self) -> list[str]:
+        """What FSDP2 does not do, in words."""
+        return [f"{row.key} = {row.value!r}: {row.fsdp2}" for row in self.rows if not row.has_counterpart]
+
+    def code(self) -> str:
+        """The Python to write: a function `shard_model(model)`, called before the optimizer is built."""
+        imports: set[str] = set()
+        body = [] if self.ddp else self._options(imports)
+        in_blocks = []
+        if self.checkpointing:
+            module = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+            imports.add(f"from {module} import checkpoint_wrapper")
+            in_blocks += ["block = checkpoint_wrapper(block)", "model.set_submodule(name, block)"]
+        if not self.ddp:
+            reshard = f"reshard_after_forward={self.reshard_after_forward}"
+            in_blocks.append(f"fully_shard(block, {reshard}, **options)")
+        if in_blocks and self.blocks != ():
+            body += [
+                self._names(imports),
+                "for name, block in reversed(list(model.named_modules())):  # from the inside out",
+                "    if type(block).__name__ in names:",
+                *(f"        {line}" for line in in_blocks),
+            ]
+        if self.ddp:
+            imports.add("from torch.nn.parallel import DistributedDataParallel")
+            body.append("return DistributedDataParallel(model, gradient_as_bucket_view=True)")
+        else:
+            body.append("return fully_shard(model, **options)  # the root, with what is left over")
+        plain = sorted(line for line in imports if line.startswith("import"))
+        others = sorted(imports - set(plain))
+        lines = [*plain, *others, "", "", "def shard_model(model):", *(f"    {line}" for line in body)]
+        return "\n".join(lines) + "\n"
+
+    def _names(self, imports: set[str]) -> str:
+        if self.blocks is None:
+            imports.add("from fsdp_utils import transformer_block_classes")
+            return "names = {kind.__name__ for kind in transformer_block_classes(model)}"
+        return f"names = {{{', '.join(f'{name!r}' for name in self.blocks)}}}".replace("'", '"')
+
+    def _options(self, imports: set[str]) -> list[str]:
+        fsdp, lines = {"fully_shard"}, ["options = {}"]
+        if self.shard_size is not None or self.copies is not None:
+            imports |= {"import torch", "import torch.distributed as dist"}
+            imports.add("from torch.distributed.device_mesh import init_device_mesh")
+            size = f"size = {self.shard_size}  # ranks that share one copy"
+            if self.shard_size == HOST:
+                imports.add("import os")
+                size = 'size = int(os.environ["LOCAL_WORLD_SIZE"])  # the ranks of a host; torchrun sets it'
+            elif self.shard_size is None:
+                size = f"size = dist.get_world_size() // {self.copies}  # ranks that share one copy"
+            lines += [
+                size,
+                "shape = (dist.get_world_size() // size, size)",
+                'dims = ("replicate", "shard")',
+                'device_type = "cuda" if torch.cuda.is_available() else "cpu"',
+                'options["mesh"] = init_device_mesh(device_type, shape, mesh_dim_names=dims)',
+            ]
+        if self.param_dtype is not None:
+            imports.add("import torch")
+            fsdp.add("MixedPrecisionPolicy")
+            dtypes = f"param_dtype=torch.{self.param_dtype}, reduce_dtype=torch.{self.reduce_dtype}"
+            lines.append(f'options["mp_policy"] = MixedPrecisionPolicy({dtypes})')
+        if self.offload:
+            fsdp.add("CPUOffloadPolicy")
+            pinned = "" if self.pin_memory else "pin_memory=False"
+            lines.append(f'options["offload_policy"] = CPUOffloadPolicy({pinned})')
+        imports.add(f"from torch.distributed.fsdp import {', '.join(sorted(fsdp))}")
+        return lines
+
+    def __str__(self) -> str:
+        width = max((len(row.key) for row in self.rows), default=0)
+        lines = [f"{self.framework} to FSDP2"]
+        for row in self.rows:
+            mark = " " if row.has_counterpart else "!"
+            lines.append(f"{mark} {row.key:{width}} = {row.value!r}\n      {row.fsdp2}")
+        if self.without_counterpart:
+            lines.append("(! has no counterpart in FSDP2)")
+        return "\n".join(lines)
