@@ -157,6 +157,16 @@ def outside(checkpoint: Path, _: Path) -> None:
     forge(checkpoint)
 
 
+def another_layout(checkpoint: Path, _: Path) -> None:
+    """The description takes two ranks' parts of a tensor for each other's."""
+    path = checkpoint / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    one, other = (index for index in metadata.storage_data if index.fqn == "model.embed.weight")
+    data = metadata.storage_data
+    data[one], data[other] = data[other], data[one]
+    path.write_bytes(pickle.dumps(metadata))
+
+
 def edit_manifest(checkpoint: Path, old: str, new: str) -> None:
     text = (checkpoint / MANIFEST).read_text()
     assert old in text
@@ -177,9 +187,7 @@ FAULTS = {
     "shard of another step": Fault(
         lambda c, o: shutil.copy(shard(o), shard(c)), r"/__0_0.*\.distcp: expected SHA-256"
     ),
-    ".metadata of another step": Fault(
-        lambda c, o: shutil.copy(o / ".metadata", c / ".metadata"), r"/\.metadata: expected SHA-256"
-    ),
+    ".metadata of another layout": Fault(another_layout, r"/\.metadata: expected SHA-256"),
     "manifest of another step": Fault(
         lambda c, o: shutil.copy(o / MANIFEST, c / MANIFEST), r": expected SHA-256"
     ),

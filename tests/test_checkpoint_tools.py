@@ -93,6 +93,13 @@ def test_the_manifest_says_what_is_in_the_checkpoint(saved: Path) -> None:
         assert done.returncode != 0 or done.stdout.split()[0] == entry["sha256"]
 
 
+def test_no_file_tells_where_it_was_written(saved: Path) -> None:
+    where = saved.name.encode()  # a pickled path is a list of such names
+    assert where in (saved / "plain" / ".metadata").read_bytes()  # so it would be seen
+    for file in (saved / "d").rglob("*"):
+        assert not file.is_file() or where not in file.read_bytes(), file.name
+
+
 def test_inspect_shows_tensors_and_where_they_come_from(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,6 +125,10 @@ class Writer(FileSystemWriter):
         self.written[name] = file.finish()
         return results
 
+    def storage_meta(self) -> StorageMeta | None:
+        """None: DCP would enter the path, which is that of a temporary directory, and of this machine."""
+        return None
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         for alias, name in self._tied.items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
