@@ -665,8 +665,8 @@ assert minutes["405B"] > 50 * minutes["7B"]
 
 # %% [markdown]
 # So a full checkpoint is right for a model that fits into one host, and at the end of training, when the file
-# goes elsewhere. While a large model trains, let every rank write its own part. That is
-# [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
+# goes elsewhere. While a large model trains, let every rank write its own part. That is [lesson
+# 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 #
 # ## Proof
 #

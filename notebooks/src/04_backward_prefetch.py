@@ -251,8 +251,7 @@ assert (peaks["forward_prefetch"], peaks["FSDP2, explicit"], peaks["FSDP2, kept"
 # %% [markdown]
 # `BACKWARD_PRE` costs one more unit, whatever the size of the model. With 32 blocks that is a thirty-second
 # of the parameters; activations usually take far more. This is the order of the program. On a GPU, FSDP1's
-# memory can lag behind it, which is what its rate limiter is for
-# ([lesson 11](11_rate_limiter.ipynb)).
+# memory can lag behind it, which is what its rate limiter is for ([lesson 11](11_rate_limiter.ipynb)).
 #
 # ## The replay
 #
@@ -508,8 +507,8 @@ lesson.check(balance, 1.0)
 #
 # ## Next
 #
-# Which bytes have to be sent at all? That is decided by the sharding strategy:
-# [lesson 6](06_sharding_strategies.ipynb).
+# Which bytes have to be sent at all? That is decided by the sharding strategy: [lesson
+# 6](06_sharding_strategies.ipynb).
 
 # %% [markdown]
 # ## Solutions

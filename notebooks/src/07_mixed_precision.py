@@ -2,10 +2,8 @@
 # # 7 · Mixed precision
 #
 # bf16 halves what is sent and computes faster where the hardware can. But which tensor is bf16, and when? In
-# this
-# lesson a probe writes down the dtype of every tensor that matters, at the moment it matters, for FSDP2 and
-# FSDP1.
-# Each sentence about a dtype stands below the output that shows it.
+# this lesson a probe writes down the dtype of every tensor that matters, at the moment it matters, for FSDP2
+# and FSDP1. Each sentence about a dtype stands below the output that shows it.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.notebook import lesson
@@ -49,8 +47,7 @@ device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.devi
 #
 # FSDP keeps each rank's shard of the parameters in fp32. Before a unit computes it gathers them, cast to
 # `param_dtype`. After its backward it reduces the gradients in `reduce_dtype`, and adds the result to the
-# fp32
-# shard's `.grad`. So the optimizer works in fp32, from gradients that were computed in bf16.
+# fp32 shard's `.grad`. So the optimizer works in fp32, from gradients that were computed in bf16.
 #
 # ## A probe
 #
@@ -160,8 +157,7 @@ def show(columns):
 # ## FSDP2
 #
 # **Predict, then measure.** With `param_dtype=bfloat16`, in which dtype is the matmul of the backward? And
-# the
-# `.grad` that the optimizer sees?
+# the `.grad` that the optimizer sees?
 
 # %% tags=["dtypes"]
 # %%ranks
@@ -182,10 +178,8 @@ for found in columns.values():
 
 # %% [markdown]
 # Read the middle column from top to bottom. The shards are fp32 at rest. The all-gather sends bf16, so it
-# costs
-# half. Both matmuls are bf16: **the gradients of the backward are computed in bf16**. The reduce-scatter
-# adds up
-# in fp32, and the sharded `.grad`, the moments and the state dict are fp32.
+# costs half. Both matmuls are bf16: **the gradients of the backward are computed in bf16**. The
+# reduce-scatter adds up in fp32, and the sharded `.grad`, the moments and the state dict are fp32.
 #
 # So "local gradients are always fp32" is false for the gradients that the backward computes, and true for the
 # shard of `.grad`.
@@ -229,10 +223,9 @@ assert cast["matmul, forward"] == "bfloat16"
 # ## What adding up in bf16 costs
 #
 # bf16 has 8 significant bits. Add many numbers of about the same size, and each addition rounds. Here the
-# same
-# 65536 gradients, with a value of about 1 on each rank, are summed by a real all-reduce in bf16 over 2 and
-# over
-# all ranks, and in a simulation, one addition after the other, over more ranks than this machine has.
+# same 65536 gradients, with a value of about 1 on each rank, are summed by a real all-reduce in bf16 over 2
+# and over all ranks, and in a simulation, one addition after the other, over more ranks than this machine
+# has.
 
 # %% tags=["reduction"]
 # %%ranks
@@ -279,18 +272,14 @@ plots.show(fig, alt="The error of a sum in bf16 grows with the number of ranks")
 
 # %% [markdown]
 # The error grows with the number of ranks. In fp32 the same 64 numbers have an error below 0.00001. That is
-# why
-# `reduce_dtype=torch.float32` is a common choice beside `param_dtype=torch.bfloat16`: it sends more, and
-# adds up
-# well.
+# why `reduce_dtype=torch.float32` is a common choice beside `param_dtype=torch.bfloat16`: it sends more, and
+# adds up well.
 #
 # ## fp16, and its scaler
 #
 # fp16 has more significant bits than bf16 but a narrow range: what is smaller than about 3e-8 becomes 0. So
-# the loss is
-# multiplied by a large number before backward, and the gradients are divided by it before the step: a
-# gradient
-# scaler. If a gradient is infinite the step is left out, and the number halved.
+# the loss is multiplied by a large number before backward, and the gradients are divided by it before the
+# step: a gradient scaler. If a gradient is infinite the step is left out, and the number halved.
 
 # %%
 # %%ranks
@@ -328,11 +317,9 @@ assert two[-1] < two[0]
 torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-3)
 
 # %% [markdown]
-# With FSDP2 torch's own `GradScaler` works. FSDP1 wants `ShardedGradScaler`: if one rank finds an infinity
-# in its
-# shard, all ranks have to leave out the step. What a CPU cannot show is speed: tensor cores, and whether
-# fp16 or
-# bf16 is faster. That is for a GPU to say.
+# With FSDP2 torch's own `GradScaler` works. FSDP1 wants `ShardedGradScaler`: if one rank finds an infinity in
+# its shard, all ranks have to leave out the step. What a CPU cannot show is speed: tensor cores, and whether
+# fp16 or bf16 is faster. That is for a GPU to say.
 #
 # ## What is saved, and what it is loaded into
 #
@@ -505,8 +492,7 @@ lesson.check(gathered_bytes, sizes)
 
 # %% [markdown]
 # **2. Which dtype?** FSDP2 with `param_dtype=bfloat16` and `reduce_dtype=float32`: the dtype of the matmul
-# in the
-# backward, and of `.grad`.
+# in the backward, and of `.grad`.
 
 # %%
 two_dtypes = None  # your line here: a pair of names

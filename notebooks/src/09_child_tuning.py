@@ -51,8 +51,7 @@ device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.devi
 # ## The idea
 #
 # [Xu et al. 2021](https://arxiv.org/abs/2109.05687) multiply each gradient with a mask of zeros and ones
-# before
-# AdamW sees it.
+# before AdamW sees it.
 #
 # - **F** ("task-free"): a coin for each element, at each step. Heads with probability *p*; what is kept is
 #   divided by *p*, so that the gradient is right on average.
@@ -61,8 +60,7 @@ device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.devi
 #   information), and keep the largest fraction *p* of all weights, the same ones at all steps.
 #
 # Here is F on a gradient of ones. With both betas at 0 AdamW remembers nothing, so its first moment is what
-# it
-# was given.
+# it was given.
 
 # %%
 # %%ranks 0
@@ -81,8 +79,7 @@ assert torch.equal(p.grad, torch.ones(4, 8))        # the gradient itself is as 
 # What is kept has become 2, that is 1 / 0.5. The second mask is another one.
 #
 # **Predict, then measure.** A weight's gradient was kept at step 1 and is masked at step 2. Does the weight
-# move
-# at step 2, with the usual betas?
+# move at step 2, with the usual betas?
 
 # %%
 # %%ranks 0
@@ -102,17 +99,15 @@ assert bool(still_moves.all())
 
 # %% [markdown] jupyter={"source_hidden": true}
 # All of them: momentum moves a weight also where its gradient is masked. Weight decay does so too, in both
-# modes;
-# for mode D `freeze_masked=True` stops both.
+# modes; for mode D `freeze_masked=True` stops both.
 
 # %% [markdown]
 # ## Masks under FSDP
 #
 # Each rank holds a part of each parameter. If each tossed its own coins, replicas would part, and a run
-# resumed
-# on other ranks would be another run. Here a coin is a function of seed, step, and the element's place in the
-# *whole* model. So the masks are those of the unsharded model, on any number of ranks, and nobody's random
-# numbers change.
+# resumed on other ranks would be another run. Here a coin is a function of seed, step, and the element's
+# place in the *whole* model. So the masks are those of the unsharded model, on any number of ranks, and
+# nobody's random numbers change.
 
 # %% tags=["equality"]
 # %%ranks
@@ -177,8 +172,7 @@ for mode in ("taskfree", "task"):
 
 # %% [markdown]
 # The sharded runs are the unsharded run. In mode "task" `fisher_mask` found the threshold over the whole
-# model
-# without any rank seeing another's values: the ranks add up histograms of the values' bits.
+# model without any rank seeing another's values: the ranks add up histograms of the values' bits.
 
 # %%
 # %%ranks
@@ -200,10 +194,9 @@ if rank == 0:
 # ## Freezing layers
 #
 # In 2022 "FSDP cannot freeze layers" was true: a flat parameter is trained as one. With
-# `use_orig_params=True`
-# FSDP1 freezes by parameter; FSDP2 always does. What does it save? Count the bytes that this rank holds
-# after a
-# step, of gradients and of AdamW's moments, and what it sends in a step's reduce-scatters.
+# `use_orig_params=True` FSDP1 freezes by parameter; FSDP2 always does. What does it save? Count the bytes
+# that this rank holds after a step, of gradients and of AdamW's moments, and what it sends in a step's
+# reduce-scatters.
 
 # %% tags=["freezing"]
 # %%ranks
@@ -261,8 +254,7 @@ for name, wrap in {"FSDP2": fsdp2, "FSDP1": fsdp1}.items():
 # ## LoRA by hand
 #
 # [LoRA](https://arxiv.org/abs/2106.09685) freezes a linear layer and trains a product of two thin matrices
-# beside
-# it. It needs a dozen lines, and FSDP2 shards it like anything else.
+# beside it. It needs a dozen lines, and FSDP2 shards it like anything else.
 
 # %%
 # %%ranks
@@ -308,10 +300,8 @@ if rank == 0:
 # ## Does it help?
 #
 # scikit-learn's digits: 1797 real images of 8 x 8 pixels. The model is pretrained on the digits 0 to 4, and
-# then
-# fine-tuned on **40 labelled images** of the digits 5 to 9 with a new head. Four ways, 12 seeds each; the
-# ranks
-# share the seeds among them. A seed chooses the images, the order, the head and the masks.
+# then fine-tuned on **40 labelled images** of the digits 5 to 9 with a new head. Four ways, 12 seeds each;
+# the ranks share the seeds among them. A seed chooses the images, the order, the head and the masks.
 
 # %%
 # %%ranks
@@ -378,9 +368,8 @@ dist.all_gather_object(gathered, mine)
 accuracy = {key: value for each in gathered for key, value in each.items()}
 
 # %% [markdown]
-# What counts is the difference to fine-tuning all weights with the *same* seed: a part of the noise is
-# common to
-# both. The interval is 95 %, by Student's t for 12 seeds.
+# What counts is the difference to fine-tuning all weights with the *same* seed: a part of the noise is common
+# to both. The interval is 95 %, by Student's t for 12 seeds.
 
 # %% tags=["task"]
 # %%ranks 0
@@ -443,8 +432,7 @@ if rank == 0:
 #
 # The optimizer of 2022 sampled a tensor of probabilities for each gradient. Drawing by multiplication is far
 # cheaper. Seconds differ from run to run; [benchmarks/child_tuning.py](../benchmarks/child_tuning.py)
-# measures
-# with care.
+# measures with care.
 
 # %% tags=["nbval-ignore-output"]
 # %%ranks 0
@@ -503,8 +491,7 @@ lesson.claims(
 # ## Exercises
 #
 # **1. On average right.** A gradient element `g` is kept with probability `p`, and what is kept is
-# multiplied by
-# `scale(p)`. Which scale makes its mean `g`?
+# multiplied by `scale(p)`. Which scale makes its mean `g`?
 
 # %%
 def scale(p):

@@ -458,8 +458,8 @@ lesson.check(alive_with_slow_cpu, 2)
 #
 # ## Next
 #
-# So far each rank began with the whole model, and sharded it then. In lesson
-# 12, which is still to be written, the model does not fit on one rank at all.
+# So far each rank began with the whole model, and sharded it then. In lesson 12, which is still to be
+# written, the model does not fit on one rank at all.
 
 # %% [markdown]
 # ## Solutions
