@@ -249,9 +249,8 @@ def _meet(ranks: Ranks, mine: str, wait_s: float) -> dict[str, Any]:
     """Put mine into the store, and take out the verdict on what all ranks put there.
 
     Meetings are numbered. Whoever comes last, or loses patience first, decides a meeting, once for all. A
-    rank
-    that comes to a meeting that was decided without it goes on to the next, so that ranks find together again
-    after one of them has been to meetings alone.
+    rank that comes to a meeting that was decided without it goes on to the next, so that ranks find together
+    again after one of them has been to meetings alone.
     """
     store = _store()
     link = _current_link()

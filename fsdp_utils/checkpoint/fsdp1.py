@@ -1,8 +1,7 @@
 """FSDP1 keeps the parameters of a unit as one flat tensor. Where in it is what?
 
 Used where a state is spread from rank 0: FSDP1's own ways of doing that need a second copy of the shard, and
-on
-CPUs some give back wrong values or freed memory (torch 2.13).
+on CPUs some give back wrong values or freed memory (torch 2.13).
 """
 
 from collections.abc import Callable

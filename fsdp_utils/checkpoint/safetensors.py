@@ -59,13 +59,11 @@ def export_safetensors(
 
     The folder gets model.safetensors, or several numbered ones and model.safetensors.index.json. The
     config.json of a transformers model is written too: it was saved with the checkpoint. Add the tokenizer
-    with
-    `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again.
+    with `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again.
 
     Args:
         checkpoint: a file of save_full, a checkpoint of save_distributed or a directory of them (then the
-        last
-            one is taken), or a checkpoint of plain DCP that has its model under "model" (not verified).
+            last one is taken), or a checkpoint of plain DCP that has its model under "model" (not verified).
         out_dir: made if it is not there; what has the same name is replaced.
         shard_gib: begin another file where one would become larger than this.
         verify: False takes the checkpoint's hashes on trust.

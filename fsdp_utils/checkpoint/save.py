@@ -55,8 +55,7 @@ def save_distributed(
         step: number of the training step.
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
         asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
-        in
-            flight at a time: the next save or load waits for it and raises its error. Takes memory for a
+            in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
             second copy of this rank's shard, and keeps it for the next save.
         wait_s: seconds to wait for all ranks to enter.
         **state: plain data that training needs to go on: scheduler.state_dict(), position in the data, random
