@@ -1,0 +1,385 @@
+"""Can a training run be made to lose work? Random faults, one after the other, while it trains.
+
+fsdp_utils.train runs under torchrun with restarts. At random steps a rank is killed (SIGKILL), all ranks are
+asked to stop (SIGTERM), a rank is halted (SIGSTOP), the disk is full at a save, or the newest checkpoint is
+cut short and a rank killed. The run has to end by itself, with the losses of a run that nobody disturbed.
+
+    python benchmarks/chaos.py                       # 4 ranks, 25 faults; Linux
+    python benchmarks/chaos.py --ranks 2 --faults 5 --steps 60
+    python benchmarks/chaos.py --record              # writes notebooks/recorded/chaos.json for lesson 10, too
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import describe, limits, table
+
+KINDS = (
+    "SIGKILL of a rank",
+    "SIGTERM of all ranks",
+    "SIGSTOP of a rank",
+    "disk full",
+    "checkpoint cut short",
+)
+RECORDING = Path(__file__).resolve().parent.parent / "notebooks" / "recorded" / "chaos.json"
+SAVE_EVERY = 5
+HANG_S = 20.0  # a rank that has not moved for so long hangs
+TORCHRUN_S = 30.0  # torchrun waits so long for a rank that does not end at SIGTERM
+START_S = 90.0  # for the ranks to start, import and load, on a busy machine
+LIMIT_S = HANG_S + TORCHRUN_S + START_S  # for the run to go on after a fault
+DISK_MIB = 64
+
+
+# Else torchrun gives the ranks that it starts anew the store of those before, where gloo finds the addresses
+# of the dead and cannot connect (PyTorch issue 135712; so in 2.13).
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@dataclass
+class Fault:
+    """What was done to the run, and what came of it.
+
+    Attributes:
+        kind: one of KINDS.
+        at_step: how far the run was, by its metrics.
+        saved: the newest whole checkpoint then.
+        resumed: the step that it went on from; None where it was not interrupted.
+        seconds: until it trained again.
+    """
+
+    kind: str
+    at_step: int
+    saved: int
+    resumed: int | None
+    seconds: float
+
+    @property
+    def repeated(self) -> int:
+        """Steps that had to be done again."""
+        return 0 if self.resumed is None else max(0, self.at_step - self.resumed)
+
+
+class Run:
+    """A training run under torchrun, and what it tells of itself."""
+
+    def __init__(self, out: Path, ranks: int, steps: int, restarts: int) -> None:
+        self.out = out
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [
+            f"--max-restarts={restarts}",
+            "-m",
+            "fsdp_utils.train",
+            f"--out={out}",
+            f"--steps={steps}",
+        ]
+        command += ["--data.source=fsdp_utils.notebook.tasks:dates_llama", f"--save_every={SAVE_EVERY}"]
+        command += [f"--eval_every={steps}", "--keep=3", f"--hang_s={HANG_S}", "--parallel.device=cpu"]
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / "log").open("w") as log:
+            self.torchrun = subprocess.Popen(
+                command,
+                env={**os.environ, **FRESH_STORE, "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in _lines(self.out / "events.jsonl") if event["event"] == kind]
+
+    def losses(self) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in _lines(self.out / "metrics.jsonl") if "loss" in line}
+
+    def step(self) -> int:
+        return max(self.losses(), default=0)
+
+    def checkpoints(self) -> list[Any]:
+        from fsdp_utils.checkpoint.manifest import committed
+
+        return committed(self.out / "checkpoints")
+
+    def ranks(self) -> list[int]:
+        """The processes that torchrun runs now."""
+        import psutil
+
+        return [child.pid for child in psutil.Process(self.torchrun.pid).children()]
+
+    def until(self, ready: Callable[[], bool], limit_s: float, what: str) -> None:
+        end = time.monotonic() + limit_s
+        while not ready():
+            if self.torchrun.poll() is not None:
+                raise RuntimeError(f"the run ended before {what}:\n{(self.out / 'log').read_text()[-3000:]}")
+            if time.monotonic() > end:
+                log = (self.out / "log").read_text()[-3000:]
+                raise TimeoutError(f"the run stood for more than {limit_s:.0f} s before {what}:\n{log}")
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """Kill whatever is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.torchrun.pid, signal.SIGKILL)
+        for pid in self.ranks() if self.torchrun.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.torchrun.wait()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that may just be written to, or not be there yet."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+# --- the faults ------------------------------------------------------------------------------------------
+
+
+def cause(kind: str, run: Run, draw: random.Random) -> Fault:
+    """Do it, and wait until the run trains again."""
+    begun, started, at_step = time.monotonic(), len(run.events("started")), run.step()
+    saved = max((one.step for one in run.checkpoints()), default=0)
+    if kind == DISK_FULL:
+        with full_disk(run.out / "checkpoints"):
+            failed = len(run.events("failed to save"))
+            run.until(lambda: len(run.events("failed to save")) > failed, LIMIT_S, "a save failed")
+        return Fault(kind, at_step, saved, None, time.monotonic() - begun)
+    if kind == CUT_SHORT:
+        newest = run.checkpoints()[-1]
+        saved = max((one.step for one in run.checkpoints()[:-1]), default=0)
+        largest = max(newest.path.iterdir(), key=lambda file: file.stat().st_size)
+        os.truncate(largest, largest.stat().st_size // 2)
+    number = {"SIGTERM of all ranks": signal.SIGTERM, "SIGSTOP of a rank": signal.SIGSTOP}
+    pids = run.ranks()
+    for pid in pids if kind == "SIGTERM of all ranks" else [draw.choice(pids)]:
+        os.kill(pid, number.get(kind, signal.SIGKILL))
+    run.until(lambda: len(run.events("started")) > started, LIMIT_S, f"it went on after {kind}")
+    resumed = run.events("started")[-1]["step"]
+    run.until(lambda: run.step() > resumed, LIMIT_S, f"a step after {kind}")
+    return Fault(kind, at_step, saved, resumed, time.monotonic() - begun)
+
+
+@contextlib.contextmanager
+def full_disk(directory: Path) -> Iterator[None]:
+    """No space is left on the file system of that directory, which `small_disk` has made."""
+    filler = directory / "filler"
+    with filler.open("wb") as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(2**16))
+            file.flush()
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path) -> Iterator[None]:
+    """A file system of DISK_MIB at that directory, in memory."""
+    directory.mkdir(parents=True)
+    size = f"size={DISK_MIB}m"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(directory)], check=True, timeout=30)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True, timeout=30)
+
+
+def can_fill_a_disk() -> bool:
+    """Whether this user may mount a file system that is then filled."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with small_disk(Path(folder) / "try"):
+                return True
+        except (subprocess.SubprocessError, OSError):
+            return False
+
+
+# --- the run ---------------------------------------------------------------------------------------------
+
+
+def disturb(
+    folder: Path, ranks: int, steps: int, kinds: list[str], seed: int
+) -> tuple[list[Fault], dict[int, float], list[dict[str, Any]]]:
+    """Train with those faults, each at a step drawn from the seed.
+
+    Returns:
+        The faults, the loss of each step, and the run's events.
+    """
+    draw = random.Random(seed)
+    when = sorted(draw.sample(range(2 * SAVE_EVERY, steps - SAVE_EVERY), len(kinds)))
+    out = folder / "disturbed"
+    disk = small_disk(out / "checkpoints") if DISK_FULL in kinds else contextlib.nullcontext()
+    with disk:
+        run = Run(out, ranks, steps, restarts=2 * len(kinds))
+        try:
+            faults = []
+            for kind, step in zip(kinds, when, strict=True):
+
+                def there(step: int = step, needed: int = 2 if kind == CUT_SHORT else 0) -> bool:
+                    return run.step() >= step and len(run.checkpoints()) >= needed
+
+                run.until(there, START_S + LIMIT_S, f"step {step}")
+                faults.append(cause(kind, run, draw))
+                print(f"step {faults[-1].at_step}: {kind}, {faults[-1].seconds:.1f} s", flush=True)
+            _wait(run)
+            return faults, run.losses(), run.events("damaged") + run.events("finished")
+        finally:
+            run.end()
+
+
+def undisturbed(folder: Path, ranks: int, steps: int) -> dict[int, float]:
+    """The losses of the same run without faults."""
+    run = Run(folder / "undisturbed", ranks, steps, restarts=0)
+    try:
+        _wait(run)
+        return run.losses()
+    finally:
+        run.end()
+
+
+def _wait(run: Run) -> None:
+    """Until the run has ended by itself; it may not stand still for longer than the limit."""
+    seen, since = -1, time.monotonic()
+    while run.torchrun.poll() is None:
+        if run.step() != seen:
+            seen, since = run.step(), time.monotonic()
+        if time.monotonic() - since > LIMIT_S:
+            raise TimeoutError(f"the run stood still at step {seen} for more than {LIMIT_S:.0f} s")
+        time.sleep(0.1)
+    if run.torchrun.returncode:
+        code, log = run.torchrun.returncode, (run.out / "log").read_text()[-3000:]
+        raise RuntimeError(f"the run ended with exit code {code}:\n{log}")
+
+
+def kinds_for(count: int, seed: int) -> list[str]:
+    """That many faults in random order, each kind equally often; no full disk where none can be made."""
+    kinds = [kind for kind in KINDS if kind != DISK_FULL or can_fill_a_disk()]
+    chosen = [kinds[i % len(kinds)] for i in range(count)]
+    random.Random(seed).shuffle(chosen)
+    return chosen
+
+
+def checks(faults: list[Fault], losses: dict[int, float], wanted: dict[int, float]) -> dict[str, bool]:
+    """What has to hold, in words."""
+    last = max(wanted)
+    interrupted = [fault for fault in faults if fault.resumed is not None]
+    behind = [fault for fault in interrupted if (fault.resumed or 0) < fault.saved]
+    slowest = max(fault.seconds for fault in faults)
+    apart = max(abs(losses.get(step, float("inf")) - loss) for step, loss in wanted.items())
+    end = abs(losses.get(last, float("inf")) - wanted[last])
+    return {
+        f"the final loss differs from an undisturbed run's by {end:.1e} (limit 1e-6)": end <= 1e-6,
+        f"the losses of all {last} steps differ by at most {apart:.1e} (limit 1e-6)": apart <= 1e-6,
+        f"{len(behind)} of {len(interrupted)} restarts went behind the last checkpoint (limit 0)": not behind,
+        f"the longest stop was {slowest:.1f} s (limit {LIMIT_S:.0f} s)": slowest <= LIMIT_S,
+    }
+
+
+def show(faults: list[Fault]) -> str:
+    """By kind: how often, the steps that were done again, and how long it took to train again."""
+    rows = []
+    for kind in KINDS:
+        some = [fault for fault in faults if fault.kind == kind]
+        if some:
+            seconds = sorted(fault.seconds for fault in some)
+            repeated = [fault.repeated for fault in some]
+            rows.append(
+                [kind, len(some), max(repeated), f"{seconds[len(seconds) // 2]:.1f}", f"{seconds[-1]:.1f}"]
+            )
+    return table(["fault", "times", "steps again, at most", "s to train again", "at most"], rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--faults", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", action="store_true", help=f"write {RECORDING.name} for lesson 10")
+    arguments = parser.parse_args()
+    if sys.platform != "linux":
+        print("Not run: the processes of a run are looked for as Linux has them.")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    print(describe())
+    with tempfile.TemporaryDirectory(prefix="chaos") as folder:
+        begun = time.monotonic()
+        wanted = undisturbed(Path(folder), arguments.ranks, arguments.steps)
+        between = time.monotonic()
+        print(
+            f"undisturbed: {arguments.steps} steps in {between - begun:.0f} s, "
+            f"final loss {wanted[max(wanted)]:.6f}"
+        )
+        kinds = kinds_for(arguments.faults, arguments.seed)
+        faults, losses, events = disturb(
+            Path(folder), arguments.ranks, arguments.steps, kinds, arguments.seed
+        )
+        took = time.monotonic() - between
+    print(f"with {len(faults)} faults: {took:.0f} s, final loss {losses[max(losses)]:.6f}\n\n{show(faults)}")
+    held = checks(faults, losses, wanted)
+    if arguments.record:
+        seconds = {"undisturbed": between - begun, "disturbed": took}
+        write(arguments, faults, losses, wanted, events, seconds, held)
+    return limits(held)
+
+
+def write(
+    arguments: argparse.Namespace,
+    faults: list[Fault],
+    losses: dict[int, float],
+    wanted: dict[int, float],
+    events: list[dict[str, Any]],
+    seconds: dict[str, float],
+    held: dict[str, bool],
+) -> None:
+    """Keep the numbers for lesson 10, with what they were measured on."""
+    import torch
+
+    from benchmarks.gpu_parts.recorder import ROOT, commit_of
+
+    recording = {
+        "part": "chaos",
+        "question": str(__doc__).splitlines()[0],
+        "device": describe(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit_of(ROOT),
+        "command": "python benchmarks/chaos.py " + " ".join(sys.argv[1:]),
+        "group": f"{arguments.ranks} ranks on one host, gloo, torchrun with restarts",
+        "settings": {
+            "ranks": arguments.ranks,
+            "steps": arguments.steps,
+            "save_every": SAVE_EVERY,
+            "hang_s": HANG_S,
+            "limit_s": LIMIT_S,
+            "seed": arguments.seed,
+        },
+        "results": {
+            "faults": [{**asdict(fault), "repeated": fault.repeated} for fault in faults],
+            "losses": [losses[step] for step in sorted(losses)],
+            "undisturbed_losses": [wanted[step] for step in sorted(wanted)],
+            "seconds": seconds,
+            "damaged_checkpoints_passed_over": sum(event["event"] == "damaged" for event in events),
+            "limits": held,
+        },
+    }
+    RECORDING.parent.mkdir(exist_ok=True)
+    RECORDING.write_text(json.dumps(recording, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
