@@ -29,13 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe, limits, table
 
-KINDS = (
-    "SIGKILL of a rank",
-    "SIGTERM of all ranks",
-    "SIGSTOP of a rank",
-    "disk full",
-    "checkpoint cut short",
-)
+DISK_FULL, CUT_SHORT = "disk full", "checkpoint cut short"
+KINDS = ("SIGKILL of a rank", "SIGTERM of all ranks", "SIGSTOP of a rank", DISK_FULL, CUT_SHORT)
 RECORDING = Path(__file__).resolve().parent.parent / "notebooks" / "recorded" / "chaos.json"
 SAVE_EVERY = 5
 HANG_S = 20.0  # a rank that has not moved for so long hangs
