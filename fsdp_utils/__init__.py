@@ -38,6 +38,7 @@ _MODULE_OF = {
     "sampler": "distributed",
     "MemoryReport": "memory",
     "Memory_Maximizer": "memory",
+    "translate": "migration",
     "check_sharding": "wrapping",
     "shard": "wrapping",
     "transformer_block_classes": "wrapping",
