@@ -1,5 +1,6 @@
 """The run's checkpoints: written while it goes on, and resumed from the newest that is whole."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def _set_aside_if_damaged(directory: Path) -> str | None:
     try:
         verify_checkpoint(newest)
     except CheckpointError as error:
-        newest.rename(newest.with_name(f"damaged-{newest.name}"))
+        # The step may be saved again under the same name, and damaged again: one name for each time.
+        newest.rename(newest.with_name(f"damaged-{newest.name}-{time.time_ns()}"))
         return str(error)
     return None
 
