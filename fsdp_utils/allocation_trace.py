@@ -135,10 +135,17 @@ def record_allocations(
     Returns:
         The trace; call its `begin_step()` where a training step begins.
     """
-    recorder = _Recorder(device)
+    recorder = Recorder(device)
     for item in existing:
         for tensor in _tensors_of(item):
             recorder.observe(tensor, "before the recording")
+    with listening(recorder):
+        yield recorder.trace
+
+
+@contextmanager
+def listening(recorder: "Recorder") -> Iterator[None]:
+    """Have a recorder see all that is allocated and freed."""
     resize, infer = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
     @wraps(resize)
@@ -162,7 +169,7 @@ def record_allocations(
         patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", muted_infer),
         recorder,
     ):
-        yield recorder.trace
+        yield
 
 
 def _tensors_of(item: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Iterator[torch.Tensor]:
@@ -183,7 +190,7 @@ def _tensors_of(item: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Itera
         )
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Sees the storage of every operator's result, and through a weak reference the end of each."""
 
     def __init__(self, device: str) -> None:
@@ -217,6 +224,9 @@ class _Recorder(TorchDispatchMode):
         if storage.device.type == self._storage_device:
             self._update(storage, name)
 
+    def note(self, event: Event) -> None:
+        self.trace.events.append(event)
+
     def close(self) -> None:
         """Stop listening: what dies from now on is no part of the trace."""
         self._watched.clear()
@@ -234,7 +244,7 @@ class _Recorder(TorchDispatchMode):
             event = Event("alloc", self._blocks, size, name, self._stream_number())
             self._blocks += 1
             self._allocated[key] = event
-            self.trace.events.append(event)
+            self.note(event)
 
     def _forget(self, key: int) -> None:
         self._free(key)
@@ -243,7 +253,7 @@ class _Recorder(TorchDispatchMode):
     def _free(self, key: int) -> None:
         event = self._allocated.pop(key, None)
         if event:
-            self.trace.events.append(Event("free", event.block, event.size, event.name, event.stream))
+            self.note(Event("free", event.block, event.size, event.name, event.stream))
 
     def _stream_number(self) -> int:
         # on CPU torch's streams do nothing, but FSDP enters and leaves them there as it does on a GPU

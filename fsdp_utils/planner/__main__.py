@@ -1,0 +1,61 @@
+"""plan and search from the command line.
+
+    python -m fsdp_utils.planner FOLDER --world-size 64 --batch-size 64 --seq-len 4096
+    python -m fsdp_utils.planner FOLDER --search 8 16 32 64 --seq-len 4096 --tokens-per-s 100000
+
+FOLDER holds a config.json. All numbers are those of a simulation. Exits with 1 if nothing fits, and with 2 if
+the question cannot be answered.
+"""
+
+import argparse
+import sys
+
+from fsdp_utils.planner.gpus import GPUS
+from fsdp_utils.planner.one_rank import APIS, CHECKPOINTING, OPTIMIZERS, PRECISIONS, STRATEGIES
+from fsdp_utils.planner.planning import plan
+from fsdp_utils.planner.search import search
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp_utils.planner",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="FOLDER")
+    parser.add_argument("--world-size", type=int, help="ranks")
+    parser.add_argument("--batch-size", type=int, help="samples in a step, of all ranks")
+    parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--gpu", default="H100", help=", ".join(GPUS))
+    parser.add_argument("--strategy", default="full", help=", ".join(STRATEGIES))
+    parser.add_argument("--api", default="fsdp2", help=", ".join(APIS))
+    parser.add_argument("--precision", default="bf16", help=", ".join(PRECISIONS))
+    parser.add_argument("--checkpointing", default="none", help=", ".join(CHECKPOINTING))
+    parser.add_argument("--optimizer", default="adamw", help=", ".join(OPTIMIZERS))
+    parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--ranks-per-host", type=int, default=8)
+    parser.add_argument(
+        "--search", type=int, nargs="+", metavar="RANKS", help="the fewest of these that will do"
+    )
+    parser.add_argument("--tokens-per-s", type=float, help="to be reached, with --search")
+    options = vars(parser.parse_args(arguments))
+    model, worlds, rate = options.pop("model"), options.pop("search"), options.pop("tokens_per_s")
+    try:
+        if worlds:
+            for name in ("world_size", "batch_size", "strategy", "checkpointing"):
+                del options[name]
+            result = search(model, world_sizes=worlds, tokens_per_s=rate, **options)
+            print(result)
+            return 0 if result.best else 1
+        if options["world_size"] is None or options["batch_size"] is None:
+            parser.error("expected --world-size and --batch-size, or --search")
+        planned = plan(model, **options)
+    except (ValueError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(planned)
+    return 0 if planned.fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

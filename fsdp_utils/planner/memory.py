@@ -1,0 +1,93 @@
+"""How much memory does a rank hold, for what, and when?"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fsdp_utils.allocation_trace import GIB, Event, Trace
+from fsdp_utils.planner.items import AT_REST, Alloc, Free, Label, Recording, Step
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The most memory that is allocated in one part of a step.
+
+    Args:
+        step: 1 or 2.
+        label: of the part: its phase and its FSDP unit.
+        gib: by category, at that moment; 0 is left out.
+    """
+
+    step: int
+    label: Label
+    gib: dict[str, float]
+
+    @property
+    def total_gib(self) -> float:
+        return sum(self.gib.values())
+
+    def __str__(self) -> str:
+        return f"{self.label.phase} of {self.label.unit}, step {self.step}"
+
+
+def moments_of(recording: Recording, *, offload: bool = False) -> list[Moment]:
+    """The peak of each part, in order. With offload, what lies on the host does not count."""
+    held: dict[int, Alloc] = {}
+    live: Counter[str] = Counter()
+    total = step = 0
+    moments = []
+    for label, entries in recording:
+        peak, at_peak = -1, {}
+        for entry in entries:
+            if isinstance(entry, Alloc):
+                held[entry.block] = entry
+                if not (offload and entry.category in AT_REST):
+                    live[entry.category] += entry.size
+                    total += entry.size
+            elif isinstance(entry, Free):
+                alloc = held.pop(entry.block)
+                if not (offload and alloc.category in AT_REST):
+                    live[alloc.category] -= alloc.size
+                    total -= alloc.size
+            elif isinstance(entry, Step):
+                step += 1
+            if total > peak:
+                peak, at_peak = total, dict(live)
+        if step:
+            moments.append(Moment(step, label, {k: v / GIB for k, v in at_peak.items() if v}))
+    return moments
+
+
+def trace_of(recording: Recording, *, offload: bool = False) -> Trace:
+    """What the simulated allocator replays."""
+    trace = Trace()
+    held: dict[int, Alloc] = {}
+    for _, entries in recording:
+        for entry in entries:
+            if isinstance(entry, Alloc):
+                held[entry.block] = entry
+                if not (offload and entry.category in AT_REST):
+                    trace.events.append(Event("alloc", entry.block, entry.size, entry.name, entry.stream))
+            elif isinstance(entry, Free):
+                alloc = held.pop(entry.block)
+                if not (offload and alloc.category in AT_REST):
+                    trace.events.append(Event("free", alloc.block, alloc.size, alloc.name, alloc.stream))
+            elif isinstance(entry, Step):
+                trace.begin_step()
+    return trace
+
+
+def at_rest_gib(recording: Recording) -> dict[str, float]:
+    """The most that parameters, gradients and the optimizer's state take, each by itself, in GiB."""
+    held: dict[int, Alloc] = {}
+    live: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    for _, entries in recording:
+        for entry in entries:
+            if isinstance(entry, Alloc):
+                held[entry.block] = entry
+                live[entry.category] += entry.size
+                most[entry.category] = max(most[entry.category], live[entry.category])
+            elif isinstance(entry, Free):
+                alloc = held.pop(entry.block)
+                live[alloc.category] -= alloc.size
+    return {category: most[category] / GIB for category in AT_REST}

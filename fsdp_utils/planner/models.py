@@ -1,0 +1,238 @@
+"""A model that has shapes and no memory, with its repeated blocks cut down to a few."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fsdp_utils._blocks import outermost, transformer_block_classes, unwrapped
+
+Inputs = Callable[[int, int | None], Any]
+
+
+@dataclass
+class Source:
+    """What is planned for, as often as it has to be built.
+
+    Args:
+        name: of its class.
+        build: makes the model; called inside FakeTensorMode or on "meta".
+        stacks: lists of blocks that are all alike: their name, and how many there are.
+        parameters: of the whole model.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    config: Any = None
+    stacks: dict[str, int] = field(default_factory=dict)
+    parameters: int = 0
+
+
+def source_of(model: Any) -> Source:
+    """Where to get the model from.
+
+    Args:
+        model: an nn.Module, a transformers config, or a folder with a config.json.
+
+    Raises:
+        ValueError: it is none of these, or cannot be built without memory.
+    """
+    if isinstance(model, nn.Module):
+        source = Source(type(model).__name__, lambda: model, getattr(model, "config", None))
+        _look_at(source, model)
+        return source
+    config = _config(model) if isinstance(model, str | PathLike) else model
+    if not hasattr(config, "model_type"):
+        raise ValueError(
+            "plan: expected a torch.nn.Module, a transformers config or a folder with a config.json, found "
+            f"{type(model).__name__}"
+        )
+    try:
+        return _of_config(config)
+    except Exception as error:
+        raise ValueError(
+            f'plan: a {config.model_type} model could not be built on "meta", without memory: '
+            f"{type(error).__name__}: {str(error).strip() or 'no message'}".split("\n")[0]
+        ) from error
+
+
+def build(source: Source, blocks: int | None, dtype: torch.dtype | None) -> nn.Module:
+    """The model with fake parameters, inside a FakeTensorMode.
+
+    Args:
+        blocks: how many of each stack to keep; None keeps all.
+        dtype: of all floating-point parameters and buffers; None leaves them as they are.
+    """
+    whole = source.build()
+    with _cut(whole, source.stacks, blocks) if blocks else nullcontext():
+        memo: dict[int, Any] = {}
+        for tensor in [*whole.parameters(), *whole.buffers()]:
+            memo[id(tensor)] = _fake(tensor, dtype)
+        try:
+            return copy.deepcopy(whole, memo)
+        except Exception as error:
+            raise ValueError(
+                f"plan: {source.name} could not be copied without its memory: {type(error).__name__}: {error}"
+            ) from error
+
+
+def batch_of(
+    source: Source, model: nn.Module, batch_size: int, seq_len: int | None, inputs: Inputs | None
+) -> Any:
+    """What one rank's step is called with; inside a FakeTensorMode."""
+    if inputs is not None:
+        return inputs(batch_size, seq_len)
+    parameters = inspect.signature(unwrapped(model).forward).parameters
+    if "input_ids" in parameters:
+        if not seq_len:
+            raise ValueError(f"plan: {source.name} reads tokens; expected seq_len, found {seq_len!r}")
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens} if "labels" in parameters else {"input_ids": tokens}
+    if "pixel_values" in parameters and source.config is not None:
+        side = source.config.image_size
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        pixels = torch.zeros(batch_size, getattr(source.config, "num_channels", 3), height, width)
+        labels = {"labels": torch.zeros(batch_size, dtype=torch.long)} if "labels" in parameters else {}
+        return {"pixel_values": pixels, **labels}
+    raise ValueError(
+        f"plan: does not know what to call {source.name} with. Give inputs=lambda batch_size, seq_len: ..., "
+        "which returns a tensor, a tuple or a dict, of one rank's batch."
+    )
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The model's own loss if it has one, otherwise the mean of its output."""
+    if isinstance(batch, dict):
+        output = model(**batch)
+    elif isinstance(batch, tuple):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not tensors:
+        raise ValueError(f"plan: {type(model).__name__} returns nothing that needs a gradient")
+    return tensors[0].float().mean()
+
+
+# ---- from a configuration ----------------------------------------------------------------------------
+
+
+def _config(folder: str | PathLike[str]) -> Any:
+    path = Path(folder)
+    if not (path / "config.json").exists():
+        raise ValueError(f"plan: expected a folder with a config.json, found none at {path}")
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ImportError("plan: a folder is read by transformers, which is not installed") from error
+
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def _of_config(config: Any) -> Source:
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    make = _maker(config)
+    whole = _Built(make)
+    source = Source(type(whole()).__name__, whole, config)
+    _look_at(source, whole())
+    return source
+
+
+def _maker(config: Any) -> Callable[[], nn.Module]:
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSeq2SeqLM
+
+    for name in getattr(config, "architectures", None) or ():
+        if cls := getattr(transformers, name, None):
+            return lambda: cls._from_config(config) if hasattr(cls, "_from_config") else cls(config)
+    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageClassification):
+        if type(config) in auto._model_mapping:
+            return lambda: auto.from_config(config)
+    return lambda: transformers.AutoModel.from_config(config)
+
+
+class _Built:
+    """Builds once, on "meta"."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self._make, self._model = make, None
+
+    def __call__(self) -> nn.Module:
+        if self._model is None:
+            from transformers.initialization import no_init_weights
+
+            with torch.device("meta"), no_init_weights():
+                self._model = self._make()
+        return self._model
+
+
+# ---- blocks that are alike ---------------------------------------------------------------------------
+
+
+def _look_at(source: Source, model: nn.Module) -> None:
+    source.parameters = sum(parameter.numel() for parameter in model.parameters())
+    try:
+        classes = tuple(transformer_block_classes(model))
+    except ValueError as error:
+        raise ValueError(f"plan: {error}") from error
+    stacks: dict[str, list[nn.Module]] = {}
+    for name, block in outermost(model, classes):
+        parent, _, index = name.rpartition(".")
+        if index.isdigit() and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential):
+            stacks.setdefault(parent, []).append(block)
+    source.stacks = {
+        name: len(blocks)
+        for name, blocks in stacks.items()
+        if len(blocks) == len(model.get_submodule(name)._modules)
+        and all(_signature(block) == _signature(blocks[0]) for block in blocks[1:])
+    }
+
+
+def _signature(block: nn.Module) -> list[Any]:
+    """All that tells two blocks apart, except their number."""
+    found: list[Any] = []
+    for name, module in block.named_modules():
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and "idx" not in key and "layer_id" not in key
+        }
+        shapes = [
+            (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
+        found.append((name, type(module), plain, shapes))
+    return found
+
+
+@contextmanager
+def _cut(model: nn.Module, stacks: dict[str, int], blocks: int) -> Iterator[None]:
+    """For a time, each stack has only its first blocks."""
+    kept = {name: model.get_submodule(name)._modules for name in stacks}
+    try:
+        for name, modules in kept.items():
+            model.get_submodule(name)._modules = dict(list(modules.items())[:blocks])
+        yield
+    finally:
+        for name, modules in kept.items():
+            model.get_submodule(name)._modules = modules
+
+
+def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake

@@ -1,0 +1,278 @@
+"""What does one rank allocate, compute and send, for which unit, and what is each tensor for?"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fsdp_utils.allocation_trace import Event, Recorder, listening
+from fsdp_utils.collectives.calls import Call, listen_to_calls
+from fsdp_utils.collectives.events import ROOT
+from fsdp_utils.collectives.units import Unit, find_units, listen
+from fsdp_utils.planner import items
+from fsdp_utils.planner.items import Alloc, Free, Gone, Label, Recording, Send, Step, Work
+
+aten = torch.ops.aten
+# what the CPU computes attention with, in the place of the GPU's flash attention
+_CPU_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_: (
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
+}
+_OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_"}  # whatever was there
+_FREE_OF_WORK = {
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "resize_",
+}
+
+
+class StepRecorder(Recorder):
+    """Records items with labels; is told by `listen` what FSDP does.
+
+    Args:
+        units: the model's FSDP units.
+        ranks_per_host: how many consecutive ranks share a host.
+    """
+
+    def __init__(self, units: Iterable[Unit], ranks_per_host: int) -> None:
+        super().__init__("cpu")
+        self.recording: Recording = []
+        self.category: dict[int, str] = {}  # by block; what is learned later is put in at the end
+        self._units = {unit.name: unit for unit in units}
+        self._whole_bytes = {unit.name: _whole_bytes(unit) for unit in self._units.values() if unit.fsdp1}
+        self._ranks_per_host = ranks_per_host
+        self._label = Label("start")
+        self._unit_of_block: dict[int, str] = {}
+        self._working_for: list[str] = []
+        self._between_steps = True  # no unit has computed yet, or all have
+        self._ended = False  # the present unit has computed; FSDP may still have to work for it
+        self._reducing = False
+        self._kind: str | None = None  # what is observed or made by hand is for
+
+    # ---- what the program tells
+
+    def phase(self, phase: str) -> None:
+        self._label = Label(phase)
+        self._between_steps = phase in ("forward", "other")
+
+    def begin_step(self) -> None:
+        self.phase("forward")
+        self._add(Step())
+
+    @contextmanager
+    def making(self, category: str) -> Iterator[None]:
+        """What is made inside is of this category."""
+        self._kind = category
+        try:
+            yield
+        finally:
+            self._kind = None
+
+    def existing(self, tensor: torch.Tensor, category: str, unit: str) -> None:
+        """A tensor that was there before the steps."""
+        self._label = Label("start", unit)
+        with self.making(category):
+            self.observe(tensor, "before the steps")
+
+    def now_for(self, tensors: Iterable[Any], category: str) -> None:
+        """It has become known what these tensors are for."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                for block in self._blocks_of(tensor):
+                    self.category[block] = category
+
+    def finish(self) -> Recording:
+        """The recording, each block in its last category."""
+        return [
+            (
+                label,
+                [
+                    entry._replace(category=self.category[entry.block]) if isinstance(entry, Alloc) else entry
+                    for entry in entries
+                ],
+            )
+            for label, entries in self.recording
+        ]
+
+    # ---- what `listen` tells
+
+    def enter_forward(self) -> None:
+        pass
+
+    def leave_forward(self) -> None:
+        pass
+
+    def enter(self, unit: str) -> None:
+        if not self._working_for:
+            self._label = Label("backward" if _in_backward() else "forward", unit)
+        self._working_for.append(unit)
+
+    def leave(self, unit: str) -> None:
+        if unit in self._working_for:
+            self._working_for.remove(unit)
+        if not self._working_for and self._ended:
+            # what follows is the model's own, until the next unit begins
+            self._label, self._ended, self._reducing = Label(self._label.phase), False, False
+
+    def begin(self, module: str, phase: str) -> None:
+        if phase in ("forward", "backward"):
+            self._between_steps = False
+            self._label, self._ended = Label("backward" if _in_backward() else "forward", module), False
+
+    def end(self, module: str, phase: str) -> None:
+        self._ended = True
+        if phase == "backward" and module in self._units:
+            self._reducing = True
+            self._between_steps = module == ROOT
+            self.now_for(_whole_gradients(self._units[module]), items.WHOLE_GRADIENTS)
+
+    def freed(self, unit: str) -> None:
+        self._add(Gone(unit))
+
+    # ---- what `listen_to_calls` tells
+
+    def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
+        ranks = dist.get_process_group_ranks(call.group)
+        here = sum(rank // self._ranks_per_host == ranks[0] // self._ranks_per_host for rank in ranks)
+        unit = self._working_for[-1] if self._working_for else ROOT
+        self._add(Send(call.kind, unit, max(call.bytes_in, call.bytes_out), len(ranks), here))
+        return issue()
+
+    # ---- what the dispatcher tells
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if self._label.phase == "optimizer" and not self.muted:
+            self._label = Label("optimizer", self._unit_of(args, kwargs))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace in ("aten", "fsdp") and not (
+            self.muted or func.is_view or func._opname in _FREE_OF_WORK
+        ):
+            self._work(func, args, kwargs, result)
+        return result
+
+    def note(self, event: Event) -> None:
+        if event.kind == "free":
+            self._add(Free(event.block), unit=self._unit_of_block.get(event.block))
+            return
+        self._unit_of_block[event.block] = self._label.unit
+        self.category[event.block] = self._kind or self._guess(event)
+        self._add(Alloc(event.block, event.size, event.stream, event.name, ""))
+
+    def _guess(self, event: Event) -> str:
+        """What a tensor is for, by when it was made."""
+        if self._working_for:
+            if self._reducing:
+                return items.REDUCE_BUFFERS
+            unit = self._units[self._working_for[-1]]
+            if unit.fsdp1:
+                # it gathers from the rank's shard, in the dtype of computation
+                return items.GATHERED if event.size >= self._whole_bytes[unit.name] else items.GATHER_BUFFERS
+            return items.GATHERED if event.stream == 0 else items.GATHER_BUFFERS
+        if self._label.phase == "optimizer":
+            return items.TEMPORARIES
+        if _in_backward() and not torch.is_grad_enabled():  # it is enabled where a checkpoint computes again
+            return items.TEMPORARIES
+        return items.ACTIVATIONS
+
+    def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        packet = func._overloadpacket
+        flop = masked = 0
+        if packet in flop_registry:
+            flop = int(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif packet in _CPU_ATTENTION:
+            flop = int(_CPU_ATTENTION[packet](*args))
+            if any(arg is True for arg in args):  # is_causal, the only bool among them
+                masked = flop // 2
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        read = given
+        if packet is aten.embedding:
+            read = made  # as many rows as it writes
+        elif func._opname == "all_gather_copy_in":
+            read = made = list(args[0])  # it fills this rank's part of a buffer for all
+        elif func._opname in _OVERWRITES:
+            written = {leaf.untyped_storage()._cdata for leaf in made}
+            read = [leaf for leaf in given if leaf.untyped_storage()._cdata not in written]
+        nbytes = sum(map(_nbytes, read)) + sum(map(_nbytes, made))
+        half = next((t.element_size() == 2 for t in given if t.is_floating_point()), False)
+        if nbytes:
+            self._add(Work(flop, masked, half, nbytes, self._stream_number()))
+
+    def _unit_of(self, args: Any, kwargs: Any) -> str:
+        """To whose parameters an operation of the optimizer belongs; ROOT where to several."""
+        found = set()
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() > 1:  # not the count of steps
+                found.update(self._unit_of_block.get(block, ROOT) for block in self._blocks_of(leaf))
+                if len(found) > 1:
+                    return ROOT
+        return found.pop() if found else self._label.unit
+
+    def _blocks_of(self, tensor: torch.Tensor) -> Iterator[int]:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        event = self._allocated.get(local.untyped_storage()._cdata)
+        if event is not None:
+            yield event.block
+
+    def _add(self, entry: Any, unit: str | None = None) -> None:
+        label = self._label
+        # before the first unit and after the last, what is freed tells to which unit it belonged: gradients,
+        # for example, are freed in a row
+        if unit is not None and self._between_steps:
+            label = Label(label.phase, unit)
+        if not self.recording or self.recording[-1][0] != label or isinstance(entry, Step):
+            self.recording.append((label, []))
+        self.recording[-1][1].append(entry)
+
+
+@contextmanager
+def recording_steps(model: nn.Module, ranks_per_host: int) -> Iterator[StepRecorder]:
+    """Record the steps inside, of a model that is sharded; see `StepRecorder`."""
+    units = find_units(model)
+    recorder = StepRecorder(units, ranks_per_host)
+    with listening(recorder), listen_to_calls(recorder.collective), listen(model, units, recorder):
+        yield recorder
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    # an expanded tensor has more elements than memory
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _whole_bytes(unit: Unit) -> int:
+    handle = unit.parts[0]
+    return unit.nbytes // handle._orig_param_dtype.itemsize * handle._fwd_bwd_param_dtype.itemsize
+
+
+def _whole_gradients(unit: Unit) -> Iterator[Any]:
+    for part in unit.parts:
+        if unit.fsdp1:
+            yield part.flat_param.grad
+            continue
+        for parameter in part.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            yield whole.grad if whole is not None else None
+            yield parameter.unsharded_accumulated_grad

@@ -1,0 +1,97 @@
+"""search: which is the cheapest setting that fits, or that is fast enough?"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_utils.planner.gpus import GPU
+from fsdp_utils.planner.planning import Plan, plan
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What was tried, and what came of it.
+
+    Args:
+        best: None where nothing meets what was asked for.
+        tried: in the order of the search.
+    """
+
+    best: Plan | None
+    tried: list[Plan]
+
+    def __str__(self) -> str:
+        if self.best is None:
+            closest = min(self.tried, key=lambda p: p.peak_reserved_gib - p.available_gib)
+            return (
+                f"none of {len(self.tried)} settings will do (simulated); the one with most room:\n{closest}"
+            )
+        return f"the cheapest of {len(self.tried)} settings tried (simulated):\n{self.best}"
+
+
+def search(
+    model: Any,
+    *,
+    world_sizes: Iterable[int],
+    gpu: str | GPU = "H100",
+    batch_per_rank: Sequence[int] = (1, 2, 4, 8),
+    strategies: Sequence[str] = ("full", "grad_op"),
+    checkpointing: Sequence[str] = ("none", "full"),
+    tokens_per_s: float | None = None,
+    samples_per_s: float | None = None,
+    **options: Any,
+) -> SearchResult:
+    """Which setting needs the fewest GPUs, and of these, which is the fastest?
+
+    Numbers of GPUs are tried from the smallest on, and the search ends at the first that will do. A larger
+    batch is not tried where a smaller one does not fit. All speeds are upper limits (`step_time`), so ask for
+    more than you need.
+
+    Args:
+        model: as for `plan`.
+        world_sizes: numbers of GPUs to try.
+        gpu: what they are.
+        batch_per_rank: samples of one rank.
+        strategies, checkpointing: as for `plan`.
+        tokens_per_s, samples_per_s: of all ranks, to be reached; None asks only for what fits.
+        options: for `plan`.
+
+    Returns:
+        A `SearchResult`.
+
+    Raises:
+        ValueError: as `plan`; or there is nothing to try.
+    """
+    tried: list[Plan] = []
+    for world_size in sorted(world_sizes):
+        will_do: list[Plan] = []
+        for strategy in strategies:
+            for checkpoint in checkpointing:
+                for batch in sorted(batch_per_rank):
+                    found = plan(
+                        model,
+                        world_size=world_size,
+                        batch_size=batch * world_size,
+                        gpu=gpu,
+                        strategy=strategy,
+                        checkpointing=checkpoint,
+                        **options,
+                    )
+                    tried.append(found)
+                    if not found.fits:
+                        break
+                    if _fast_enough(found, tokens_per_s, samples_per_s):
+                        will_do.append(found)
+        if will_do:
+            return SearchResult(max(will_do, key=lambda p: p.samples_per_s), tried)
+    if not tried:
+        raise ValueError(
+            "search: expected at least one world_size, strategy, checkpointing and batch, found none"
+        )
+    return SearchResult(None, tried)
+
+
+def _fast_enough(found: Plan, tokens_per_s: float | None, samples_per_s: float | None) -> bool:
+    if tokens_per_s is not None and (found.tokens_per_s or 0.0) < tokens_per_s:
+        return False
+    return samples_per_s is None or found.samples_per_s >= samples_per_s
