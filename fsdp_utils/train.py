@@ -8,6 +8,7 @@ save and leave with exit code 75. `train_config.py` tells every setting; this fi
 up, `_loop` trains, `_step` and `_evaluate` are what each of its turns does.
 """
 
+import faulthandler
 import json
 import math
 import os
@@ -16,9 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,11 @@ from torch.optim import Optimizer
 from fsdp_utils.bf16 import bf16_support
 from fsdp_utils.checkpoint import CheckpointError
 from fsdp_utils.child_tuning import ChildTuningAdamW
-from fsdp_utils.distributed import get_local_rank, get_rank, get_world_size
+from fsdp_utils.distributed import get_rank, get_world_size
 from fsdp_utils.memory import Memory_Maximizer
 from fsdp_utils.train_config import ConfigError, OptimConfig, TrainConfig, mesh_shape, micro_batches, parse
 from fsdp_utils.train_data import Data, load_data, rows_at
+from fsdp_utils.train_group import process_group, same_on_all, sum_of_all, training_device
 from fsdp_utils.train_log import Journal
 from fsdp_utils.train_model import build_model, flops_per_token, parallelize, peak_flops
 from fsdp_utils.train_saves import Saves, resume
@@ -43,9 +44,7 @@ from fsdp_utils.train_watch import EXIT_REQUEUE, Heartbeat, NotFinite, Stop, che
 
 __all__ = ["learning_rate", "main", "train"]
 
-T = TypeVar("T")
-
-_ECHO_S = 2.0  # a rank that fails because another one did lets the other be heard first
+_END_S = 60.0  # from a failure to the end of its process, at most
 
 
 class Progress(NamedTuple):
@@ -68,10 +67,10 @@ def train(config: TrainConfig) -> Progress:
         NotFinite: the gradient is NaN or infinite; names ranks and samples.
     """
     out = Path(config.out)
-    device = _device(config)
-    with Stop() as stop, Heartbeat(out / "hang", config.hang_s) as heart:
+    device = training_device(config.parallel.device)
+    with Stop() as stop, Heartbeat(out / "hang", config.timeout_s) as heart:
         heart.at("building")
-        data, model = _same_on_all(lambda: _prepare(config))
+        data, model = same_on_all(lambda: _prepare(config))
         model = parallelize(model, config, device)
         optimizer = _optimizer(model, config.optim)
 
@@ -119,7 +118,8 @@ def _loop(
     memory.start()
     model.train()
     while step < config.steps:
-        heart.at(f"step {step + 1}")
+        # The first step takes longer than all others: FSDP sets itself up, blocks are compiled.
+        heart.at(f"step {step + 1}", config.timeout_s if step == at.step else config.hang_s)
         if stopped := _anybody(stop.wanted):
             break
         begun = time.perf_counter()
@@ -164,7 +164,7 @@ def _step(
     mine = rows[:, rank]  # i64[micro-batches, samples]
     batches = [data.train[part] for part in mine]
     weights = [data.predictions(batch) for batch in batches]
-    total = _sum(sum(weights))
+    total = sum_of_all(sum(weights))
 
     # Dropout's numbers follow from the place in the run, so that a resumed run draws the same ones.
     torch.manual_seed((config.seed * 1_000_003 + step) * 65_537 + rank)
@@ -188,7 +188,7 @@ def _step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
-    return _sum(own), length
+    return sum_of_all(own), length
 
 
 @torch.no_grad()
@@ -216,7 +216,7 @@ def _evaluate(config: TrainConfig, model: nn.Module, data: Data, heart: Heartbea
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # what FSDP keeps for a backward that does not come; checkpoints are of shards
-    return {"eval_loss": _sum(loss) / _sum(total)}
+    return {"eval_loss": sum_of_all(loss) / sum_of_all(total)}
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
@@ -267,79 +267,20 @@ def _profiled(config: TrainConfig, step: int) -> Iterator[None]:
     profiler.export_chrome_trace(str(Path(config.out) / f"trace-step-{step}.json"))
 
 
-def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
-# ---- between the ranks: on the CPU, so that no GPU waits for it ------------------------------------
-
-
-def _sum(value: float) -> float:
-    """The sum of what each rank gives."""
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item()
-
-
 def _anybody(signal: str | None) -> str | None:
     """The signal that some rank was sent; the same answer on every rank."""
-    number = int(signal is not None)
-    if not _sum(number):
+    if not sum_of_all(signal is not None):
         return None
     found: list[Any] = [None] * get_world_size()
     dist.all_gather_object(found, signal)
     return next(name for name in found if name is not None)
 
 
-def _same_on_all(fn: Callable[[], T]) -> T:
-    """What fn returns; if it is refused on any rank, the same ConfigError on all."""
-    result, problem = None, None
-    try:
-        result = fn()
-    except ConfigError as error:
-        problem = str(error)
-    found: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(found, problem)
-    if told := {rank: text for rank, text in enumerate(found) if text}:
-        texts = {text: rank for rank, text in reversed(told.items())}
-        everywhere = len(told) == len(found)
-        raise ConfigError(
-            "\n".join(text if everywhere else f"rank {rank}: {text}" for text, rank in texts.items())
-        )
-    return result  # type: ignore[return-value]
+def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 # ---- the program -----------------------------------------------------------------------------------
-
-
-def _device(config: TrainConfig) -> torch.device:
-    if config.parallel.device == "cpu" or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    return torch.device(accelerator.type, get_local_rank())
-
-
-@contextmanager
-def _process_group(config: TrainConfig | None) -> Iterator[None]:
-    """The ranks that torchrun started; a single one where nobody did."""
-    limit = timedelta(seconds=config.timeout_s if config else 60)
-    device = _device(config) if config else torch.device("cpu")
-    backend = "gloo"
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
-        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=limit)
-    else:
-        dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    except Exception as error:
-        if type(error) is RuntimeError or isinstance(error, dist.DistError):
-            time.sleep(_ECHO_S)  # it may be the echo of another rank's end
-        raise
-    dist.destroy_process_group()
 
 
 @record  # writes torchelastic's error file, from which torchrun tells which rank failed first, and how
@@ -356,16 +297,21 @@ def _run(arguments: list[str] | None) -> Progress:
         assert config is not None
         return config
 
-    with _process_group(config):
-        return train(_same_on_all(configured))
+    device = training_device(config.parallel.device if config else "cpu")
+    with process_group(device, config.timeout_s if config else 60):
+        return train(same_on_all(configured))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The program's exit code: 0 finished, 75 stopped by a signal and saved, 1 failed, 2 not begun."""
     try:
         progress = _run(arguments)
-    except (ConfigError, CheckpointError, NotFinite) as error:  # the same on every rank: told once
-        if get_rank() == 0:
+    except Exception as error:
+        # A process group that lost a rank, or a save, can hold up the end of a process.
+        faulthandler.dump_traceback_later(_END_S, exit=True)
+        if not isinstance(error, (ConfigError, CheckpointError, NotFinite)):
+            raise
+        if get_rank() == 0:  # these are the same on every rank: told once
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     if progress is not None and progress.stopped:

@@ -133,9 +133,9 @@ class TrainConfig:
         tensorboard: write the metrics for TensorBoard, too.
         profile_step: the step of which torch.profiler writes a trace on rank 0.
         peak_tflops: of one device, for the MFU; None for what is known of the device.
-        hang_s: a rank that has not moved for so long is taken to hang. Longer than the longest step (its
-            compilation included) and the longest save.
-        timeout_s: how long a rank waits in a collective.
+        hang_s: a rank that has not moved for so long is taken to hang. Longer than any step but the first,
+            any save, and any batch of an evaluation.
+        timeout_s: the same for the start and the first step; and how long a rank waits in a collective.
     """
 
     out: str

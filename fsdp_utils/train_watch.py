@@ -98,13 +98,13 @@ class Heartbeat:
     """Is every rank still moving? If one is not: the stacks of all ranks that can speak, then the end.
 
     A thread on each rank tells the others, through the process group's store, where its training is. When
-    its own training has not moved for `limit_s`, or another rank says so, it writes the stacks of all of its
+    its own training has not moved for the limit, or another rank says so, it writes the stacks of all of its
     threads to `directory`, waits for the other ranks to do the same, names those that did not, and ends the
     process. A hang thus becomes a failure, after which torchrun can start the ranks anew.
 
     Args:
         directory: where the stacks go; shared by all ranks.
-        limit_s: seconds.
+        limit_s: seconds, until `at` is given another limit.
     """
 
     def __init__(self, directory: Path, limit_s: float) -> None:
@@ -114,8 +114,9 @@ class Heartbeat:
         self._over = threading.Event()
         self._store = dist.PrefixStore("fsdp_utils/train", dist.distributed_c10d._get_default_store())
 
-    def at(self, where: str) -> None:
-        """Training has come here: the limit begins anew."""
+    def at(self, where: str, limit_s: float | None = None) -> None:
+        """Training has come here: the limit begins anew. It can be another one from here on."""
+        self._limit_s = limit_s or self._limit_s
         self._where, self._when = where, time.monotonic()
         # Should C code hold the GIL, the thread below cannot speak; this one needs no GIL.
         faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _TOLD_WAIT_S, exit=True)
