@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_utils.checkpoint import load_pretrained
 from fsdp_utils.distributed import get_world_size
 from fsdp_utils.train_config import ConfigError, ModelConfig, TrainConfig, mesh_shape
 from fsdp_utils.train_data import Data
@@ -39,7 +40,7 @@ _PEAK_TFLOPS = {"H200": 989.0, "H100 80GB HBM3": 989.0, "A100": 312.0}
 
 
 def build_model(config: ModelConfig, data: Data, seed: int) -> nn.Module:
-    """The model in fp32 on the CPU, with the same weights on every rank.
+    """The model in fp32 on the CPU, with the same weights on every rank; on meta where it is pretrained.
 
     Raises:
         ConfigError: there is no such configuration or folder, or nothing says which model.
@@ -49,8 +50,9 @@ def build_model(config: ModelConfig, data: Data, seed: int) -> nn.Module:
             raise ConfigError("expected model.config or model.pretrained, as the data brings no model along")
         return data.build()
     if config.pretrained is not None:
-        kind, _ = _transformers_config(config.pretrained, "model.pretrained")
-        return kind.from_pretrained(config.pretrained, local_files_only=True, dtype=torch.float32)
+        kind, settings = _transformers_config(config.pretrained, "model.pretrained")
+        with torch.device("meta"):  # no rank ever holds the whole of it: parallelize fills its shards
+            return kind._from_config(settings, dtype=torch.float32)
     assert config.config is not None
     kind, settings = _transformers_config(config.config, "model.config")
     torch.manual_seed(seed)
@@ -82,9 +84,10 @@ def _transformers_config(source: str, setting: str) -> tuple[Any, Any]:
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> nn.Module:
-    """Make each block recompute, compile it and shard it; the model ends on the device.
+    """Make each block recompute, compile it and shard it; the model ends on the device, with its weights.
 
     Raises:
+        CheckpointError: the pretrained folder does not hold this model.
         ConfigError: the ranks do not fill the mesh that the strategy asks for.
     """
     settings, world_size = config.parallel, get_world_size()
@@ -109,13 +112,17 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> nn.Mod
                 module.compile(backend=settings.compile)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model.to(device)
-    return shard(
+    if config.model.pretrained is None:
+        model.to(device)
+    shard(
         model,
         mesh=mesh,
         strategy=settings.strategy,
         mp_policy=half if settings.precision == "bf16" else None,
     )
+    if config.model.pretrained is not None:
+        load_pretrained(config.model.pretrained, model, cast=True)
+    return model
 
 
 def flops_per_token(model: Any, seq_len: int) -> float | None:
