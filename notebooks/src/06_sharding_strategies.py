@@ -58,8 +58,8 @@ per_host = world // hosts
 # ## Two hosts, imagined
 #
 # All ranks are processes of this machine. For the count of bytes we declare them to be **two hosts of two
-# ranks**: ranks 0 and 1, and ranks 2 and 3. The bytes are real, the hosts are not. So this lesson counts what
-# would go over which link, and does not measure how long that takes.
+# ranks**: ranks 0 and 1, and ranks 2 and 3. The bytes are real, the hosts are not. So the cells count what
+# would go over which link. How long that takes is replayed, and shown in a recording.
 
 # %%
 # %%ranks
@@ -87,6 +87,10 @@ print(f"{P / 1024:.0f} KiB of parameters, {len(build())} blocks; {hosts} host(s)
 
 # %% [markdown]
 # ## Six strategies
+#
+# The names come from [the ZeRO paper](https://arxiv.org/abs/1910.02054). **ZeRO-1** shards the optimizer's
+# state, **ZeRO-2** the gradients too, **ZeRO-3** the parameters too. FSDP calls the last one
+# **FULL_SHARD**. In its ZeRO-2 a unit gathered for forward stays whole until its backward.
 #
 # With FSDP2 a strategy is two arguments of `fully_shard`: the `mesh`, which ranks share the shards, and
 # `reshard_after_forward`, what happens to a whole unit between forward and backward.
@@ -135,8 +139,9 @@ if hosts == 2:
 #
 # <details><summary>Answer</summary>
 #
-# FULL_SHARD holds the least: a quarter of everything. HYBRID_SHARD sends the least between the hosts: only
-# half of the gradients, and those twice. No strategy is best at both. The next cells measure it.
+# FULL_SHARD holds the least: a quarter of everything, and the units that are whole. HYBRID_SHARD sends the
+# least between the hosts: only its shard of the gradients, which is half of them. No strategy is best at
+# both. The next cells measure it.
 #
 # </details>
 
@@ -283,7 +288,7 @@ plots.memory_per_rank(kib, unit="KiB")
 # - **FULL_SHARD** never has more than two blocks whole.
 # - **HYBRID_SHARD** cuts over the ranks of a host alone, so it holds more.
 # - **Resharding to a host** keeps a larger shard of each block from forward to backward: a half of it here.
-#   Within a step it holds about as much as ZeRO-2.
+#   Within a step it holds more than FULL_SHARD and less than ZeRO-2.
 #
 # Activations come on top, and are the same in all of them.
 #
@@ -328,10 +333,10 @@ if hosts == 2:
 #
 # - ZeRO-2 sends no more than DDP: an all-reduce *is* a reduce-scatter and an all-gather. FULL_SHARD sends
 #   half as much again.
-# - `ZeroRedundancyOptimizer` sends as much as FULL_SHARD and saves less memory. DDP has reduced all gradients
-#   for it already, although each rank needs only those of its own part.
+# - `ZeroRedundancyOptimizer` sends as much as FULL_SHARD and saves less memory. DDP has reduced all
+#   gradients for it already, although each rank needs only those of its own part.
 # - HYBRID_SHARD sends only its shards of the gradients between the hosts: half a P here, against 2.25 of
-#   FULL_SHARD. The more ranks a host has, the less it sends.
+#   FULL_SHARD. The more ranks a host has, the less each of them sends.
 #
 # ## What that is worth on a slow link
 #
@@ -359,11 +364,15 @@ if "HYBRID_SHARD" in traces:
     assert abs(faster / by_bytes - 1) < 0.25
 
 # %% [markdown]
-# On a fast link the strategies are close. The slower the link between the hosts gets, the more a step takes
-# just the time of its bytes between hosts, and HYBRID_SHARD has the fewest. (DDP would do better with larger
-# models than this one. All its gradients fit into one bucket here, which is sent when backward is over.)
+# On a fast link the strategies are not far apart. The slower the link between the hosts gets, the more a
+# step takes just the time of its bytes between hosts, and HYBRID_SHARD has the fewest. (DDP would do better
+# with larger models than this one. All its gradients fit into one bucket here, which is sent when backward
+# is over.)
 #
-# ### Two real hosts
+# ### Recorded: two hosts, one link
+#
+# These hosts are made of one machine, but the link between them is one: it has a rate, and a counter of
+# bytes.
 
 # %% jupyter={"source_hidden": true}
 from IPython.display import Markdown
@@ -392,17 +401,18 @@ else:
 Markdown(page)
 
 # %% [markdown]
-# "On the wire" is what the link's own counter says. "By the recorder" is what `record_collectives` says
-# crosses the link, with one correction: gloo carries out a reduce-scatter as an all-reduce of the whole, and
-# so sends twice the least. That is why ZeRO-2 sends more than DDP there.
+# SHARD_GRAD_OP is FSDP1's name for ZeRO-2. "On the wire" is what the link's counter says. "By the recorder"
+# is what `record_collectives` says crosses the link, with one correction: gloo carries out a reduce-scatter
+# as an all-reduce of the whole, and so sends twice the least. That is why ZeRO-2 sends more than DDP there.
 #
 # On the slow links, bytes predict time. On the link without a limit they do not: there the link is not what
 # takes the time.
 #
 # ## Gradient accumulation
 #
-# Four small batches, one optimizer step. Do the ranks have to talk after each of them? Only the last one has
-# to. FSDP2 has `set_requires_gradient_sync(False)` for the others; DDP and FSDP1 have `no_sync()`.
+# Four small batches, one optimizer step. Do the ranks have to add up gradients after each of them? Only
+# after the last. FSDP2 has `set_requires_gradient_sync(False)` for the others; DDP and FSDP1 have
+# `no_sync()`.
 
 # %% tags=["accumulation"]
 # %%ranks

@@ -226,8 +226,9 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="The rows of one weight, as saved by one number of ranks and wanted by another.")
 
 # %% [markdown]
-# Follow a dashed line upwards: it cuts a saved piece in two. DCP looks up in `.metadata` where the rows are
-# that a rank wants, and reads just those. That is **resharding**.
+# Follow the first dashed line upwards: it cuts a saved piece in two. DCP looks up in `.metadata` which
+# saved pieces hold the rows that a rank wants, reads those pieces and no others, and takes the rows out of
+# them. That is **resharding**.
 #
 # Is the training the same? Go on with one rank, and compare with a job that never stopped.
 
@@ -297,7 +298,8 @@ for title, saved in (("LOCAL", local), ("SHARDED", sharded)):
 
 # %% [markdown]
 # A local state dict has no parameters, only `_flat_param`: one per unit, all of its parameters laid end to
-# end and cut by the number of ranks. A sharded one has names and shapes. Neither holds the optimizer.
+# end and cut by the number of ranks. A sharded one has names and shapes. (`DTensor` has taken the place of
+# `ShardedTensor` since.) Neither holds the optimizer.
 #
 # Load them, on the same number of ranks, on one less and on one. The second row is our addition: the video's
 # code under `torch.no_grad()`.
@@ -346,11 +348,13 @@ if fewer > 1:
 # So in PyTorch 2.13, row by row:
 #
 # - The video's code loads on as many ranks as have saved, and on no others. On fewer it ends in an error
-#   about views, which is an accident: a shard that needs a gradient is written to in pieces. Under `no_grad`
-#   DCP reshards the flat parameters too. One rank alone does not flatten them, so it looks for other names.
-# - With `use_orig_params=True`, which came later, it does not even load what it has just saved. The pieces of
-#   parameters in it are of another size on every rank, under one name.
-# - The sharded one always loads. It is what FSDP2 and `get_state_dict` give you today.
+#   about views, which is an accident: a shard that needs a gradient is written to in pieces. Under
+#   `no_grad` DCP reshards the flat parameters too. One rank alone shards nothing, and FSDP1 then gives the
+#   full state dict, which has other names.
+# - With `use_orig_params=True`, which came later and keeps the model's own parameters, it does not even
+#   load what it has just saved. The pieces of parameters in it are of another size on every rank, under one
+#   name.
+# - The sharded one always loads. What FSDP2 and `get_state_dict` give you today is of this kind.
 #
 # ## Every save overwrites the last
 #
@@ -369,7 +373,7 @@ assert abs(again - later["loss"]) < 1e-4
 
 # %% [markdown]
 # The same names, so the first checkpoint is gone. Worse: *while* the second is written, there is no whole
-# checkpoint at all, only a mixture of two. Keep that in mind for the damages below.
+# checkpoint at all, only a mixture of two. Keep that in mind for the damage below.
 #
 # ## `save_distributed` and `load_distributed`
 #
@@ -419,7 +423,8 @@ print("$ python -m fsdp_utils.checkpoint inspect run")
 print(*lines[:8], "...", *lines[lines.index("") :], sep="\n")
 
 # %% [markdown]
-# `verify` reads every byte, `export` makes safetensors of it. And the directory itself:
+# `verify` in place of `inspect` reads every byte, and `export` writes safetensors. And the directory
+# itself:
 
 # %%
 checkpoint = sorted((folder / "run").iterdir())[-1]
@@ -428,11 +433,13 @@ print(*sorted(path.name for path in checkpoint.iterdir()))
 print("the manifest knows of each file:", ", ".join(next(iter(manifest["files"].values()))))
 
 # %% [markdown]
+# A size and a hash for each file: a load compares them, as you will see under *Damage*.
+#
 # ## Saving while the training goes on
 #
-# Training has to stop until its state can no longer be changed by the next step. For that a copy in memory is
-# enough. The writing can go on in the background. We save 48 MiB per rank, on two ranks, and measure how long
-# the call takes until training may go on. Your numbers will be others.
+# Training has to stop until its state can no longer be changed by the next step. For that a copy in memory
+# is enough. The writing can go on in the background. We save 48 MiB per rank, on two ranks, and measure how
+# long the call takes until training may go on. Your numbers will be others.
 
 # %% tags=["async", "nbval-ignore-output"]
 def seconds_blocked(directory):
