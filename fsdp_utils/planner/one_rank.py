@@ -85,16 +85,17 @@ def record_one_rank(source: Source, setting: Setting, blocks: int | None, inputs
             "init_process_group(), or after destroy_process_group()."
         )
     with _fake_group(setting.world_size):
-        mesh = _mesh(setting)
+        mesh = mesh_of(setting)
         with FakeTensorMode(), _as_on_a_gpu(), _no_collection(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
-            return _steps(source, setting, blocks, inputs, mesh)
+            return run_steps(source, setting, blocks, inputs, mesh)
 
 
-def _steps(
+def run_steps(
     source: Source, setting: Setting, blocks: int | None, inputs: Inputs | None, mesh: DeviceMesh
 ) -> Recording:
+    """Two training steps of this rank, recorded; on real tensors too, where no mode makes them fake."""
     model = _sharded(build(source, blocks, PRECISIONS[setting.precision][0]), setting, mesh)
     optimizer = OPTIMIZERS[setting.optimizer]([p for p in model.parameters() if p.requires_grad])
     units = sorted((unit.name for unit in find_units(model)), key=len, reverse=True)
@@ -160,7 +161,7 @@ def _checkpoint(model: nn.Module, setting: Setting, blocks: tuple[type[nn.Module
         )
 
 
-def _mesh(setting: Setting) -> DeviceMesh:
+def mesh_of(setting: Setting) -> DeviceMesh:
     if setting.strategy != "hybrid":
         return init_device_mesh("cpu", (setting.world_size,))
     hosts = setting.world_size // setting.ranks_per_host

@@ -297,7 +297,8 @@ def _setting(wanted: Setting, gpu: GPU, *, offload: bool) -> Setting:
         )
     if wanted.ranks_per_host < 1 or (world > wanted.ranks_per_host and world % wanted.ranks_per_host):
         raise ValueError(
-            f"plan: expected a multiple of ranks_per_host, {wanted.ranks_per_host}, as world_size, found {world}"
+            f"plan: expected world_size in multiples of {wanted.ranks_per_host}, the ranks_per_host, "
+            f"found {world}"
         )
     if wanted.strategy == "hybrid" and world <= wanted.ranks_per_host:
         raise ValueError(
