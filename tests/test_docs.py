@@ -17,7 +17,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted(ROOT.glob("*.md"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "notebooks").glob("*.md")])
 # what conda-forge calls by another name
 CONDA_NAMES = {"torch": "pytorch", "build": "python-build", "docstring-parser": "docstring_parser"}
 
@@ -90,7 +90,7 @@ def test_make_commands_are_targets(document: Path) -> None:
 @pytest.mark.parametrize(
     "snippet",
     fences(ROOT / "README.md", "python"),
-    ids=["run_on_ranks", "shard", "checkpoint", "collectives", "memory"],
+    ids=lambda snippet: re.findall(r"^from fsdp_utils import (\w+)", snippet, re.MULTILINE)[0],
 )
 def test_snippet_of_the_readme_prints_what_it_says(snippet: str, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"

@@ -50,7 +50,7 @@ def installed(package: Path, folder: Path) -> Path:
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     (site,) = (folder / "lib").glob("python*/site-packages")
-    # a path in a .pth file comes after site-packages, and its own .pth files (our editable install) stay unread
+    # what a .pth file names comes after site-packages, and .pth files there (our editable one) stay unread
     (site / "zz.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
     run(*pip, "--no-index", "--no-deps", "--no-build-isolation", package, cwd=folder)

@@ -587,6 +587,8 @@ lesson.check(on_last_rank, [factor * float(i) for i in range(12)])
 #
 # We made each layer a unit, because there were only four. In [lesson 1](01_transformer_wrapper.ipynb) the
 # model is a real transformer, and the question is which modules should be units.
+#
+# [lesson 1 →](01_transformer_wrapper.ipynb)
 
 # %% [markdown]
 # ## Solutions

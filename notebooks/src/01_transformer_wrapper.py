@@ -614,6 +614,8 @@ lesson.check(ranks.get("problems")[0], [])
 #
 # Whole parameters are under control now. The next thing to fill the memory is the activations, and what to
 # do about them is called activation checkpointing: [lesson 2](02_activation_checkpointing.ipynb).
+#
+# [← lesson 0](00_fsdp_from_scratch.ipynb) · [lesson 2 →](02_activation_checkpointing.ipynb)
 
 # %% [markdown]
 # ## Solutions

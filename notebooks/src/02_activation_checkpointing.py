@@ -794,6 +794,8 @@ lesson.check(samples, room_for)
 #
 # In [lesson 3](03_full_state_dict.ipynb) the model is trained, and has to be saved, by ranks of which none
 # has all of it.
+#
+# [← lesson 1](01_transformer_wrapper.ipynb) · [lesson 3 →](03_full_state_dict.ipynb)
 
 # %% [markdown]
 # ## Solutions

@@ -790,6 +790,8 @@ shutil.rmtree(folder)
 #
 # [Lesson 4](04_backward_prefetch.ipynb) returns to speed: in which order does FSDP gather? How a model is
 # saved that is too large for one host is [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
+#
+# [← lesson 2](02_activation_checkpointing.ipynb) · [lesson 4 →](04_backward_prefetch.ipynb)
 
 # %% [markdown]
 # ## Solutions

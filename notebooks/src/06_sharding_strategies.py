@@ -625,6 +625,8 @@ lesson.check(saved, parts)
 # ## Next
 #
 # Fewer bytes by smaller numbers: mixed precision. That is [lesson 7](07_mixed_precision.ipynb).
+#
+# [← lesson 5](05_maximising_throughput.ipynb) · [lesson 7 →](07_mixed_precision.ipynb)
 
 # %% [markdown]
 # ## Solutions

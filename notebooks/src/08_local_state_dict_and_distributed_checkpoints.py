@@ -790,6 +790,8 @@ shutil.rmtree(folder)
 #
 # [Lesson 9](09_child_tuning.ipynb) fine-tunes a part of each gradient. Lesson 10, which is still to be
 # written, puts all of this into one training program.
+#
+# [← lesson 7](07_mixed_precision.ipynb) · [lesson 9 →](09_child_tuning.ipynb)
 
 # %% [markdown]
 # ## Solutions
