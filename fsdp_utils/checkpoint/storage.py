@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import (
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
     WriteItem,
 )
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_utils.checkpoint.errors import CheckpointError
@@ -250,8 +250,8 @@ def read_tensor(checkpoint: Path, metadata: Metadata, key: str) -> Tensor:
     if not isinstance(entry, TensorStorageMetadata):
         raise CheckpointError(f"{checkpoint}: expected a tensor {key!r}, found {entry}")
     tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
-    with not_distributed_is_fine():
-        dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnly(), no_dist=True)
+    # dcp.load itself takes no_dist only in later versions than 2.6
+    _load_state_dict(tensors, Reader(checkpoint, metadata), no_dist=True, planner=TensorsOnly())
     return tensors[key]
 
 
