@@ -21,6 +21,7 @@ NAMES = (
     "maximizer_overhead",
     "mixed_precision",
     "child_tuning",
+    "planner",
 )
 
 Setting = dict[str, Any]
