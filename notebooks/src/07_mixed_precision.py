@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 7 · Mixed precision
 #
-# bf16 halves what is sent and computes faster where the hardware can. But which tensor is bf16, and when? In
-# this lesson a probe writes down the dtype of every tensor that matters, at the moment it matters, for FSDP2
-# and FSDP1. Each sentence about a dtype stands below the output that shows it.
+# bf16 halves what is gathered, and computes faster where the hardware can. But which tensor is bf16, and
+# when? In this lesson a probe writes down the dtype of every tensor that matters, at the moment it matters,
+# for FSDP2 and FSDP1. What the lesson says about dtypes, an output shows.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.notebook import lesson
@@ -40,19 +40,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 torch.set_num_threads(1)
 rank, world = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+on_gpu = torch.cuda.is_available()                  # ranks on the CPU see no GPU
+device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 # %% [markdown]
 # ## The idea
 #
-# FSDP keeps each rank's shard of the parameters in fp32. Before a unit computes it gathers them, cast to
-# `param_dtype`. After its backward it reduces the gradients in `reduce_dtype`, and adds the result to the
-# fp32 shard's `.grad`. So the optimizer works in fp32, from gradients that were computed in bf16.
+# FSDP keeps each rank's shard of the parameters in the dtype in which the model was made, here fp32. Before
+# a unit computes, the shards are cast to `param_dtype` and gathered. After its backward the gradients are
+# reduced in `reduce_dtype`, and the result is added to the fp32 shard's `.grad`. So the optimizer works in
+# fp32, from gradients that were computed in bf16.
 #
 # ## A probe
 #
-# Collectives, matmuls and forward calls pass through a *dispatch mode*, which sees each operation with its
-# tensors. The probe notes what the operation is and which dtype it has.
+# A *dispatch mode* sees each operation with its tensors. The probe is one: it notes the dtypes of
+# collectives and matmuls. The other dtypes are read from the tensors themselves.
 
 # %%
 # %%ranks
@@ -222,10 +224,9 @@ assert cast["matmul, forward"] == "bfloat16"
 # %% [markdown]
 # ## What adding up in bf16 costs
 #
-# bf16 has 8 significant bits. Add many numbers of about the same size, and each addition rounds. Here the
-# same 65536 gradients, with a value of about 1 on each rank, are summed by a real all-reduce in bf16 over 2
-# and over all ranks, and in a simulation, one addition after the other, over more ranks than this machine
-# has.
+# bf16 has 8 significant bits. Add many numbers of about the same size, and each addition rounds. Here each
+# rank has 65536 gradients of about 1. They are added up by a real all-reduce in bf16 over 2 and over all
+# ranks, and in a simulation, one addition after the other, over more ranks than this machine has.
 
 # %% tags=["reduction"]
 # %%ranks
@@ -317,9 +318,11 @@ assert two[-1] < two[0]
 torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-3)
 
 # %% [markdown]
-# With FSDP2 torch's own `GradScaler` works. FSDP1 wants `ShardedGradScaler`: if one rank finds an infinity in
-# its shard, all ranks have to leave out the step. What a CPU cannot show is speed: tensor cores, and whether
-# fp16 or bf16 is faster. That is for a GPU to say.
+# The two learn alike. If one rank finds an infinity in its shard, all ranks have to leave out the step.
+# FSDP1 wants `ShardedGradScaler` for that. With FSDP2 torch's own `GradScaler` does it: the gradients are
+# DTensors, and for those the question is put to all ranks (`found_inf_reduce_handler` in
+# `torch/distributed/tensor/_dispatch.py`). What a CPU cannot show is speed: tensor cores, and whether fp16
+# or bf16 is faster. That is for a GPU to say.
 #
 # ## What is saved, and what it is loaded into
 #
@@ -347,15 +350,16 @@ assert {arrived[moment] for moment in AT_REST} == {"bfloat16"}
 assert weight == 1.0
 
 # %% [markdown]
-# Just below 1, neighbours in bf16 are 0.004 apart: a smaller step is rounded away, each time. So make the
-# model fp32 before you shard it: `model.float()`. Accelerate does that when its mixed precision is on, and
-# says so in a warning; what it then saves is fp32, twice the size of what was loaded.
+# Just below 1, neighbours in bf16 are 0.004 apart: a step of less than half of that is rounded away, each
+# time. So make the model fp32 before you shard it: `model.float()`. Accelerate does that when its mixed
+# precision is on, and says so; what it then saves is fp32, twice the size of what was loaded.
 #
 # Now the other way round: a checkpoint in fp32, and a model in bf16 that is to load it. PyTorch's `dcp.load`
 # casts without a word. `load_distributed` wants you to say that you mean it.
 
 # %%
 # %%ranks
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -371,21 +375,41 @@ trained = fsdp2(bf16, fp32)
 save_distributed(folder / "ours", trained, step=1)
 dcp.save(get_model_state_dict(trained), checkpoint_id=folder / "plain")
 
-inference = fsdp2_of_bf16()
-dcp.load(get_model_state_dict(inference), checkpoint_id=folder / "plain")     # fp32 into bf16: no word
+
+def empty():
+    """A model in bf16 whose weights are all 0."""
+    model = fsdp2_of_bf16()
+    for p in model.parameters():
+        p.detach().zero_()
+    return model
+
+
+def loaded(model):
+    """Does it hold what was saved, rounded to bf16?"""
+    pairs = zip(model.parameters(), trained.parameters())
+    return all(torch.equal(low.to_local(), high.to_local().to(bf16)) for low, high in pairs)
+
+
+by_dcp, by_ours = empty(), empty()
+dcp.load(get_model_state_dict(by_dcp), checkpoint_id=folder / "plain")     # fp32 into bf16: no word
+assert loaded(by_dcp)
 try:
-    load_distributed(folder / "ours", inference)
+    load_distributed(folder / "ours", by_ours)
     refusal = None
 except CheckpointError as error:
     refusal = str(error).split(": ", 1)[1]
-load_distributed(folder / "ours", inference, cast=True)
-for low, high in zip(inference.parameters(), trained.parameters()):
-    assert torch.equal(low.to_local(), high.to_local().to(bf16))
+assert not loaded(by_ours)
+load_distributed(folder / "ours", by_ours, cast=True)
+assert loaded(by_ours)
+dist.barrier()
 if rank == 0:
+    shutil.rmtree(folder)
     print(refusal)
 assert "cast=True" in refusal
 
 # %% [markdown]
+# One line for each tensor: what the model has, what the checkpoint has, and what to do if you mean it.
+#
 # ## The same as unsharded
 #
 # Mixed precision by FSDP2 is the same as by hand: a bf16 copy computes, and fp32 weights are updated.
@@ -430,6 +454,8 @@ if rank == 0:
 torch.testing.assert_close(fsdp, hand, rtol=2e-2, atol=1e-3)
 
 # %% [markdown]
+# The same losses, step by step.
+#
 # ## Can this machine train in bf16?
 #
 # `torch.cuda.is_bf16_supported()` also says yes where bf16 is emulated. `bf16_support` asks for the
@@ -462,6 +488,9 @@ print("old NCCL   ", judge_nccl(old).split(". ")[0])
 assert [name for name, answer in answers.items() if answer == "native"] == ["A100", "L4", "H100"]
 
 # %% [markdown]
+# The two older GPUs hold bf16 tensors and have no units to compute with them. The last line is about the
+# network: an A100 whose NCCL is too old.
+#
 # ## Claims, then and now
 
 # %% jupyter={"source_hidden": true}
@@ -471,6 +500,7 @@ lesson.claims(
         "precision-control": "Yes: the probe sees each of the three dtypes where it was asked for. FSDP2 has "
         "none for buffers.",
         "precision-speed": "Not for a CPU without bf16 units to say.",
+        "precision-4x": "Not for a CPU without bf16 units to say.",
         "precision-fp16": "Not for a CPU to say.",
         "precision-gradients": "Half: the backward's matmuls are bf16; the sharded .grad is fp32.",
         "precision-checker": "`bf16_support` checks both, and says why not.",
@@ -501,8 +531,8 @@ lesson.check(two_dtypes, ("bfloat16", "float32"))
 # %% [markdown]
 # ## Summary
 #
-# - At rest everything has the dtype in which the model was made: parameters, `.grad`, moments, state dict. Make
-#   it fp32.
+# - At rest everything has the dtype in which the model was made: parameters, `.grad`, moments, state dict.
+#   Make it fp32.
 # - `param_dtype` is what is gathered and computed in, forward and backward.
 # - `reduce_dtype` is what gradients are added up in. In bf16 its error grows with the number of ranks.
 # - fp16 needs a scaler; bf16 does not.
@@ -512,6 +542,8 @@ lesson.check(two_dtypes, ("bfloat16", "float32"))
 #
 # What a rank has trained has to be on a disk before the rank is lost. When the model is too large for one
 # file, every rank writes its own part: [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
+#
+# [← lesson 6](06_sharding_strategies.ipynb) · [lesson 8 →](08_local_state_dict_and_distributed_checkpoints.ipynb)
 
 # %% [markdown]
 # ## Solutions

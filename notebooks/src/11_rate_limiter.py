@@ -35,22 +35,23 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 rank, world = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+on_gpu = torch.cuda.is_available()                    # ranks on the CPU see no GPU
+device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 # %% [markdown]
 # ## The idea
 #
 # A line of PyTorch code on a GPU does not compute. It *enqueues* a kernel on a **stream**, a queue that the
-# GPU works off in order, and returns at once. FSDP uses several streams: one for computation, one for
-# all-gathers. What waits for what is settled on the GPU.
+# GPU works off in order, and returns at once. FSDP uses several streams, among them one for computation and
+# one for all-gathers. What waits for what is settled on the GPU.
 #
 # Memory is different. When Python asks for a tensor, the allocator hands out a block *now*, although the
 # kernel that fills it will run later. So the question of this lesson is: **how many units have their memory
 # already, while the GPU still computes with the first?**
 #
-# No GPU is needed to follow the bookkeeping. A **replay** does: a calculation of who would start when, from
-# four numbers that we choose. It is a simulation, not a measurement. Time is counted in computations of one
-# unit.
+# No GPU is needed to follow the bookkeeping. A **replay** is enough: a calculation of what would start
+# when, from four numbers that we choose. It is a simulation, not a measurement. Time is counted in
+# computations of one unit.
 
 # %%
 from dataclasses import dataclass
@@ -139,9 +140,9 @@ def timelines(replays):
 timelines({"replay without limit": free, "replay with a limit of two": limited})
 
 # %% [markdown]
-# One colour for each unit. On the left all eight bars of memory begin at once. On the right each begins when
-# the unit before the last one is done, like stairs. The two upper rows, which are the work, end at the same
-# time.
+# One colour for each unit. On the left all eight bars of memory begin almost at once. On the right each
+# begins when the unit two before it is done, like stairs. The two upper rows are the work. Computation ends
+# at the same time on both sides.
 #
 # ## Why two?
 
@@ -157,8 +158,8 @@ assert replay(limit=3).seconds == replay(limit=2).seconds
 # one computation. Three takes more memory and gains nothing here. In PyTorch's source the two is called
 # "empirically chosen" (`_FreeEventQueue` in `torch/distributed/fsdp/_limiter_utils.py`).
 #
-# The brake is not always free. It holds the *CPU*, so the next all-gather starts later by what the CPU needs
-# to issue it. If an all-gather takes nearly as long as a computation, that shows.
+# The brake is not always free. It holds the *CPU*, so the next all-gather starts later by what the CPU
+# needs to issue it. If an all-gather takes just as long as a computation, that shows.
 
 # %%
 for gather_s in (0.6, 0.9, 1.0, 1.3):
@@ -168,8 +169,8 @@ slowest = replay(limit=2, gather_s=1.0).seconds / replay(gather_s=1.0).seconds
 assert 1.01 < slowest < 1.05
 
 # %% [markdown]
-# Nothing, or a few percent. These percentages are the replay's, from numbers that we chose. What a GPU says
-# stands in the table at the end.
+# Nothing, or 1.7%. These percentages are the replay's, from numbers that we chose. What a GPU says will
+# stand in the table at the end, once it is recorded.
 #
 # ## The real queue
 #
@@ -253,9 +254,9 @@ print(f"events are of the type {event.__module__}.{event.__qualname__}")
 print("in flight at most:", model._free_event_queue._max_num_inflight_all_gathers)
 
 # %% [markdown]
-# Backward goes on with the same queue, in which forward has left two events. Backward prefetches: it gathers
-# the next unit before the present one is freed (lesson 4). So after one wait two all-gathers go out, and from
-# then on each all-gather waits once more.
+# Backward goes on with the same queue, in which forward has left two events. Backward prefetches: it
+# gathers the next unit before the present one is freed (lesson 4). So after one wait two all-gathers go
+# out. From then on there is a wait before each.
 
 # %%
 # %%ranks
@@ -285,8 +286,8 @@ assert silent.log.count("gather") == listener.log.count("gather")
 print(f"{len(silent.log)} all_gathers, as with the limiter; no waits, and no events to wait for")
 
 # %% [markdown]
-# The same all-gathers, and nobody counts what is free. On this machine it makes no other difference, because
-# a CPU computes each line before it comes to the next: it cannot run ahead of itself. In the order of the
+# The same all-gathers, and nobody counts what is free. On a CPU it makes no other difference, because a CPU
+# computes each line before it comes to the next: it cannot run ahead of itself. In the order of the
 # program, both hold just as many units:
 
 # %% tags=["order"]
@@ -332,12 +333,12 @@ assert max(peaks.values()) < 2.2
 #
 # `fully_shard` takes another way, without `record_stream` and without making the CPU wait:
 #
-# - An all-gather writes into a buffer that belongs to the stream of all-gathers. It is then copied out into
+# - An all-gather writes into a buffer that belongs to a stream of FSDP's own. It is then copied out into
 #   the parameters, which belong to the stream of computation (`foreach_all_gather_copy_out`). So each block
 #   is freed and handed out again *within one stream*, where order is guaranteed by the queue itself.
-# - Before the buffer is used again, the stream of all-gathers waits for the copy, on the GPU:
-#   `_wait_all_gather_streams_on_event`, which calls `wait_event`. One stream waits for another. The CPU goes
-#   on.
+# - Before the buffer is used again, the streams of the all-gathers (one copies the shards in, one sends)
+#   wait for the copy, on the GPU: `_wait_all_gather_streams_on_event`, which calls `wait_event`. One stream
+#   waits for another. The CPU goes on.
 #
 # So the allocator can hand out a block in the order of the program, however far ahead the CPU is. What the
 # cell above has counted in that order is therefore what FSDP2 holds on a GPU, plus the buffers. PyTorch's
@@ -458,8 +459,10 @@ lesson.check(alive_with_slow_cpu, 2)
 #
 # ## Next
 #
-# So far each rank began with the whole model, and sharded it then. In lesson 12, which is still to be
-# written, the model does not fit on one rank at all.
+# So far each rank began with the whole model, and sharded it then. In
+# [lesson 12](12_a_model_too_big_for_one_rank.ipynb) the model does not fit on one rank at all.
+#
+# [← lesson 9](09_child_tuning.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)
 
 # %% [markdown]
 # ## Solutions
