@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_utils import CheckpointError, load_pretrained, run_on_ranks
 from fsdp_utils.checkpoint.materialise import materialise
@@ -143,6 +144,13 @@ def hybrid(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
+def over_tensor_parallelism() -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
+
+
 def sharded(model: Any) -> nn.Module:
     return fully_shard(model)
 
@@ -176,6 +184,8 @@ def run_all(folders: dict[str, Path], enough: bool) -> dict[str, Any]:
     result["untouched"] = all(
         torch.equal(a, b.to_local()) for a, b in zip(before, real.parameters(), strict=True)
     )
+    folders["over tensor parallelism"] = folders["one layer"]
+    error("over tensor parallelism", over_tensor_parallelism())
     folders["trap"] = folders["net"]
     error("trap", sharded(on_meta(Block)))
     return result
@@ -237,6 +247,10 @@ def test_another_model_is_told_by_name_on_all_ranks(by_rank: list[dict[str, Any]
     assert "blocks.0.down.bias: expected torch.float32 (the model's), found torch.bfloat16" in text
     assert "strange: expected by nothing in the model, found in b.safetensors" in text
     assert "partly" not in text
+
+
+def test_rows_that_tensor_parallelism_has_cut_before_are_refused(by_rank: list[dict[str, Any]]) -> None:
+    assert "StridedShard" in same_error(by_rank, "over tensor parallelism")
 
 
 def test_a_file_that_was_cut_short_is_told_on_all_ranks(by_rank: list[dict[str, Any]]) -> None:

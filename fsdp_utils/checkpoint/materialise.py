@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils._names import plain_name
@@ -66,7 +67,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
             if not any(_untouched(module._buffers[leaf]) for one, _, leaf in computed if one is module):
                 break
     left = [
-        f"{plain_name(path, leaf)} of {type(module).__name__}"
+        f"{plain_name(path, leaf)} of {_class_name(module)}"
         for module, path, leaf in computed
         if _untouched(module._buffers[leaf])
     ]
@@ -112,6 +113,11 @@ def _parameters_on_meta(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module._parameters.update(own)
+
+
+def _class_name(module: nn.Module) -> str:
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
 
 def _untouched(buffer: Tensor | None) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_utils.checkpoint.agree import WAIT_S, fingerprint
@@ -74,6 +74,13 @@ def load_pretrained(
                 "expected a model in FSDP2 (fully_shard), in DDP or in no wrapper, found one in FSDP1. Load "
                 "before wrapping, or use fully_shard"
             )
+        for name, param in model.named_parameters():
+            kinds = {type(one) for one in _placements(param)}
+            if strange := [kind.__name__ for kind in kinds - {Shard, Replicate}]:
+                raise CheckpointError(
+                    f"{name}: expected to be cut along whole rows or columns (Shard) or replicated, found "
+                    f"{', '.join(strange)}. FSDP2 over tensor parallelism in one dimension is not supported"
+                )
         found.update(read_folder(path))
         specs = [f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(found.items())]
         content = f"{len(found)} tensors, {fingerprint(specs)}"
@@ -170,6 +177,10 @@ def _fill(wanted: Snapshot, chosen: dict[str, list[str]], found: dict[str, Entry
                         f"{found[name].path}: expected {name} to equal {first} (they are tied in the model), "
                         "found another tensor. Build the model without tying them"
                     )
+
+
+def _placements(tensor: Tensor) -> tuple[Placement, ...]:
+    return tensor.placements if isinstance(tensor, DTensor) else ()
 
 
 def _part(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
