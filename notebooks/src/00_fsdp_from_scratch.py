@@ -328,7 +328,7 @@ assert freed.peak_whole_bytes == units[0].whole.nbytes
 # %% [markdown]
 # Now at most one block is whole at a time, and the losses are still those of one process. The price is four
 # more gathers: each unit is now sent twice in each step. PyTorch gives you the same choice and calls it
-# `reshard_after_forward`. Lesson 6 weighs the two.
+# `reshard_after_forward`. [Lesson 6](06_sharding_strategies.ipynb) weighs the two.
 #
 # ## The same with `fully_shard`
 #
@@ -366,8 +366,8 @@ assert fsdp2.peak_whole_bytes >= 2 * units[0].whole.nbytes
 # As many collectives, and nearly as many bytes. Two things differ.
 #
 # - **Two blocks** are whole at once, where we had one. In the backward pass, `fully_shard` gathers the next
-#   unit while it still computes with the present one. On GPUs the two happen at the same time. Lesson 4 is
-#   about this.
+#   unit while it still computes with the present one. On GPUs the two happen at the same time. [Lesson
+#   4](04_backward_prefetch.ipynb) is about this.
 # - A few bytes of padding, because `fully_shard` cuts elsewhere. That is the next question.
 #
 # ## What each rank holds
@@ -409,8 +409,8 @@ plots.shards(
 # %% [markdown]
 # On the left a rank holds a stretch of the flat tensor, wherever that happens to lie: with four ranks, rank
 # 0 has all of the norm, and rank 3 nothing of `fc1`. On the right each rank holds its rows of every
-# parameter. So each parameter keeps its name, its dtype and its own setting of `requires_grad`, and a
-# checkpoint can store it under its name.
+# parameter. So each parameter keeps its own setting of `requires_grad`, and its name, under which a
+# checkpoint can store it.
 #
 # ## The way of 2022: FSDP1
 #

@@ -249,8 +249,8 @@ if rank == 0:
 
 # %% [markdown]
 # The same bytes, and many times as long. A block is large enough for its collectives to be worth their
-# start, and small enough for two of them not to hurt. It is also what activation checkpointing (lesson 2)
-# and prefetching (lesson 4) work with.
+# start, and small enough for two of them not to hurt. It is also what activation checkpointing ([lesson
+# 2](02_activation_checkpointing.ipynb)) and prefetching ([lesson 4](04_backward_prefetch.ipynb)) work with.
 #
 # ## The way of 2022: FSDP1 and its policies
 #
@@ -315,9 +315,9 @@ for name, (kind, config) in families.items():
 listed = sorted(transformers.ViTForImageClassification._no_split_modules)
 
 # %% [markdown]
-# The last column is worked out, not measured: the root and the two largest blocks, as found above. The
-# larger the model, the smaller the share: deep models gain most. In the small ones the embeddings weigh
-# heavily, and they are in the root.
+# The last column is worked out, not measured: the root and the two largest blocks, as found above. The more
+# blocks, the smaller the share of two: deep models gain most. In T5 and GPT-2 the embeddings weigh heavily,
+# and they are in the root.
 #
 # ## Train a ViT
 #

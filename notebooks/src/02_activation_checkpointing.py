@@ -361,7 +361,7 @@ assert selective.kept < 0.75 * none.kept
 # %% [markdown]
 # Nearly a third of the activations gone, and not one matrix product computed twice. What is recomputed are
 # element by element operations, which the FLOP counter does not count. They do take time, most of all for
-# reading and writing memory: hence the recording below.
+# reading and writing memory.
 #
 # ## Offload: keep everything, elsewhere
 #
@@ -448,10 +448,12 @@ measured = ranks.get(f"[(100 * s.kept / none.kept, 100 * extra_flops(s)) for s i
 trade_off(dict(zip(names, measured)))
 
 # %% [markdown]
+# Offload is best on both axes only because its price, the traffic, is on neither.
+#
 # ## What does it cost in seconds, here?
 #
-# Rank 0 alone, while the others wait. Your numbers will be others: it is your CPU. A GPU's are in
-# the table of claims.
+# Rank 0 alone, while the others wait. Your numbers will be others: it is your CPU. The table of claims has a
+# column for a GPU's.
 
 # %% tags=["nbval-ignore-output", "seconds"]
 # %%ranks 0
@@ -478,6 +480,9 @@ print(f"none {1000 * seconds_none:.0f} ms, full {1000 * seconds_full:.0f} ms, a 
 assert 0.8 < ratio < 3
 
 # %% [markdown]
+# If time went with the FLOPs alone, the ratio would be 1.23. What the FLOP counter does not see takes time,
+# too.
+#
 # ## With FSDP: what is inside what?
 #
 # Two things now happen around a block: FSDP gathers its weights, and the checkpoint runs it again. The rule
@@ -561,9 +566,9 @@ assert set(right) == {2 * 6 + 1}
 assert wrong == 3 * 6 + 1
 
 # %% [markdown]
-# Thirteen is what lesson 0 teaches: each of six blocks twice, and the root once. With `NO_REENTRANT` the
-# order makes no difference to that. With `REENTRANT` the wrong order gathers each block a third time. With
-# `NO_REENTRANT`, too, the place of a checkpoint matters once it spans *several* units:
+# Thirteen: each of six blocks twice, and the root, which stays whole after forward, once. With `NO_REENTRANT`
+# the order makes no difference to that. With `REENTRANT` the wrong order gathers each block a third time.
+# With `NO_REENTRANT`, too, the place of a checkpoint matters once it spans *several* units:
 
 # %%
 # %%ranks
@@ -626,8 +631,8 @@ for name, losses in ways.items():
 #
 # The compiler sees forward and backward together, and decides for itself what to keep. How does a checkpoint
 # fit in? We compile one block, on one rank, and list again what it saves. The backend `aot_eager` traces and
-# plans like the default one, `inductor`, but then runs the plan with PyTorch's own kernels. `inductor` would
-# write C++ here and needs a compiler and up to a minute for it. What is kept is planned before that.
+# plans much like the default one, `inductor`, but then runs the plan with PyTorch's own kernels. `inductor`
+# would write C++ here, and needs a compiler and about a minute for it. What is kept is planned before that.
 
 # %% tags=["compile"]
 # %%ranks 0
@@ -662,9 +667,10 @@ if saved:
     assert checkpointed < 1.2 < half < compiled
 
 # %% [markdown]
-# The compiler honours the checkpoint: again little more than the input. And it has a dial of its own,
-# `activation_memory_budget`: at 0.5 it chooses by itself what to compute again, with no checkpoint written
-# anywhere. With FSDP2 the three go from the inside out: checkpoint the block, compile it, `fully_shard` it.
+# Left alone, the compiler keeps as much here as autograd does. It honours the checkpoint: again little more
+# than the input. And it has a dial of its own, `activation_memory_budget`: at 0.5 it chooses by itself what
+# to compute again, with no checkpoint written anywhere. With FSDP2 the three go from the inside out:
+# checkpoint the block, compile it, `fully_shard` it.
 #
 # ## What the freed memory buys
 #
@@ -704,8 +710,8 @@ assert fitting["full"] > 2.5 * 24
 assert peak(all_blocks, fitting["full"]) <= room < peak(all_blocks, fitting["full"] + 2)
 
 # %% [markdown]
-# The last line does not trust the formula: it weighs a step with that many samples, which fits, and one with
-# two more, which does not.
+# With a full checkpoint nearly four times the samples fit. The last line of the cell does not trust the
+# formula: it weighs a step with that many samples, which fits, and one with two more, which does not.
 #
 # More samples in a step are not more samples per second. A GPU that a small batch leaves idle gains a lot.
 # One that is busy already only pays for the recomputation. So first see whether your GPU is busy, then

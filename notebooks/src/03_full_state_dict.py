@@ -2,7 +2,7 @@
 # # 3 · FULL_STATE_DICT
 #
 # Under FSDP no rank has the model. To save it in one file, as you always did, the ranks have to put it
-# together first. In this lesson you do that, break it in five ways that cost people days, and mend each.
+# together first. In this lesson you do that, break it in five ways, and mend each.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.notebook import lesson
@@ -294,8 +294,8 @@ print(f"loss of step 12: {continued[-1]:.4f}, without the stop: {never_stopped[-
 assert continued == never_stopped
 
 # %% [markdown]
-# Not close: equal, bit for bit, in all six steps. One rank has read the file. If each rank read it for
-# itself, a host with eight ranks would need its memory eight times.
+# Not just close: equal, bit for bit, in all six steps. One rank has read the file. If each rank read it for
+# itself, without `mmap`, a host with eight ranks would hold it eight times.
 #
 # ## Mistake 1: only rank 0 writes, so only rank 0 saves
 #
@@ -312,7 +312,8 @@ if rank == 0:
 # wait in *their* next collective. Nothing is printed until the process group's timeout: 10 minutes with NCCL
 # and 30 with gloo, unless `init_process_group(timeout=...)` says otherwise.
 #
-# The group is broken after that, and a sharded model with it. Which is what checkpoints are for.
+# The group is broken after that, and a sharded model with it. The notebook makes a new group. The model comes
+# back from its checkpoint.
 
 # %%
 # %%ranks
@@ -521,8 +522,8 @@ assert len(sharded_osd["state"]) > 0
 assert len(mended_optimizer.state) == 0
 
 # %% [markdown]
-# There the code of 2022 ends. `sharded_osd` is right, and the optimizer has never heard of it. Training goes
-# on with averages that begin at zero again. The line that is missing:
+# There the code of 2022 ends. `sharded_osd` is right, a state for each FlatParameter, and the optimizer has
+# never heard of it. Training goes on with averages that begin at zero again. The line that is missing:
 
 # %%
 # %%ranks
@@ -606,6 +607,8 @@ accuracy = (plain(inputs[1200:]).argmax(1) == labels[1200:]).float().mean().item
 print(f"step {saved['state']['step']}, accuracy {accuracy:.0%}")
 
 # %% [markdown]
+# Guessing would be right on a tenth of the points.
+#
 # ## When it stops fitting
 #
 # Rank 0's host takes in all of model and optimizer. In fp32 with Adam that is 12 bytes for each parameter.
@@ -788,8 +791,8 @@ shutil.rmtree(folder)
 # %% [markdown]
 # ## Next
 #
-# [Lesson 4](04_backward_prefetch.ipynb) returns to speed: in which order does FSDP gather? How a model is
-# saved that is too large for one host is [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
+# [Lesson 4](04_backward_prefetch.ipynb) turns to speed: in which order does FSDP gather? How a model is saved
+# that is too large for one host is [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 #
 # [← lesson 2](02_activation_checkpointing.ipynb) · [lesson 4 →](04_backward_prefetch.ipynb)
 
