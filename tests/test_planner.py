@@ -1,4 +1,4 @@
-"""plan: four blocks stand for all of them exactly, real ranks hold what it says; bad input gets a sentence."""
+"""plan: four blocks stand for all exactly, real ranks hold what it says, and bad input gets a sentence."""
 
 import dataclasses
 import json
@@ -11,21 +11,21 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp_utils import Plan, plan, run_on_ranks, search, shard
+from fsdp_utils import Plan, plan, run_on_ranks, search
 from fsdp_utils.allocator import simulate_allocator
 from fsdp_utils.planner import GPUS, items
 from fsdp_utils.planner.__main__ import main
 from fsdp_utils.planner.accuracy import accuracy
 from fsdp_utils.planner.items import Recording, Send
-from fsdp_utils.planner.memory import moments_of, trace_of
+from fsdp_utils.planner.memory import trace_of
 from fsdp_utils.planner.models import source_of
-from fsdp_utils.planner.one_rank import Setting, mesh_of, record_one_rank, run_steps
+from fsdp_utils.planner.one_rank import record_one_rank
 from fsdp_utils.planner.repeat import RECORDED, extend
 from fsdp_utils.planner.step_time import collective_s
+from tests.planner_net import REAL, SETTING, Block, Net, most_by_category, tokens, train_really
 
 LLAMA = LlamaConfig(
     hidden_size=64,
@@ -35,37 +35,6 @@ LLAMA = LlamaConfig(
     num_key_value_heads=2,
     vocab_size=128,
 )
-SETTING = Setting(8, 2, 16, "full", "fsdp2", "bf16", "none", "adamw", 4)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # f32[batch, width]
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 32, first: int = 7, second: int = 0) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, width)
-        self.first = nn.ModuleList(Block(width) for _ in range(first))
-        self.second = nn.Sequential(*(Block(width) for _ in range(second)))
-        self.head = nn.Linear(width, 64)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # i64[batch]
-        x = self.embed(tokens)
-        for block in self.first:
-            x = block(x)
-        return self.head(self.second(x))
-
-
-def tokens(batch_size: int, seq_len: int | None) -> torch.Tensor:
-    return torch.zeros(batch_size, dtype=torch.long)
-
-
 SMALL: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama, checkpointed": (LLAMA, {"checkpointing": "full"}),
     "one list of blocks, FSDP1": (Net(), {"api": "fsdp1"}),
@@ -94,44 +63,11 @@ def events_of(recording: Recording) -> list[tuple]:
     return [(event.kind, event.size, event.stream, event.name) for event in trace_of(recording).events]
 
 
-def most_by_category(recording: Recording) -> dict[str, float]:
-    """GiB, each category at its own peak in the second step."""
-    moments = [moment for moment in moments_of(recording) if moment.step == 2]
-    return {category: max(m.gib.get(category, 0.0) for m in moments) for category in items.CATEGORIES}
-
-
 def sends_of(recording: Recording) -> list[Send]:
     return [entry for _, entries in recording for entry in entries if isinstance(entry, Send)]
 
 
 # ---- real ranks --------------------------------------------------------------------------------------
-
-REAL = {
-    "full": dataclasses.replace(SETTING, world_size=2),
-    "ZeRO-2": dataclasses.replace(SETTING, world_size=2, strategy="grad_op", precision="fp32"),
-    "FSDP1": dataclasses.replace(SETTING, world_size=2, api="fsdp1", checkpointing="full"),
-}
-
-
-def train_really() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """On real ranks: by setting, the recorded peaks by category; and bytes at rest as added up by hand."""
-    recorded = {
-        name: most_by_category(run_steps(source_of(Net()), setting, None, tokens, mesh_of(setting)))
-        for name, setting in REAL.items()
-    }
-    model = shard(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(tokens(2, None)).float().mean().backward()
-    optimizer.step()
-    counted = {
-        items.PARAMETERS: [p.to_local() for p in model.parameters()],
-        items.GRADIENTS: [p.grad.to_local() for p in model.parameters()],
-        items.OPTIMIZER: [
-            getattr(t, "_local_tensor", t) for state in optimizer.state.values() for t in state.values()
-        ],
-    }
-    by_hand = {name: sum(t.nbytes for t in tensors) / 2**30 for name, tensors in counted.items()}
-    return recorded, by_hand
 
 
 @pytest.fixture(scope="module")
