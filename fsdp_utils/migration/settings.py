@@ -35,7 +35,8 @@ def precision(param: str, reduce: str, translation: Translation) -> Words:
     if translation.ddp:
         return Lost("DistributedDataParallel has no such policy: torch.autocast around the forward pass")
     translation.param_dtype, translation.reduce_dtype = param, reduce
-    return Same(f"MixedPrecisionPolicy(param_dtype=torch.{param}, reduce_dtype=torch.{reduce})")
+    dtypes = f"param_dtype=torch.{param}, reduce_dtype=torch.{reduce}"
+    return Same(f"MixedPrecisionPolicy({dtypes}); buffers keep their dtype: cast them yourself")
 
 
 def offload(on: bool, translation: Translation, *, pin_memory: bool = True) -> Words:

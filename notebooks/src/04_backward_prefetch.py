@@ -111,8 +111,9 @@ padding = kinds["reduce_scatter"] - sum(trace.unit_bytes.values())
 assert padding == 0 or (64 % world and padding > 0)             # on 3 ranks, 64 rows are padded to 66
 
 # %% [markdown]
-# Four units, each gathered twice and reduced once. The root has no parameters of its own, so it is no unit.
-# And this is when each of them ran:
+# Four units, each gathered twice and reduced once. Of four ranks each sends three quarters of the bytes, as
+# no rank has to be sent what it has. The root has no parameters of its own, so it is no unit. And this is when
+# each of them ran:
 
 # %%
 live = ranks.get("trace")[0]
@@ -132,9 +133,9 @@ assert overlap <= 0.05 * busy
 
 # %% [markdown]
 # On a GPU the *order* of these lines matters all the more. The CPU only *issues* work, computation and
-# communication run on streams of their own, and the all-gathers and reduce-scatters of one process group
-# go one after the other, in the order in which they were issued. An all-gather that is issued behind a
-# reduce-scatter has to wait for it.
+# communication run on streams of their own, queues that are worked off side by side, and the all-gathers and
+# reduce-scatters of one process group go one after the other, in the order in which they were issued. An
+# all-gather that is issued behind a reduce-scatter has to wait for it.
 #
 # ## Predict
 #
@@ -193,7 +194,8 @@ assert order(traces["forward_prefetch"], "backward") == "AG mm AG mm RS AG mm RS
 
 # %% [markdown]
 # The next all-gather stands before the computation, as promised. But look at backward: it has changed too,
-# although `backward_prefetch` is `None`. Each reduce-scatter comes one block later.
+# although `backward_prefetch` is `None`. Each reduce-scatter but the last comes one block later. (Block 0
+# has two `mm`: a reduce-scatter falls into the middle of its computation.)
 #
 # Why? Autograd works off what was made *last* first. FSDP1 makes the views of a unit's parameters when it
 # gathers the unit. With forward prefetch, the views of block 3 are made *before* block 2 computes. So in
@@ -258,8 +260,8 @@ assert (peaks["forward_prefetch"], peaks["FSDP2, explicit"], peaks["FSDP2, kept"
 # Now put the recorded order on two streams, one for computation and one for communication. **This is a
 # simulation.** Its rules: the CPU issues in the recorded order; each stream works in that order; a block
 # computes once it is gathered; a reduce-scatter waits for the computation before it; an all-gather waits
-# until the unit freed two before it is done, as FSDP1's limiter has it. Its durations are ours: a block
-# takes 1 ms in forward and 2 ms in backward, a collective 0.5 ms.
+# until the GPU is done with the last but one of the units freed before it, as FSDP1's rate limiter has it.
+# Its durations are ours: a block takes 1 ms in forward and 2 ms in backward, a collective 0.5 ms.
 
 # %%
 traces = {name: ranks.get("traces")[0][name] for name in
@@ -287,11 +289,12 @@ assert abs(replays["POST"].step_s - replays["PRE"].step_s) < 1e-9
 
 # %% [markdown]
 # Without prefetching, the step takes 16 ms. With it, 13: the 12 ms of computation, the first all-gather and
-# the last reduce-scatter. These two nobody can hide.
+# the last reduce-scatter. These two nobody can hide. `forward_prefetch` gains 1 ms, and in backward: its late
+# reduce-scatters close one of three gaps.
 #
 # `BACKWARD_POST` is as fast as `BACKWARD_PRE` here. The CPU of this replay takes no time to issue work, so it
 # is far ahead. Then even an all-gather that is issued *after* a computation can run beside it. What counts is
-# that it stands *before the reduce-scatter*. Two sections below, the CPU gets slower.
+# that it stands *before the reduce-scatter*. Further down the CPU gets slower.
 
 # %% jupyter={"source_hidden": true}
 until = replays["None"].step_s
@@ -309,8 +312,8 @@ plots.show(pre, alt="Replay with BACKWARD_PRE: no gaps.")
 # ## The same as films
 #
 # One film for each setting, drawn from the recorded order and the replayed times. Above: what rank 0 holds of
-# each unit, from its own shard to the whole, and its gradients. A dark border means that it computes. FSDP2's
-# own film would be that of `BACKWARD_PRE`.
+# each unit, from its own shard to the whole, and its gradients. A dark border means that it computes. Below:
+# the two streams up to that moment. FSDP2's own film would be that of `BACKWARD_PRE`.
 
 # %% jupyter={"source_hidden": true}
 def film(name, title):
@@ -453,6 +456,8 @@ lesson.claims(
     {
         "pre-13-percent": f"In the replay {min(saved.values()):.1%} to {max(saved.values()):.1%} faster, by "
         f"the speed of the link. Memory: {peaks['PRE']} units whole at once instead of {peaks['None']}.",
+        "pre-2-to-10-percent": f"In the replay {min(saved.values()):.1%} to {max(saved.values()):.1%}, "
+        "see above.",
         "none-no-overlap": f"In the replay {1e3 * replays['None'].exposed_s:.1f} ms of the step only send, "
         f"with BACKWARD_PRE {1e3 * replays['PRE'].exposed_s:.1f}. Forward overlaps with any setting.",
         "forward-prefetch-cpu": f"Yes: in the replay it saves {abs(gain[0.0]):.1f} ms when the CPU is fast, "
@@ -507,8 +512,10 @@ lesson.check(balance, 1.0)
 #
 # ## Next
 #
-# Which bytes have to be sent at all? That is decided by the sharding strategy: [lesson
-# 6](06_sharding_strategies.ipynb).
+# Prefetching pays for speed with a little memory. How much of a GPU's memory should a batch fill, and why not
+# all of it? That is [lesson 5](05_maximising_throughput.ipynb).
+#
+# [← lesson 3](03_full_state_dict.ipynb) · [lesson 5 →](05_maximising_throughput.ipynb)
 
 # %% [markdown]
 # ## Solutions

@@ -250,7 +250,7 @@ if hybrid:
 # %% [markdown]
 # With gradient accumulation the last of several small batches talks, the others do not.
 
-# %%
+# %% tags=["accumulation"]
 # %%ranks
 def accumulated(model, quietly):
     """The gradients of two batches, added up; only the second is reduced."""
@@ -696,9 +696,9 @@ Markdown("\n".join(lines))
 # Offloading frees memory of a GPU; on a CPU only its losses can be seen.
 #
 # Two rows deserve a word. `accelerate to-fsdp2` writes `fsdp_reshard_after_forward: true` for `HYBRID_SHARD`
-# and `false` for `NO_SHARD`: the second dimension of the mesh is gone, and what was not sharded is. And
-# DeepSpeed's stage 1 cuts the optimizer's state alone, for which FSDP2 has nothing; the translation takes
-# stage 2 and says so.
+# and `false` for `NO_SHARD`: the second dimension of the mesh is gone, and a model that was not sharded gets
+# sharded. And DeepSpeed's stage 1 cuts the optimizer's state alone, for which FSDP2 has nothing; the
+# translation takes stage 2 and says so.
 
 # %%
 for row in translate({"zero_optimization": {"stage": 1}}).rows:
@@ -725,7 +725,7 @@ for idea, (loss1, loss2, kib1, kib2) in compared.items():
 # %% jupyter={"source_hidden": true}
 nvme = translate({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
 assert nvme.without_counterpart
-kib1, kib2 = ranks.get("compared['wrapping'][2:]")[0]
+kib2, world = ranks.get("compared['wrapping'][3]")[0], ranks.get("rank")
 lesson.claims(
     13,
     {
@@ -733,6 +733,8 @@ lesson.claims(
         "share memory, and a CPU has none.",
         "always-backward-pre": "The same all-gathers and reduce-scatters in the same order as FSDP1 with "
         f"`BACKWARD_PRE`, and {kib2:.0f} KiB as there.",
+        "space-time": f"Yes: two batches of {24 // len(world)} on each of {len(world)} ranks, added up, give "
+        "the gradients of two batches of 24 in one process.",
         "everything-deepspeed": "No. `translate` finds no counterpart for offloading to NVMe, for quantized "
         "communication, nor for ZeRO-1.",
     },
@@ -793,8 +795,10 @@ lesson.check(whole_norm, norms)
 #
 # ## Next
 #
-# So far everything ran on this machine. How much memory and time would it take on GPUs that you do not have?
-# Lesson 14, which is still to be written, plans before you rent.
+# So far everything ran on this machine. How much memory and time would it take on GPUs that you do not
+# have? [Lesson 14](14_plan_before_you_rent.ipynb) plans before you rent.
+#
+# [← lesson 12](12_a_model_too_big_for_one_rank.ipynb) · [lesson 14 →](14_plan_before_you_rent.ipynb)
 
 # %% [markdown]
 # ## Solutions
