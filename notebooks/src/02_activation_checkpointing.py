@@ -453,7 +453,7 @@ trade_off(dict(zip(names, measured)))
 # ## What does it cost in seconds, here?
 #
 # Rank 0 alone, while the others wait. Your numbers will be others: it is your CPU. The table of claims has a
-# column for a GPU's.
+# column for **recordings** on a GPU, made once and stored.
 
 # %% tags=["nbval-ignore-output", "seconds"]
 # %%ranks 0

@@ -112,8 +112,8 @@ assert padding == 0 or (64 % world and padding > 0)             # on 3 ranks, 64
 
 # %% [markdown]
 # Four units, each gathered twice and reduced once. Of four ranks each sends three quarters of the bytes, as
-# no rank has to be sent what it has. The root has no parameters of its own, so it is no unit. And this is when
-# each of them ran:
+# no rank has to be sent what it has. The root has no parameters of its own, so it is no unit. And this is
+# when each of them ran:
 
 # %%
 live = ranks.get("trace")[0]
