@@ -223,7 +223,9 @@ def test_what_accelerates_own_tool_drops_is_kept() -> None:
     assert translate(hybrid).shard_size == "host"
     assert "LOCAL_WORLD_SIZE" in translate(hybrid).code()
     assert translate(convert_config_to_fsdp2(hybrid)).shard_size is None  # the second dimension is gone
-    assert translate(of_accelerate(fsdp_sharding_strategy="NO_SHARD")).ddp
+    unsharded = of_accelerate(fsdp_sharding_strategy="NO_SHARD")
+    assert translate(unsharded).ddp
+    assert not translate(convert_config_to_fsdp2(unsharded)).ddp  # theirs is sharded
 
 
 @pytest.mark.parametrize(
