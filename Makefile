@@ -27,6 +27,7 @@ test: setup
 
 lessons: setup
 	@$(VENV_PYTHON) tools/build_lessons.py $(ONLY)
+	@$(VENV_PYTHON) tools/claims_page.py
 
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .

@@ -12,7 +12,9 @@ PICTURE = Path(__file__).resolve().parent.parent / "notebooks" / "one_unit.png"
 
 
 def main() -> int:
-    PICTURE.write_bytes(plots.life_of_a_unit(4).data)
+    picture = plots.life_of_a_unit(4).data
+    assert isinstance(picture, bytes)
+    PICTURE.write_bytes(picture)
     print(f"{PICTURE.name}: {PICTURE.stat().st_size / 1000:.0f} kB")
     return 0
 
