@@ -107,6 +107,9 @@ def test_a_plan_tells_memory_by_category_and_by_moment(planned: Plan) -> None:
     assert planned.peak_allocated_gib <= planned.peak_reserved_gib <= planned.available_gib == 78
     assert planned.parameters == sum(p.numel() for p in LlamaForCausalLM(LLAMA).parameters())
     assert {moment.label.phase for moment in planned.moments} == {"forward", "backward", "optimizer", "other"}
+    in_forward = [m for m in planned.moments if m.label.phase == "forward" and m.step == 2]
+    assert all(m.gib[items.GATHERED] > 0 for m in in_forward[:-1])
+    assert all(items.REDUCE_BUFFERS not in m.gib and items.WHOLE_GRADIENTS not in m.gib for m in in_forward)
     assert 0 < planned.timing.exposed_s < planned.step_s
     assert planned.tokens_per_s == pytest.approx(16 * 32 / planned.step_s)
     assert "simulated" in str(planned)

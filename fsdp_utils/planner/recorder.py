@@ -67,6 +67,7 @@ class StepRecorder(Recorder):
 
     def phase(self, phase: str) -> None:
         self._label = Label(phase)
+        self._ended = self._reducing = False
         self._between_steps = phase in ("forward", "other")
 
     def begin_step(self) -> None:
