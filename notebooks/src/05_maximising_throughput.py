@@ -32,7 +32,7 @@ lesson.card(
 # tensors. The GPU gets nothing back.
 #
 # So there are two numbers. **Allocated** is what living tensors occupy. **Reserved** is what PyTorch has
-# asked the GPU for: allocated plus cache. Only reserved counts against the size of the GPU.
+# asked the GPU for: allocated plus cache. Of the two, reserved is what counts against the size of the GPU.
 #
 # A CPU has no such allocator. But its rules are in PyTorch's source
 # (`c10/cuda/CUDACachingAllocator.cpp`), and `fsdp_utils.allocator` replays them. First record which
@@ -69,9 +69,9 @@ large_gpu = simulate_allocator(trace)
 show(large_gpu)
 
 # %% [markdown]
-# The third line is the one to look at: 60 MiB are freed, and reserved stays. The fourth request needs 62
-# MiB. The cached place has only 60. So the allocator asks for 62 more. At the end 92 MiB are in use and
-# 152 are reserved.
+# The third line is the one to look at: 60 MiB are freed, and reserved stays. The last line needs 62 MiB,
+# and the cached place has only 60. So the allocator asks for 62 more. At the end 92 MiB are in use and 152
+# are reserved.
 #
 # ## Predict
 #
@@ -79,9 +79,9 @@ show(large_gpu)
 #
 # <details><summary>Answer</summary>
 #
-# The request for 62 MiB more fails at first: 90 + 62 is too much. The allocator then gives its whole
-# cache back to the GPU, the 60 MiB, and asks again. Now it works: 30 + 62 = 92. That is a **retry**.
-# PyTorch counts it: `torch.cuda.memory_stats()["num_alloc_retries"]`.
+# The request for 62 MiB more fails at first: 90 + 62 is too much. The allocator then gives back to the GPU
+# each segment of its cache in which no tensor lives, here the 60 MiB, and asks again. Now it works: 30 + 62
+# = 92. That is a **retry**. PyTorch counts it: `torch.cuda.memory_stats()["num_alloc_retries"]`.
 #
 # </details>
 
@@ -99,8 +99,8 @@ assert (small_gpu.regime, small_gpu.reserved[-1] // MIB) == ("retries", 92)
 # ## A real FSDP step, recorded
 #
 # Now to training. The model is a small vision transformer. It is sharded with `fully_shard` and
-# `reshard_after_forward=False`: a block gathered for forward stays whole until its backward (ZeRO-2, as
-# in the claim of 2022).
+# `reshard_after_forward=False`: a block gathered for forward stays whole until its backward. This strategy
+# is called ZeRO-2. Lesson 6 compares it with others.
 
 # %%
 import torch.nn as nn
@@ -228,9 +228,9 @@ assert set(regimes) == set(order)                                   # all three 
 assert regimes == sorted(regimes, key=order.index)                  # ... and in this order
 
 # %% [markdown]
-# Three regimes, in this order: it fits, it runs with retries, it runs out of memory. In the middle one
-# the retries do not stop after the first step. They come back in the last step too, and they would come
-# back for the whole training run.
+# Three regimes, in this order: it fits, it runs with retries, it runs out of memory. In the middle one the
+# retries do not stop after the first step. How long do they go on? Put `range(8)` into `record`: then 25
+# and 26 have retries in each of the eight steps, while those of 24, at the edge, end after the third.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.notebook import plots
@@ -247,10 +247,10 @@ panels[0].set_ylabel("GiB")
 plots.show(fig, alt="Simulated memory over three steps: it fits, it retries, it runs out.")
 
 # %% [markdown]
-# The line is allocated, the area is reserved, the dashed line is the limit. The dotted lines begin a
-# step. On the left, reserved soon reaches its height and stays: from then on nobody asks the GPU for
-# anything. In the middle each red mark is a retry: the area drops, because the cache is given back, and
-# rises again. On the right even that was not enough.
+# The line is allocated, the area is reserved, the dashed line is the limit. The dotted lines begin a step.
+# On the left, reserved soon reaches its height and stays: from then on nobody asks the GPU for anything. In
+# the middle each red mark is a retry: the area drops, because the cache is given back, and rises again. On
+# the right even that was not enough: at the red line the memory has run out.
 #
 # ## Why just below the limit?
 #
@@ -290,10 +290,10 @@ for size in (22, 24, 26):
 assert plain[22].num_device_free == 0 < plain[24].num_device_free
 
 # %% [markdown]
-# Without retries, the segments are asked for once, and none goes back. With retries they go back and
-# forth, and the GPU has to be idle while they do. How many seconds that takes, a simulation cannot say.
-# The author of transformer_central measured it in 2022, on a vision transformer of 1.986 billion
-# parameters under ZeRO-2. These are his numbers.
+# Without retries, the segments are asked for once, and none goes back. With retries they go back and forth,
+# and the GPU has to be idle while they do. How many seconds that takes, a simulation cannot say. The author
+# of the videos measured it in 2022, on a vision transformer of 1.986 billion parameters under ZeRO-2. These
+# are his numbers.
 
 # %% tags=["numbers-of-2022"]
 of_2022 = {16: (5.4604, 0, 93.83), 17: (7.2645, 9, 94.79)}          # batch size: s/step, retries, % of memory
@@ -379,7 +379,8 @@ print(search)
 assert search.best == max(fits)
 
 # %% [markdown]
-# 16 fits, 32 does not, 24 has retries, and so it closes in on 23. It never had to try 25 and 26.
+# 16 fits, 32 does not, 24 has retries (each of its steps here is the third one recorded), and so it closes
+# in on 23. It never had to try 25 and 26.
 #
 # ## In a real loop, on the ranks
 #
@@ -401,7 +402,8 @@ from sklearn.datasets import load_digits
 from torch.distributed.fsdp import fully_shard
 
 rank, world = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+on_gpu = torch.cuda.is_available()                                  # ranks on the CPU see no GPU
+device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 class Reader(nn.Module):
@@ -503,9 +505,9 @@ print("steps counted:", report.steps, "· retries:", report.num_alloc_retries)
 #
 # ## The search, on the ranks
 #
-# `find_batch_size` takes a function that trains one step on so many samples. Its steps really train, so
-# give it a model of its own. On a CPU it wants a limit, because a system kills a process that takes too
-# much memory.
+# `find_batch_size` takes a function that trains one step with a given number of samples. Its steps really
+# train, so give it a model of its own. On a CPU it wants a limit, because the system kills a process that
+# takes too much memory.
 
 # %% tags=["nbval-ignore-output"]
 # %%ranks
@@ -527,10 +529,10 @@ search = find_batch_size(step, start=2, limit=32)
 print(search)
 
 # %% [markdown]
-# (On a CPU the column `reserved GiB` is resident memory again.) The column `samples/s` grows at first:
-# each step has a fixed cost, and more samples share it. Then it grows less and less. So even without any
-# retry, the last bit of memory buys little. Which line is best depends on your machine. What holds on
-# every machine: all ranks have the same answer.
+# (On a CPU the column `reserved GiB` is resident memory again.) The column `samples/s` grows: each step has
+# a fixed cost, and more samples share it. The smaller the part of that cost, the less a larger batch gains:
+# once the device is busy all the time, the last bit of memory buys little, retries or not. Which line is
+# best depends on your machine. What holds on every machine: all ranks have the same answer.
 
 # %%
 bests = ranks.get("search.best")
@@ -543,9 +545,9 @@ assert all(sizes_of_rank == tried[0] for sizes_of_rank in tried)
 # %% [markdown]
 # ## Expandable segments
 #
-# Since 2023 PyTorch can do better. With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, set before
-# the program starts, there is one segment for each stream and size class, and it grows page by page. A
-# cached place that is too small can grow. On a retry single pages go back, not only whole segments.
+# Since 2023 PyTorch can do better. With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, set before the
+# program starts, there is one segment for each stream and size class, and it grows page by page. Free space
+# at its end that is too small can grow. On a retry single pages go back, not only whole segments.
 #
 # Predict: does the zone of retries vanish, or does it move?
 #
@@ -603,13 +605,13 @@ plots.show(fig, alt="Simulated peak of reserved memory, its regime by batch size
 lesson.claims(
     5,
     {
-        "not-just-below-oom": f"Yes, in a simulation: {max(runs)} is the largest batch size that runs, with "
-        f"retries in each step from the second on. {max(fits)} is the largest without.",
+        "not-just-below-oom": f"Yes, in a simulation: {max(runs)} is the largest batch size of those tried "
+        f"that runs, with retries in each step. {max(fits)} is the largest without.",
         "quarter-more-throughput": "The arithmetic holds: 16 / 5.4604 s is "
         f"{100 * (speed[16] / speed[17] - 1):.2f}% more than 17 / 7.2645 s. "
         "Seconds of a GPU are not for a CPU to say.",
         "oom-at-24": "Not consistent: the table of the same lesson says that 18 ran out of memory. "
-        f"In our simulation it is {min(set(sizes) - set(runs))}, of another model on a smaller GPU.",
+        f"In our simulation {min(set(sizes) - set(runs))} does, of another model on a smaller GPU.",
     },
 )
 
@@ -628,9 +630,9 @@ gains = {(16, 5.0, 16, 10.0): 100.0, (16, 5.4604, 17, 7.2645): 25.213839, (4, 5.
 lesson.check(percent_more, gains)
 
 # %% [markdown]
-# **2. A segment.** How many MiB does the allocator ask the GPU for, when its cache is empty and a tensor
-# of so many MiB comes? Its rules: up to 1 MiB, a segment of 2. Below 10 MiB, a segment of 20. From 10 MiB
-# on, the tensor's own size, rounded up to a multiple of 2.
+# **2. A segment.** The cache is empty, and a tensor of `tensor_mib` MiB comes. How many MiB does the
+# allocator ask the GPU for? Its rules: up to 1 MiB, a segment of 2. Below 10 MiB, a segment of 20. From 10
+# MiB on, the tensor's own size, rounded up to a multiple of 2.
 
 # %%
 def segment_mib(tensor_mib):
@@ -670,6 +672,8 @@ lesson.check(best_batch_size, trials)
 #
 # Here the strategy was ZeRO-2. In [lesson 6](06_sharding_strategies.ipynb) you compare the sharding
 # strategies: what each of them keeps, and what it sends.
+#
+# [← lesson 4](04_backward_prefetch.ipynb) · [lesson 6 →](06_sharding_strategies.ipynb)
 
 # %% [markdown]
 # ## Solutions
