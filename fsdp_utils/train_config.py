@@ -49,6 +49,7 @@ class DataConfig:
         source: "module:function", called without arguments, for an object with the tensors of `train` and
             `test` by name, as in `fsdp_utils.notebook.tasks`; or a folder of text: .npy files of token ids,
             .txt files.
+            A model of one's own returns a NamedTuple or a dict with `.loss`: FSDP finds the tensors in these.
         batch_size: samples in a step, over all ranks. It stays the same on any number of ranks.
         micro_batch: the most samples that a rank computes at once; None for all that are its own. With less,
             gradients are accumulated.
@@ -171,7 +172,7 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
     usage = io.StringIO()
     try:
         with contextlib.redirect_stderr(usage):
-            found = parser.instantiate_classes(parser.parse_args(arguments))
+            found = parser.instantiate(parser.parse_args(arguments))
     except (jsonargparse.ArgumentError, TypeError) as error:
         raise ConfigError(f"configuration: {error}") from error
     settings = {name: getattr(found, name) for name in TrainConfig.__dataclass_fields__}
