@@ -365,7 +365,7 @@ assert digits.accuracy(vit, device=device) > 0.5        # guessing would be righ
 # ## Train a T5
 #
 # T5 has an encoder and a decoder, and both are stacks of the same class, `T5Block`. The task is to read a
-# date as people write it and to write it as a computer does. No date of the test occurs in training, in no
+# date as people write it and to write it as a computer does. No date of the test occurs in training, in any
 # spelling.
 
 # %%

@@ -35,7 +35,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 rank, world = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+on_gpu = torch.cuda.is_available()                    # ranks on the CPU see no GPU
+device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 # %% [markdown]
 # ## What a forward pass leaves behind
