@@ -115,7 +115,7 @@ def step(model, number, rank=rank, world=world):
 
 def train(model, steps=3, rank=rank, world=world, clip=None):
     """The loss of each step, as the mean over the ranks, and the trace of the last step."""
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3)
     losses = torch.zeros(steps, device=device)
     for number in range(steps):
         watched = world > 1 and number == steps - 1
@@ -659,7 +659,7 @@ def setting(translation):
     for row in translation.rows:
         section, _, key = row.key.rpartition(".")
         plain = key in ("fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "distributed_type")
-        if not plain and row.value not in ("no", "fp32", None):
+        if not plain and (key, row.value) not in (("mixed_precision", "no"), ("precision", "fp32")):
             shown.append(f"`{section if key == 'enabled' else key}: {row.value}`")
     return ", ".join(shown)
 
@@ -723,8 +723,8 @@ for idea, (loss1, loss2, kib1, kib2) in compared.items():
 # ## Claims, then and now
 
 # %% jupyter={"source_hidden": true}
-nvme = translate({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
-assert nvme.without_counterpart
+for zero in ({"offload_param": {"device": "nvme"}}, {"zero_quantized_weights": True}, {"stage": 1}):
+    assert translate({"zero_optimization": {"stage": 3, **zero}}).without_counterpart
 kib2, world = ranks.get("compared['wrapping'][3]")[0], ranks.get("rank")
 lesson.claims(
     13,
@@ -796,9 +796,9 @@ lesson.check(whole_norm, norms)
 # ## Next
 #
 # So far everything ran on this machine. How much memory and time would it take on GPUs that you do not
-# have? [Lesson 14](14_plan_before_you_rent.ipynb) plans before you rent.
+# have? Lesson 14 plans before you rent.
 #
-# [← lesson 12](12_a_model_too_big_for_one_rank.ipynb) · [lesson 14 →](14_plan_before_you_rent.ipynb)
+# [← lesson 12](12_a_model_too_big_for_one_rank.ipynb)
 
 # %% [markdown]
 # ## Solutions

@@ -1,0 +1,57 @@
+"""Write the last line of each lesson's "Next": links to the lesson before and to the one after.
+
+    python tools/link_lessons.py
+
+Text alone is changed, so a notebook whose code is that of its source needs no new run.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools import build_lessons
+
+NEXT, SOLUTIONS = "\n# ## Next\n", "\n# %% [markdown]\n# ## Solutions"
+
+
+def link(source: Path, before: Path | None, after: Path | None) -> None:
+    """Put the links into a source, and the source's text into its notebook."""
+    links = []
+    if before:
+        links.append(f"[← lesson {int(before.stem[:2])}]({before.stem}.ipynb)")
+    if after:
+        links.append(f"[lesson {int(after.stem[:2])} →]({after.stem}.ipynb)")
+    head, found, rest = source.read_text(encoding="utf-8").partition(NEXT)
+    body, also_found, tail = rest.partition(SOLUTIONS)
+    if not (found and also_found):
+        raise ValueError(f"{source.name}: expected the headings Next and, after it, Solutions")
+    body = re.sub(r"\n#\n# (\[←|\[lesson \d+ →).*", "", body).rstrip("\n")
+    text = f"{head}{found}{body}\n#\n# {' · '.join(links)}\n{also_found}{tail}"
+    source.write_text(text, encoding="utf-8")
+
+    path = build_lessons.notebook_of(source)
+    if path.exists():
+        theirs, ours = nbformat.read(path, as_version=4), build_lessons.read_source(source)
+        code = [[cell.source for cell in build_lessons.code_cells(lesson)] for lesson in (ours, theirs)]
+        kinds = [[cell.cell_type for cell in lesson.cells] for lesson in (ours, theirs)]
+        if code[0] == code[1] and kinds[0] == kinds[1]:
+            for mine, stored in zip(ours.cells, theirs.cells, strict=True):
+                if mine.cell_type == "markdown":
+                    stored.source = mine.source
+            nbformat.write(theirs, path)
+
+
+def main() -> int:
+    lessons = build_lessons.sources()
+    for source, before, after in zip(lessons, [None, *lessons], [*lessons[1:], None], strict=False):
+        link(source, before, after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
