@@ -1,0 +1,107 @@
+"""What the tests of the training program train: a small decoder, a rule to learn, and faults to meet."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.sharded import Block
+
+VOCABULARY, LENGTH = 16, 6
+POISON = VOCABULARY - 1  # a token that no good sample has: the loss of one that has it is NaN
+
+
+class Output(NamedTuple):
+    loss: Tensor
+
+
+class Decoder(nn.Module):
+    """Takes and gives what the models of transformers do."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, VOCABULARY, bias=width == 8)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        if (input_ids == POISON).any():
+            loss = loss * float("nan")
+        return Output(loss)
+
+
+def build() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Decoder()
+
+
+@dataclass
+class Counting:
+    """Numbers that count upwards, with labels left out at random: ranks have unequal shares of the loss."""
+
+    train: dict[str, Tensor]
+    test: dict[str, Tensor]
+    predicts_next: bool = True
+
+    def build(self) -> nn.Module:
+        return build()
+
+
+def counting() -> Counting:
+    numbers = torch.arange(31)[:, None] + torch.arange(LENGTH)
+    tokens = numbers % (VOCABULARY - 1)
+    left_out = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    left_out[:, -1] = False
+    data = {"input_ids": tokens, "labels": tokens.masked_fill(left_out, -100)}
+    return Counting(
+        {name: tensor[:24] for name, tensor in data.items()},
+        {name: tensor[24:] for name, tensor in data.items()},
+    )
+
+
+def poisoned() -> Counting:
+    """One bad sample: number 5."""
+    task = counting()
+    task.train["input_ids"] = task.train["input_ids"].clone()
+    task.train["input_ids"][5, 2] = POISON
+    return task
+
+
+def wider() -> Counting:
+    """The same data, for a model that lacks a parameter."""
+    task = counting()
+    task.build = lambda: Decoder(width=16)  # type: ignore[method-assign]
+    return task
+
+
+def faulty() -> Counting:
+    """The same; and rank 1 sends itself the signals of FAULTS, "step:signal ...", one in each start."""
+    faults = os.environ["FAULTS"].split()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if os.environ["RANK"] == "1" and attempt < len(faults):
+        step, name = faults[attempt].split(":")
+        threading.Thread(target=_signal_myself, args=(int(step), signal.Signals[name]), daemon=True).start()
+    return counting()
+
+
+def _signal_myself(step: int, number: signal.Signals) -> None:
+    metrics = Path(os.environ["METRICS"])
+    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
+        time.sleep(0.005)
+    if number == signal.SIGSTOP:  # torchrun waits 30 s for a process that does not end: move on before
+        subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), number)
