@@ -544,7 +544,8 @@ lesson.check(two_dtypes, ("bfloat16", "float32"))
 # file, every rank writes its own part: [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 # →](08_local_state_dict_and_distributed_checkpoints.ipynb)
 #
-# [← lesson 6](06_sharding_strategies.ipynb) · [lesson 8 →](08_local_state_dict_and_distributed_checkpoints.ipynb)
+# [← lesson 6](06_sharding_strategies.ipynb) ·
+# [lesson 8 →](08_local_state_dict_and_distributed_checkpoints.ipynb)
 
 # %% [markdown]
 # ## Solutions
