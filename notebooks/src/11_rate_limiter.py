@@ -462,7 +462,7 @@ lesson.check(alive_with_slow_cpu, 2)
 # So far each rank began with the whole model, and sharded it then. In
 # [lesson 12](12_a_model_too_big_for_one_rank.ipynb) the model does not fit on one rank at all.
 #
-# [← lesson 9](09_child_tuning.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)
+# [← lesson 10](10_end_to_end.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)
 
 # %% [markdown]
 # ## Solutions
