@@ -1,0 +1,253 @@
+"""What does the training program cost beside a loop written by hand, and beside Hugging Face's Trainer?
+
+    python benchmarks/train.py [--rounds 5] [--ranks 2]
+
+The same Llama, the same batches in the same order, the same AdamW and clipping, on the same ranks: by
+fsdp_utils.train, by a bare FSDP2 loop, and by transformers' Trainer with accelerate's FSDP2. The three take
+turns; a step lasts from one call of the optimizer to the next. Exits with 1 if the program takes more than 3%
+longer than the bare loop, or if the losses differ.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from benchmarks.machine import describe, limits, table
+from fsdp_utils import run_on_ranks, train
+from fsdp_utils.train_config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from fsdp_utils.train_data import Data, load_data, rows_at
+from fsdp_utils.train_model import build_model
+
+COST = 1.03  # the limit: the program's step, against the bare loop's
+STEP_S = 0.100  # for steps of at least that
+STEPS, WARM_UP = 16, 4
+BATCH, LENGTH, RATE = 8, 128, 1e-3
+LLAMA: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": LENGTH}
+
+
+def settings(folder: Path, turn: int) -> TrainConfig:
+    """The run that all three do."""
+    return TrainConfig(
+        out=str(folder / f"run{turn}"),
+        data=DataConfig(source=str(folder / "text"), batch_size=BATCH, seq_len=LENGTH, held_out=0.0),
+        model=ModelConfig(config=str(folder / "config.json")),
+        optim=OptimConfig(lr=RATE, decay="none", weight_decay=0.0),
+        parallel=ParallelConfig(device="cpu"),
+        steps=STEPS,
+        eval_every=STEPS,
+        save_every=STEPS,
+    )
+
+
+# --- the three -------------------------------------------------------------------------------------------
+
+
+def by_the_program(config: TrainConfig, data: Data, model: nn.Module) -> list[float]:
+    """fsdp_utils.train with all that it does: metrics, heartbeat, memory, signals, the last checkpoint."""
+    train.train(config)
+    lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def by_hand(config: TrainConfig, data: Data, model: Any) -> list[float]:
+    """What one would write if a loop were all that is needed."""
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
+    losses = []
+    for step in range(STEPS):
+        rows = rows_at(step * BATCH, BATCH, len(data.train), config.seed).chunk(dist.get_world_size())
+        loss = model(**data.train[rows[dist.get_rank()]]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    mean = (
+        torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
+    )  # after all steps: not in their time
+    dist.all_reduce(mean)
+    return mean.tolist()
+
+
+def by_the_trainer(config: TrainConfig, data: Data, model: nn.Module) -> list[float]:
+    """transformers' Trainer, with FSDP2 as accelerate sets it up."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    order = rows_at(0, STEPS * BATCH, len(data.train), config.seed)
+    samples = [
+        {name: rows[0] for name, rows in data.train[order[i : i + 1]].items()} for i in range(len(order))
+    ]
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, train_dataset=None) -> SequentialSampler:
+            return SequentialSampler(samples)
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            # accelerate's AcceleratorState chooses FSDP on accelerators only; here it is told to on a CPU.
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+                cpu_ram_efficient_loading=False,
+            )
+            self.accelerator.state.distributed_type = DistributedType.FSDP
+            self.accelerator.state.fsdp_plugin = plugin
+            self.is_fsdp_enabled = True
+
+    arguments = TrainingArguments(
+        output_dir=config.out,
+        use_cpu=True,
+        per_device_train_batch_size=BATCH // dist.get_world_size(),
+        max_steps=STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = InOrder(model=model, args=arguments, train_dataset=samples)  # pyright: ignore[reportArgumentType]
+    trainer.train()
+    kinds = {type(parameter).__name__ for parameter in model.parameters()}
+    if kinds != {"DTensor"}:
+        raise RuntimeError(f"the Trainer was to train a model sharded by FSDP2, its parameters are {kinds}")
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+WAYS: dict[str, Callable[[TrainConfig, Data, nn.Module], list[float]]] = {
+    "fsdp_utils.train": by_the_program,
+    "bare FSDP2 loop": by_hand,
+    "Trainer, accelerate's FSDP2": by_the_trainer,
+}
+
+
+# --- measuring -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def steps_timed() -> Iterator[list[float]]:
+    """When each call of an optimizer began."""
+    when: list[float] = []
+    hook = register_optimizer_step_pre_hook(lambda *_: when.append(time.perf_counter()))
+    try:
+        yield when
+    finally:
+        hook.remove()
+
+
+def measure(ways: list[str], rounds: int, folder: str) -> dict[str, dict[str, list[Any]]]:
+    """By way: the seconds of each step, in turns, and the losses of the last turn."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    found: dict[str, dict[str, list[Any]]] = {way: {"seconds": [], "losses": []} for way in ways}
+    for turn in range(rounds):
+        for number, way in enumerate(ways):
+            config = settings(Path(folder), turn * len(ways) + number)
+            data = load_data(config.data)
+            model = build_model(config.model, data, config.seed)
+            with contextlib.ExitStack() as during:
+                log = during.enter_context((Path(folder) / f"log{dist.get_rank()}").open("a"))
+                during.enter_context(contextlib.redirect_stdout(log))
+                during.enter_context(contextlib.redirect_stderr(log))
+                when = during.enter_context(steps_timed())
+                losses = WAYS[way](config, data, model)
+            between = [after - before for before, after in itertools.pairwise(when)]
+            found[way]["seconds"].append(between[WARM_UP:])
+            found[way]["losses"] = losses
+            dist.barrier()
+    return found
+
+
+def prepare(folder: Path) -> None:
+    """The model's configuration and a text of random tokens."""
+    import numpy as np
+    from transformers import LlamaConfig
+
+    LlamaConfig(**LLAMA, architectures=["LlamaForCausalLM"]).to_json_file(folder / "config.json")
+    (folder / "text").mkdir()
+    tokens = np.random.default_rng(0).integers(
+        0, LLAMA["vocab_size"], STEPS * BATCH * LENGTH, dtype=np.uint16
+    )
+    np.save(folder / "text" / "tokens.npy", tokens)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    there = importlib.util.find_spec("accelerate") is not None
+    ways = [way for way in WAYS if there or way != "Trainer, accelerate's FSDP2"]
+
+    print(describe("transformers", *["accelerate"] * there))
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        by_rank = run_on_ranks(measure, ways, options.rounds, folder, world_size=options.ranks, timeout=600)
+    found = by_rank[0]
+    bare = found["bare FSDP2 loop"]
+    rows, ratios = [], {}
+    for way in ways:
+        turns = [statistics.median(turn) for turn in found[way]["seconds"]]
+        bare_turns = [statistics.median(turn) for turn in bare["seconds"]]
+        by_turn = [mine / theirs for mine, theirs in zip(turns, bare_turns, strict=True)]
+        ratios[way] = statistics.median(by_turn)
+        spread = f"{min(by_turn):.3f}-{max(by_turn):.3f}"
+        rows.append([way, f"{1e3 * statistics.median(turns):.1f}", f"{ratios[way]:.3f}", spread])
+    print(f"rank 0 of {options.ranks}: medians of {options.rounds} turns of {STEPS - 1 - WARM_UP} steps\n")
+    print(table(["", "ms/step", "/ bare loop", "of the turns"], rows))
+    if not there:
+        print("\nNot measured: transformers' Trainer, as accelerate is not installed.")
+    step_s = statistics.median([second for turn in bare["seconds"] for second in turn])
+    held = {
+        f"the program takes {ratios['fsdp_utils.train']:.3f} of the bare loop's time (limit {COST})": (
+            ratios["fsdp_utils.train"] <= COST
+        ),
+        f"for a step of {1e3 * step_s:.0f} ms (at least {1e3 * STEP_S:.0f})": step_s >= STEP_S,
+    }
+    for way in ways:
+        pairs = zip(found[way]["losses"], bare["losses"], strict=True)
+        apart = max(abs(mine - theirs) for mine, theirs in pairs)
+        held[f"losses of {way} differ from the bare loop's by {apart:.1e} (limit 1e-3)"] = apart <= 1e-3
+    return limits(held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
