@@ -542,7 +542,6 @@ lesson.check(two_dtypes, ("bfloat16", "float32"))
 #
 # What a rank has trained has to be on a disk before the rank is lost. When the model is too large for one
 # file, every rank writes its own part: [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
-# →](08_local_state_dict_and_distributed_checkpoints.ipynb)
 #
 # [← lesson 6](06_sharding_strategies.ipynb) ·
 # [lesson 8 →](08_local_state_dict_and_distributed_checkpoints.ipynb)
