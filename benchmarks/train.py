@@ -242,7 +242,7 @@ def main() -> int:
         ),
         f"for a step of {1e3 * step_s:.0f} ms (at least {1e3 * STEP_S:.0f})": step_s >= STEP_S,
     }
-    for way in ways:
+    for way in [way for way in ways if way != "bare FSDP2 loop"]:
         pairs = zip(found[way]["losses"], bare["losses"], strict=True)
         apart = max(abs(mine - theirs) for mine, theirs in pairs)
         held[f"losses of {way} differ from the bare loop's by {apart:.1e} (limit 1e-3)"] = apart <= 1e-3
