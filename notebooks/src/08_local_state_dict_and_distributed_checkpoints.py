@@ -788,8 +788,8 @@ shutil.rmtree(folder)
 # %% [markdown]
 # ## Next
 #
-# [Lesson 9](09_child_tuning.ipynb) fine-tunes a part of each gradient. Lesson 10, which is still to be
-# written, puts all of this into one training program.
+# [Lesson 9](09_child_tuning.ipynb) fine-tunes a part of each gradient. [Lesson 10](10_end_to_end.ipynb) puts
+# all of this into one training program.
 #
 # [← lesson 7](07_mixed_precision.ipynb) · [lesson 9 →](09_child_tuning.ipynb)
 

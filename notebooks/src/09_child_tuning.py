@@ -530,8 +530,8 @@ lesson.check(lora_parameters, sizes)
 #
 # ## Next
 #
-# Lesson 10, which is still to be written, puts all of this into one training program. What the CPU does
-# ahead of the GPU is [lesson 11](11_rate_limiter.ipynb).
+# [Lesson 10](10_end_to_end.ipynb) puts all of this into one training program. What the CPU does ahead of the
+# GPU is [lesson 11](11_rate_limiter.ipynb).
 #
 # [← lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) · [lesson 10 →](10_end_to_end.ipynb)
 
