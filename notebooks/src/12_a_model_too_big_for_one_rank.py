@@ -365,7 +365,7 @@ for axes, name in zip(panels, peaks):
         axes.plot(seconds, held, color=plots.RANK_COLORS[rank], linewidth=1.8, label=f"rank {rank}")
     axes.axhline(1 / world, color=plots.INK, linestyle=":", linewidth=0.9)
     axes.axhline(1, color=plots.INK, linestyle="--", linewidth=0.8)
-    axes.set(xlabel="seconds", ylim=(0, 2.35), yticks=[0, 1, 2] if axes is panels[0] else [])
+    axes.set(xlabel="seconds", ylim=(0, 2.8), yticks=[0, 1, 2] if axes is panels[0] else [])
     axes.set_title(name, fontsize=9)
     others = max(peaks[name][1:])
     text = f"peak {peaks[name][0]:.2f} on rank 0\n{others:.2f} on others"
@@ -376,12 +376,12 @@ fig.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=world,
 plots.show(fig, alt="Host memory of each rank over time, for four ways to load the same model.")
 
 # %% [markdown]
-# Dashed: one whole model. Dotted: a shard, which is what all ways end with.
+# Dashed: one whole model. Dotted: a shard, which is all that a rank needs in the end.
 #
 # - *All of it*: the model's memory and the file's, on every rank. On one host these add up.
 # - `from_pretrained` of transformers 5 maps the file instead of copying it. What counts here are pages of the
 #   file, and those the ranks of one host share.
-# - *Rank 0*: one rank pays, and the others hold their shard and a tensor or two on its way.
+# - *Rank 0*: one rank pays, and the others hold their shard and a few tensors on their way.
 # - `load_pretrained`: nobody pays. Each rank reads its rows of each tensor, straight into its shard.
 
 # %%
@@ -568,8 +568,9 @@ print(f"the guide's valley shrank by {8 - 1.4:.1f} GB, its peak by {74 - 68.7:.1
 assert abs(moved_gb - (8 - 1.4)) < 0.3
 
 # %% [markdown]
-# The valley does, to 2%. What this machine cannot show is the price: every shard crosses the bus for each
-# all-gather, every gradient on its way back, and Adam runs at the speed of the host's memory.
+# The valley does, to 2%, and the peak shrank by a little less. What this machine cannot show is the price:
+# every shard crosses the bus for each all-gather, every gradient on its way back, and Adam runs at the speed
+# of the host's memory.
 #
 # ## What 7B to 405B need
 #
@@ -620,12 +621,12 @@ for column, count in enumerate((8, 64, 512)):
         label = f"{count} ranks" if row == 0 else None
         axes.bar(place, rest + gathered, width=0.25, color=color, label=label)
         axes.text(
-            place, (rest + gathered) * 1.15, f"{rest + gathered:,.0f}", ha="center", fontsize=8,
-            bbox={"facecolor": plots.CARD, "linewidth": 0, "pad": 0.8},
+            place, (rest + gathered) * 1.3, f"{rest + gathered:,.0f}", ha="center", fontsize=8,
+            bbox={"facecolor": plots.CARD, "linewidth": 0, "pad": 0.4},
         )
 for gb, text in ((80, "80 GB, an A100 or H100"), (141, "141 GB, an H200")):
     axes.axhline(gb, color=plots.INK, linestyle="--", linewidth=0.8)
-    axes.text(-0.48, gb * (1.08 if gb > 100 else 0.68), text, fontsize=8)
+    axes.text(-0.48, gb * (1.12 if gb > 100 else 0.6), text, fontsize=8)
 axes.set_xticks(range(len(numbers)), list(numbers))
 axes.set(yscale="log", ylabel="GB on each rank", ylim=(0.2, 3000))
 axes.set_title("weights, gradients, Adam, two gathered blocks: calculated")
@@ -758,8 +759,8 @@ if rank == 0:
 # %% [markdown]
 # ## Next
 #
-# Most of these lessons show FSDP1 beside FSDP2. [Lesson 13](13_from_fsdp1_to_fsdp2.ipynb) moves a whole project
-# from the one to the other. How sharded training is saved is
+# Most of these lessons show FSDP1 beside FSDP2. [Lesson 13](13_from_fsdp1_to_fsdp2.ipynb) moves a whole
+# project from the one to the other. How sharded training is saved is
 # [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).
 #
 # [← lesson 11](11_rate_limiter.ipynb) · [lesson 13 →](13_from_fsdp1_to_fsdp2.ipynb)
