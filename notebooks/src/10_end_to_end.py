@@ -451,6 +451,12 @@ lesson.check(again, costs)
 # - A dead rank ends the run. The checkpoint, and a start on whatever ranks there are, take it up again.
 #
 # [← lesson 9](09_child_tuning.ipynb) · [lesson 11 →](11_rate_limiter.ipynb)
+#
+# ## Next
+#
+# [Lesson 11](11_rate_limiter.ipynb) asks how far the CPU may run ahead of the GPU.
+#
+# [← lesson 9](09_child_tuning.ipynb) · [lesson 11 →](11_rate_limiter.ipynb)
 
 # %% [markdown]
 # ## Solutions
