@@ -450,8 +450,6 @@ lesson.check(again, costs)
 # - Ranks must agree: on the step at which they stop, on how many batches they evaluate, on what is refused.
 # - A dead rank ends the run. The checkpoint, and a start on whatever ranks there are, take it up again.
 #
-# [← lesson 9](09_child_tuning.ipynb) · [lesson 11 →](11_rate_limiter.ipynb)
-#
 # ## Next
 #
 # [Lesson 11](11_rate_limiter.ipynb) asks how far the CPU may run ahead of the GPU.
