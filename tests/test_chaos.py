@@ -1,0 +1,59 @@
+"""The short form of benchmarks/chaos.py: a run that is disturbed four times ends as if it never had been.
+
+A stopped rank (SIGSTOP) is left to the long form: torchrun itself waits 30 s before it kills such a rank.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import chaos
+from benchmarks.chaos import CUT_SHORT, DISK_FULL, KINDS, Fault
+
+STEPS = 40
+
+
+@pytest.mark.timeout(300)  # four restarts; about a minute where the cores are free
+@pytest.mark.skipif(sys.platform != "linux", reason="the processes of a run are looked for as Linux has them")
+def test_a_run_that_is_disturbed_ends_by_itself_with_the_same_losses(tmp_path: Path) -> None:
+    kinds = [CUT_SHORT, "SIGTERM of all ranks", DISK_FULL, "SIGKILL of a rank"]
+    if not chaos.can_fill_a_disk():  # it takes root
+        kinds.remove(DISK_FULL)
+    faults, losses, events = chaos.disturb(tmp_path, 2, STEPS, kinds, seed=0)
+    wanted = chaos.undisturbed(tmp_path, 2, STEPS)
+    held = chaos.checks(faults, losses, wanted)
+    assert all(held.values()), held
+    assert [fault.kind for fault in faults] == kinds
+    assert [event["event"] for event in events] == ["damaged", "finished"]
+    stopped = faults[1]
+    assert stopped.repeated == 0  # asked to stop, it saves first
+
+
+@pytest.fixture
+def faults() -> list[Fault]:
+    return [Fault(kind, 20, 15, 15, 10.0) for kind in KINDS if kind != DISK_FULL]
+
+
+def test_what_was_repeated_is_counted_from_where_the_run_went_on(faults: list[Fault]) -> None:
+    assert [fault.repeated for fault in faults] == [5, 5, 5, 5]
+    assert Fault(DISK_FULL, 20, 15, None, 1.0).repeated == 0
+
+
+@pytest.mark.parametrize(
+    ("resumed", "seconds", "change", "broken"),
+    [
+        (15, 10.0, {}, []),
+        (15, 10.0, {1: 3.1}, [1]),
+        (15, 10.0, {2: 2.1}, [0, 1]),
+        (10, 10.0, {}, [2]),
+        (15, chaos.LIMIT_S + 1, {}, [3]),
+    ],
+)
+def test_each_limit_that_is_broken_is_reported(
+    faults: list[Fault], resumed: int, seconds: float, change: dict[int, float], broken: list[int]
+) -> None:
+    faults.append(Fault(KINDS[0], 20, 15, resumed, seconds))
+    wanted = {1: 3.0, 2: 2.0}
+    held = chaos.checks(faults, {**wanted, **change}, wanted)
+    assert [i for i, good in enumerate(held.values()) if not good] == broken
