@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import NAMES, memory, recorder
+from benchmarks.gpu_parts import NAMES, memory, recorder, train
 from benchmarks.gpu_parts.recorder import RECORDED, Run
 from tests import imagined_part
 
@@ -202,6 +202,26 @@ def test_the_memory_part_compares_the_best_quiet_batch_with_the_largest() -> Non
     assert summary["best_without_retry"]["batch_size"] == 16
     assert summary["largest"]["batch_size"] == 17
     assert summary["gain"] == pytest.approx(2.93 / 2.34)
+
+
+@pytest.mark.parametrize(
+    ("device", "mfu", "held"),
+    [("NVIDIA H200", 0.45, True), ("NVIDIA H200", 0.449, False), ("NVIDIA A100", 0.6, None)],
+)
+def test_the_limit_of_the_train_part_is_for_the_best_compiled_setting_on_an_h200(
+    device: str, mfu: float, held: bool | None
+) -> None:
+    told = {"memory_maximizer": {"device": device, "advice": []}}
+    ran = {"step_s": {"median": 1.0}, "tokens_per_s": 1.0, **told}
+    results = train.summarize(
+        [
+            ({"compile": False, "batch_size": 8}, {"mfu": 0.9, **ran}),
+            ({"compile": True, "batch_size": 8}, {"mfu": mfu, **ran}),
+            ({"compile": True, "batch_size": 16}, {"out_of_memory": True, **told}),
+        ]
+    )
+    assert (results["best_compiled_mfu"], results["limit_held"]) == (mfu, held)
+    assert [row["mfu"] for row in results["rows"]] == [0.9, mfu, None]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -22,6 +22,7 @@ NAMES = (
     "mixed_precision",
     "child_tuning",
     "planner",
+    "train",
 )
 
 Setting = dict[str, Any]
