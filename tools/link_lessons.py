@@ -30,8 +30,11 @@ def link(source: Path, before: Path | None, after: Path | None) -> None:
     body, also_found, tail = rest.partition(SOLUTIONS)
     if not (found and also_found):
         raise ValueError(f"{source.name}: expected the headings Next and, after it, Solutions")
-    body = re.sub(r"\n#\n# (\[←|\[lesson \d+ →).*", "", body).rstrip("\n")
-    text = f"{head}{found}{body}\n#\n# {' · '.join(links)}\n{also_found}{tail}"
+    body = re.sub(r"\n#\n# (\[←.*|\[lesson \d+ →.*)(\n# \[lesson \d+ →.*)?", "", body).rstrip("\n")
+    line = f"# {' · '.join(links)}"
+    if len(line) > 110:
+        line = "# " + " ·\n# ".join(links)
+    text = f"{head}{found}{body}\n#\n{line}\n{also_found}{tail}"
     source.write_text(text, encoding="utf-8")
 
     path = build_lessons.notebook_of(source)

@@ -208,8 +208,10 @@ def main() -> None:
     nursery = Nursery(settings)
     try:
         nursery.start(None)  # it imports what it needs while this process imports torch
-        for name in ("torch.distributed", "ipyparallel.engine.app", *settings["preload"]):
-            importlib.import_module(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the notebook has imported the same, and was warned
+            for name in ("torch.distributed", "ipyparallel.engine.app", *settings["preload"]):
+                importlib.import_module(name)
         resolve(settings)
         for_engines = Path(settings["directory"], "security", "ipcontroller-engine.json")
         while not written(for_engines) and None in nursery.pids:

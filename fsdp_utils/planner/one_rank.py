@@ -207,7 +207,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         patch.object(
             _flat_param,
             "_same_storage",
-            lambda a, b: _local(a).untyped_storage()._cdata == _local(b).untyped_storage()._cdata,
+            lambda a, b: _storage(a) == _storage(b),
         ),
     ):
         yield
@@ -228,3 +228,8 @@ def _no_collection() -> Iterator[None]:
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata

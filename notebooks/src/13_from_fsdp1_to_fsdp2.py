@@ -796,9 +796,9 @@ lesson.check(whole_norm, norms)
 # ## Next
 #
 # So far everything ran on this machine. How much memory and time would it take on GPUs that you do not
-# have? Lesson 14 plans before you rent.
+# have? [Lesson 14](14_plan_before_you_rent.ipynb) plans before you rent.
 #
-# [← lesson 12](12_a_model_too_big_for_one_rank.ipynb)
+# [← lesson 12](12_a_model_too_big_for_one_rank.ipynb) · [lesson 14 →](14_plan_before_you_rent.ipynb)
 
 # %% [markdown]
 # ## Solutions
