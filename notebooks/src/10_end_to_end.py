@@ -36,13 +36,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import psutil
 import torch
 from IPython.display import Markdown, display
 
 from fsdp_utils import run_on_ranks, shard, train, train_config, train_data, train_watch
-from fsdp_utils.notebook import recorded
+from fsdp_utils.notebook import plots, recorded
 
 world = min(3, int(os.environ.get("FSDP_RANKS", 4)))
 fewer = world - 1
@@ -340,14 +339,14 @@ assert [step for step, _ in evaluated] == [20, 40, 60]
 assert all(abs(a - b) < 1e-3 * b for (_, a), (_, b) in zip(evaluated, undisturbed))
 
 # %%
-figure, axes = plt.subplots(figsize=(7, 3))
+fig, (axes,) = plots.figure()
 axes.plot(*zip(*whole), color="0.75", linewidth=5, label="undisturbed, 1 rank")
-axes.plot(*zip(*resumed[:went_on_at]), color="C0", label=f"{world} ranks")
-axes.plot(*zip(*resumed[went_on_at - 1 :]), color="C1", label=f"{fewer} ranks")
-axes.plot(*before[-1], "x", color="C3", markersize=9, label="rank 1 killed")
-axes.set(xlabel="step", ylabel="loss of the batch", title="One run, killed and resumed on fewer ranks")
+axes.plot(*zip(*resumed[:went_on_at]), color=plots.RANK_COLORS[0], label=f"{world} ranks")
+axes.plot(*zip(*resumed[went_on_at - 1 :]), color=plots.RANK_COLORS[1], label=f"{fewer} ranks")
+axes.plot(*before[-1], "x", color=plots.INK, markersize=9, label="rank 1 killed")
+axes.set(xlabel="step", ylabel="loss of the batch")
 axes.legend(frameon=False)
-plt.show()
+plots.show(fig, alt="The loss of a run, killed and resumed on fewer ranks, lies on the undisturbed one.")
 
 # %% [markdown]
 # ## One step under the profiler
