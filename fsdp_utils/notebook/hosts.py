@@ -13,6 +13,7 @@ Then `ranks.start(8, profile="hosts")`. fsdp_utils has to be installed on every 
 import atexit
 import contextlib
 import logging
+import signal
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,7 +41,7 @@ class RemoteTeam(Crew):
         wanted = world_size or self._cluster.n or 4
         try:
             self._start(wanted)
-            atexit.register(self.end)  # last, so before ipyparallel closes what `end` needs
+            atexit.register(self._end_with_kernel)  # last, so before ipyparallel closes what `end` needs
             self._engines = sorted(self.client.ids)[:wanted]
             self._gone: set[int] = set()
             self.settings["world_size"] = wanted
@@ -84,15 +85,20 @@ class RemoteTeam(Crew):
 
     def end(self) -> None:
         """Leave no process behind, here and there."""
-        atexit.unregister(self.end)
+        atexit.unregister(self._end_with_kernel)
         if hasattr(self, "client"):
             with contextlib.suppress(Exception):  # those that cannot be reached are left to their launcher
-                self.client.send_signal(SIGKILL, block=False).wait(END_LIMIT_S)
+                self.client.send_signal(SIGKILL, block=False)
                 # A nanny that cannot tell the controller of the end any more would stay.
                 until(lambda: not self.client.ids, END_LIMIT_S, "the engines to end")
             self.client.close()
         with contextlib.suppress(Exception):  # what is gone already cannot be stopped
             self._cluster.stop_cluster_sync()
+
+    def _end_with_kernel(self) -> None:
+        # Jupyter sends SIGTERM to a kernel that takes more than some seconds, and SIGKILL as many later.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.end()
 
     def _start(self, wanted: int) -> None:
         """Start controller and engines, and wait for them as long as the profile's engine_timeout says."""
