@@ -1,0 +1,167 @@
+"""How long does a plan take, and how near is it, beside what else can be asked before one rents?
+
+    python benchmarks/planner.py
+
+Peers: accelerate's `estimate-memory`, DeepSpeed's estimator for ZeRO-3 (its formula, as DeepSpeed is not
+needed for it), and torch's FSDPMemTracker over all blocks, each for the same settings. What they are held
+against is the peak of the tensors of one rank whose blocks all run. What the bytes of real ranks are is
+compared in tests/test_planner.py, seconds and a real allocator by `python benchmarks/gpu.py planner`.
+Exits with 1 if a limit that the project promises is broken.
+"""
+
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from accelerate.commands.estimate import estimate_training_usage
+from accelerate.utils import calculate_maximum_sizes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config, ViTConfig
+
+from benchmarks.machine import describe, limits, table
+from fsdp_utils import plan, shard
+from fsdp_utils.planner.models import batch_of, build, loss_of, source_of
+
+GIB = 2**30
+SEVENTY = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+RANKS = 8
+BATCH, LENGTH = 4, 128
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 1000,
+    "image_size": 64,
+}
+SMALL = {
+    "Llama": LlamaConfig(**SIZES),
+    "Qwen2": Qwen2Config(**SIZES),
+    "BERT": BertConfig(**SIZES, architectures=["BertForMaskedLM"]),
+    "GPT-2": GPT2Config(n_embd=256, n_layer=8, n_head=8, vocab_size=1000, bos_token_id=0, eos_token_id=0),
+    "ViT": ViTConfig(**SIZES),
+}
+
+
+def compare(name: str) -> tuple[list[str], float]:
+    """One row of the table, and by how much the plan is off."""
+    config = SMALL[name]
+    length = None if name == "ViT" else LENGTH
+    options: dict[str, Any] = {
+        "world_size": RANKS,
+        "batch_size": RANKS * BATCH,
+        "seq_len": length,
+        "precision": "fp32",
+    }
+    planned = plan(config, **options).peak_allocated_gib
+    all_run = plan(config, **options, whole=True).peak_allocated_gib
+    source = source_of(config)
+    model_bytes, _ = calculate_maximum_sizes(source.build())
+    others = (
+        tracked(source, length) / GIB,
+        estimate_training_usage(model_bytes, "float32")["step"] / GIB,
+        zero3_bytes(source.build()) / GIB,
+    )
+    row = [name, f"{1024 * all_run:.1f}"]
+    row += [f"{1024 * size:.1f} ({size / all_run - 1:+.0%})" for size in (planned, *others)]
+    return row, abs(planned / all_run - 1)
+
+
+def tracked(source: Any, length: int | None) -> int:
+    """What FSDPMemTracker says: two steps, since the first has no optimizer's state before it."""
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    mesh = init_device_mesh("cpu", (RANKS,))
+    peak = 0
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a view that BERT returns
+        model = shard(build(source, None, None), mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            tracker = FSDPMemTracker(model, optimizer)
+            inputs = batch_of(source, model, BATCH, length, None)
+            tracker.track_inputs(tuple(inputs.values()))
+            with tracker:
+                loss_of(model, inputs).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            peak = max(peak, tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+    dist.destroy_process_group()
+    return peak
+
+
+def zero3_bytes(model: torch.nn.Module) -> float:
+    """DeepSpeed's estimate for ZeRO-3 without offload: parameters, gradients and optimizer, no activations.
+
+    Source: estimate_zero3_model_states_mem_needs in deepspeed/runtime/zero/stage3.py.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    return 4 * largest + 18 * total / RANKS
+
+
+def seventy_on_1024() -> tuple[float, float]:
+    """Seconds and GiB of the command, from the start of Python to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaConfig(**SEVENTY, num_hidden_layers=80).save_pretrained(folder)
+        sizes = ["--world-size", "1024", "--batch-size", "1024", "--seq-len", "4096"]
+        command = [sys.executable, "-m", "fsdp_utils.planner", folder, *sizes, "--checkpointing", "full"]
+        begin = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
+        seconds = time.perf_counter() - begin
+    return seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+
+
+def seconds_of(layers: int) -> float:
+    config = LlamaConfig(**SEVENTY, num_hidden_layers=layers)
+    begin = time.perf_counter()
+    plan(config, world_size=1024, batch_size=1024, seq_len=4096, checkpointing="full")
+    return time.perf_counter() - begin
+
+
+def main() -> int:
+    command_s, command_gib = seventy_on_1024()
+    rows, errors = zip(*(compare(name) for name in SMALL), strict=True)
+    times: dict[int, list[float]] = {8: [], 80: []}
+    for _ in range(3):  # in turn, so that a busy moment of the machine meets both
+        for layers, seconds in times.items():
+            seconds.append(seconds_of(layers))
+    growth = statistics.median(times[80]) / statistics.median(times[8])
+
+    print(describe("transformers", "accelerate"))
+    print(f"peak of one rank of {RANKS}, fp32, AdamW, 8 blocks: MiB, and against all blocks run\n")
+    print(table(["model", "all blocks run", "plan", "FSDPMemTracker", "accelerate", "DeepSpeed"], rows))
+    print(
+        "\naccelerate estimates one process with batch size 1; DeepSpeed's estimator leaves activations out"
+    )
+    return limits(
+        {
+            f"70B on 1024 ranks, the whole command: {command_s:.1f} s (limit 10)": command_s <= 10,
+            f"70B on 1024 ranks, the whole command: {command_gib:.2f} GiB (limit 2)": command_gib <= 2,
+            f"80 layers take {growth:.2f} times as long as 8 (limit 1.5)": growth <= 1.5,
+            f"four blocks against all: {max(errors):.2%} off at most (limit 1%)": max(errors) <= 0.01,
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
