@@ -112,27 +112,30 @@ def read_region(
         region = region.narrow(dim, offset, length)
     if not region.is_contiguous():
         whole = torch.empty(item.shape, dtype=item.dtype)
-        _read(item, begin, file, whole)
+        fill(whole, file, begin, f"{item.path}, {item.name}")
         target.copy_(whole.as_strided(region.size(), region.stride(), region.storage_offset()))
         return
     begin += int(region.storage_offset()) * item.dtype.itemsize
     if target.device.type == "cpu" and target.dtype == item.dtype and target.is_contiguous():
-        _read(item, begin, file, target)
+        fill(target, file, begin, f"{item.path}, {item.name}")
     else:
         part = torch.empty(lengths, dtype=item.dtype)
-        _read(item, begin, file, part)
+        fill(part, file, begin, f"{item.path}, {item.name}")
         target.copy_(part)
 
 
-def _read(item: Item, begin: int, file: io.RawIOBase, target: Tensor) -> None:
+def fill(target: Tensor, file: io.RawIOBase, begin: int, what: str) -> None:
+    """Read all bytes of a contiguous tensor from there on.
+
+    Raises:
+        CheckpointError: the file ends before; begins with `what`.
+    """
     left = view(target)
     file.seek(begin)
     while left:
         count = file.readinto(left)
         if not count:
-            raise CheckpointError(
-                f"{item.path}: expected {len(left)} bytes more of {item.name}, found its end"
-            )
+            raise CheckpointError(f"{what}: expected {len(left)} bytes more, found the end of the file")
         left = left[count:]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.plain import view
+from fsdp_utils.checkpoint.items import fill
 from fsdp_utils.checkpoint.safetensors import DTYPE_NAMES
 
 ONE_FILE = "model.safetensors"
@@ -144,25 +144,13 @@ def read_part(
     begin = entry.begin + offsets[0] * row_bytes
     whole_rows = list(lengths[1:]) == list(row)
     if whole_rows and target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous():
-        _read(entry, file, begin, target)
+        fill(target, file, begin, str(entry.path))
         return
     rows = min(lengths[0], max(1, BUFFER_BYTES // row_bytes))
     buffer = torch.empty((rows, *row), dtype=entry.dtype)
     for first in range(0, lengths[0], rows):
         part = buffer[: lengths[0] - first]
-        _read(entry, file, begin + first * row_bytes, part)
+        fill(part, file, begin + first * row_bytes, str(entry.path))
         for dim, (offset, length) in enumerate(columns, 1):
             part = part.narrow(dim, offset, length)
         target[first : first + rows].copy_(part)
-
-
-def _read(entry: Entry, file: io.RawIOBase, begin: int, target: Tensor) -> None:
-    left = view(target)
-    file.seek(begin)
-    while left:
-        count = file.readinto(left)
-        if not count:
-            raise CheckpointError(
-                f"{entry.path}: expected {len(left)} bytes more, found its end: it has changed meanwhile"
-            )
-        left = left[count:]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +41,7 @@ def _on_rank(function: str, *args: Any) -> Any:
     return getattr(engine, function)(*args)
 
 
-class Crew:
+class Crew(ABC):
     """How the notebook talks to ranks, wherever they run."""
 
     client: Any  # of ipyparallel's controller
@@ -54,13 +55,13 @@ class Crew:
     def device(self) -> str:
         return self.settings["device"]
 
+    @abstractmethod
     def engine_of(self, rank: int) -> int:
         """ipyparallel's number of the engine that is this rank now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def a_rank_ended(self) -> bool:
         """Whether a rank has ended that `the_dead` has not told of yet."""
-        raise NotImplementedError
 
     def call(self, rank: int, function: str, *args: Any) -> Any:
         """Call a function of engine.py on a rank; returns ipyparallel's AsyncResult."""

@@ -19,7 +19,7 @@ lesson.card(
     learn=[
         "how to build a model of 405 billion parameters in this notebook, on the meta device",
         "what `to_empty` leaves in buffers, and how to notice",
-        "the host memory of each rank for three ways to load, measured",
+        "the host memory of each rank for four ways to load, measured",
         "what CPU offload moves out of a GPU, and what stays",
         "what 7B to 405B need, from loading to the optimizer",
     ],
@@ -244,7 +244,7 @@ del model
 # %% [markdown]
 # ## Host memory, measured
 #
-# Three ways to the same shards. For memory to matter the model has to be larger, though it is still a tiny
+# Four ways to the same shards. For memory to matter the model has to be larger, though it is still a tiny
 # one: random weights this time.
 
 # %%
