@@ -161,9 +161,14 @@ refused("--optim.warmup", "61")
 # **Predict:** the loss of a batch is a mean. Each rank computes the mean of its own samples, and FSDP
 # averages the gradients over the ranks. When is that *not* the gradient of the whole batch's mean?
 #
-# <details><summary>answer</summary>When ranks have unequally many labels: a mean of means weighs each label
-# of a rank with few of them more. The same holds for micro-batches. So the program counts the labels of the
-# whole batch first, and each part of the loss is a part of one sum.</details>
+# <details><summary>Answer</summary>
+#
+# When ranks have unequally many labels: a mean of means weighs each label of a rank with few of them more.
+# The same holds for micro-batches, the parts that a rank computes one after the other before the optimizer's
+# step ([lesson 6](06_sharding_strategies.ipynb) calls it gradient accumulation). So the program counts the
+# labels of the whole batch first, and each part of the loss is a part of one sum.
+#
+# </details>
 
 # %%
 source(train._step)
@@ -217,6 +222,9 @@ assert abs(utils_0 - utils_1) > 0.01 * plain
 assert max(utils_0, utils_1) < plain
 
 # %% [markdown]
+# The squares of the first line's two norms add up to the square of the right one: each rank has seen its own
+# part. FSDP1's own method, and `nn.utils` with FSDP2, give what one process has.
+#
 # ## Evaluation on ranks that do not divide the samples
 #
 # There are 70 test samples. Each forward gathers parameters from all ranks, so a rank with one batch less
@@ -296,8 +304,14 @@ assert 25 <= before[-1][0] < 60
 # %% [markdown]
 # The peers of the dead rank fail too, in their next collective: its connections are closed. torchrun names
 # the *first* failure as the root cause. The program helps it: a rank whose error may be an echo waits two
-# seconds before it reports. With `--max-restarts 3` torchrun would now start all ranks anew. On torch 2.13
-# that needs more than the flag: its store outlives the ranks, with the addresses of the dead in it.
+# seconds before it reports.
+#
+# With `--max-restarts 3` torchrun would now start all ranks anew. On torch 2.13 that needs more than the
+# flag. The ranks meet through a key-value store of torchrun's, which outlives them. So gloo finds the
+# addresses of the dead there and cannot connect (`Gloo connectFullMesh failed`;
+# [PyTorch issue 135712](https://github.com/pytorch/pytorch/issues/135712) tells the same of nccl). A program
+# can be spared that by `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`. Ours takes a part of the store that nobody
+# used before:
 
 # %%
 from fsdp_utils import train_group
@@ -338,7 +352,7 @@ evaluated, undisturbed = metrics("killed", "eval_loss"), metrics("whole", "eval_
 assert [step for step, _ in evaluated] == [20, 40, 60]
 assert all(abs(a - b) < 1e-3 * b for (_, a), (_, b) in zip(evaluated, undisturbed))
 
-# %%
+# %% jupyter={"source_hidden": true}
 fig, (axes,) = plots.figure()
 axes.plot(*zip(*whole), color="0.75", linewidth=5, label="undisturbed, 1 rank")
 axes.plot(*zip(*resumed[:went_on_at]), color=plots.RANK_COLORS[0], label=f"{world} ranks")
@@ -349,6 +363,9 @@ axes.legend(frameon=False)
 plots.show(fig, alt="The loss of a run, killed and resumed on fewer ranks, lies on the undisturbed one.")
 
 # %% [markdown]
+# The second line begins at the checkpoint that the program found, before the cross. The steps between the two
+# were done again, with the same losses.
+#
 # ## One step under the profiler
 #
 # `--profile_step 50` made rank 0 write a trace, for [Perfetto](https://ui.perfetto.dev). Here is where the
@@ -432,35 +449,29 @@ Markdown("\n".join(lines) + equal + recorded.caption("chaos").data)
 #
 # ```sh
 # torchrun --nnodes=2 --node-rank=0 --master-addr=10.77.0.1 --master-port=29400 --nproc-per-node=8 \
-#     -m fsdp_utils.train --config run.yaml     # on the second host: --node-rank=1
+#     -m fsdp_utils.train --config run.yaml --out runs/a     # on the second host: --node-rank=1
 # ```
 #
 # **Elastic**: no host has a number, and torchrun starts all ranks again, up to `--max-restarts` times.
 #
 # ```sh
 # torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29500 \
-#     --rdzv-id=run1 --max-restarts=3 -m fsdp_utils.train --config run.yaml
+#     --rdzv-id=run1 --max-restarts=3 -m fsdp_utils.train --config run.yaml --out runs/a
 # ```
 #
 # A host that does not know its address by its own name is told it with `--local-addr=10.77.0.2`; the one
 # of the endpoint also gets `--rdzv-conf=is_host=1`. `tests/test_train_hosts.py` runs both forms on two
 # hosts made of network namespaces, kills a rank in the elastic one, and compares the losses.
 #
-# Two things of torch 2.13 to know before the first restart:
-#
-# - torchrun gives ranks that are started again the key-value store of those before them. gloo finds the
-#   addresses of the dead there and cannot connect (`Gloo connectFullMesh failed`). Our program takes a part
-#   of the store that nobody used before (`train_group.py`); for a program that does not, set
-#   `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`.
-#   ([PyTorch issue 135712](https://github.com/pytorch/pytorch/issues/135712) tells the same of nccl.)
-# - When one rank has failed, torchrun sends SIGTERM to the others and kills them after 30 s. A rank that is
-#   stopped hears nothing: such a hang costs the time until the heartbeat notices it, plus 30 s. When torchrun
-#   itself gets SIGTERM, the 30 s are `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`: more than a save takes.
+# When one rank has failed, torchrun sends SIGTERM to the others and kills them after 30 s. A rank that is
+# stopped hears nothing: such a hang costs the time until the heartbeat notices it, plus 30 s. When torchrun
+# itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, 30 unless you set it: set it to
+# more than a save takes.
 #
 # **Slurm**: the file starts the elastic form on every node.
 #
 # ```sh
-# sbatch --nodes=2 --gpus-per-node=8 examples/train.sbatch --config run.yaml
+# sbatch --nodes=2 --gpus-per-node=8 examples/train.sbatch --config run.yaml --out runs/a
 # scancel JOB      # saves a checkpoint and ends
 # ```
 #
@@ -483,9 +494,9 @@ Markdown("\n".join(lines) + equal + recorded.caption("chaos").data)
 # `tests/test_ranks_hosts.py` runs it over SSH between this machine and a namespace that plays a second host.
 # ipyparallel has a launcher for Slurm, too, which we have not tried.
 #
-# ## Claims: then and now
+# ## Claims, then and now
 
-# %%
+# %% jupyter={"source_hidden": true}
 lesson.claims(
     10,
     {
