@@ -47,7 +47,7 @@ _MODULE_OF = {
     "transformer_block_classes": "wrapping",
     "wrap_policy": "wrapping",
 }
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll] -- checkers read __init__.pyi
 
 
 def __getattr__(name: str) -> Any:

@@ -15,10 +15,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
-from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 GIB = 2**30
@@ -190,6 +189,16 @@ def _tensors_of(item: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Itera
         )
 
 
+def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storage of a tensor, or those of the tensors that it wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor.untyped_storage()
+        return
+    inner, _ = tensor.__tensor_flatten__()
+    for name in inner:
+        yield from _storages_of(getattr(tensor, name))
+
+
 class Recorder(TorchDispatchMode):
     """Sees the storage of every operator's result, and through a weak reference the end of each."""
 
@@ -217,7 +226,7 @@ class Recorder(TorchDispatchMode):
 
     def observe(self, tensor: torch.Tensor, name: str) -> None:
         if tensor.device.type == self._device and not self.muted:
-            for storage in get_untyped_storages(tensor):
+            for storage in _storages_of(tensor):
                 self._update(storage, name)
 
     def observe_storage(self, storage: torch.UntypedStorage, name: str) -> None:

@@ -134,7 +134,7 @@ def simulate_allocator(
     Args:
         trace: from `record_allocations` or `Trace.from_snapshot`.
         limit_gib: memory that PyTorch may reserve, in GiB; unlimited by default.
-        expandable_segments: as PYTORCH_ALLOC_CONF=expandable_segments:True.
+        expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 
     Returns:
         Memory over the events, peaks, retries, and where it ran out if it did. The replay ends there.

@@ -90,7 +90,6 @@ class AllocatorStats(_Clock):
         module: Any = torch.get_device_module(device)
         index = module.current_device() if device.index is None else device.index
         self._index: int = index
-        self._module: Any = module
         if hasattr(module, "memory_stats_as_nested_dict"):
             # Far cheaper than memory_stats(), which flattens and sorts the same dictionary.
             self._stats, self._source = module.memory_stats_as_nested_dict, module

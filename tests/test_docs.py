@@ -11,6 +11,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import fsdp_utils
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -61,6 +63,12 @@ def test_the_readmes_tree_names_each_top_level_path_and_each_file_of_library_and
     wanted = {path.split("/")[0] + "/" * ("/" in path) for path in tracked()} - {".ci/"}
     wanted |= {path for path in tracked() if path.startswith((".ci/", "fsdp_utils/", "tools/"))}
     assert sorted(wanted - set(tree_of_readme())) == []
+
+
+def test_type_checkers_are_told_the_names_that_are_there() -> None:
+    stub = (ROOT / "fsdp_utils" / "__init__.pyi").read_text()
+    told = re.findall(r"^from fsdp_utils\.(\w+) import (\w+) as \2$", stub, re.MULTILINE)
+    assert {name: module for module, name in told} == fsdp_utils._MODULE_OF
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
