@@ -194,9 +194,10 @@ def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor.untyped_storage()
         return
-    inner, _ = tensor.__tensor_flatten__()
-    for name in inner:
-        yield from _storages_of(getattr(tensor, name))
+    names, _ = tensor.__tensor_flatten__()
+    for inner in (getattr(tensor, name) for name in names):
+        if isinstance(inner, torch.Tensor):  # a DTensor names its device mesh, too
+            yield from _storages_of(inner)
 
 
 class Recorder(TorchDispatchMode):
