@@ -63,6 +63,9 @@ def show(fig: Figure, *, alt: str) -> Image:
     Args:
         alt: What the figure shows, for readers who do not see it.
     """
+    for axes in fig.axes:  # a title that a lesson set outside of this module has matplotlib's own look
+        size = min(axes.title.get_fontsize(), STYLE["axes.titlesize"])
+        axes.title.set(fontsize=size, fontweight=STYLE["axes.titleweight"], color=INK)
     raw = io.BytesIO()
     fig.savefig(raw, dpi=PIXELS_PER_INCH * SHARPNESS)
     small = io.BytesIO()
@@ -248,15 +251,17 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Image:
     """Do the ways to train follow one curve?
 
     Args:
-        curves: By the name of a way to train: the loss of each step. The first is drawn as a broad
-            band for the others to lie on.
+        curves: By the name of a way to train: the loss of each step, of which the first is called step 1.
+            The first way is drawn as a broad band for the others to lie on.
     """
     fig, (axes,) = figure(width=6.5, height=2.8)
     for index, (name, values) in enumerate(curves.items()):
+        steps = range(1, len(values) + 1)
         if index == 0:
-            axes.plot(values, color=FAINT, linewidth=9, label=name, solid_capstyle="round")
+            axes.plot(steps, values, color=FAINT, linewidth=9, label=name, solid_capstyle="round")
         else:
             axes.plot(
+                steps,
                 values,
                 color=_color(index - 1),
                 linestyle=("-", "--", ":")[index - 1],

@@ -19,8 +19,9 @@ lesson.card(
     needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU: what needs one is simulated, and called so",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
     takes="a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
-    video="[watch](https://www.loom.com/share/2dd1bb59468640df876578835603d0a7). Since then: "
-    "`Memory_Maximizer` looks at all ranks and forgets earlier trials, and PyTorch has expandable segments.",
+    video="[Maximising throughput](https://www.loom.com/share/2dd1bb59468640df876578835603d0a7), 2022. "
+    "Since then: `Memory_Maximizer` looks at all ranks and forgets earlier trials, and PyTorch has "
+    "expandable segments.",
 )
 
 # %% [markdown]
@@ -235,15 +236,16 @@ assert regimes == sorted(regimes, key=order.index)                  # ... and in
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.notebook import plots
 
-fig, panels = plots.figure(3, width=10.0, height=3.2)
+fig, panels = plots.figure(3, width=10.0, height=3.4)
 for axes, size in zip(panels, (20, 25, 28)):
     plain[size].plot(axes)
-    axes.set_title(f"simulated, batch size {size}: {plain[size].regime}", fontsize=8)
-    axes.set(ylim=(0, 2), ylabel="")
-    if axes is not panels[1]:
-        axes.get_legend().remove()
-    axes.set_xticks([])
+    axes.set_title(f"simulated, batch size {size}: {plain[size].regime}", fontsize=9)
+    axes.set(ylim=(0, 2), ylabel="", xticks=[])
+    axes.get_legend().remove()
 panels[0].set_ylabel("GiB")
+marks, _ = panels[2].get_legend_handles_labels()                    # all of them occur there
+names = ["reserved", "allocated", "limit", "retry", "out of memory"]
+fig.legend(marks, names, loc="outside lower center", ncols=5, frameon=False)
 plots.show(fig, alt="Simulated memory over three steps: it fits, it retries, it runs out.")
 
 # %% [markdown]
@@ -582,14 +584,12 @@ for axes, (title, results) in zip(panels, {"default": plain, "expandable segment
         axes.text(place, LIMIT_GIB + 0.04, note, ha="center")
     axes.axhline(LIMIT_GIB, color=plots.INK, linestyle="--", linewidth=0.8)
     axes.set_xticks(range(len(sizes)), sizes)
-    axes.set(title=f"simulated: {title}", xlabel="batch size", ylim=(0, 2.1))
+    axes.set(title=f"simulated: {title}", xlabel="batch size", ylim=(0, 2))
     axes.tick_params(length=0)
 panels[0].set_ylabel("peak reserved, GiB")
 for regime in order:
     panels[0].bar(0, 0, color=colors[regime], label=regime)
-panels[0].legend(loc="upper left", ncols=3, fontsize=8, borderaxespad=0.1)
-panels[0].set_ylim(0, 2.4)
-panels[1].set_ylim(0, 2.4)
+fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plots.show(fig, alt="Simulated peak of reserved memory, its regime by batch size, for both allocators.")
 
 # %% [markdown]
