@@ -25,24 +25,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe, limits, table
+from fsdp_utils.checkpoint.manifest import committed
 
 DISK_FULL, CUT_SHORT = "disk full", "checkpoint cut short"
 KINDS = ("SIGKILL of a rank", "SIGTERM of all ranks", "SIGSTOP of a rank", DISK_FULL, CUT_SHORT)
 RECORDING = Path(__file__).resolve().parent.parent / "notebooks" / "recorded" / "chaos.json"
 SAVE_EVERY = 5
 HANG_S = 20.0  # a rank that has not moved for so long hangs
-TORCHRUN_S = 30.0  # torchrun waits so long for a rank that does not end at SIGTERM
+ENDED_S = 5.0  # for the ranks that hang to have told it and ended
 START_S = 90.0  # for the ranks to start, import and load, on a busy machine
-LIMIT_S = HANG_S + TORCHRUN_S + START_S  # for the run to go on after a fault
+LIMIT_S = HANG_S + ENDED_S + START_S  # for the run to go on after a fault
 DISK_MIB = 64
-
-
-# Else torchrun gives the ranks that it starts anew the store of those before, where gloo finds the addresses
-# of the dead and cannot connect (PyTorch issue 135712; so in 2.13).
-FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Fault:
 class Run:
     """A training run under torchrun, and what it tells of itself."""
 
-    def __init__(self, out: Path, ranks: int, steps: int, restarts: int) -> None:
+    def __init__(self, out: Path, ranks: int, steps: int, restarts: int, hang_s: float) -> None:
         self.out = out
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [
@@ -83,12 +81,12 @@ class Run:
             f"--steps={steps}",
         ]
         command += ["--data.source=fsdp_utils.notebook.tasks:dates_llama", f"--save_every={SAVE_EVERY}"]
-        command += [f"--eval_every={steps}", "--keep=3", f"--hang_s={HANG_S}", "--parallel.device=cpu"]
+        command += [f"--eval_every={steps}", "--keep=3", f"--hang_s={hang_s}", "--parallel.device=cpu"]
         out.mkdir(parents=True, exist_ok=True)
         with (out / "log").open("w") as log:
             self.torchrun = subprocess.Popen(
                 command,
-                env={**os.environ, **FRESH_STORE, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -104,14 +102,10 @@ class Run:
         return max(self.losses(), default=0)
 
     def checkpoints(self) -> list[Any]:
-        from fsdp_utils.checkpoint.manifest import committed
-
         return committed(self.out / "checkpoints")
 
     def ranks(self) -> list[int]:
         """The processes that torchrun runs now."""
-        import psutil
-
         return [child.pid for child in psutil.Process(self.torchrun.pid).children()]
 
     def until(self, ready: Callable[[], bool], limit_s: float, what: str) -> None:
@@ -207,7 +201,7 @@ def can_fill_a_disk() -> bool:
 
 
 def disturb(
-    folder: Path, ranks: int, steps: int, kinds: list[str], seed: int
+    folder: Path, ranks: int, steps: int, kinds: list[str], seed: int, hang_s: float = HANG_S
 ) -> tuple[list[Fault], dict[int, float], list[dict[str, Any]]]:
     """Train with those faults, each at a step drawn from the seed.
 
@@ -219,7 +213,7 @@ def disturb(
     out = folder / "disturbed"
     disk = small_disk(out / "checkpoints") if DISK_FULL in kinds else contextlib.nullcontext()
     with disk:
-        run = Run(out, ranks, steps, restarts=2 * len(kinds))
+        run = Run(out, ranks, steps, restarts=2 * len(kinds), hang_s=hang_s)
         try:
             faults = []
             for kind, step in zip(kinds, when, strict=True):
@@ -238,7 +232,7 @@ def disturb(
 
 def undisturbed(folder: Path, ranks: int, steps: int) -> dict[int, float]:
     """The losses of the same run without faults."""
-    run = Run(folder / "undisturbed", ranks, steps, restarts=0)
+    run = Run(folder / "undisturbed", ranks, steps, restarts=0, hang_s=HANG_S)
     try:
         _wait(run)
         return run.losses()

@@ -3,12 +3,15 @@
 `metrics.jsonl` has one line for each logged step, as if the run had never been interrupted: what was written
 after the checkpoint that a run goes on from is taken out, as those steps are done again. `events.jsonl` is
 what happened, and nothing is ever taken out of it.
+
+A full disk does not end a run here: that is for the checkpoints to decide. Lines wait until there is room.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,9 @@ class Journal:
 
         directory.mkdir(parents=True, exist_ok=True)
         _keep_until(directory / "metrics.jsonl", step)
-        self._metrics = (directory / "metrics.jsonl").open("a")
-        self._events = (directory / "events.jsonl").open("a")
         self._bar = tqdm(total=steps, initial=step, unit="step", disable=None)  # only in a terminal
+        self._metrics = _Lines(directory / "metrics.jsonl", self.say)
+        self._events = _Lines(directory / "events.jsonl", self.say)
         self._writer: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -49,10 +52,8 @@ class Journal:
         if not self._active:
             return
         known = {name: value for name, value in values.items() if value is not None}
-        _write(self._metrics, {"step": step, **known})
-        if self._writer is not None:
-            for name, value in known.items():
-                self._writer.add_scalar(name, value, step)
+        self._metrics.write({"step": step, **known})
+        self._to_tensorboard(lambda writer: [writer.add_scalar(*pair, step) for pair in known.items()])
         text = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
         if self._bar.disable:
             self.say(f"step {step}: {text}")
@@ -62,7 +63,7 @@ class Journal:
     def event(self, event: str, **values: Any) -> None:
         """Something that happened to the run, with the time."""
         if self._active:
-            _write(self._events, {"event": event, "time": round(time.time(), 3), **values})
+            self._events.write({"event": event, "time": round(time.time(), 3), **values})
             if event in ("stopped", "failed to save"):
                 self.say(f"{event}: {values}")
 
@@ -79,29 +80,71 @@ class Journal:
     def durable(self) -> None:
         """What was written outlives a power failure: called before a checkpoint that counts on it."""
         if self._active:
-            os.fsync(self._metrics.fileno())
+            self._metrics.durable()
 
     def close(self) -> None:
-        """Nothing more will be written."""
+        """Nothing more will be written. Lines for which there still is no room go to stderr."""
         if self._active:
             self._bar.close()
+            self._to_tensorboard(lambda writer: writer.close())
             self._metrics.close()
             self._events.close()
-            if self._writer is not None:
-                self._writer.close()
+
+    def _to_tensorboard(self, write: Callable[[Any], object]) -> None:
+        if self._writer is None:
+            return
+        try:
+            write(self._writer)
+        except OSError as error:  # of its thread, which has ended by it
+            self._writer = None
+            self.say(f"TensorBoard gets no more metrics of this start: {error}; metrics.jsonl has them all")
 
 
-def _write(file: Any, line: dict[str, Any]) -> None:
-    file.write(json.dumps(line) + "\n")
-    file.flush()
+class _Lines:
+    """A file that lines are added to. Those that cannot be written now are tried again with the next."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        if path.exists():  # the last line may have been cut short
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._waiting = b""  # it may begin within a line, whose first part is in the file
+        self._told = False
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._waiting += json.dumps(line).encode() + b"\n"
+        self._try(self._empty)
+
+    def durable(self) -> None:
+        self._try(self._empty)
+        self._try(lambda: os.fsync(self._file))
+
+    def close(self) -> None:
+        self._try(self._empty)
+        if self._waiting:
+            self._say(f"{self._path}: never written: {self._waiting.decode()}")
+        self._try(lambda: os.close(self._file))
+
+    def _empty(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if not self._told:  # once in a start
+                self._say(f"{self._path}: {error.strerror}; the run goes on, its lines wait for room")
+            self._told = True
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Take out the lines of later steps, and a last one that was cut short."""
+    """Cut off the lines of later steps. This takes no room on the disk."""
     if not path.exists():
         return
-    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    kept = [line for line in whole if json.loads(line)["step"] <= step]
-    new = path.with_suffix(".new")
-    new.write_text("".join(kept))
-    new.replace(path)  # at no moment is there half a file
+    kept = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+            break
+        kept += len(line)
+    os.truncate(path, kept)

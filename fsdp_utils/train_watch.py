@@ -3,11 +3,13 @@
 Each ends it in words, within a limit, and such that all ranks agree.
 """
 
+import contextlib
 import faulthandler
 import json
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -102,6 +104,9 @@ class Heartbeat:
     threads to `directory`, waits for the other ranks to do the same, names those that did not, and ends the
     process. A hang thus becomes a failure, after which torchrun can start the ranks anew.
 
+    A rank of this host that does not answer, as it was stopped or C code holds its GIL, is ended by SIGABRT:
+    it leaves its stacks on its stderr, where torchrun would wait 30 s for it and then kill it without.
+
     Args:
         directory: where the stacks go; shared by all ranks.
         limit_s: seconds, until `at` is given another limit.
@@ -113,6 +118,7 @@ class Heartbeat:
         self._where, self._when = "start", time.monotonic()
         self._over = threading.Event()
         self._store = dist.PrefixStore("fsdp_utils/train", dist.distributed_c10d._get_default_store())
+        self._siblings = [socket.gethostname(), os.getppid()]  # what ranks of one torchrun have in common
 
     def at(self, where: str, limit_s: float | None = None) -> None:
         """Training has come here: the limit begins anew. It can be another one from here on."""
@@ -122,6 +128,7 @@ class Heartbeat:
         faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _TOLD_WAIT_S, exit=True)
 
     def __enter__(self) -> "Heartbeat":
+        faulthandler.enable()  # so that SIGABRT leaves the stacks of all threads, whatever they are in
         self.at(self._where)
         threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
         return self
@@ -136,7 +143,7 @@ class Heartbeat:
         while not self._over.wait(min(1.0, self._limit_s / 10)):
             quiet_s = time.monotonic() - self._when
             try:
-                self._store.set(f"beat/{self._rank}", json.dumps([time.time(), self._where]))
+                self._store.set(f"beat/{self._rank}", self._beat())
                 if quiet_s > self._limit_s:
                     self._store.set("hang", "")
                 if self._store.check(["hang"]):
@@ -144,34 +151,56 @@ class Heartbeat:
             except RuntimeError:  # the store is gone: the run is ending, and torchrun sees to it
                 return
 
+    def _beat(self) -> str:
+        return json.dumps([time.time(), self._where, self._siblings, os.getpid()])
+
     def _tell(self, quiet_s: float) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        file = self._directory / f"stack-of-rank-{self._rank}.txt"
-        with file.open("w") as stacks:
-            stacks.write(f"rank {self._rank}, {self._where}: has not moved for {quiet_s:.0f} s\n\n")
-            stacks.flush()
-            faulthandler.dump_traceback(stacks, all_threads=True)
-        error = Hang(self._report(quiet_s))
-        get_error_handler().record_exception(error)
+        with contextlib.suppress(OSError):  # a full disk must not keep this from its end
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with (self._directory / f"stack-of-rank-{self._rank}.txt").open("w") as stacks:
+                stacks.write(f"rank {self._rank}, {self._where}: has not moved for {quiet_s:.0f} s\n\n")
+                stacks.flush()
+                faulthandler.dump_traceback(stacks, all_threads=True)
+        report, silent = self._report(quiet_s)
+        error = Hang(report)
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
         print(f"[rank {self._rank}] Hang: {error}", file=sys.stderr, flush=True)
+        for pid in silent:
+            _abort(pid)
         os._exit(EXIT_HANG)
 
-    def _report(self, quiet_s: float) -> str:
-        """What is known of all ranks, once those that can speak have written their stacks."""
+    def _report(self, quiet_s: float) -> tuple[str, list[int]]:
+        """What is known of all ranks, once those that can speak have written their stacks.
+
+        Returns:
+            It in words, and the processes of this host that do not answer.
+        """
         self._store.set(f"told/{self._rank}", "")
         told, limit = {self._rank}, time.monotonic() + _TOLD_WAIT_S
         while len(told) < self._world_size and time.monotonic() < limit:
             time.sleep(0.05)
             told = {rank for rank in range(self._world_size) if self._store.check([f"told/{rank}"])}
-        silent = []
+        silent, pids = [], []
         for rank in sorted({*range(self._world_size)} - told):
             seen = "it was never heard of"
             if self._store.check([f"beat/{rank}"]):
-                when, where = json.loads(self._store.get(f"beat/{rank}"))
+                when, where, siblings, pid = json.loads(self._store.get(f"beat/{rank}"))
                 seen = f"last heard of {time.time() - when:.0f} s ago, {where}"
+                if siblings == self._siblings:
+                    pids.append(pid)
+                    seen += "; ended now, with its stacks on its stderr"
             silent.append(f"rank {rank} does not answer: {seen}")
-        return (
+        text = (
             f"at {self._where}, no move for {quiet_s:.0f} s. "
             + ("; ".join(silent) or "All ranks answer, so none is stopped or gone: compare their stacks")
             + f". Stacks: {self._directory}"
         )
+        return text, pids
+
+
+def _abort(pid: int) -> None:
+    """End a process with its stacks, also a stopped one: that gets the first signal with the second."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGABRT)
+        os.kill(pid, signal.SIGCONT)

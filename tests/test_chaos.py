@@ -1,8 +1,9 @@
 """The short form of benchmarks/chaos.py: a run that is disturbed four times ends as if it never had been.
 
-A stopped rank (SIGSTOP) is left to the long form: torchrun itself waits 30 s before it kills such a rank.
+A rank is killed (SIGKILL) where the newest checkpoint is cut short.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -12,15 +13,16 @@ from benchmarks import chaos
 from benchmarks.chaos import CUT_SHORT, DISK_FULL, KINDS, Fault
 
 STEPS = 40
+HANG_S = 5.0
 
 
 @pytest.mark.timeout(300)  # four restarts; about a minute where the cores are free
 @pytest.mark.skipif(sys.platform != "linux", reason="the processes of a run are looked for as Linux has them")
 def test_a_run_that_is_disturbed_ends_by_itself_with_the_same_losses(tmp_path: Path) -> None:
-    kinds = [CUT_SHORT, "SIGTERM of all ranks", DISK_FULL, "SIGKILL of a rank"]
+    kinds = [CUT_SHORT, "SIGTERM of all ranks", DISK_FULL, "SIGSTOP of a rank"]
     if not chaos.can_fill_a_disk():  # it takes root
         kinds.remove(DISK_FULL)
-    faults, losses, events = chaos.disturb(tmp_path, 2, STEPS, kinds, seed=0)
+    faults, losses, events = chaos.disturb(tmp_path, 2, STEPS, kinds, seed=0, hang_s=HANG_S)
     wanted = chaos.undisturbed(tmp_path, 2, STEPS)
     held = chaos.checks(faults, losses, wanted)
     assert all(held.values()), held
@@ -28,6 +30,11 @@ def test_a_run_that_is_disturbed_ends_by_itself_with_the_same_losses(tmp_path: P
     assert [event["event"] for event in events] == ["damaged", "finished"]
     stopped = faults[1]
     assert stopped.repeated == 0  # asked to stop, it saves first
+    log = (tmp_path / "disturbed" / "log").read_text()
+    silent = re.search(r"Hang: at .*rank (\d) does not answer: last heard of \d+ s ago, .*; ended now", log)
+    assert silent, log[-3000:]
+    assert "Fatal Python error: Aborted" in log  # its stacks, by itself
+    assert (tmp_path / "disturbed" / "hang" / f"stack-of-rank-{1 - int(silent[1])}.txt").exists()
 
 
 @pytest.fixture

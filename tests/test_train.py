@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import chaos
 from fsdp_utils import get_rank, run_on_ranks
 from fsdp_utils.checkpoint import CheckpointError
 from fsdp_utils.checkpoint.manifest import committed
@@ -18,6 +19,7 @@ from fsdp_utils.train import Progress, learning_rate, train
 from fsdp_utils.train_config import (
     ConfigError,
     DataConfig,
+    ModelConfig,
     OptimConfig,
     ParallelConfig,
     TrainConfig,
@@ -26,6 +28,7 @@ from fsdp_utils.train_config import (
     parse,
 )
 from fsdp_utils.train_data import load_data, rows_at
+from fsdp_utils.train_log import Journal
 from fsdp_utils.train_watch import NotFinite
 from tests import tiny_training
 
@@ -152,6 +155,32 @@ def test_a_folder_of_text_and_tokens(tmp_path: Path) -> None:
     assert data.predictions(data.train[torch.tensor([0, 1])]) == 18
 
 
+# ---- what is written --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not chaos.can_fill_a_disk(), reason="it takes root to fill a disk of its own")
+def test_a_full_disk_costs_no_line_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "disk"
+    with chaos.small_disk(out):
+        journal = Journal(out, step=0, steps=999, tensorboard=False)
+        with chaos.full_disk(out):
+            for step in range(1, 400):  # more than what is left of a block
+                journal.metrics(step, loss=0.5)
+            journal.durable()
+            assert len((out / "metrics.jsonl").read_text().splitlines()) < 399
+        journal.metrics(400, loss=0.5)
+        assert metrics(out) == dict.fromkeys(range(1, 401), 0.5)
+        with chaos.full_disk(out):
+            for step in range(401, 800):
+                journal.metrics(step, loss=0.5)
+            journal.close()
+        told = capsys.readouterr().err
+        assert told.count("No space left on device; the run goes on") == 1
+        assert '"step": 799' in told.partition("never written:")[2]
+        Journal(out, step=800, steps=999, tensorboard=False).close()
+        assert 400 < len(metrics(out)) < 799  # whole lines, to which others can be added
+
+
 # ---- runs ------------------------------------------------------------------------------------------
 
 
@@ -207,7 +236,38 @@ def scenes(out: Path) -> dict[str, Any]:
     found["no data on rank 1"] = failure(ConfigError, configured(out / "no data", source))
     run(out / "untrained", lr=1e-12, steps=3)
     found["evaluated"] = metrics(out / "untrained", "eval_loss")
+    found["from files"] = from_files(out)
     return found
+
+
+def from_files(out: Path) -> dict[str, Any]:
+    """Text and a pretrained folder, in bf16, with masks and recomputing, resumed; the model's own loss."""
+    import transformers
+
+    folder, text = out / "pretrained", out / "text"
+    if get_rank() == 0:
+        small: dict[str, Any] = {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **small))
+        model.save_pretrained(folder, max_shard_size="20KB")
+        text.mkdir()
+        (text / "a.txt").write_text(Path(__file__).read_text())
+    dist.barrier()
+    config = configured(out / "files", steps=3, name="child_tuning", tensorboard=True)
+    config.data = DataConfig(str(text), batch_size=8, seq_len=16)
+    config.model = ModelConfig(pretrained=str(folder))
+    config.parallel = ParallelConfig(precision="bf16", recompute=True)
+    train(config)
+    config.steps = 6
+    train(config)
+    rows = load_data(config.data).train
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    first = rows[rows_at(0, 8, len(rows), config.seed)]
+    return {"losses": metrics(out / "files"), "first": model(**first).loss.item()}
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +331,20 @@ def test_every_test_sample_counts_once_on_ranks_that_do_not_divide_them(told: To
     task = tiny_training.counting()
     expected = tiny_training.build()(**task.test).loss.item()
     assert told[0][0]["evaluated"][3] == pytest.approx(expected, rel=1e-5)
+
+
+def test_text_and_a_pretrained_folder_in_bf16_are_resumed_and_told_to_tensorboard(told: Told) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    by_rank, out = told
+    found = by_rank[0]["from files"]
+    assert list(found["losses"]) == list(range(1, 7))
+    assert found["losses"][1] == pytest.approx(found["first"], rel=2e-3)  # in bf16
+    assert found["losses"][1] != found["first"]
+    assert found["losses"][6] < found["losses"][1]
+    events = EventAccumulator(str(out / "files" / "tensorboard")).Reload()
+    assert {each.step: each.value for each in events.Scalars("loss")} == pytest.approx(found["losses"])
+    assert [each.step for each in events.Scalars("eval_loss")] == [3, 6]
 
 
 def test_child_tuning_recomputing_and_compiled(tmp_path: Path) -> None:

@@ -33,10 +33,9 @@ class TwoHosts:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
             own = [each.format(host=i, first=int(i == 0), address=f"10.77.0.{i + 1}") for each in rendezvous]
             command = [*torchrun, *own, *PROGRAM, f"--out={out}"]
-            fresh_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             agent = subprocess.Popen(
                 ["ip", "netns", "exec", host, *command],
-                env={**os.environ, **fresh_store, "GLOO_SOCKET_IFNAME": "link", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "link", "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.DEVNULL,
                 stderr=self.undo.enter_context((self.folder / f"{out.name}{i}.log").open("w")),
                 start_new_session=True,
