@@ -39,7 +39,8 @@ def caption(part: str, *, folder: Path = NOTEBOOKS) -> Markdown:
         return Markdown(
             f"*Not recorded yet: `python benchmarks/gpu.py {part}` measures this on a machine with a GPU.*"
         )
+    device, version = recording["device"], f"torch {recording['torch']}"
+    if version not in device:  # as in what `benchmarks/machine.py` says of a machine without a GPU
+        device += f", {version}"
     group = f", {recording['group']}" if recording["group"] else ""
-    return Markdown(
-        f"*Recorded on {recording['device']}, torch {recording['torch']}, {recording['date']}{group}.*"
-    )
+    return Markdown(f"*Recorded on {device}, {recording['date']}{group}.*")

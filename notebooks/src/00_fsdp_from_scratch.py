@@ -16,7 +16,7 @@ lesson.card(
     ],
     needs="a training loop in plain PyTorch holds no secrets for you · no GPU · no other lesson",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="half a minute to run on 2 cores (Intel Xeon, 2.5 GHz) · 20 minutes to read",
+    takes="half a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
     video="none: the [video series](../videos.md) begins with lesson 1",
 )
 
@@ -33,6 +33,8 @@ from fsdp_utils.notebook import plots, ranks
 ranks.start()
 
 # %% [markdown]
+# A **process group** is what ranks talk through. On CPUs its *backend* is gloo, on GPUs NCCL.
+#
 # A cell that begins with `%%ranks` runs on every rank. It holds what you would write in a script for
 # torchrun, PyTorch's launcher. What a rank prints is labelled with its number. What all ranks print alike
 # is shown once.
@@ -213,6 +215,7 @@ class Whole(torch.autograd.Function):
 # A unit lays all parameters of a layer end to end in one flat tensor, and keeps its own piece. If the
 # length does not divide by the world size, it is padded with zeros. The layer itself moves to the meta
 # device, where tensors have shapes but no memory: from here on its weights exist only as shards.
+# `functional_call` runs such a layer with weights that it is handed.
 
 # %%
 # %%ranks

@@ -17,9 +17,9 @@ lesson.card(
     ],
     needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a quarter of a minute to run on 2 cores (Intel Xeon, 2.5 GHz) · 15 minutes to read",
-    video="[watch](https://www.loom.com/share/903330e463334f12912a31c333708960) (4 minutes). Since then: the "
-    "limiter is on by default in FSDP1, and gone in FSDP2.",
+    takes="a quarter of a minute to run on 2 cores (AMD EPYC) · 15 minutes to read",
+    video="[Rate limiter](https://www.loom.com/share/903330e463334f12912a31c333708960), 2022. "
+    "4 minutes. Since then: the limiter is on by default in FSDP1, and gone in FSDP2.",
 )
 
 # %%
