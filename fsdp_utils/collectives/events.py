@@ -30,7 +30,8 @@ class Event:
         bytes_in, bytes_out: What this rank gave to the collective and what it got, padding included.
         ranks: Global ranks that took part; empty where nothing was sent.
         link: "within a host" or "between hosts"; "" where nothing was sent.
-        start: Seconds since the recording began.
+        start: Seconds since the recording began. On a GPU, where streams run side by side, events need not
+            start in their order.
         seconds: Duration; None for a collective that nobody has seen end.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch.optim.optimizer import (
 )
 
 from fsdp_utils.collectives.calls import Call, listen_to_calls, when_done
+from fsdp_utils.collectives.device_times import DeviceTimes
 from fsdp_utils.collectives.events import BETWEEN, COMPUTE, FREE, ROOT, WITHIN, Event, Trace
-from fsdp_utils.collectives.units import Unit, find_units, is_distributed, listen, parents
+from fsdp_utils.collectives.units import Unit, compute_device, find_units, is_distributed, listen, parents
 
 _recording = False
 
@@ -32,10 +33,13 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     itself, and what it watches runs as it would without it. The trace grows while the block runs; if the
     block raises, what was recorded until then is in the trace, with a note.
 
-    All collectives of the process are recorded, and on the CPU how long they took. On a GPU their order and
-    bytes are; `start` is when the CPU issued them, and `seconds` is None. Of what is computed, the model's
-    forward and backward and the optimizer's steps are recorded: the loss is not, and in backward neither is
-    what stands between two units.
+    All collectives of the process are recorded, and how long they took, waiting for other ranks included. Of
+    what is computed, the model's forward and backward and the optimizer's steps are recorded: the loss is
+    not, and in backward neither is what stands between two units.
+
+    On a GPU, times are those at which the GPU ran what was issued, read from torch's profiler when the block
+    ends; a collective of gloo has there the time of its copies only. torch runs one profiler at a time. Where
+    another one is in use, a note says so, `start` is when the CPU issued an event, and `seconds` is None.
 
     Args:
         model: The one that is trained, after fully_shard, FullyShardedDataParallel or
@@ -76,19 +80,24 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     units = find_units(model)
     trace = Trace(rank, world_size, {unit.name: unit.nbytes for unit in units})
     ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    on_cpu = dist.get_backend() == "fake" or next(model.parameters()).device.type == "cpu"
-    if not on_cpu:
-        trace.notes.append("start tells when the CPU issued an event; how long the GPU took is not recorded")
-    recorder = _Recorder(trace, on_host, ddp=ddp, parents=parents(model, units), on_cpu=on_cpu)
+    times = _times(trace, compute_device(model, units))  # a GPU's
     _recording = True
     try:
-        with listen_to_calls(recorder.collective), listen(model, units, recorder), recorder.optimizer_steps():
-            yield trace
+        with times or nullcontext():
+            recorder = _Recorder(trace, on_host, ddp=ddp, parents=parents(model, units), times=times)
+            try:
+                with (
+                    listen_to_calls(recorder.collective),
+                    listen(model, units, recorder),
+                    recorder.optimizer_steps(),
+                ):
+                    yield trace
+            finally:
+                recorder.close()
     except BaseException as error:
         trace.notes.append(f"the block ended early, by {type(error).__name__}: {error}")
         raise
     finally:
-        recorder.close()
         _recording = False
     if problem := _changed(units, find_units(model)):
         trace.notes.append(problem)
@@ -96,6 +105,13 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
             f"record_collectives: {problem}. What was recorded stays in the trace, but it is of two models. "
             "Record after the model has been moved and wrapped for the last time."
         )
+
+
+def _times(trace: Trace, device: torch.device) -> DeviceTimes | None:
+    """Who sees when the device computes; None for the CPU, which sees it itself."""
+    if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
+        return None
+    return DeviceTimes(trace, device.type)
 
 
 def _changed(before: list[Unit], after: list[Unit]) -> str | None:
@@ -118,19 +134,26 @@ class _Recorder:
     """Is told by `listen_to_calls` what is sent, and by `listen` what FSDP does and what is computed."""
 
     def __init__(
-        self, trace: Trace, ranks_per_host: int, *, ddp: bool, parents: set[str], on_cpu: bool
+        self,
+        trace: Trace,
+        ranks_per_host: int,
+        *,
+        ddp: bool,
+        parents: set[str],
+        times: DeviceTimes | None,
     ) -> None:
         self._trace = trace
         self._ranks_per_host = ranks_per_host
         self._ddp = ddp
         self._parents = parents  # modules that hold other units
-        self._on_cpu = on_cpu  # elsewhere the CPU issues work, and does not see when it runs
+        self._times = times  # of a GPU: there the CPU issues work, and does not see when it runs
         self._began = time.perf_counter()
         self._working_for: list[str] = []  # units that FSDP itself works for; empty while the model computes
         self._closed = False
         self._forwards = 0  # calls of the model that are running
         self._computing: list[tuple[str, str]] = []  # what is being computed: modules and phases, nested
         self._since: float | None = None  # when the present piece of computation began, if there is one, ...
+        self._mark = 0  # ... at which mark ...
         self._is_first = False  # ... whether it is the first one of its module ...
         self._nodes = 0  # ... and how many nodes autograd had made until then
         self._gathered: set[str] = set()
@@ -210,13 +233,16 @@ class _Recorder:
         )
         if call.kind == "all_gather" and module:
             self._gathered.add(module)
+        mark = self._times.mark() if self._times else 0
         result = issue()
 
         def done() -> None:
             if event.seconds is None:
                 event.seconds = self._now() - event.start
 
-        if self._on_cpu:
+        if self._times:
+            self._times.issued(event, mark)
+        else:
             self._unended.append((when_done(result, done), done))
         self._resume()
         return result
@@ -241,6 +267,7 @@ class _Recorder:
 
     def _resume(self, *, is_first: bool = False) -> None:
         self._since = self._now()
+        self._mark = self._times.mark() if self._times else 0
         self._is_first = is_first
         self._nodes = torch.autograd._get_sequence_nr()
 
@@ -260,8 +287,11 @@ class _Recorder:
             return
         if phase == "forward":
             phase = self._phase()  # backward, where activation checkpointing computes it again
-        seconds = self._now() - since if self._on_cpu else None
-        self._add(Event(0, COMPUTE, module, phase, start=since, seconds=seconds))
+        event = self._add(Event(0, COMPUTE, module, phase, start=since))
+        if self._times:
+            self._times.issued(event, self._mark)
+        else:
+            event.seconds = self._now() - since
 
     def _add(self, event: Event) -> Event:
         if not self._closed:

@@ -129,6 +129,11 @@ def _groups(module: FSDPModule) -> list[Any]:
     return [] if group is None else [group]
 
 
+def compute_device(model: nn.Module, units: list[Unit]) -> torch.device:
+    """Where the model computes, wherever its shards are at rest."""
+    return units[0].parts[0].device if units else next(model.parameters()).device
+
+
 def parents(model: nn.Module, units: list[Unit]) -> set[str]:
     """Names of the units, and of the model, that hold other units."""
     modules = {module: unit.name for unit in units for module in unit.modules}

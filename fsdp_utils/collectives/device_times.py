@@ -1,0 +1,151 @@
+"""When did a GPU do what was recorded? Read from torch's profiler, which runs beside the recording."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C._profiler import _RecordFunctionFast
+from torch.autograd import DeviceType, profiler
+
+from fsdp_utils.collectives.events import COMPUTE, Event, Trace
+
+MARK = "fsdp_utils.mark "  # and its number
+TAKEN = (
+    "the GPU's times are not recorded: another torch profiler has been started in this process and not left, "
+    "and torch runs only one. Leave it before the recording"
+)
+Issued = tuple[Event, int, int]  # an event, and the numbers of the marks around its issue
+
+
+class DeviceTimes:
+    """The profiler, for as long as the context lasts, with marks in its record between what is issued.
+
+    A mark is an empty operation. At the end of the context, an event gets the time from the first to the last
+    thing that the device ran for calls between its two marks.
+
+    Args:
+        trace: Whose events get their start and duration, and which gets the notes.
+        device: "cuda"; "cpu" takes torch's operations on the CPU for what was run.
+    """
+
+    def __init__(self, trace: Trace, device: str) -> None:
+        self._trace = trace
+        self._device = device
+        self._profiler: Any = None
+        self._marks = 0
+        self._issued: list[Issued] = []
+
+    def __enter__(self) -> DeviceTimes:
+        # A second profiler silently ends one that runs, and the process dies if one was warming up.
+        if torch.autograd._profiler_enabled() or "ProfilerStep" in profiler.KinetoStepTracker._step_dict:
+            self._trace.notes.append(TAKEN)
+            return self
+        self._profiler = profiler.profile(use_device=None if self._device == "cpu" else self._device)
+        self._profiler.__enter__()
+        self.mark()
+        return self
+
+    def mark(self) -> int:
+        """Set a mark. Returns its number."""
+        if self._profiler is not None:
+            with _RecordFunctionFast(f"{MARK}{self._marks}"):
+                self._marks += 1
+        return self._marks - 1
+
+    def issued(self, event: Event, since: int) -> None:
+        """All of an event has been issued, from the mark `since` until now."""
+        if self._profiler is not None:
+            self._issued.append((event, since, self.mark()))
+
+    def __exit__(self, *error: object) -> None:
+        if self._profiler is None:
+            return
+        running, self._profiler = self._profiler, None
+        running.__exit__(*error)  # waits for the device
+        records = running.kineto_results.events()
+        marks = {int(r.name()[len(MARK) :]): r for r in records if r.name().startswith(MARK)}
+        if 0 not in marks:  # another profiler was started since, which ended this one
+            self._trace.notes.append(TAKEN)
+            return
+        issued = [(event, begin, end) for event, begin, end in self._issued if {begin, end} <= marks.keys()]
+        for (event, *_), times in zip(issued, read(records, marks, issued, self._device), strict=True):
+            if times is not None:
+                event.start, event.seconds = times
+            elif event.kind == COMPUTE:
+                event.seconds = 0.0  # nothing for the device: views, and Python
+        if without := sum(event.is_collective and event.seconds is None for event, *_ in self._issued):
+            self._trace.notes.append(f"for {without} collectives the profiler saw nothing that the GPU ran")
+
+
+def read(
+    records: Sequence[Any], marks: Mapping[int, Any], issued: Sequence[Issued], device: str
+) -> list[tuple[float, float] | None]:
+    """When did the device run what was issued for each event?
+
+    Args:
+        records: The profiler's, as `kineto_results.events()` of torch.autograd.profiler.profile gives them.
+        marks: Those of them that are marks, by number.
+        issued: Events and the marks around each, in the order of issue.
+        device: "cuda", or "cpu".
+
+    Returns:
+        For each event seconds since the first mark and the duration in seconds; None where nothing ran.
+    """
+    begins = [marks[begin].start_ns() for _, begin, _ in issued]
+    spans: list[tuple[int, int] | None] = [None] * len(issued)
+    for ran, called_ns, thread in _on_cpu(records) if device == "cpu" else _on_device(records):
+        place = bisect_right(begins, called_ns) - 1
+        if place < 0:
+            continue
+        since, until = (marks[mark] for mark in issued[place][1:])
+        if called_ns > until.start_ns() or thread != since.start_thread_id():
+            continue  # between two events; or another thread's, such as one that copies the next batch
+        begin, end = ran.start_ns(), ran.start_ns() + ran.duration_ns()
+        first, last = spans[place] or (begin, end)
+        spans[place] = min(first, begin), max(last, end)
+    zero = marks[0].start_ns()
+    return [span and ((span[0] - zero) / 1e9, (span[1] - span[0]) / 1e9) for span in spans]
+
+
+def _on_device(records: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
+    """Kernels and copies, and for each when (in ns) and in which thread the CPU called for it.
+
+    Each has two ids, and so has the runtime's call that launched it: that call's own, and that of torch's
+    operation around it. An operation has its own id alone, and so has a call that no operation made; the two
+    count apart, and meet. An annotation appears on the device too, over all that was run in it.
+
+    Source: `_parse_kineto_results` in torch/autograd/profiler.py;
+        https://github.com/pytorch/pytorch/issues/124388
+    """
+    calls: dict[tuple[int, int], Any] = {}
+    operations: dict[int, list[Any]] = defaultdict(list)
+    on_device = []
+    for record in records:
+        own, around = record.correlation_id(), record.linked_correlation_id()
+        if record.device_type() != DeviceType.CPU:
+            on_device.append(record)
+        elif around:
+            calls[own, around] = record
+        else:
+            operations[own].append(record)
+    for record in on_device:
+        own, around = record.correlation_id(), record.linked_correlation_id()
+        call = calls.get((own, around))
+        begun = [o for o in operations[around] if o.start_ns() <= (call or record).start_ns()]
+        if around and begun and not record.is_user_annotation():
+            operation = max(begun, key=lambda o: o.start_ns())
+            yield record, (call or operation).start_ns(), operation.start_thread_id()
+
+
+def _on_cpu(records: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
+    """Likewise torch's operations on the CPU, each of which is the call itself; not those around a mark."""
+    marks = sorted(record.start_ns() for record in records if record.name().startswith(MARK))
+    for record in records:
+        begin, end = record.start_ns(), record.start_ns() + record.duration_ns()
+        around = record.name().startswith(MARK) or bisect_right(marks, begin) < bisect_right(marks, end)
+        if not around and not record.is_user_annotation():
+            yield record, begin, record.start_thread_id()
