@@ -117,15 +117,15 @@ def _loop(
     memory = Memory_Maximizer(device, verbose=False)
     memory.start()
     model.train()
-    while step < config.steps:
+    stopped = None
+    while step < config.steps and stopped is None:
         # The first step takes longer than all others: FSDP sets itself up, blocks are compiled.
         heart.at(f"step {step + 1}", config.timeout_s if step == at.step else config.hang_s)
-        if stopped := _anybody(stop.wanted):
-            break
         begun = time.perf_counter()
         rate = learning_rate(step, config.optim, config.steps)
         with _profiled(config, step + 1):
-            loss, norm = _step(config, model, optimizer, data, step, seen, rate)
+            own, norm = _step(config, model, optimizer, data, step, seen, rate)
+        loss, asked = sum_of_all(own, stop.wanted is not None)
         seconds = time.perf_counter() - begun
         step, seen = step + 1, seen + count
         memory.update(count // get_world_size())
@@ -138,8 +138,8 @@ def _loop(
             saves.begin(model, optimizer, step, seen=seen)
         if step % config.eval_every == 0 or step == config.steps:
             journal.metrics(step, **_evaluate(config, model, data, heart))
-    else:
-        stopped = None
+        if asked and step < config.steps:
+            stopped = _signal(stop.wanted)
     heart.at(f"saving after step {step}")
     journal.durable()
     saves.finish(model, optimizer, step, seen=seen)
@@ -152,10 +152,10 @@ def _loop(
 def _step(
     config: TrainConfig, model: Any, optimizer: Optimizer, data: Data, step: int, seen: int, rate: float
 ) -> tuple[float, float]:
-    """One step of the optimizer: the loss of the whole batch, and the norm of its gradient.
+    """One step of the optimizer: this rank's part of the loss, and the norm of the whole gradient.
 
-    The loss is the mean over the labels of the whole batch, of all ranks and micro-batches together. So its
-    gradient does not depend on how the batch was divided.
+    The sum of the parts is the mean over the labels of the whole batch, of all ranks and micro-batches
+    together. So its gradient does not depend on how the batch was divided.
     """
     device = next(model.parameters()).device
     rank, world_size = get_rank(), get_world_size()
@@ -164,10 +164,10 @@ def _step(
     mine = rows[:, rank]  # i64[micro-batches, samples]
     batches = [data.train[part] for part in mine]
     weights = [data.predictions(batch) for batch in batches]
-    total = sum_of_all(sum(weights))
+    (total,) = sum_of_all(sum(weights))
 
     # Dropout's numbers follow from the place in the run, so that a resumed run draws the same ones.
-    torch.manual_seed((config.seed * 1_000_003 + step) * 65_537 + rank)
+    _seed((config.seed * 1_000_003 + step) * 65_537 + rank, device)
     local = torch.zeros((), device=device)
     for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
         # Sum gradients between ranks only once, after the last micro-batch.
@@ -188,7 +188,7 @@ def _step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
-    return sum_of_all(own), length
+    return own, length
 
 
 @torch.no_grad()
@@ -216,7 +216,8 @@ def _evaluate(config: TrainConfig, model: nn.Module, data: Data, heart: Heartbea
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # what FSDP keeps for a backward that does not come; checkpoints are of shards
-    return {"eval_loss": sum_of_all(loss) / sum_of_all(total)}
+    loss, total = sum_of_all(loss, total)
+    return {"eval_loss": loss / total}
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
@@ -267,13 +268,18 @@ def _profiled(config: TrainConfig, step: int) -> Iterator[None]:
     profiler.export_chrome_trace(str(Path(config.out) / f"trace-step-{step}.json"))
 
 
-def _anybody(signal: str | None) -> str | None:
+def _signal(mine: str | None) -> str:
     """The signal that some rank was sent; the same answer on every rank."""
-    if not sum_of_all(signal is not None):
-        return None
     found: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(found, signal)
+    dist.all_gather_object(found, mine)
     return next(name for name in found if name is not None)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """As torch.manual_seed, which on a CPU takes half a millisecond to note where it was called from."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -90,11 +90,11 @@ def fresh_store(store: Any, rank: int, world_size: int, timeout_s: float) -> Any
 # ---- what the ranks tell each other ----------------------------------------------------------------
 
 
-def sum_of_all(value: float) -> float:
-    """The sum of what each rank gives."""
-    total = torch.tensor(value, dtype=torch.float64)
+def sum_of_all(*values: float) -> list[float]:
+    """Of each value, the sum of what the ranks give."""
+    total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
-    return total.item()
+    return total.tolist()
 
 
 def same_on_all(fn: Callable[[], T]) -> T:
