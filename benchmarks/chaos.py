@@ -11,7 +11,6 @@ cut short and a rank killed. The run has to end by itself, with the losses of a 
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import random
@@ -29,12 +28,11 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import describe, limits, table
+from benchmarks.machine import describe, keep, limits, table
 from fsdp_utils.checkpoint.manifest import committed
 
 DISK_FULL, CUT_SHORT = "disk full", "checkpoint cut short"
 KINDS = ("SIGKILL of a rank", "SIGTERM of all ranks", "SIGSTOP of a rank", DISK_FULL, CUT_SHORT)
-RECORDING = Path(__file__).resolve().parent.parent / "notebooks" / "recorded" / "chaos.json"
 SAVE_EVERY = 5
 HANG_S = 20.0  # a rank that has not moved for so long hangs
 ENDED_S = 5.0  # for the ranks that hang to have told it and ended
@@ -298,7 +296,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=25)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", action="store_true", help=f"write {RECORDING.name} for lesson 10")
+    parser.add_argument("--record", action="store_true", help="write chaos.json for lesson 10")
     arguments = parser.parse_args()
     if sys.platform != "linux":
         print("Not run: the processes of a run are looked for as Linux has them.")
@@ -336,20 +334,11 @@ def write(
     held: dict[str, bool],
 ) -> None:
     """Keep the numbers for lesson 10, with what they were measured on."""
-    import torch
-
-    from benchmarks.gpu_parts.recorder import ROOT, commit_of
-
-    recording = {
-        "part": "chaos",
-        "question": str(__doc__).splitlines()[0],
-        "device": describe(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit_of(ROOT),
-        "command": "python benchmarks/chaos.py " + " ".join(sys.argv[1:]),
-        "group": f"{arguments.ranks} ranks on one host, gloo, torchrun with restarts",
-        "settings": {
+    keep(
+        "chaos",
+        __doc__,
+        group=f"{arguments.ranks} ranks on one host, gloo, torchrun with restarts",
+        settings={
             "ranks": arguments.ranks,
             "steps": arguments.steps,
             "save_every": SAVE_EVERY,
@@ -357,7 +346,7 @@ def write(
             "limit_s": LIMIT_S,
             "seed": arguments.seed,
         },
-        "results": {
+        results={
             "faults": [{**asdict(fault), "repeated": fault.repeated} for fault in faults],
             "losses": [losses[step] for step in sorted(losses)],
             "undisturbed_losses": [wanted[step] for step in sorted(wanted)],
@@ -365,9 +354,7 @@ def write(
             "damaged_checkpoints_passed_over": sum(event["event"] == "damaged" for event in events),
             "limits": held,
         },
-    }
-    RECORDING.parent.mkdir(exist_ok=True)
-    RECORDING.write_text(json.dumps(recording, indent=1) + "\n")
+    )
 
 
 if __name__ == "__main__":

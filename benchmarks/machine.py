@@ -1,7 +1,11 @@
-"""What a benchmark's numbers were measured on, how its table looks, and which limits it held."""
+"""What a benchmark's numbers were measured on, how they are shown and kept, and which limits they held."""
 
+import datetime
+import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +38,35 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         for row in cells
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def keep(name: str, doc: str | None, *, group: str, **measured: object) -> Path:
+    """Write notebooks/recorded/NAME.json for a lesson: the numbers, and what they were measured on.
+
+    Args:
+        name: Of the script in benchmarks/, without its ending.
+        doc: The script's docstring, whose first line is its question.
+        group: Which ranks, and how they were joined.
+        measured: What else the file holds.
+    """
+    import torch
+
+    from benchmarks.gpu_parts.recorder import RECORDED, ROOT, commit_of
+
+    head = {
+        "part": name,
+        "question": str(doc).splitlines()[0],
+        "device": describe(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit_of(ROOT),
+        "command": shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "group": group,
+    }
+    file = RECORDED / f"{name}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({**head, **measured}, indent=1) + "\n")
+    return file
 
 
 def limits(held: Mapping[str, bool]) -> int:

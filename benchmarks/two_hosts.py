@@ -26,32 +26,46 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import describe, limits, table
+from benchmarks.machine import describe, keep, limits, table
 
 MIB = 2**20
 RANKS_PER_HOST = 2
 PORT = 29400  # the namespaces are ours alone, so any port is free
 LIMIT_S = 240.0  # for all strategies at one rate
 STRATEGIES = ("DDP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
-RECORDING = Path(__file__).resolve().parent.parent / "notebooks" / "recorded" / "two_hosts.json"
 
 
 # --- the two hosts ---------------------------------------------------------------------------------------
 
 
-def why_not() -> str | None:
-    """What is missing here, or None."""
+def why_not(delay_ms: float = 0.0) -> str | None:
+    """What is missing here, for a link with that delay, or None."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
         return "making network namespaces takes root"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         return f"{' and '.join(missing)} of iproute2 are not installed"
-    made = subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], capture_output=True, text=True)
+    host = f"try{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", host], capture_output=True, text=True)
     if made.returncode:
         return f"this kernel or container makes no network namespaces: {made.stderr.strip()}"
-    run("ip", "netns", "del", f"try{os.getpid()}")
+    try:
+        if delay_ms:
+            run("tc", "-n", host, "qdisc", "add", "dev", "lo", "root", *delaying(delay_ms))
+    except RuntimeError as error:
+        return (
+            f"--delay-ms {delay_ms:g} takes the kernel's netem, which there is not here ({error}); leave the "
+            "option out, or run on a kernel with the module sch_netem"
+        )
+    finally:
+        run("ip", "netns", "del", host)
     return None
+
+
+def delaying(delay_ms: float) -> list[str]:
+    """What tc is told for a link that delays each packet."""
+    return ["netem", "delay", f"{delay_ms:g}ms", "limit", "10000"]
 
 
 def run(*command: str) -> None:
@@ -79,8 +93,7 @@ def connect(hosts: list[str], rate_mbit: float | None, delay_ms: float, undo: Ex
             run("tc", "-n", host, "qdisc", "add", "dev", "link", "root", "handle", "1:", "tbf", *rate)
             above = "parent 1:1"
         if delay_ms:
-            delay = ["netem", "delay", f"{delay_ms:g}ms", "limit", "10000"]
-            run("tc", "-n", host, "qdisc", "add", "dev", "link", *above.split(), *delay)
+            run("tc", "-n", host, "qdisc", "add", "dev", "link", *above.split(), *delaying(delay_ms))
 
 
 def measure(rate_mbit: float | None, delay_ms: float, steps: int) -> list[dict[str, Any]]:
@@ -280,15 +293,15 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=[50, 200], help="of the link, in Mbit/s")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="each way; takes the kernel's netem")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--record", action="store_true", help=f"write {RECORDING.name} for lesson 6")
+    parser.add_argument("--record", action="store_true", help="write two_hosts.json for lesson 6")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
         be_rank(arguments.rank_of, arguments.steps)
         return 0
-    if reason := why_not():
+    if reason := why_not(arguments.delay_ms):
         print(f"Not run: {reason}.")
-        return 0
+        return 2 if arguments.delay_ms else 0  # what was asked for is missing; or there is just nothing to do
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts go, however this ends
     print(describe())
     results: list[tuple[float | None, dict[str, Any]]] = []
@@ -297,30 +310,14 @@ def main() -> int:
         print(show(*results[-1]))
     held = checks(*results[0])
     if arguments.record:
-        write(results, arguments)
+        keep(
+            "two_hosts",
+            __doc__,
+            group=f"two hosts made of one machine, {RANKS_PER_HOST} ranks each, gloo, a link limited by tc",
+            delay_ms=arguments.delay_ms,
+            results=[{"rate_mbit": rate, "strategies": result} for rate, result in results],
+        )
     return limits(held)
-
-
-def write(results: list[tuple[float | None, dict[str, Any]]], arguments: argparse.Namespace) -> None:
-    """Keep the numbers for lesson 6, with what they were measured on."""
-    import torch
-
-    from benchmarks.gpu_parts.recorder import ROOT, commit_of
-
-    recording = {
-        "part": "two_hosts",
-        "question": str(__doc__).splitlines()[0],
-        "device": describe(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit_of(ROOT),
-        "command": "python benchmarks/two_hosts.py " + " ".join(sys.argv[1:]),
-        "group": f"two hosts made of one machine, {RANKS_PER_HOST} ranks each, gloo, a link limited by tc",
-        "delay_ms": arguments.delay_ms,
-        "results": [{"rate_mbit": rate, "strategies": result} for rate, result in results],
-    }
-    RECORDING.parent.mkdir(exist_ok=True)
-    RECORDING.write_text(json.dumps(recording, indent=1) + "\n")
 
 
 if __name__ == "__main__":
