@@ -2,17 +2,11 @@
 # # 12 · A model too big for one rank
 #
 # FSDP shards a model. But who builds the model that is sharded, and where? In most scripts every rank does,
-# whole, in the memory of its host. In this lesson no rank ever holds it: the model is built without memory,
-# and a folder from the hub is read straight into shards. On the way lies a trap that makes a model wrong
-# without an error.
+# whole, in the memory of its host. In this lesson no rank has to: the model is built without memory, and a
+# folder from the hub is read straight into shards. On the way lies a trap that makes a model wrong without
+# an error.
 
 # %% jupyter={"source_hidden": true}
-import os
-import warnings
-
-warnings.filterwarnings("ignore", message="IProgress not found")     # nothing here shows a progress bar
-os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"          # nor do the processes of the ranks
-
 from fsdp_utils.notebook import lesson
 
 lesson.card(
@@ -30,6 +24,10 @@ lesson.card(
 )
 
 # %%
+import warnings
+
+warnings.filterwarnings("ignore", message="IProgress")               # about bars that we do not show
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -222,8 +220,9 @@ print(f"loss: {with_zeros:.1f}, instead of {expected:.1f}")
 assert with_zeros > 1.1 * expected
 
 # %% [markdown]
-# A model that trains, that gives sensible losses, and that does not know in which order its words are. A
-# well-known guide has this line, to please FSDP1, which calls `reset_parameters()` after `to_empty`:
+# A model that trains, that gives sensible losses, and that does not know in which order its words are. The
+# Distributed Training Guide, chapter 4, has this line, to please FSDP1, which calls `reset_parameters()`
+# after `to_empty`:
 #
 # ```python
 # LlamaRotaryEmbedding.reset_parameters = lambda _: None
@@ -262,6 +261,9 @@ print(f"{whole / 2**20:.0f} MiB")
 # %% [markdown]
 # Each way is a function that returns the sharded model. The first is what a script does that was written for
 # one GPU: a whole model on each rank, filled from the file. The second is transformers' own function for it.
+# The third is the way of the trap, with its buffers computed. The fourth is `load_pretrained` of
+# `fsdp_utils`. It takes a model that is sharded and still on meta, and a folder as it lies on the hub, gives
+# memory to this rank's shards alone, and reads into each shard its rows of the file.
 
 # %% tags=["ways"]
 # %%ranks
@@ -382,7 +384,7 @@ plots.show(fig, alt="Host memory of each rank over time, for four ways to load t
 # - `from_pretrained` of transformers 5 maps the file instead of copying it. What counts here are pages of the
 #   file, and those the ranks of one host share.
 # - *Rank 0*: one rank pays, and the others hold their shard and a few tensors on their way.
-# - `load_pretrained`: nobody pays. Each rank reads its rows of each tensor, straight into its shard.
+# - `load_pretrained`: nobody pays.
 
 # %%
 shard_share = ranks.get("held")[0]
@@ -488,9 +490,10 @@ print("rates:", model.rates[:3].tolist())
 # the GPU for its all-gather, its sharded gradients come back, and the optimizer works on the CPU. What
 # **stays** on the GPU are gathered blocks and activations.
 #
-# This machine has one memory, so nothing can be seen to move. But we can count what would lie where. `Meter`
-# sees each tensor that is alive; those at rest between two steps (shards, gradients, Adam's averages) are the
-# ones that offload puts on the host.
+# The Distributed Training Guide measures this by two numbers: what a GPU holds between two steps, the
+# **valley**, and the most that it holds during one, the **peak**. This machine has one memory, so nothing can
+# be seen to move. But we can count what would lie where. `Meter` sees each tensor that is alive; those at
+# rest between two steps (shards, gradients, Adam's averages) are the ones that offload puts on the host.
 
 # %% tags=["offload"]
 # %%ranks
@@ -558,7 +561,8 @@ plots.show(fig, alt="Bytes on a GPU at a step's valley and peak, with and withou
 # rest of the peak are mostly activations, which offload does not touch.
 # [Lesson 2](02_activation_checkpointing.ipynb) does.
 #
-# A guide has measured 8 / 74 GB without offload, and 1.4 / 68.7 GB with it, for 7B on 8 GPUs. Does that fit?
+# The guide has measured a valley of 8 GB and a peak of 74 GB without offload, and 1.4 GB and 68.7 GB with it,
+# for 7B on 8 GPUs. Does that fit?
 # In bf16 throughout, weights, gradients and two averages are 8 bytes for each parameter:
 
 # %% tags=["guide"]
@@ -635,7 +639,7 @@ plots.show(fig, alt="GB that each rank needs without activations, for 7B to 405B
 
 # %% [markdown]
 # These are lower bounds: activations come on top, and what lies outside of the blocks. [Lesson
-# 5](05_maximising_throughput.ipynb) is about what is really full. And loading? A host with 8 ranks, in fp32:
+# 14](14_plan_before_you_rent.ipynb) simulates them too. And loading? A host with 8 ranks, in fp32:
 
 # %% tags=["need"]
 host_gb = {name: 4 * number / 1e9 for name, number in numbers.items()}     # the model, once
