@@ -17,9 +17,9 @@ lesson.card(
     ],
     needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="half a minute to run on 2 cores (Intel Xeon, 2.5 GHz) · 20 minutes to read",
-    video="[watch](https://www.loom.com/share/31749107033841959989aa8da45487c7). Since then: FSDP2, "
-    "checkpoints that choose by operation, and `torch.compile`.",
+    takes="a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
+    video="[Activation checkpointing](https://www.loom.com/share/31749107033841959989aa8da45487c7), 2022. "
+    "Since then: FSDP2, checkpoints that choose by operation, and `torch.compile`.",
 )
 
 # %%
@@ -288,14 +288,14 @@ assert extra_flops(full) < 0.8 * extra_flops(whole_forward)
 # %% jupyter={"source_hidden": true}
 def courses(steps):
     fig, panels = plots.figure(len(steps), width=8.5, height=2.6)
+    steps = {name: [nbytes / 2**20 for nbytes in course] for name, course in steps.items()}
     top = max(max(course) for course in steps.values())
     for axes, color, (name, course) in zip(panels, plots.RANK_COLORS, steps.items()):
         axes.fill_between(range(len(course)), course, color=color, linewidth=0)
-        axes.set(title=name, xlabel="operations of one step", xticks=[], yticks=[])
+        axes.set(title=name, xlabel="operations of one step", xticks=[])
         axes.set(xlim=(0, len(course)), ylim=(0, 1.1 * top))
-        peak = f"peak {max(course) / 2**20:.1f} MiB"
-        axes.text(len(course) / 2, max(course) + 0.02 * top, peak, ha="center")
-        axes.spines["left"].set_visible(False)
+        axes.text(len(course) / 2, max(course) + 0.02 * top, f"peak {max(course):.1f}", ha="center")
+    panels[0].set_ylabel("activations and gradients, MiB")
     return plots.show(fig, alt="Bytes alive over one step, without checkpoints and with.")
 
 
@@ -481,8 +481,8 @@ print(f"none {1000 * seconds_none:.0f} ms, full {1000 * seconds_full:.0f} ms, a 
 assert 0.8 < ratio < 3
 
 # %% [markdown]
-# If time went with the FLOPs alone, the ratio would be 1.23. What the FLOP counter does not see takes time,
-# too.
+# If time went with the FLOPs alone, the ratio would be 1.23. But what the FLOP counter does not see takes
+# time, too: reading and writing memory, and PyTorch itself on tensors as small as these.
 #
 # ## With FSDP: what is inside what?
 #
