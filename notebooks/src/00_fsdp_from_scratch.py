@@ -515,7 +515,8 @@ plots.losses(dict(ranks.get("ways")[0]))
 # %% [markdown]
 # ## Claims, then and now
 #
-# What others have written about FSDP, beside what the cells above have found.
+# What others have written about FSDP, beside what the cells above have found. The last column is for numbers
+# that only a GPU can give; none is needed here.
 
 # %% jupyter={"source_hidden": true}
 gathers, scatters = ranks.get("(fsdp2.all_gathers, fsdp2.reduce_scatters)")[0]
