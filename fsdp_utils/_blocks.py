@@ -1,13 +1,13 @@
-"""What is a model made of: its transformer blocks, and the FSDP units it was wrapped into?"""
+"""What are a model's transformer blocks?"""
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp_utils._names import WRAPPED, plain_name
+from fsdp_utils._units import sizes_of, units_of, within
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A repeated class with less than this share of the parameters in blocks is not worth units of its own.
@@ -48,9 +48,6 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
             "part of the model a class of its own, or call fully_shard on its parts yourself."
         )
     return classes
-
-
-# ---- finding blocks --------------------------------------------------------------------------------
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -113,52 +110,3 @@ def outermost(
             yield plain_name(prefix, name), child
         else:
             yield from outermost(child, classes, plain_name(prefix, name))
-
-
-# ---- finding units ---------------------------------------------------------------------------------
-
-
-class Unit(NamedTuple):
-    name: str  # in the model, as it would be without wrappers
-    module: nn.Module
-    sizes: dict[str, int]  # elements of each parameter that it gathers, whole, by name
-
-
-def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, int]]:
-    """All FSDP units, outer before inner, and the sizes of the parameters that are in none."""
-    units: dict[Any, Unit] = {}
-    loose: dict[str, int] = {}
-    seen: set[nn.Parameter] = set()  # a tied parameter has several names and counts once
-
-    def walk(module: nn.Module, name: str, unit: Unit | None) -> None:
-        if isinstance(module, FullyShardedDataParallel):
-            unit = units.setdefault(module, Unit(name, module, {}))
-            if module._handle is not None:  # None: all its parameters are in units within
-                flat = module._handle.flat_param
-                unit.sizes.update(
-                    {plain_name(name, fqn): n for fqn, n in zip(flat._fqns, flat._numels, strict=True)}
-                )
-        elif isinstance(module, FSDPModule):
-            # Modules that were sharded together, as a list, have one state and are one unit.
-            unit = units.setdefault(module._get_fsdp_state(), Unit(name, module, {}))
-        if unit is None or isinstance(unit.module, FSDPModule):
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter in seen:
-                    continue
-                seen.add(parameter)
-                sizes = loose if unit is None else unit.sizes
-                sizes[plain_name(name, parameter_name)] = parameter.numel()
-        for child_name, child in module.named_children():
-            walk(child, plain_name(name, child_name), unit)
-
-    walk(model, "", None)
-    return list(units.values()), loose
-
-
-def sizes_of(units: list[Unit]) -> dict[str, int]:
-    return {name: size for unit in units for name, size in unit.sizes.items()}
-
-
-def within(module: str, sizes: dict[str, int]) -> dict[str, int]:
-    """The parameters of the module of that name."""
-    return {name: size for name, size in sizes.items() if name.startswith(f"{module}.")}

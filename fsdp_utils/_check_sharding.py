@@ -5,16 +5,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils._blocks import (
-    SMALL,
-    Unit,
-    outermost,
-    sizes_of,
-    transformer_block_classes,
-    units_of,
-    within,
-)
+from fsdp_utils._blocks import SMALL, outermost, transformer_block_classes
 from fsdp_utils._names import plain_name
+from fsdp_utils._units import Unit, sizes_of, units_of, within
 
 
 def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
