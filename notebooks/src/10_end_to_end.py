@@ -394,7 +394,8 @@ if fewer > 1:
 # - **NaN.** The norm of the gradient shows it on every rank before the optimizer has used it. The error
 #   names the step, and the rank and samples whose loss it was.
 # - **A hang.** A thread on each rank tells the others where it is. If one does not move for `hang_s`, all
-#   that can speak write their stacks, and the run fails, which torchrun can mend.
+#   that can speak write their stacks, end those of their host that cannot, and the run fails, which torchrun
+#   can mend.
 
 # %%
 source(train_watch.check_finite)
@@ -417,9 +418,8 @@ Markdown("\n".join(lines) + equal + recorded.caption("chaos").data)
 
 # %% [markdown]
 # A checkpoint is made every five steps. Steps are done twice where the newest one was cut short, so that the
-# run went back to the one before, or where a fault came between two saves. The slowest is a rank that is
-# stopped (SIGSTOP): the heartbeat waits for 20 s, and torchrun for 30 s more. The ranks' start is in all of
-# the times, on two cores.
+# run went back to the one before, or where a fault came between two saves. A rank that is stopped
+# (SIGSTOP) counts as hanging after 20 s. The ranks' start is in all of the times, on two cores.
 #
 # ## What to change for your model
 #
@@ -463,10 +463,10 @@ Markdown("\n".join(lines) + equal + recorded.caption("chaos").data)
 # of the endpoint also gets `--rdzv-conf=is_host=1`. `tests/test_train_hosts.py` runs both forms on two
 # hosts made of network namespaces, kills a rank in the elastic one, and compares the losses.
 #
-# When one rank has failed, torchrun sends SIGTERM to the others and kills them after 30 s. A rank that is
-# stopped hears nothing: such a hang costs the time until the heartbeat notices it, plus 30 s. When torchrun
-# itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, 30 unless you set it: set it to
-# more than a save takes.
+# When one rank has failed, torchrun sends SIGTERM to the others, and kills after 30 s those that are still
+# there. A rank that is stopped hears nothing, so the program does not wait for that: its siblings end it.
+# When torchrun itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, 30 unless you set
+# it: set it to more than a save takes.
 #
 # **Slurm**: the file starts the elastic form on every node.
 #
