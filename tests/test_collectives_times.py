@@ -1,8 +1,8 @@
 """Times read from torch's profiler, as on a GPU.
 
-No test here runs on one. The profiler and the marks are real, with operations of the CPU in place of kernels.
-A GPU's records are constructed: which there are and how their ids link them is taken from `_KinetoEvent` and
-from `_parse_kineto_results` in torch/autograd/profiler.py.
+Without one, the profiler and the marks are real, with operations of the CPU in place of kernels, and a GPU's
+records are constructed: which there are and how their ids link them is taken from `_KinetoEvent` and from
+`_parse_kineto_results` in torch/autograd/profiler.py. The last test takes a GPU.
 """
 
 import statistics
@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import DeviceType
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile, schedule
 
 from fsdp_utils import record_collectives, run_on_ranks
@@ -230,3 +232,27 @@ def test_kernels_belong_to_what_launched_them_however_late_they_run() -> None:
         seen = read(order, marks, issued, "cuda")
         assert seen == [(8e-6, 4e-6), (11.9e-6, 0.8e-6), (14e-6, 0.3e-6)]
     assert read(records[: len(marks)], marks, issued, "cuda") == [None, None, None]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU")
+def test_on_a_gpu_computations_take_most_of_a_large_step() -> None:
+    """One rank of two under a fake group: what it computes is real, and nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = fsdp2(Model(4096).cuda(), mesh=init_device_mesh("cuda", (2,)))
+        x = torch.ones(8192, 4096, device="cuda")
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        model(x).sum().backward()
+        with record_collectives(model) as trace:
+            begin.record()
+            model(x).sum().backward()
+            end.record()
+        computed = [event for event in trace.events if event.kind == "compute" and event.seconds]
+        total = sum(event.seconds or 0.0 for event in computed)
+        assert len(computed) >= 8  # each layer, forward and backward
+        assert [event.start for event in computed] == sorted(event.start for event in computed)
+        assert 0.5 < total / (begin.elapsed_time(end) / 1e3) < 1.05
+    finally:
+        dist.destroy_process_group()

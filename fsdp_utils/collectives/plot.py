@@ -95,13 +95,15 @@ def draw_bars(
         scale: Units of the axis in a second.
         hatched: Tell kinds apart by hatching.
     """
+    thin = 0.004 * max((bar.end - begin for bar in bars), default=0.0)  # its border would cover such a bar
     for bar in bars:
+        color = color_of(bar.unit, units)
         box = Rectangle(  # barh looks for new limits each time, which takes most of the time of a film
             ((bar.start - begin) * scale, lanes[bar.kind] - 0.4),
             (bar.end - bar.start) * scale,
             0.8,
-            facecolor=color_of(bar.unit, units),
-            edgecolor=CARD,
+            facecolor=color,
+            edgecolor=CARD if bar.end - bar.start > thin else color,
             linewidth=0.6,
             hatch=HATCH.get(bar.kind) if hatched else None,
         )
