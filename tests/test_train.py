@@ -197,7 +197,9 @@ def test_ranks_times_accumulation_gives_the_same_losses(tmp_path: Path) -> None:
     losses, evaluated = {}, {}
     for world_size in (1, 2, 4):
         out = tmp_path / str(world_size)
-        losses[world_size] = run_on_ranks(partial(run, micro_batch=2), out, world_size=world_size)[0]
+        losses[world_size] = run_on_ranks(
+            partial(run, micro_batch=2, save_every=STEPS), out, world_size=world_size
+        )[0]
         evaluated[world_size] = metrics(out, "eval_loss")
         assert micro_batches(configured(out, micro_batch=2), world_size) == (4 // world_size, 2)
     assert losses[1][STEPS] < losses[1][1] / 2  # it does learn
