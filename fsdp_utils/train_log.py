@@ -7,6 +7,7 @@ what happened, and nothing is ever taken out of it.
 A full disk does not end a run here: that is for the checkpoints to decide. Lines wait until there is room.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -75,7 +76,8 @@ class Journal:
     def say(self, text: str) -> None:
         """A line for whoever watches."""
         if self._active:
-            self._bar.write(text, file=sys.stderr)
+            with contextlib.suppress(OSError):  # it may go to a file on the full disk
+                self._bar.write(text, file=sys.stderr)
 
     def durable(self) -> None:
         """What was written outlives a power failure: called before a checkpoint that counts on it."""

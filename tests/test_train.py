@@ -1,8 +1,10 @@
 """The training program: the same run however the ranks divide it, stopped, resumed, damaged or refused."""
 
+import contextlib
 import json
 import os
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,7 +161,9 @@ def test_a_folder_of_text_and_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not chaos.can_fill_a_disk(), reason="it takes root to fill a disk of its own")
-def test_a_full_disk_costs_no_line_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_full_disk_costs_no_line_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "disk"
     with chaos.small_disk(out):
         journal = Journal(out, step=0, steps=999, tensorboard=False)
@@ -179,6 +183,15 @@ def test_a_full_disk_costs_no_line_and_ends_nothing(tmp_path: Path, capsys: pyte
         assert '"step": 799' in told.partition("never written:")[2]
         Journal(out, step=800, steps=999, tensorboard=False).close()
         assert 400 < len(metrics(out)) < 799  # whole lines, to which others can be added
+
+        journal = Journal(out, step=799, steps=999, tensorboard=False)
+        with chaos.full_disk(out), contextlib.suppress(OSError), (out / "log").open("w", buffering=1) as log:
+            monkeypatch.setattr(sys, "stderr", log)  # as sbatch's file is that lies beside the run
+            for step in range(800, 999):
+                journal.metrics(step, loss=0.5)
+            monkeypatch.undo()
+        journal.close()
+        assert 998 in metrics(out)
 
 
 # ---- runs ------------------------------------------------------------------------------------------
