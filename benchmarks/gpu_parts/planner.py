@@ -137,7 +137,7 @@ def _gpus(device: torch.device, rates: dict[str, float]) -> dict[str, GPU]:
     name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
     alike = [gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.name.split('-')[0]}\b", name)]
     size = torch.cuda.get_device_properties(device).total_memory / workload.GIB if alike else 0.0
-    known = min(alike, key=lambda gpu: abs(gpu.memory_gib - size), default=None)
+    known = min(alike, key=lambda gpu: abs(gpu.usable_gib - size), default=None)
     measured = replace(
         known or GPUS["H100"],
         reached_tflops=rates["half_tflops"],

@@ -8,15 +8,19 @@ the question cannot be answered.
 """
 
 import argparse
+import gc
+import os
 import sys
 
 from fsdp_utils.planner.gpus import GPUS
-from fsdp_utils.planner.one_rank import APIS, CHECKPOINTING, OPTIMIZERS, PRECISIONS, STRATEGIES
-from fsdp_utils.planner.planning import plan
-from fsdp_utils.planner.search import search
 
 
 def main(arguments: list[str]) -> int:
+    # here: as a command, what torch is made of is loaded after the collector is switched off
+    from fsdp_utils.planner.one_rank import APIS, CHECKPOINTING, OPTIMIZERS, PRECISIONS, STRATEGIES
+    from fsdp_utils.planner.planning import plan
+    from fsdp_utils.planner.searching import search
+
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_utils.planner",
         description=__doc__,
@@ -58,4 +62,10 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # The answer is to come within seconds, and most of these go into loading torch and transformers.
+    gc.disable()  # nearly all that is made is kept until the end: there is little to collect
+    sys.modules.setdefault("scipy", None)  # pyright: ignore -- "not installed": for losses of detection alone
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # to take all modules down in order takes a second

@@ -60,7 +60,7 @@ def source_of(model: Any) -> Source:
     except Exception as error:
         raise ValueError(
             f'plan: a {config.model_type} model could not be built on "meta", without memory: '
-            f"{type(error).__name__}: {str(error).strip() or 'no message'}".split("\n")[0]
+            f"{_first_line(error)}"
         ) from error
 
 
@@ -80,7 +80,7 @@ def build(source: Source, blocks: int | None, dtype: torch.dtype | None) -> nn.M
             return copy.deepcopy(whole, memo)
         except Exception as error:
             raise ValueError(
-                f"plan: {source.name} could not be copied without its memory: {type(error).__name__}: {error}"
+                f"plan: {source.name} could not be copied without its memory: {_first_line(error)}"
             ) from error
 
 
@@ -124,6 +124,10 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return tensors[0].float().mean()
 
 
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".split("\n")[0]
+
+
 # ---- from a configuration ----------------------------------------------------------------------------
 
 
@@ -136,7 +140,12 @@ def _config(folder: str | PathLike[str]) -> Any:
     except ImportError as error:
         raise ImportError("plan: a folder is read by transformers, which is not installed") from error
 
-    return AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"plan: transformers cannot read {path / 'config.json'}: {_first_line(error)}"
+        ) from error
 
 
 def _of_config(config: Any) -> Source:

@@ -217,7 +217,6 @@ def _as_on_a_gpu() -> Iterator[None]:
 def _no_collection() -> Iterator[None]:
     """What is freed is freed when its last reference goes, not when Python looks for cycles."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -46,7 +46,7 @@ class Plan:
         moments: the peak of each part of two steps, with its own breakdown.
         at_rest: parameters, gradients and optimizer's state at their most, wherever they lie.
         host_gib: on the host for this rank; 0 without offload.
-        available_gib: the GPU's memory without `overhead_gib`.
+        available_gib: what CUDA offers (`GPU.usable_gib`) without `overhead_gib`.
         timing: of the second step.
         notes: what to know about this plan.
     """
@@ -187,7 +187,7 @@ def plan(
         offload: parameters, gradients and the optimizer's state lie on the host.
         ranks_per_host: GPUs of a host. More ranks than that are several hosts.
         expandable_segments: as PYTORCH_ALLOC_CONF=expandable_segments:True.
-        overhead_gib: of the GPU's memory, what is not PyTorch's: the CUDA context, NCCL's buffers. The
+        overhead_gib: of what CUDA offers, what is not PyTorch's: the CUDA context, NCCL's buffers. The
             default is a cautious choice, not a measurement.
         inputs: for models that transformers does not know: inputs(batch_size, seq_len) makes one rank's
             batch, a tensor, a tuple or a dict.
@@ -246,7 +246,7 @@ def plan(
         moments,
         at_rest,
         sum(at_rest.values()) if offload else 0.0,
-        chip.memory_gib - overhead_gib,
+        chip.usable_gib - overhead_gib,
         time_of(
             recording,
             chip,
