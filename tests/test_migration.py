@@ -232,6 +232,7 @@ def test_what_accelerates_own_tool_drops_is_kept() -> None:
     ("config", "expected"),
     [
         (of_composer(data_parallel_replicate_degree=2), "size = dist.get_world_size() // 2"),
+        (of_composer(data_parallel_replicate_degree=-1, data_parallel_shard_degree=4), "size = 4"),
         (of_deepspeed(mics_shard_size=4), "size = 4"),
         (of_deepspeed(zero_hpz_partition_size=8), "reshard_after_forward=8"),
         (of_deepspeed(2), "reshard_after_forward=False"),

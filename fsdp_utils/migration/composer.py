@@ -85,8 +85,12 @@ def _shard_degree(value: Any, translation: Translation) -> Words:
 
 
 def _replicate_degree(value: Any, translation: Translation) -> Words:
-    if value is None or number(value) < 2:
+    if value is None or number(value) in (0, 1):
         return Same("nothing: one copy")
+    if number(value) < 0:
+        if translation.shard_size is None:
+            raise ValueError("expected data_parallel_shard_degree beside it: one of the two can be left open")
+        return Same("the first dimension of a 2-D mesh: as many copies as the ranks make")
     translation.copies = value
     return Same("the first dimension of a 2-D mesh")
 

@@ -16,7 +16,7 @@ lesson.card(
         "how a checkpoint in LOCAL_STATE_DICT is moved",
     ],
     needs="lessons [0](00_fsdp_from_scratch.ipynb) to "
-    "[8](08_local_state_dict_and_distributed_checkpoints.ipynb), or a program that uses FSDP1 · no GPU",
+    "[12](12_a_model_too_big_for_one_rank.ipynb), or a program that uses FSDP1 · no GPU",
     ranks="4 on this machine. With `FSDP_RANKS=2` or 3 what needs two hosts is left out.",
     takes="half a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
 )
@@ -596,7 +596,10 @@ asked = {
         {"checkpointed": True},
     ),
     "copies of two ranks each": (
-        [composer(data_parallel_shard_degree=2), deepspeed(mics_shard_size=2)],
+        [
+            composer(data_parallel_shard_degree=2, data_parallel_replicate_degree=-1),
+            deepspeed(mics_shard_size=2),
+        ],
         {"sharding_strategy": ShardingStrategy.HYBRID_SHARD} if hybrid else None,
     ),
     "gather again among two ranks": ([deepspeed(zero_hpz_partition_size=2)], None),
