@@ -389,7 +389,7 @@ if fewer > 1:
 #
 # ## What else can end a run
 #
-# - **The scheduler.** SIGTERM, or SIGUSR1 by `sbatch --signal`, sets a note. At the next step the ranks
+# - **The scheduler.** SIGTERM, or SIGUSR1 by `sbatch --signal`, sets a note. At the end of a step the ranks
 #   agree on it, save, and leave with exit code 75.
 # - **NaN.** The norm of the gradient shows it on every rank before the optimizer has used it. The error
 #   names the step, and the rank and samples whose loss it was.
