@@ -86,7 +86,7 @@ def record_one_rank(source: Source, setting: Setting, blocks: int | None, inputs
         )
     with _fake_group(setting.world_size):
         mesh = mesh_of(setting)
-        with FakeTensorMode(), _as_on_a_gpu(), _no_collection(), warnings.catch_warnings():
+        with FakeTensorMode(), _as_on_a_gpu(), no_collection(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
             warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # returned a view: no matter here
@@ -214,8 +214,11 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """What is freed is freed when its last reference goes, not when Python looks for cycles."""
+def no_collection() -> Iterator[None]:
+    """What is freed is freed when its last reference goes, not when Python looks for cycles.
+
+    It also saves time: what a plan makes is kept, some 100,000 entries, and to look through it is in vain.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

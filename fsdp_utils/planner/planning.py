@@ -18,6 +18,7 @@ from fsdp_utils.planner.one_rank import (
     PRECISIONS,
     STRATEGIES,
     Setting,
+    no_collection,
     record_one_rank,
 )
 from fsdp_utils.planner.repeat import RECORDED, Irregular, extend
@@ -145,6 +146,7 @@ class Plan:
         return plot_memory(self, ax)
 
 
+@no_collection()
 def plan(
     model: Any,
     *,
