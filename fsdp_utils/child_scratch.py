@@ -1,13 +1,13 @@
 """Where gradients are masked: a few at a time, in memory from which AdamW's kernel takes them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_utils.child_masks import PAGE, draw, keep, keys, table, threshold
+from fsdp_utils.child_masks import PAGE, Packed, draw, keep, keys, table, threshold
 
 _INTEGER = {4: torch.int32, 8: torch.int64}
 # Elements that are masked at once: what stays in a CPU's cache, and what a GPU is busy with for a while. With
@@ -27,7 +27,8 @@ class Scratch:
         widens = integer != torch.int32
         per_element = 4 + self.wide.itemsize * (1 + widens) + dtype.itemsize * self.narrows
         most = _MOST_CPU if device.type == "cpu" else _MOST
-        self.capacity = min(max((size - 4 * page) // per_element, _LEAST), most)
+        # a multiple of 64, so that a mask's words unpack into it whole
+        self.capacity = min(max((size - 4 * page) // per_element // 64 * 64, _LEAST), most)
 
         def empty(dtype: torch.dtype) -> Tensor:
             return torch.empty(self.capacity, dtype=dtype, device=device)
@@ -48,8 +49,10 @@ class _Item:
     start: int
     stop: int
     whole: bool  # all there are, and in the parameter's shape
-    before: Tensor  # the scratch memory for their gradient,
-    after: Tensor  # and for what of it is kept
+    # the scratch memory for their gradient, for the mask's numbers, and for what is kept of the gradient
+    before: Tensor
+    numbers: Tensor
+    after: Tensor
 
 
 @dataclass
@@ -69,6 +72,7 @@ class _Batch:
     items: list[_Item]
     runs: list[_Run]
     n: int
+    packed: Packed | None = None  # the mask, if it is given
 
 
 class Plan:
@@ -79,13 +83,21 @@ class Plan:
         parts: these lists' local tensors.
         first: for each of the chosen, the number of its first element among those of the model.
         scratch: the memory.
+        masks: by position, masks that are given, as bools; None for a parameter that has none. Without this
+            argument masks are drawn.
     """
 
-    def __init__(self, chosen: list[int], parts: list[Tensor], first: list[int], scratch: Scratch) -> None:
-        self.chosen = chosen
+    def __init__(
+        self,
+        chosen: list[int],
+        parts: list[Tensor],
+        first: list[int],
+        scratch: Scratch,
+        masks: Sequence[Tensor | None] | None = None,
+    ) -> None:
         self.device = parts[chosen[0]].device
-        self.masks: Tensor | None = None  # those that are given: bools, all elements one behind the other
         self._scratch = scratch
+        self._masks = masks
         self._batches: list[_Batch] = []
         for index, number in zip(chosen, first, strict=True):
             part, start = parts[index], 0
@@ -95,14 +107,18 @@ class Plan:
                 batch = self._batches[-1]
                 stop = min(part.numel(), start + scratch.capacity - batch.n)
                 whole = stop - start == part.numel() and part.is_contiguous()
-                before, after = (
+                before, numbers, after = (
                     memory[batch.n : batch.n + stop - start].view(part.shape if whole else (-1,))
-                    for memory in (scratch.gathered, scratch.out)
+                    for memory in (scratch.gathered, scratch.bits, scratch.out)
                 )
-                batch.items.append(_Item(index, start, stop, whole, before, after))
+                batch.items.append(_Item(index, start, stop, whole, before, numbers, after))
                 _add_runs(batch, number + start, number + stop)
                 batch.n += stop - start
                 start = stop
+        if masks is not None:
+            for batch in self._batches:
+                kept = torch.cat([self._given(item) for item in batch.items])
+                batch.packed = Packed(kept, scratch.bits.dtype)
 
     def run(
         self,
@@ -110,7 +126,7 @@ class Plan:
         tensors: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]],
         steps: list[Tensor],
     ) -> None:
-        """One step of AdamW with masked gradients. Masks that are not given are drawn.
+        """One step of AdamW with masked gradients.
 
         Args:
             group: with AdamW's settings and those of child tuning.
@@ -120,21 +136,20 @@ class Plan:
         params, grads, exp_avgs, exp_avg_sqs = tensors
         scratch = self._scratch
         lr, decay = float(group["lr"]), group["weight_decay"]
-        bound, kept = threshold(group["reserve_p"]) if self.masks is None else (0, 1.0)
+        bound, kept = threshold(group["reserve_p"]) if self._masks is None else (-1, 1.0)
         steps = _steps_on(self.device, steps)
         grads = _laid_out_as(params, grads)
-        at = 0
         for batch in self._batches:
             weights, gradients, moments, squares = (
                 [t[i.index] if i.whole else _row(t[i.index])[i.start : i.stop] for i in batch.items]
                 for t in (params, grads, exp_avgs, exp_avg_sqs)
             )
-            if self.masks is None:
+            if batch.packed is None:
                 self._draw(batch, group["seed"], group["mask_step"])
             else:
-                scratch.bits[: batch.n].copy_(self.masks[at : at + batch.n].view(torch.int8))
+                batch.packed.unpack(scratch.bits)
                 if group["freeze_masked"]:
-                    self._decay_kept(weights, moments, lr * decay)
+                    self._decay_kept(batch, weights, moments, lr * decay)
             self._keep(batch, gradients, bound)
             if kept != 1:
                 scratch.masked[: batch.n].mul_(1 / kept)
@@ -157,7 +172,6 @@ class Plan:
                 grad_scale=None,
                 found_inf=None,
             )
-            at += batch.n
 
     def _draw(self, batch: _Batch, seed: int, step: int) -> None:
         """Random numbers into the scratch memory."""
@@ -175,21 +189,25 @@ class Plan:
         scratch = self._scratch
         if scratch.narrows or len(gradients) > _FEW:
             torch._foreach_copy_([item.before for item in batch.items], gradients)
-            gradients = [scratch.gathered[: batch.n]]
-        at = 0
-        for gradient in gradients:
-            numbers = scratch.bits[at : at + gradient.numel()]
-            keep(gradient.view(-1).view(numbers.dtype), numbers, bound)
-            at += gradient.numel()
+            numbers = scratch.bits[: batch.n]
+            keep(scratch.gathered[: batch.n].view(numbers.dtype), numbers, bound)
+            return
+        for item, gradient in zip(batch.items, gradients, strict=True):
+            keep(gradient.view(item.numbers.dtype), item.numbers, bound)
 
-    def _decay_kept(self, weights: list[Tensor], moments: list[Tensor], rate: float) -> None:
-        """Weight decay for what the mask, in the scratch memory, keeps; no momentum for what it does not."""
-        at = 0
-        for weight, moment in zip(weights, moments, strict=True):
-            mask = self._scratch.bits[at : at + weight.numel()].view(weight.shape)
+    def _decay_kept(self, batch: _Batch, weights: list[Tensor], moments: list[Tensor], rate: float) -> None:
+        """Weight decay for what the mask keeps; no momentum for what it does not."""
+        for item, weight, moment in zip(batch.items, weights, moments, strict=True):
+            mask = self._given(item).view(weight.shape)
             moment.mul_(mask)
             weight.mul_(1 - rate * mask)
-            at += weight.numel()
+
+    def _given(self, item: _Item) -> Tensor:
+        """The mask of these elements, in one row."""
+        assert self._masks is not None
+        if (mask := self._masks[item.index]) is None:
+            return torch.ones(item.stop - item.start, dtype=torch.bool, device=self.device)
+        return _row(mask)[item.start : item.stop]
 
 
 def _add_runs(batch: _Batch, first: int, stop: int) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_utils import ChildTuningAdamW, load_distributed, save_distributed
-from fsdp_utils.child_masks import PAGE
+from fsdp_utils.child_masks import PAGE, Packed
 from fsdp_utils.child_tuning import MASK
 from tests.children import WRAPPERS, loss_of, net, on_ranks, train, weights
 from tests.children import batch as batch_of
@@ -180,6 +180,50 @@ def test_gradients_stay_as_they_are_and_infinite_ones_do_not_leak_through_the_ma
     assert p.grad is before
     assert torch.equal(p.grad.nan_to_num(9), copied.nan_to_num(9))
     assert torch.equal(p, weights_before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_stay_as_they_are_under_random_masks_too(dtype: torch.dtype) -> None:
+    ps = [parameter(50, dtype=dtype) for _ in range(9)]  # many: they are brought together first
+    ChildTuningAdamW(ps).step()
+    ChildTuningAdamW(ps[:1]).step()
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in ps if p.grad is not None)
+
+
+def test_a_given_mask_outlasts_steps_at_which_other_parameters_have_gradients() -> None:
+    first, second, unnamed = (parameter(100) for _ in range(3))
+    sparse = nn.Embedding(50, 2, sparse=True)
+    sparse(torch.arange(50)).sum().backward()
+    masks = {"first": torch.arange(100) % 2 == 0, "second": torch.arange(100) % 3 == 0}
+    masks["sparse"] = (torch.arange(100) % 5 == 0).view(50, 2)
+    named = {"first": first, "second": second, "unnamed": unnamed, "sparse": sparse.weight}
+    optimizer = ChildTuningAdamW(
+        list(named.items()), betas=(0.0, 0.0), lr=0.1, mode="task", gradient_mask=masks
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < 2))
+    second.grad = None
+    optimizer.step()
+    assert MASK not in optimizer.state[second]
+    second.grad, first.grad = first.grad, None
+    for _ in range(2):
+        schedule.step()
+        before = second.detach().clone()
+        optimizer.step()
+    assert torch.equal(second, before)  # the rate has become 0
+    for name, p in named.items():
+        expected = masks.get(name, torch.ones(100, dtype=torch.bool))
+        assert torch.equal(optimizer.state[p]["exp_avg"] != 0, expected), name
+
+
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+@pytest.mark.parametrize("n", [1, 31, 64, 1001])
+def test_a_packed_mask_is_the_mask_in_a_bit_per_element(n: int, integer: torch.dtype) -> None:
+    kept = torch.rand(n) < 0.5
+    packed = Packed(kept, integer)
+    out = torch.empty(n + 64, dtype=integer)
+    packed.unpack(out)
+    assert torch.equal(out[:n] > -1, kept)
+    assert packed._words.nbytes <= n / 8 + 8
 
 
 def test_missing_sparse_empty_and_oddly_laid_out_gradients() -> None:
