@@ -394,7 +394,7 @@ for row, way in enumerate(ways):
     axes.plot([100 * scores[way, seed] for seed in range(12)], [row] * 12, "o", alpha=0.6)
 axes.set_yticks(range(4), ways)
 axes.set_xlabel("% of unseen images right; a dot is a seed")
-axes.invert_yaxis()
+axes.set_ylim(3.5, -0.5)
 plots.show(fig, alt="Accuracy of four ways of fine-tuning, one dot per seed")
 
 # %% [markdown]
@@ -459,15 +459,19 @@ def gradients():
 
 
 plain_s = seconds(torch.optim.AdamW(gradients(), fused=True).step)
-masked_s = seconds(ChildTuningAdamW(gradients()).step)
+f_s = seconds(ChildTuningAdamW(gradients()).step)
+named = [(str(i), p) for i, p in enumerate(gradients())]
+masks = {name: torch.rand_like(p) < 0.3 for name, p in named}
+d_s = seconds(ChildTuningAdamW(named, mode="task", gradient_mask=masks).step)
 tensors = gradients()
 bernoulli_s = seconds(lambda: [torch.bernoulli(torch.full_like(p, 0.3)) for p in tensors])
-print(f"AdamW's step {plain_s * 1e3:.1f} ms · child tuning's {masked_s * 1e3:.1f} ms")
+print(f"AdamW's step {plain_s * 1e3:.1f} ms · mode F's {f_s * 1e3:.1f} ms · mode D's {d_s * 1e3:.1f} ms")
 print(f"torch.bernoulli alone {bernoulli_s * 1e3:.1f} ms")
-assert masked_s < 10 * plain_s
+assert max(f_s, d_s) < 10 * plain_s
 
 # %% [markdown]
-# A step with masks takes several times as long as AdamW's, and still less than sampling alone would take.
+# A step of mode F takes a few times as long as AdamW's, and still less than sampling alone would take. Mode
+# D tosses no coins, so it costs less.
 #
 # ## Claims, then and now
 
