@@ -175,7 +175,7 @@ assert mixed["matmul, forward"] == mixed["matmul, backward"] == mixed["all-gathe
 assert mixed["reduce-scatter, backward"] == mixed[".grad after backward"] == "float32"
 assert columns["bf16, reduce bf16"]["reduce-scatter, backward"] == "bfloat16"
 for found in columns.values():
-    for moment in ("parameters, at rest", ".grad after backward", "AdamW's moments", "state dict"):
+    for moment in ("parameters, at rest", "buffers", ".grad after backward", "AdamW's moments", "state dict"):
         assert found[moment] == "float32"
 
 # %% [markdown]
@@ -192,6 +192,7 @@ for found in columns.values():
 
 # %%
 # %%ranks
+by_fsdp2 = mixed
 columns = {
     "no policy": probed(fsdp1(None)),
     "bf16, reduce fp32": probed(fsdp1(bf16, fp32)),
@@ -199,11 +200,10 @@ columns = {
 }
 show(columns)
 mixed = columns["bf16, reduce fp32"]
-assert mixed["matmul, forward"] == mixed["matmul, backward"] == "bfloat16"
-assert mixed["reduce-scatter, backward"] == mixed[".grad after backward"] == "float32"
+assert all(mixed[moment] == by_fsdp2[moment] for moment in MOMENTS)
 assert columns["all bf16"]["buffers"] == "bfloat16"
 for found in columns.values():
-    for moment in ("parameters, at rest", ".grad after backward", "AdamW's moments"):
+    for moment in ("parameters, at rest", ".grad after backward", "AdamW's moments", "state dict"):
         assert found[moment] == "float32"
 
 # %% [markdown]
