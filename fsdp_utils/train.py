@@ -47,6 +47,14 @@ __all__ = ["learning_rate", "main", "train"]
 _END_S = 60.0  # from a failure to the end of its process, at most
 
 
+class Batch(NamedTuple):
+    """One rank's share of the samples of a step."""
+
+    samples: list[int]  # their numbers
+    parts: list[dict[str, Tensor]]  # the micro-batches
+    labels: list[int]  # how many each of them predicts
+
+
 class Progress(NamedTuple):
     """How far a run is."""
 
@@ -113,6 +121,8 @@ def _loop(
     """Step, tell, evaluate, save, until the last step or the scheduler's signal."""
     device, count = next(model.parameters()).device, config.data.batch_size
     step, seen = at.step, at.seen
+    batch = _batch(config, data, seen)
+    (labels,) = sum_of_all(sum(batch.labels))
     measure = _throughput(config, model, data, device)
     memory = Memory_Maximizer(device, verbose=False)
     memory.start()
@@ -124,10 +134,11 @@ def _loop(
         begun = time.perf_counter()
         rate = learning_rate(step, config.optim, config.steps)
         with _profiled(config, step + 1):
-            own, norm = _step(config, model, optimizer, data, step, seen, rate)
-        loss, asked = sum_of_all(own, stop.wanted is not None)
-        seconds = time.perf_counter() - begun
+            own, norm = _step(config, model, optimizer, batch, labels, step, rate)
         step, seen = step + 1, seen + count
+        batch = _batch(config, data, seen)
+        loss, asked, labels = sum_of_all(own, stop.wanted is not None, sum(batch.labels))
+        seconds = time.perf_counter() - begun
         memory.update(count // get_world_size())
         journal.moved(step)
         if step % config.log_every == 0 or step == config.steps:
@@ -149,30 +160,34 @@ def _loop(
     return Progress(step, seen, stopped)
 
 
+def _batch(config: TrainConfig, data: Data, seen: int) -> Batch:
+    """This rank's share of the batch that follows when so many samples have been seen."""
+    world_size = get_world_size()
+    number, size = micro_batches(config, world_size)
+    rows = rows_at(seen, config.data.batch_size, len(data.train), config.seed).view(number, world_size, size)
+    mine = rows[:, get_rank()]  # i64[micro-batches, samples]
+    parts = [data.train[part] for part in mine]
+    return Batch(mine.flatten().tolist(), parts, [data.predictions(part) for part in parts])
+
+
 def _step(
-    config: TrainConfig, model: Any, optimizer: Optimizer, data: Data, step: int, seen: int, rate: float
+    config: TrainConfig, model: Any, optimizer: Optimizer, batch: Batch, labels: float, step: int, rate: float
 ) -> tuple[float, float]:
     """One step of the optimizer: this rank's part of the loss, and the norm of the whole gradient.
 
-    The sum of the parts is the mean over the labels of the whole batch, of all ranks and micro-batches
-    together. So its gradient does not depend on how the batch was divided.
+    The sum of the parts is the mean over the `labels` labels of the whole batch, of all ranks and
+    micro-batches together. So its gradient does not depend on how the batch was divided.
     """
     device = next(model.parameters()).device
-    rank, world_size = get_rank(), get_world_size()
-    number, size = micro_batches(config, world_size)
-    rows = rows_at(seen, config.data.batch_size, len(data.train), config.seed).view(number, world_size, size)
-    mine = rows[:, rank]  # i64[micro-batches, samples]
-    batches = [data.train[part] for part in mine]
-    weights = [data.predictions(batch) for batch in batches]
-    (total,) = sum_of_all(sum(weights))
+    rank, world_size, number = get_rank(), get_world_size(), len(batch.parts)
 
     # Dropout's numbers follow from the place in the run, so that a resumed run draws the same ones.
     _seed((config.seed * 1_000_003 + step) * 65_537 + rank, device)
     local = torch.zeros((), device=device)
-    for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-        # Sum gradients between ranks only once, after the last micro-batch.
-        model.set_requires_gradient_sync(index == number - 1)
-        loss = model(**_to(batch, device)).loss * (weight / total)
+    for index, (part, weight) in enumerate(zip(batch.parts, batch.labels, strict=True)):
+        if number > 1:  # sum gradients between ranks only once, after the last micro-batch
+            model.set_requires_gradient_sync(index == number - 1)
+        loss = model(**_to(part, device)).loss * (weight / labels)
         (loss * world_size).backward()  # FSDP averages over the ranks, and this loss is a part of a sum
         local += loss.detach()
 
@@ -181,7 +196,7 @@ def _step(
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     own, length = torch.stack([local, norm.to(local)]).tolist()  # waits for the device: once a step
-    check_finite(length, own, step + 1, mine.flatten().tolist())
+    check_finite(length, own, step + 1, batch.samples)
     if config.optim.clip is not None:
         clip_grads_with_norm_(model.parameters(), config.optim.clip, norm)
     for group in optimizer.param_groups:

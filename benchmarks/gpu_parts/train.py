@@ -71,7 +71,8 @@ def _measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
     def step() -> None:
         at = len(losses)
         rate = train.learning_rate(at, config.optim, config.steps)
-        loss, _ = train._step(config, model, optimizer, data, at, at * size, rate)
+        batch = train._batch(config, data, at * size)
+        loss, _ = train._step(config, model, optimizer, batch, sum(batch.labels), at, rate)
         losses.append(loss)
         maximizer.update(size)
 

@@ -166,12 +166,13 @@ refused("--optim.warmup", "61")
 # When ranks have unequally many labels: a mean of means weighs each label of a rank with few of them more.
 # The same holds for micro-batches, the parts that a rank computes one after the other before the optimizer's
 # step ([lesson 6](06_sharding_strategies.ipynb) calls it gradient accumulation). So the program counts the
-# labels of the whole batch first, and each part of the loss is a part of one sum.
+# labels of the whole batch first, and each part of the loss is a part of one sum. (Their number costs no wait
+# of its own: it comes with the sum of the losses of the step before.)
 #
 # </details>
 
 # %%
-source(train._step)
+source(train._batch, train._step)
 
 # %% [markdown]
 # Four things in it are easily missed:
