@@ -84,7 +84,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     _recording = True
     try:
         with times or nullcontext():
-            recorder = _Recorder(trace, on_host, ddp=ddp, parents=parents(model, units), times=times)
+            recorder = _Recorder(trace, on_host, ddp=ddp, parents=parents(units), times=times)
             try:
                 with (
                     listen_to_calls(recorder.collective),

@@ -134,7 +134,7 @@ def compute_device(model: nn.Module, units: list[Unit]) -> torch.device:
     return units[0].parts[0].device if units else next(model.parameters()).device
 
 
-def parents(model: nn.Module, units: list[Unit]) -> set[str]:
+def parents(units: list[Unit]) -> set[str]:
     """Names of the units, and of the model, that hold other units."""
     modules = {module: unit.name for unit in units for module in unit.modules}
     found = {ROOT} if any(unit.name != ROOT for unit in units) else set()

@@ -18,7 +18,7 @@ lesson.card(
     needs="lessons [0](00_fsdp_from_scratch.ipynb) to "
     "[12](12_a_model_too_big_for_one_rank.ipynb), or a program that uses FSDP1 · no GPU",
     ranks="4 on this machine. With `FSDP_RANKS=2` or 3 what needs two hosts is left out.",
-    takes="half a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
+    takes="a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
 )
 
 # %%
