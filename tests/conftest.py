@@ -8,6 +8,14 @@ import torch
 
 from fsdp_utils import run_on_ranks
 
+# Files of few tests that take long and mostly wait, for hosts and schedulers.
+WAITING = ("test_ranks_hosts", "test_train_hosts", "test_train_slurm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what waits, so that other files fill the time (with --no-loadscope-reorder)."""
+    items.sort(key=lambda item: item.path.stem not in WAITING)
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:

@@ -520,7 +520,10 @@ def test_however_fn_ends_its_processes_are_gone(two_ranks: TwoRanks, traces: Pat
 def script(tmp_path: Path, text: str) -> subprocess.Popen[str]:
     """Start text as a script of its own, without an `if __name__ == "__main__"`."""
     path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(text))
+    # what a shell starts in the background, as these tests may be, ignores Ctrl-C unless it says otherwise
+    path.write_text(
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + textwrap.dedent(text)
+    )
     return subprocess.Popen(
         [sys.executable, str(path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
