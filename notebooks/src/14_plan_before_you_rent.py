@@ -138,7 +138,7 @@ assert ranks_needed > 1
 #
 # ## 70B on 64 to 1024
 #
-# `plan` takes as long for 1024 ranks as for 64, and hardly longer for 80 blocks than for 8.
+# `plan` takes as long for 1024 ranks as for 64, and for 80 blocks less than half as long again as for 8.
 
 # %% tags=["seventy"]
 llama_70b = LlamaConfig(
