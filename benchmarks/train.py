@@ -163,7 +163,7 @@ def taking_turns(bare: Iterator[None]) -> Iterator[tuple[list[float], list[float
     """
     seconds: list[float] = []
     bare_seconds: list[float] = []
-    left = 0.0
+    left = time.perf_counter()
     is_bare = False
 
     def turn(*_: Any) -> None:

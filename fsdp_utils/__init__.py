@@ -4,8 +4,7 @@ Every public name is importable from here; the module that holds it (and torch
 with it) is loaded only when the name is first used.
 """
 
-from importlib import import_module
-from typing import Any
+from fsdp_utils._lazy import loader
 
 __version__ = "0.1.0"
 
@@ -50,12 +49,7 @@ _MODULE_OF = {
 __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll] -- checkers read __init__.pyi
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loader(__name__, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

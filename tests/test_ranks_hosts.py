@@ -147,7 +147,7 @@ def test_ranks_on_two_hosts_fail_recover_and_end_as_they_do_on_one(notebook: Not
     assert "not replaced one by one: all were stopped" in died.traceback
     assert died.seconds < 20
     assert "Call ranks.start()" in notebook.run(WHOLE).error
-    until(lambda: not left_behind(), 15, "ipyparallel's processes to end")
+    until(lambda: not left_behind(), 5, "ipyparallel's processes to end")
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"another host: {why_not()}")
@@ -155,7 +155,7 @@ def test_when_the_notebook_is_closed_no_process_stays(notebook: Notebook) -> Non
     assert notebook.run("ranks.start(2, profile='two')").error == ""
     assert len(left_behind()) >= 5  # two engines with their nannies, and the controller's
     notebook.close()
-    until(lambda: not left_behind(), 15, "ipyparallel's processes to end")
+    until(lambda: not left_behind(), 5, "ipyparallel's processes to end")
 
 
 def left_behind() -> list[str]:

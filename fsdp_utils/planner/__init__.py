@@ -3,8 +3,9 @@
 As in `fsdp_utils` itself, a module is loaded when one of its names is first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fsdp_utils._lazy import loader
 
 if TYPE_CHECKING:
     from fsdp_utils.planner.gpus import GPU, GPUS
@@ -22,11 +23,4 @@ _MODULE_OF = {
     "plan": "planning",
     "search": "searching",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loader(__name__, _MODULE_OF)

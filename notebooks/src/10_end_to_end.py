@@ -167,7 +167,7 @@ refused("--optim.warmup", "61")
 # The same holds for micro-batches, the parts that a rank computes one after the other before the optimizer's
 # step ([lesson 6](06_sharding_strategies.ipynb) calls it gradient accumulation). So the program counts the
 # labels of the whole batch first, and each part of the loss is a part of one sum. (Their number costs no wait
-# of its own: it comes with the sum of the losses of the step before.)
+# of its own after the first step: it comes with the sum of the losses of the step before.)
 #
 # </details>
 
