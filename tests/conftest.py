@@ -1,5 +1,6 @@
 """What all tests share: seeds, and two real ranks."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,11 @@ WAITING = ("test_ranks_hosts", "test_train_hosts", "test_train_slurm")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what waits, so that other files fill the time (with --no-loadscope-reorder)."""
     items.sort(key=lambda item: item.path.stem not in WAITING)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported is no garbage; what is tested here collects garbage often."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Rank helpers, and run_on_ranks under every way a rank or its caller can fail."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -255,6 +256,10 @@ def test_the_environment_is_torchruns_and_otherwise_the_callers(
         assert not elastic
         assert Path(cwd).samefile(tmp_path)
         assert threads == max(1, cores // 2)
+
+
+def test_what_a_rank_begins_with_is_not_looked_through_for_garbage(two_ranks: TwoRanks) -> None:
+    assert min(two_ranks(gc.get_freeze_count)) > 100_000  # torch, mostly
 
 
 def test_ranks_listen_on_the_loopback_interface_only(two_ranks: TwoRanks) -> None:
