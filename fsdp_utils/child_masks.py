@@ -5,8 +5,6 @@ pages. Element i of a page draws the 32-bit number `k1 + k2 * TABLE[i]` (mod 2^3
 k1 and k2 are hashes of seed, step and page: multiplicative hashing (Dietzfelbinger et al. 1997), under which
 each number is uniform and, nearly, any two are independent. An element is kept where its number is among the
 largest fraction p. No generator has a state, so nothing depends on who else draws, nor on who holds what.
-
-A mask that is given is packed, a bit per element. One shift per element makes such numbers of it.
 """
 
 import torch
@@ -32,8 +30,11 @@ def keys(seed: int, step: int, page: int) -> tuple[int, int]:
 
 
 def threshold(p: float) -> tuple[int, float]:
-    """A number is kept if it is greater than the first; the second is the fraction that this keeps."""
-    kept = min(max(round(p * 2**32), 1), 2**32 - 1)
+    """A number is kept if it is greater than the first; the second is the fraction that this keeps.
+
+    The fraction is p as fp32 has it, so that fp32 can divide by exactly what is kept.
+    """
+    kept = min(max(round(float(torch.tensor(p, dtype=torch.float32)) * 2**32), 1), 2**32 - 2**8)
     return 2**31 - 1 - kept, kept / 2**32
 
 
@@ -45,30 +46,6 @@ def draw(out: Tensor, table: Tensor, k1: Tensor, k2: int) -> None:
 def keep(bits: Tensor, numbers: Tensor, threshold: int) -> None:
     """numbers := bits where the number is greater than the threshold, else 0. Both integers of one width."""
     torch.ops.aten.threshold_backward.grad_input(bits, numbers, threshold, grad_input=numbers)
-
-
-class Packed:
-    """A mask that is given: each integer holds the bits of elements that lie a row apart.
-
-    Args:
-        kept: what the mask keeps: bools, one after the other.
-        integer: the type of the numbers that are wanted, as wide as the gradient's elements.
-    """
-
-    def __init__(self, kept: Tensor, integer: torch.dtype) -> None:
-        rows = 8 * integer.itemsize
-        self._powers = 1 << torch.arange(rows, dtype=integer, device=kept.device)[:, None]
-        padded = torch.zeros(rows, -(-kept.numel() // rows), dtype=torch.bool, device=kept.device)
-        padded.view(-1)[: kept.numel()] = kept
-        self._words = torch.zeros(1, padded.shape[1], dtype=integer, device=kept.device)
-        for row, kept_there in enumerate(padded):
-            self._words |= (~kept_there).to(integer) << (rows - 1 - row)  # shifted by row, it is the sign
-
-    def unpack(self, out: Tensor) -> None:
-        """For each element a number greater than -1, if the mask keeps it, or else not."""
-        rows, columns = len(self._powers), self._words.numel()
-        shifted = out[: rows * columns].view(rows, columns)
-        torch.mul(self._words, self._powers, out=shifted)
 
 
 def _mix(z: int) -> int:

@@ -1,13 +1,14 @@
 """Where gradients are masked: a few at a time, in memory from which AdamW's kernel takes them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_utils.child_masks import PAGE, Packed, draw, keep, keys, table, threshold
+from fsdp_utils.child_kernel import fused_adamw, laid_out_as, row, steps_on
+from fsdp_utils.child_masks import PAGE, draw, keep, keys, table, threshold
 
 _INTEGER = {4: torch.int32, 8: torch.int64}
 # Elements that are masked at once: what stays in a CPU's cache, and what a GPU is busy with for a while. With
@@ -20,15 +21,14 @@ class Scratch:
     """The memory for gradients of one dtype on one device: of `size` bytes, if that is enough for a few."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, size: int, page: int) -> None:
-        # Gradients of two bytes are masked and scaled in fp32, and then rounded once.
+        # Gradients of two bytes are masked in fp32: the numbers have four bytes at least.
         self.wide = torch.float32 if dtype.itemsize == 2 else dtype
         self.narrows = self.wide != dtype
         integer = _INTEGER[self.wide.itemsize]
         widens = integer != torch.int32
         per_element = 4 + self.wide.itemsize * (1 + widens) + dtype.itemsize * self.narrows
         most = _MOST_CPU if device.type == "cpu" else _MOST
-        # a multiple of 64, so that a mask's words unpack into it whole
-        self.capacity = min(max((size - 4 * page) // per_element // 64 * 64, _LEAST), most)
+        self.capacity = min(max((size - 4 * page) // per_element, _LEAST), most)
 
         def empty(dtype: torch.dtype) -> Tensor:
             return torch.empty(self.capacity, dtype=dtype, device=device)
@@ -72,7 +72,6 @@ class _Batch:
     items: list[_Item]
     runs: list[_Run]
     n: int
-    packed: Packed | None = None  # the mask, if it is given
 
 
 class Plan:
@@ -83,8 +82,6 @@ class Plan:
         parts: these lists' local tensors.
         first: for each of the chosen, the number of its first element among those of the model.
         scratch: the memory.
-        masks: by position, masks that are given, as bools; None for a parameter that has none. Without this
-            argument masks are drawn.
     """
 
     def __init__(
@@ -93,11 +90,9 @@ class Plan:
         parts: list[Tensor],
         first: list[int],
         scratch: Scratch,
-        masks: Sequence[Tensor | None] | None = None,
     ) -> None:
         self.device = parts[chosen[0]].device
         self._scratch = scratch
-        self._masks = masks
         self._batches: list[_Batch] = []
         for index, number in zip(chosen, first, strict=True):
             part, start = parts[index], 0
@@ -115,10 +110,6 @@ class Plan:
                 _add_runs(batch, number + start, number + stop)
                 batch.n += stop - start
                 start = stop
-        if masks is not None:
-            for batch in self._batches:
-                kept = torch.cat([self._given(item) for item in batch.items])
-                batch.packed = Packed(kept, scratch.bits.dtype)
 
     def run(
         self,
@@ -135,43 +126,22 @@ class Plan:
         """
         params, grads, exp_avgs, exp_avg_sqs = tensors
         scratch = self._scratch
-        lr, decay = float(group["lr"]), group["weight_decay"]
-        bound, kept = threshold(group["reserve_p"]) if self._masks is None else (-1, 1.0)
-        steps = _steps_on(self.device, steps)
-        grads = _laid_out_as(params, grads)
+        bound, kept = threshold(group["reserve_p"])
+        divisor = torch.tensor(kept, device=self.device)
+        steps = steps_on(self.device, steps)
+        grads = laid_out_as(params, grads)
         for batch in self._batches:
             weights, gradients, moments, squares = (
-                [t[i.index] if i.whole else _row(t[i.index])[i.start : i.stop] for i in batch.items]
+                [t[i.index] if i.whole else row(t[i.index])[i.start : i.stop] for i in batch.items]
                 for t in (params, grads, exp_avgs, exp_avg_sqs)
             )
-            if batch.packed is None:
-                self._draw(batch, group["seed"], group["mask_step"])
-            else:
-                batch.packed.unpack(scratch.bits)
-                if group["freeze_masked"]:
-                    self._decay_kept(batch, weights, moments, lr * decay)
+            self._draw(batch, group["seed"], group["mask_step"])
             self._keep(batch, gradients, bound)
-            if kept != 1:
-                scratch.masked[: batch.n].mul_(1 / kept)
             if scratch.narrows:
                 scratch.out[: batch.n].copy_(scratch.masked[: batch.n])
-            torch._fused_adamw_(
-                weights,
-                [item.after for item in batch.items],
-                moments,
-                squares,
-                [],
-                [steps[item.index] for item in batch.items],
-                amsgrad=False,
-                lr=lr,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=0.0 if group["freeze_masked"] else decay,
-                eps=group["eps"],
-                maximize=False,
-                grad_scale=None,
-                found_inf=None,
-            )
+            masked = [item.after for item in batch.items]
+            at = [steps[item.index] for item in batch.items]
+            fused_adamw(group, (weights, masked, moments, squares), at, group["weight_decay"], divisor)
 
     def _draw(self, batch: _Batch, seed: int, step: int) -> None:
         """Random numbers into the scratch memory."""
@@ -195,20 +165,6 @@ class Plan:
         for item, gradient in zip(batch.items, gradients, strict=True):
             keep(gradient.view(item.numbers.dtype), item.numbers, bound)
 
-    def _decay_kept(self, batch: _Batch, weights: list[Tensor], moments: list[Tensor], rate: float) -> None:
-        """Weight decay for what the mask keeps; no momentum for what it does not."""
-        for item, weight, moment in zip(batch.items, weights, moments, strict=True):
-            mask = self._given(item).view(weight.shape)
-            moment.mul_(mask)
-            weight.mul_(1 - rate * mask)
-
-    def _given(self, item: _Item) -> Tensor:
-        """The mask of these elements, in one row."""
-        assert self._masks is not None
-        if (mask := self._masks[item.index]) is None:
-            return torch.ones(item.stop - item.start, dtype=torch.bool, device=self.device)
-        return _row(mask)[item.start : item.stop]
-
 
 def _add_runs(batch: _Batch, first: int, stop: int) -> None:
     """The model's elements [first, stop) come to the end of what the batch holds."""
@@ -226,26 +182,3 @@ def _by_page(first: int, stop: int, at: int) -> Iterator[_Run]:
         n = min(stop - first, PAGE - entry)
         yield _Run(page, entry, entry + n, at)
         first, at = first + n, at + n
-
-
-def _row(tensor: Tensor) -> Tensor:
-    """The elements in the order of memory, over the same memory."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _laid_out_as(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """The gradients, in memory as the parameters are."""
-    return [
-        g if g.is_contiguous() and p.is_contiguous() else torch.empty_like(p).copy_(g)
-        for p, g in zip(params, grads, strict=True)
-    ]
-
-
-def _steps_on(device: torch.device, steps: list[Tensor]) -> list[Tensor]:
-    """The counts of steps where the kernel reads them: AdamW keeps them on the CPU unless it is fused."""
-    if device.type == "cpu" or steps[0].device.type != "cpu":
-        return steps
-    there = {value: torch.tensor(value, device=device) for value in {float(step) for step in steps}}
-    return [there[float(step)] for step in steps]

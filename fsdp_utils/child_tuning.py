@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import AdamW, adamw
 
 from fsdp_utils._names import plain_name
+from fsdp_utils.child_given import decay_kept, held, hold
+from fsdp_utils.child_kernel import fused_adamw, laid_out_as, steps_on
 from fsdp_utils.child_layout import Place, as_dtensor, local, member_names, places
 from fsdp_utils.child_masks import PAGE
 from fsdp_utils.child_scratch import Plan, Scratch
@@ -18,7 +20,7 @@ from fsdp_utils.fisher import fisher_mask
 
 __all__ = ["ChildTuningAdamW", "fisher_mask"]
 
-MASK = "gradient_mask"  # its key in the optimizer's state, where it travels and is sharded as the parameter
+MASK = "gradient_mask"  # its key in a saved state, where it travels and is sharded as the parameter
 _OWN = ("reserve_p", "mode", "seed", "freeze_masked", "mask_step")  # what each group has besides AdamW's
 
 
@@ -32,7 +34,9 @@ class ChildTuningAdamW(AdamW):
 
     What is masked is the gradient, as in the paper. So in mode "taskfree" momentum moves a weight also at
     steps at which its gradient was masked; and weight decay moves masked weights in both modes.
-    freeze_masked=True stops that in mode "task": then masked weights keep their bits.
+    freeze_masked=True stops that in mode "task": then masked weights stay as they are. In mode "task" old
+    momentum, from a loaded state of AdamW, does not move them either; but a gradient that is not finite
+    spoils the weight even if it is masked.
 
     The mask is a function of seed, step and the element's place in the whole model. So replicas stay equal
     whatever their ranks' seeds are, a resumed run goes on as it would have gone on, and nobody else's random
@@ -41,13 +45,15 @@ class ChildTuningAdamW(AdamW):
     are split along another dimension, and FSDP1's flat parameters, have other masks than in the unsharded
     model; for the former they change with the number of ranks.
 
-    step() leaves every p.grad as it is, takes a sparse gradient for the dense one that it stands for, and
-    needs scratch memory of an eighth of the parameters (0.3 MiB if that is more). Masks of mode "task" take
-    9 bits per weight besides. mode, reserve_p, seed, the number of steps and the masks are in state_dict(),
-    and so in checkpoints; there a mask takes as much as a moment, because FSDP1 saves nothing smaller. To
-    load into mode "task", build the optimizer with a mask of ones: the loaded one replaces it. Under
-    torch.compile, step() runs uncompiled. On a CPU a step of mode "taskfree" takes about twice as long as
-    AdamW's with its fused kernel, one of mode "task" 1.2 to 1.5 times (benchmarks/child_tuning.py).
+    step() leaves every p.grad as it is, takes a sparse gradient for the dense one that it stands for, and in
+    mode "taskfree" needs scratch memory of an eighth of the parameters (0.3 MiB if that is more). Mode "task"
+    needs none: there the second moment of a masked weight is infinite, so that AdamW's own kernel does not
+    move it, and `state` has averages of its gradients that nothing reads. In state_dict(), and so in
+    checkpoints, both moments of such a weight are 0, and mode, reserve_p, seed, the number of steps and the
+    masks are there; a mask takes as much as a moment, because FSDP1 saves nothing smaller. To load into mode
+    "task", build the optimizer with a mask of ones: the loaded one replaces it. Under torch.compile, step()
+    runs uncompiled. On a CPU a step of mode "taskfree" takes about twice as long as AdamW's with its fused
+    kernel, one of mode "task" as long (benchmarks/child_tuning.py).
 
     Args:
         params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
@@ -57,7 +63,7 @@ class ChildTuningAdamW(AdamW):
         gradient_mask: for mode "task": by parameter name what to keep, as bools: this rank's part of them or
             the whole. The gradients of parameters that it does not name pass as they are.
         seed: the same on all ranks.
-        freeze_masked: in mode "task", also keep weight decay and old momentum from masked weights.
+        freeze_masked: in mode "task", also keep weight decay from masked weights.
         fused: as for AdamW, where nothing is masked. Masked steps always use the fused kernel.
 
     Raises:
@@ -92,7 +98,7 @@ class ChildTuningAdamW(AdamW):
         if freeze_masked and mode != "task":
             raise ValueError(f'ChildTuningAdamW: freeze_masked needs mode "task", found mode {mode!r}.')
         self._own = dict(zip(_OWN, (reserve_p, mode, seed, freeze_masked, 0), strict=True))
-        self._masks: dict[Tensor, Tensor] = {}  # given, and not yet in the state
+        self._masks: dict[Tensor, Tensor] = {}  # given, where there are no moments yet
         self._forget()
         super().__init__(params, lr, betas, eps, weight_decay, fused=fused)
         self._step_supports_amp_scaling = False  # a gradient scaler unscales before the step
@@ -121,21 +127,33 @@ class ChildTuningAdamW(AdamW):
         return {**super().__getstate__(), "_own": self._own, "_masks": self._masks}
 
     def state_dict(self) -> dict[str, Any]:
-        """As AdamW's, with the masks as zeros and ones of the parameters' type, as AdamW loads them."""
+        """As AdamW's, with the masks of mode "task" as zeros and ones of the parameters' type.
+
+        Both moments of a weight that is held are 0 there, as if its gradients had been.
+        """
+        self._hold()
         found = super().state_dict()
-        for number, state in found["state"].items():
-            if MASK in state:
-                found["state"][number] = {**state, MASK: state[MASK].to(state["exp_avg"].dtype)}
+        numbers = {
+            p: number
+            for own, group in zip(self.param_groups, found["param_groups"], strict=True)
+            for p, number in zip(own["params"], group["params"], strict=True)
+        }
+        for p, state in self._with_masks():
+            square = local(state["exp_avg_sq"])
+            is_held = held(square)
+            local(state["exp_avg"]).masked_fill_(is_held, 0)  # no step reads it
+            found["state"][numbers[p]] = {
+                **state,
+                "exp_avg_sq": _sharded_as(p, square.masked_fill(is_held, 0)),
+                MASK: _sharded_as(p, (~is_held).to(square.dtype)),
+            }
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As AdamW's; masks, mode, reserve_p and seed are those of the state, where it has them."""
-        self._masks |= {p: state[MASK] for p, state in self.state.items() if MASK in state}
+        self._hold()
+        self._masks |= {p: ~held(local(state["exp_avg_sq"])) for p, state in self._with_masks()}
         super().load_state_dict(state_dict)
-        for p, state in self.state.items():
-            if MASK in state:  # AdamW has cast it to the parameter's type
-                state[MASK] = state[MASK].to(torch.bool)
-                self._masks.pop(p, None)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -184,11 +202,35 @@ class ChildTuningAdamW(AdamW):
         elif params:
             # one tensor for all: of a number, each addition on the CPU would make a tensor of its own
             torch._foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
+            if group["mode"] == "task" and self._hold():
+                exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in params]
             lists = [params, grads, exp_avgs, exp_avg_sqs]
             if any(isinstance(p, DTensor) for p in params):
                 lists = [[local(t) for t in column] for column in lists]
-            for plan in self._plans(number, params, lists[0]):
-                plan.run(group, (lists[0], lists[1], lists[2], lists[3]), steps)
+            if group["mode"] == "task":
+                _step_held(group, lists, steps)
+            else:
+                for plan in self._plans(number, params, lists[0]):
+                    plan.run(group, (lists[0], lists[1], lists[2], lists[3]), steps)
+
+    # ---- the masks of mode "task" ------------------------------------------------------------------
+
+    def _with_masks(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """The parameters in mode "task" that have moments, each with its state."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["mode"] == "task" and self.state.get(p):
+                    yield p, self.state[p]
+
+    def _hold(self) -> bool:
+        """Put masks that were given or loaded where there are moments to put them into. Were there any?"""
+        found = False
+        for p, state in self._with_masks():
+            given, loaded = self._masks.pop(p, None), state.pop(MASK, None)
+            if (mask := given if loaded is None else loaded) is not None:
+                state["exp_avg_sq"] = _sharded_as(p, hold(local(state["exp_avg_sq"]), local(mask)))
+                found = True
+        return found
 
     # ---- remembered between steps ------------------------------------------------------------------
 
@@ -198,16 +240,12 @@ class ChildTuningAdamW(AdamW):
         known, plans = self._planned.get(number, (None, []))
         if known != key:
             self._first = self._first or self._numbered()
-            masks = None
-            if self.param_groups[number]["mode"] == "task":
-                masks = [self._mask(p, part) for p, part in zip(params, parts, strict=True)]
             plans = [
                 Plan(
                     chosen,
                     parts,
                     [self._first[id(params[i])] for i in chosen],
                     self._scratch_for(like),
-                    masks,
                 )
                 for like, chosen in _alike(parts).items()
             ]
@@ -229,18 +267,8 @@ class ChildTuningAdamW(AdamW):
         if like not in self._scratch:
             parts = [local(p) for group in self.param_groups for p in group["params"]]
             size = sum(part.nbytes for part in parts if (part.dtype, part.device) == like)
-            draws = any(group["mode"] == "taskfree" for group in self.param_groups)
-            self._scratch[like] = Scratch(*like, size // 8, min(PAGE, self._elements) if draws else 0)
+            self._scratch[like] = Scratch(*like, size // 8, min(PAGE, self._elements))
         return self._scratch[like]
-
-    def _mask(self, p: Tensor, part: Tensor) -> Tensor | None:
-        """The given mask of this rank's part of a parameter, in memory as the part is. The state keeps it."""
-        state = self.state[p]
-        if (given := self._masks.pop(p, state.get(MASK))) is None:
-            return None
-        mask = torch.empty_like(part, dtype=torch.bool, requires_grad=False).copy_(local(given))
-        state[MASK] = as_dtensor(mask, p) if isinstance(p, DTensor) else mask
-        return mask
 
     def _forget(self) -> None:
         self._planned: dict[int, tuple[Any, list[Plan]]] = {}
@@ -255,6 +283,24 @@ def _alike(parts: list[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[i
     for i, part in enumerate(parts):
         groups.setdefault((part.dtype, part.device), []).append(i)
     return groups
+
+
+def _step_held(group: dict[str, Any], lists: list[list[Tensor]], steps: list[Tensor]) -> None:
+    """A step in mode "task". The lists hold parameters, gradients and both moments; local ones."""
+    decay, (beta1, beta2) = group["weight_decay"], group["betas"]
+    betas = beta1, max(beta2, torch.finfo(torch.float32).tiny)  # 0 times infinity is no number
+    for (_, device), chosen in _alike(lists[0]).items():
+        params, grads, exp_avgs, exp_avg_sqs = ([column[i] for i in chosen] for column in lists)
+        at = steps_on(device, [steps[i] for i in chosen])
+        if group["freeze_masked"] and decay:
+            decay_kept(params, exp_avg_sqs, float(group["lr"]) * decay)
+        tensors = params, laid_out_as(params, grads), exp_avgs, exp_avg_sqs
+        fused_adamw({**group, "betas": betas}, tensors, at, 0.0 if group["freeze_masked"] else decay)
+
+
+def _sharded_as(p: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of a tensor, as the whole if the parameter is distributed."""
+    return as_dtensor(part, p) if isinstance(p, DTensor) else part
 
 
 @contextmanager

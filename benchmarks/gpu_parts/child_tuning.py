@@ -16,6 +16,8 @@ USES = (
     "fsdp_utils/child_tuning.py",
     "fsdp_utils/child_masks.py",
     "fsdp_utils/child_scratch.py",
+    "fsdp_utils/child_given.py",
+    "fsdp_utils/child_kernel.py",
 )
 GROUP = None
 SHAPES = ((20, 1024), (1000, 64), (20, 4096))

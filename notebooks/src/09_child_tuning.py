@@ -98,8 +98,8 @@ assert len(still_moves) > 100
 assert bool(still_moves.all())
 
 # %% [markdown]
-# All of them: momentum moves a weight also where its gradient is masked. Weight decay does so too, in both
-# modes; for mode D `freeze_masked=True` stops both.
+# All of them: momentum moves a weight also where its gradient is masked. Under mode D's mask a weight never
+# gets any momentum. Weight decay moves masked weights in both modes; in mode D `freeze_masked=True` stops it.
 
 # %% [markdown]
 # ## Masks under FSDP
@@ -441,16 +441,6 @@ if rank == 0:
 import time
 
 
-def seconds(step):
-    step()
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
 def gradients():
     made = [nn.Parameter(torch.randn(512, 512)) for _ in range(8)]
     for p in made:
@@ -458,20 +448,31 @@ def gradients():
     return made
 
 
-plain_s = seconds(torch.optim.AdamW(gradients(), fused=True).step)
-f_s = seconds(ChildTuningAdamW(gradients()).step)
 named = [(str(i), p) for i, p in enumerate(gradients())]
 masks = {name: torch.rand_like(p) < 0.3 for name, p in named}
-d_s = seconds(ChildTuningAdamW(named, mode="task", gradient_mask=masks).step)
 tensors = gradients()
-bernoulli_s = seconds(lambda: [torch.bernoulli(torch.full_like(p, 0.3)) for p in tensors])
-print(f"AdamW's step {plain_s * 1e3:.1f} ms · mode F's {f_s * 1e3:.1f} ms · mode D's {d_s * 1e3:.1f} ms")
-print(f"torch.bernoulli alone {bernoulli_s * 1e3:.1f} ms")
-assert max(f_s, d_s) < 10 * plain_s
+steps = {
+    "AdamW": torch.optim.AdamW(gradients(), fused=True).step,
+    "F": ChildTuningAdamW(gradients()).step,
+    "D": ChildTuningAdamW(named, mode="task", gradient_mask=masks).step,
+    "bernoulli": lambda: [torch.bernoulli(torch.full_like(p, 0.3)) for p in tensors],
+}
+best = dict.fromkeys(steps, float("inf"))
+for _ in range(15):                                  # in turn: a busy moment of the machine meets all of them
+    for name, step in steps.items():
+        began = time.perf_counter()
+        step()
+        best[name] = min(best[name], time.perf_counter() - began)
+plain_ms, f_ms, d_ms, bernoulli_ms = (1e3 * seconds for seconds in best.values())
+print(f"AdamW's step {plain_ms:.1f} ms · mode F's {f_ms:.1f} ms · mode D's {d_ms:.1f} ms")
+print(f"torch.bernoulli alone {bernoulli_ms:.1f} ms")
+assert f_ms < 10 * plain_ms
+assert d_ms < 2 * plain_ms
 
 # %% [markdown]
 # A step of mode F takes a few times as long as AdamW's, and still less than sampling alone would take. Mode
-# D tosses no coins, so it costs less.
+# D's takes as long as AdamW's: `ChildTuningAdamW` makes the second moment of each masked weight infinite.
+# AdamW divides by its root, and so its own kernel leaves the weight where it is.
 #
 # ## Claims, then and now
 

@@ -1,0 +1,65 @@
+"""AdamW's fused kernel, as child tuning calls it: on the tensors themselves, whatever holds them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def fused_adamw(
+    group: dict[str, Any],
+    tensors: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]],
+    steps: list[Tensor],
+    weight_decay: float,
+    divisor: Tensor | None = None,
+) -> None:
+    """One step of AdamW with the settings of `group`.
+
+    Args:
+        group: lr, betas and eps.
+        tensors: parameters, gradients and both moments, alike in dtype, device and layout.
+        steps: for each parameter how many steps it has taken, with this one; on the same device.
+        weight_decay: that of this step.
+        divisor: of the gradients, fp32; the kernel writes the quotients over them.
+    """
+    params, grads, exp_avgs, exp_avg_sqs = tensors
+    torch._fused_adamw_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        amsgrad=False,
+        lr=float(group["lr"]),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=weight_decay,
+        eps=group["eps"],
+        maximize=False,
+        grad_scale=divisor,
+        found_inf=None,
+    )
+
+
+def row(tensor: Tensor) -> Tensor:
+    """The elements in the order of memory, over the same memory."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def laid_out_as(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """The gradients, in memory as the parameters are."""
+    return [
+        g if g.is_contiguous() and p.is_contiguous() else torch.empty_like(p).copy_(g)
+        for p, g in zip(params, grads, strict=True)
+    ]
+
+
+def steps_on(device: torch.device, steps: list[Tensor]) -> list[Tensor]:
+    """The counts of steps where the kernel reads them: AdamW keeps them on the CPU unless it is fused."""
+    if device.type == "cpu" or steps[0].device.type != "cpu":
+        return steps
+    there = {value: torch.tensor(value, device=device) for value in {float(step) for step in steps}}
+    return [there[float(step)] for step in steps]
