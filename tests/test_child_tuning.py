@@ -459,6 +459,22 @@ def test_masks_outlast_a_copy_before_the_first_step_and_a_state_of_adamw() -> No
     )  # the lender's stay as they are
 
 
+def test_masks_outlast_a_checkpoint_of_adamw(tmp_path: Any) -> None:
+    model, twin = net(), net()
+    plain = torch.optim.AdamW(twin.parameters(), weight_decay=0.0)
+    train(twin, plain, range(1))
+    save_distributed(tmp_path / "plain", twin, plain, step=1)
+    masks = some_masks(model)
+    optimizer = ChildTuningAdamW(model.named_parameters(), mode="task", gradient_mask=masks)
+    train(model, optimizer, range(1))
+    load_distributed(tmp_path / "plain", model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer, range(1, 3))
+    for number, (name, p) in enumerate(model.named_parameters()):
+        assert torch.equal(p[~masks[name]], before[name][~masks[name]])
+        assert torch.equal(optimizer.state_dict()["state"][number][MASK] != 0, masks[name])
+
+
 def test_a_state_with_a_mask_goes_on_in_adamw_with_all_weights() -> None:
     p = parameter(100)
     optimizer = ChildTuningAdamW([("p", p)], mode="task", gradient_mask={"p": torch.arange(100) % 2 == 0})

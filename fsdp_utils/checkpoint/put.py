@@ -29,11 +29,13 @@ def optimizer_buffers(
     """Tensors for the optimizer's state, in the checkpoint's dtypes, sharded as the parameters are.
 
     Where the optimizer has such a tensor already it is that one: a second copy of the state takes memory, and
-    getting it from the system takes longer than filling it. Else it is an empty one.
+    getting it from the system takes longer than filling it. Else it is an empty one, as it is for an
+    optimizer with a state_dict() of its own, whose `state` may hold something else under the same name.
     """
+    as_it_is = type(optimizer).state_dict is Optimizer.state_dict and not has_fsdp1(model)
     own = {
         (names[0], what): value
-        for param, names in ({} if has_fsdp1(model) else parameter_names(model)).items()
+        for param, names in (parameter_names(model) if as_it_is else {}).items()
         for what, value in optimizer.state.get(param, {}).items()
         if isinstance(value, Tensor) and value.dim()  # one number may be shared by several parameters
     }
