@@ -247,7 +247,10 @@ def test_another_number_of_ranks_replaces_them_and_two_notebooks_never_meet(
     assert notebook.run(WHOLE).text == "all ranks | 2.0\n"
     assert four.run(WHOLE).text == "all ranks | 4.0\n"
     before = notebook.ranks_processes()
-    assert notebook.run("ranks.start(3)").text.startswith("3 ranks in one")
+    before_it = notebook.run("import sys; 'sched' in sys.modules").value
+    assert notebook.run("ranks.start(3, preload=['sched'])").text.startswith("3 ranks in one")
+    assert (before_it, notebook.run("'sched' in sys.modules").value) == ("False", "True")
+    assert notebook.run("%%ranks\nimport sys\n'sched' in sys.modules").text.count("True") == 1  # all alike
     assert notebook.run(WHOLE).text == "all ranks | 3.0\n"
     assert not any(process.is_running() for process in before)
 

@@ -21,7 +21,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fsdp_utils.notebook import output
@@ -54,6 +54,7 @@ def start(
     device: str | None = None,
     method: str | None = None,
     profile: str | None = None,
+    preload: Sequence[str] = (),
 ) -> None:
     """Start the ranks, or keep them if they run already.
 
@@ -65,8 +66,12 @@ def start(
         method: "fork" from one process that has imported torch, the default where it exists, or "spawn".
         profile: start them on other hosts instead, through the launcher (SSH, Slurm, ...) that this IPython
             profile names: see hosts.py. There a rank that dies is not replaced: all end, to be started again.
+        preload: modules that are slow to import and that the notebook and its ranks both need. The process
+            that forks the ranks imports them once for all of them, and meanwhile the notebook does, too. With
+            "spawn" or a profile each rank still imports them itself.
 
     Raises:
+        ImportError: one of `preload` cannot be imported.
         RuntimeError: not in a notebook; `fsdp_utils.run_on_ranks` is for scripts. Or the profile's launcher
             did not start the ranks.
         ValueError: a number of ranks below 1, or more ranks on CUDA than there are GPUs, or no such profile.
@@ -98,7 +103,7 @@ def start(
             return
         stop()
     if profile is None:
-        _team = Team(world_size, device, method or ("fork" if hasattr(os, "fork") else "spawn"))
+        _team = Team(world_size, device, method or ("fork" if hasattr(os, "fork") else "spawn"), preload)
     else:
         _team = RemoteTeam(world_size, device, profile)
     backend = "nccl, one GPU each" if _team.device == "cuda" else "gloo on CPU"

@@ -1,6 +1,7 @@
 """The processes behind a notebook's ranks, seen from the notebook: start, call, interrupt, replace, end."""
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,13 +88,17 @@ class Team(Crew):
         world_size: number of ranks; None: the GPUs where there are two or more, else 4.
         device: "cuda", "cpu", or None to choose.
         method: "fork" or "spawn".
+        preload: modules to import in the ranks' common parent and, meanwhile, here.
 
     Raises:
+        ImportError: one of `preload` cannot be imported.
         ValueError: `device` and `world_size` ask for more GPUs than there are.
         TimeoutError: the ranks are not there after 90 s.
     """
 
-    def __init__(self, world_size: int | None, device: str | None, method: str) -> None:
+    def __init__(
+        self, world_size: int | None, device: str | None, method: str, preload: Sequence[str] = ()
+    ) -> None:
         self.settings: dict[str, Any] = {
             "world_size": world_size,
             "device": device,
@@ -101,7 +106,7 @@ class Team(Crew):
             "directory": tempfile.mkdtemp(prefix="ranks-"),
             "birth": 0,
             "timeout_s": 60.0,
-            "preload": _imported_here(),
+            "preload": [*_imported_here(), *preload],
         }
         self._events: list[dict[str, Any]] = []
         self._birth_of: dict[int, int] = {}  # rank -> which birth its present process came from
@@ -114,6 +119,8 @@ class Team(Crew):
         )
         threading.Thread(target=self._listen, daemon=True).start()
         try:
+            for name in preload:
+                importlib.import_module(name)
             self._connect()
         except BaseException:
             self.end()
@@ -233,7 +240,13 @@ class Team(Crew):
 
 def _imported_here() -> list[str]:
     """Slow modules that the notebook has imported: the ranks' common parent imports them once for all."""
-    slow = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "matplotlib.pyplot", "sklearn.datasets")
+    slow = (
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torch._dynamo",  # an optimizer imports it
+        "matplotlib.pyplot",
+        "sklearn.datasets",
+    )
     return [
         name
         for name in sys.modules
