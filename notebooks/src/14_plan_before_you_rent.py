@@ -24,7 +24,13 @@ lesson.card(
 # %%
 import warnings
 
+from fsdp_utils.notebook import ranks
+
 warnings.filterwarnings("ignore", message="IProgress")             # about bars that we do not show
+# real ranks, for one measurement further down
+ranks.start(preload=["transformers.models.llama.modeling_llama"])
+
+# %%
 from transformers import LlamaConfig
 
 from fsdp_utils import plan
@@ -163,13 +169,8 @@ assert sum(by_ranks[64].at_rest.values()) > 10 * sum(by_ranks[1024].at_rest.valu
 #
 # ## Held against real ranks
 #
-# A CPU has no CUDA allocator, but it has bytes. Here are real ranks with a small Llama: two real steps, and
-# the bytes of each kind counted by hand. **This is a measurement.**
-
-# %%
-from fsdp_utils.notebook import ranks
-
-ranks.start()
+# A CPU has no CUDA allocator, but it has bytes. The ranks that were started at the beginning are real. They
+# get a small Llama: two real steps, and the bytes of each kind counted by hand. **This is a measurement.**
 
 # %%
 # %%ranks
