@@ -24,6 +24,12 @@ lesson.card(
     "expandable segments.",
 )
 
+# %%
+from fsdp_utils.notebook import ranks
+
+# real ranks, for the second half of the lesson
+ranks.start(preload=["torch.distributed.fsdp", "torch._dynamo", "sklearn.datasets"])
+
 # %% [markdown]
 # ## Reserved and allocated
 #
@@ -184,13 +190,28 @@ assert real.events == fake.events
 # %% [markdown]
 # The same events, in the same order, of the same sizes.
 #
-# Now the wide model, at growing batch sizes.
+# Now the wide model, at growing batch sizes. A step makes the same tensors at each of them. Some have the
+# same size, too, and the others grow evenly with the batch. So the recordings of 16 and 32 should tell what
+# lies between. Do they? Record 24 as well, and compare.
 
 # %%
-sizes = [16, 20, 22, 23, 24, 25, 26, 28, 32]
+from dataclasses import replace
+from fsdp_utils.allocation_trace import Trace
+
 with FakeTensorMode():
-    traces = {size: record(size) for size in sizes}
+    smallest, middle, largest = (record(size).events for size in (16, 24, 32))
 dist.destroy_process_group()
+
+
+def between(size):
+    """The trace of a batch size from 16 to 32."""
+    pairs = zip(smallest, largest, strict=True)                             # of the same tensor
+    return Trace([replace(a, size=a.size + (b.size - a.size) * (size - 16) // 16) for a, b in pairs])
+
+
+sizes = [16, 20, 22, 23, 24, 25, 26, 28, 32]
+traces = {size: between(size) for size in sizes}
+assert traces[24].events == middle                                          # each event, each size
 
 for size in (16, 24, 26, 32):
     print(f"batch size {size:2}: tensors need {traces[size].peak_gib:.2f} GiB at most")
@@ -263,9 +284,6 @@ plots.show(fig, alt="Simulated memory over three steps: it fits, it retries, it 
 # So put all tensors of the same trace on one stream, and replay it.
 
 # %%
-from dataclasses import replace
-from fsdp_utils.allocation_trace import Trace
-
 streams = sorted({event.stream for event in traces[24].events})
 one_stream = Trace([replace(event, stream=0) for event in traces[24].events])
 
@@ -386,13 +404,8 @@ assert search.best == max(fits)
 #
 # ## In a real loop, on the ranks
 #
-# Now both tools on real training. A small transformer learns to tell the handwritten digits of scikit-learn
-# apart. It reads an image of 8 by 8 pixels row by row.
-
-# %%
-from fsdp_utils.notebook import ranks
-
-ranks.start()
+# Now both tools on real training, on the ranks that were started at the beginning. A small transformer
+# learns to tell the handwritten digits of scikit-learn apart. It reads an image of 8 by 8 pixels row by row.
 
 # %%
 # %%ranks
@@ -414,7 +427,7 @@ class Reader(nn.Module):
         self.rows, self.place = nn.Linear(8, width), nn.Parameter(torch.zeros(8, width))
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=256, dropout=0, batch_first=True)
-            for _ in range(3)
+            for _ in range(2)
         )
         self.head = nn.Linear(width, 10)
 
@@ -527,7 +540,7 @@ def step(batch_size):
     optimizer.zero_grad()
 
 
-search = find_batch_size(step, start=2, limit=32)
+search = find_batch_size(step, start=4, limit=32)
 print(search)
 
 # %% [markdown]
