@@ -90,6 +90,7 @@ def group_is_whole(limit_s: float = 2.0) -> bool:
         work = dist.barrier(async_op=True)
         return bool(work is None or work.wait(timedelta(seconds=limit_s)))
     except RuntimeError:
+        cut_group()  # there will be a new one: let nobody wait for this rank until the limit
         return False
 
 
