@@ -1,6 +1,7 @@
 """benchmarks/gpu.py: parts run end to end, nothing measured is lost, and a dry run is no recording."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks import gpu
 from benchmarks.gpu_parts import NAMES, memory, recorder, train
 from benchmarks.gpu_parts.recorder import RECORDED, Run
 from tests import imagined_part
+from tests.forking_worker import forking
 
 IMAGINED = "tests.imagined_part"
 PLAN = [
@@ -25,12 +27,25 @@ PLAN = [
 ]
 
 
-def imagine(folder: Path, settings: list[dict], **options: Any) -> bool:
-    """Record the imagined part with these settings."""
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Workers that are forks, for an environment that has no Jupyter."""
+    stubs = tmp_path_factory.mktemp("stubs")
+    for package in ("IPython", "ipykernel", "ipyparallel"):
+        (stubs / f"{package}.py").write_text("raise ImportError('recording is to need no Jupyter')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(stubs))
+        with forking() as run:
+            yield run
+
+
+def imagine(folder: Path, settings: list[dict], *, worker: Any = None, **options: Any) -> bool:
+    """Record the imagined part with these settings, in processes of its own or in forks."""
     (folder / "plan.json").write_text(json.dumps(settings))
     options = {"device": "cpu", "tiny": True, "command": "a command", "commit": "a commit", **options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(imagined_part.PLAN, str(folder / "plan.json"))
+        patch.setattr(recorder, "_worker", worker or recorder._worker)
         return recorder.record(IMAGINED, Run(folder=folder, **options))
 
 
@@ -106,11 +121,11 @@ def partial_file(folder: Path, **origin: str) -> Path:
     return file
 
 
-def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path, forks: Any) -> None:
     file = partial_file(tmp_path)
     assert not imagine(tmp_path, [{"name": "a"}, {"name": "b"}], limit_s=0)
     assert file.exists()
-    assert imagine(tmp_path, [{"name": "a"}, {"name": "b"}])
+    assert imagine(tmp_path, [{"name": "a"}, {"name": "b"}], worker=forks)
     assert log(tmp_path) == ["b"]
     recording = json.loads((tmp_path / "imagined_part.json").read_text())
     assert recording["results"] == {"measured": ["a", "b"]}
@@ -123,8 +138,8 @@ def test_results_of_other_code_or_another_device_are_not_taken_over(tmp_path: Pa
     assert len(file.read_text().splitlines()) == 1
 
 
-def test_settings_may_follow_from_results(tmp_path: Path) -> None:
-    assert imagine(tmp_path, [{"name": "a"}, {"name": "b"}, {"name": "c"}], tiny=False)
+def test_settings_may_follow_from_results(tmp_path: Path, forks: Any) -> None:
+    assert imagine(tmp_path, [{"name": "a"}, {"name": "b"}, {"name": "c"}], tiny=False, worker=forks)
     assert log(tmp_path) == ["a", "b", "c"]
     assert json.loads((tmp_path / "imagined_part.json").read_text())["dry_run"] is False
 
@@ -145,20 +160,18 @@ def test_a_dry_run_cannot_be_kept_among_the_recordings() -> None:
 
 
 @pytest.fixture(scope="module")
-def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dry_run(tmp_path_factory: pytest.TempPathFactory, forks: Any) -> Path:
     """The folder in which a dry run of all parts was recorded."""
-    folder, stubs = tmp_path_factory.mktemp("dry_run"), tmp_path_factory.mktemp("stubs")
+    folder = tmp_path_factory.mktemp("dry_run")
     kept = sorted(RECORDED.glob("*"))
-    for package in ("IPython", "ipykernel", "ipyparallel"):
-        (stubs / f"{package}.py").write_text("raise ImportError('recording is to need no Jupyter')")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(stubs))
+        patch.setattr(recorder, "_worker", forks)
         assert gpu.main(["--device", "cpu", "--tiny", "--out", str(folder)]) == 0
     assert sorted(RECORDED.glob("*")) == kept
     return folder
 
 
-@pytest.mark.timeout(300)  # five processes that import torch and transformers
+@pytest.mark.timeout(300)  # a minute where the cores are busy
 @pytest.mark.parametrize("name", NAMES)
 def test_every_part_runs_end_to_end_on_the_cpu(dry_run: Path, name: str) -> None:
     recording = json.loads((dry_run / f"{name}.json").read_text())
