@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -119,8 +120,10 @@ class Team(Crew):
         )
         threading.Thread(target=self._listen, daemon=True).start()
         try:
-            for name in preload:
-                importlib.import_module(name)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="IProgress not found")
+                for name in preload:
+                    importlib.import_module(name)
             self._connect()
         except BaseException:
             self.end()
@@ -244,7 +247,6 @@ def _imported_here() -> list[str]:
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint",
         "torch._dynamo",  # an optimizer imports it
-        "matplotlib.pyplot",
         "sklearn.datasets",
     )
     return [

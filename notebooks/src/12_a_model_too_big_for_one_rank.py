@@ -24,10 +24,6 @@ lesson.card(
 )
 
 # %%
-import warnings
-
-warnings.filterwarnings("ignore", message="IProgress")               # about bars that we do not show
-
 from fsdp_utils.notebook import plots, ranks
 
 ranks.start(device="cpu", preload=["transformers.models.llama.modeling_llama"])    # slow to import

@@ -22,11 +22,8 @@ lesson.card(
 )
 
 # %%
-import warnings
-
 from fsdp_utils.notebook import ranks
 
-warnings.filterwarnings("ignore", message="IProgress")             # about bars that we do not show
 # real ranks, for one measurement further down
 ranks.start(preload=["transformers.models.llama.modeling_llama"])
 
