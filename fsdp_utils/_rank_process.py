@@ -1,7 +1,6 @@
 """What a process does that `run_on_ranks` started: become a rank, call the function, send what came of it."""
 
 import faulthandler
-import gc
 import io
 import multiprocessing
 import os
@@ -43,7 +42,6 @@ class Job(NamedTuple):
 
 def rank_main(rank: int, job: Job, pipe: Connection) -> None:
     _end_with_caller()
-    gc.freeze()  # no garbage in what the server has imported: each gc.collect() of fn takes 0.2 s less
     with job.stack_of(rank).open("w") as stack_file:
         try:
             _be_rank(rank, job)

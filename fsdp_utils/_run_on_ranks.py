@@ -30,14 +30,7 @@ from fsdp_utils._rank_errors import unpack_error
 from fsdp_utils._rank_process import START_LIMIT_S, Job, rank_main
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-# What the server imports once, so that no rank has to.
-_PRELOAD = [
-    "torch._dynamo",  # fully_shard imports it: most of a second on each rank
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.checkpoint.state_dict",
-    _rank_process.__name__,
-]
+_PRELOAD = ["fsdp_utils._rank_server"]
 
 _BLAME_S = 0.3  # after the first bad news, how long to listen for a failure that happened even earlier
 _EXIT_S = 5.0  # for a rank to leave once its result is here
