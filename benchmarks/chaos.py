@@ -39,6 +39,7 @@ ENDED_S = 5.0  # for the ranks that hang to have told it and ended
 START_S = 90.0  # for the ranks to start, import and load, on a busy machine
 LIMIT_S = HANG_S + ENDED_S + START_S  # for the run to go on after a fault
 DISK_MIB = 64
+SOURCE = "fsdp_utils.notebook.tasks:dates_llama"  # what is trained, and on what
 
 
 @dataclass
@@ -68,7 +69,9 @@ class Fault:
 class Run:
     """A training run under torchrun, and what it tells of itself."""
 
-    def __init__(self, out: Path, ranks: int, steps: int, restarts: int, hang_s: float) -> None:
+    def __init__(
+        self, out: Path, ranks: int, steps: int, restarts: int, hang_s: float, source: str = SOURCE
+    ) -> None:
         self.out = out
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [
@@ -78,7 +81,7 @@ class Run:
             f"--out={out}",
             f"--steps={steps}",
         ]
-        command += ["--data.source=fsdp_utils.notebook.tasks:dates_llama", f"--save_every={SAVE_EVERY}"]
+        command += [f"--data.source={source}", f"--save_every={SAVE_EVERY}"]
         command += [f"--eval_every={steps}", "--keep=3", f"--hang_s={hang_s}", "--parallel.device=cpu"]
         out.mkdir(parents=True, exist_ok=True)
         with (out / "log").open("w") as log:
@@ -199,7 +202,13 @@ def can_fill_a_disk() -> bool:
 
 
 def disturb(
-    folder: Path, ranks: int, steps: int, kinds: list[str], seed: int, hang_s: float = HANG_S
+    folder: Path,
+    ranks: int,
+    steps: int,
+    kinds: list[str],
+    seed: int,
+    hang_s: float = HANG_S,
+    source: str = SOURCE,
 ) -> tuple[list[Fault], dict[int, float], list[dict[str, Any]]]:
     """Train with those faults, each at a step drawn from the seed.
 
@@ -211,7 +220,7 @@ def disturb(
     out = folder / "disturbed"
     disk = small_disk(out / "checkpoints") if DISK_FULL in kinds else contextlib.nullcontext()
     with disk:
-        run = Run(out, ranks, steps, restarts=2 * len(kinds), hang_s=hang_s)
+        run = Run(out, ranks, steps, 2 * len(kinds), hang_s, source)
         try:
             faults = []
             for kind, step in zip(kinds, when, strict=True):
@@ -228,9 +237,9 @@ def disturb(
             run.end()
 
 
-def undisturbed(folder: Path, ranks: int, steps: int) -> dict[int, float]:
+def undisturbed(folder: Path, ranks: int, steps: int, source: str = SOURCE) -> dict[int, float]:
     """The losses of the same run without faults."""
-    run = Run(folder / "undisturbed", ranks, steps, restarts=0, hang_s=HANG_S)
+    run = Run(folder / "undisturbed", ranks, steps, 0, HANG_S, source)
     try:
         _wait(run)
         return run.losses()

@@ -14,7 +14,7 @@ from tests import one_node_slurm
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 90.0
 STEPS = 40
-PROGRAM = ["--data.source=fsdp_utils.notebook.tasks:dates_llama", "--parallel.device=cpu", "--save_every=5"]
+PROGRAM = ["--data.source=tests.tiny_training:slow", "--parallel.device=cpu", "--save_every=5"]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def slurm() -> Iterator[Callable[..., str]]:
         pytest.skip(f"Slurm: {reason}")
     with one_node_slurm.running() as environment:
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        environment |= {"RANKS_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+        environment |= {"RANKS_PER_NODE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
         def run(*command: str) -> str:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

@@ -43,10 +43,10 @@ class Decoder(nn.Module):
         return Output(loss)
 
 
-def build() -> nn.Module:
+def build(kind: type[Decoder] = Decoder) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Decoder()
+        return kind()
 
 
 @dataclass
@@ -85,6 +85,21 @@ def wider() -> Counting:
     """The same data, for a model that lacks a parameter."""
     task = counting()
     task.build = lambda: Decoder(width=16)  # type: ignore[method-assign]
+    return task
+
+
+class Slow(Decoder):
+    """Takes a tenth of a second, in which there is time for a fault, and none of a processor's."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        time.sleep(0.1)
+        return super().forward(input_ids, labels)
+
+
+def slow() -> Counting:
+    """The same data, for a model that takes its time."""
+    task = counting()
+    task.build = lambda: build(Slow)  # type: ignore[method-assign]
     return task
 
 
