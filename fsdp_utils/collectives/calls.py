@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -49,8 +50,14 @@ class Call(NamedTuple):
     group: Any
 
 
+Around = Callable[[Call, Callable[[], Any]], Any]
+_KEY = "BackendSelect"
+_listening: Around | None = None  # who gets the calls
+_inside = False  # a dispatch mode of someone else calls the operation once more: that is the same call
+
+
 @contextmanager
-def listen_to_calls(around: Callable[[Call, Callable[[], Any]], Any]) -> Iterator[None]:
+def listen_to_calls(around: Around) -> Iterator[None]:
     """Have all collectives of this process pass by, and nothing else: other operations cost no more.
 
     For as long as the context lasts, each collective's operation has a kernel under the dispatch key
@@ -60,54 +67,77 @@ def listen_to_calls(around: Callable[[Call, Callable[[], Any]], Any]) -> Iterato
     Args:
         around: Gets the call, and a function that issues it and whose result it has to return.
     """
-    selected = torch._C.DispatchKey.BackendSelect
-    inside = False  # a dispatch mode of someone else calls the operation once more: that is the same call
-
-    def kernel_of(kind: str, operation: Any) -> Callable[..., Any]:
-        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-
-            def issue() -> Any:
-                return operation.redispatch(keys.remove(selected), *args, **kwargs)
-
-            if inside:
-                return issue()
-            inside = True
-            try:
-                return around(_call(kind, args), issue)
-            finally:
-                inside = False
-
-        return kernel
-
-    with torch.library._scoped_library("c10d", "IMPL") as library:
-        for name, kind in KINDS.items():
-            if operation := getattr(torch.ops.c10d, name, None):
-                library.impl(name, kernel_of(kind, operation.default), selected.name, with_keyset=True)
+    global _listening
+    # torch.library.Library takes longer for the same, which a recording of one short step would feel
+    library: Any = torch._C._dispatch_library("IMPL", "c10d", _KEY, __file__, 0)
+    _listening = around
+    try:
+        for name, kernel in _kernels():
+            library.impl(name, _KEY, kernel, True)
         yield
+    finally:
+        library.reset()
+        _listening = None
+
+
+@functools.cache
+def _kernels() -> list[tuple[str, Callable[..., Any]]]:
+    return [
+        (name, _kernel(kind, operation.default))
+        for name, kind in KINDS.items()
+        if (operation := getattr(torch.ops.c10d, name, None))
+    ]
+
+
+def _kernel(kind: str, operation: Any) -> Callable[..., Any]:
+    selected = torch._C.DispatchKey.BackendSelect
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        global _inside
+
+        def issue() -> Any:
+            return operation.redispatch(keys.remove(selected), *args, **kwargs)
+
+        if _inside or _listening is None:
+            return issue()
+        _inside = True
+        try:
+            return _listening(_call(kind, args), issue)
+        finally:
+            _inside = False
+
+    return kernel
 
 
 def _call(kind: str, args: Sequence[Any]) -> Call:
-    place = next(i for i, arg in enumerate(args) if isinstance(arg, torch.ScriptObject))  # of the group
-    operands = [_nbytes(arg) for arg in args[:place]]
-    output, given = operands[0], operands[-1]  # c10d puts the output first; one operand is both
-    if kind == "barrier":
-        output = given = 0  # its tensor only says on which device
-    group = dist.ProcessGroup.unbox(args[place])
-    return Call(kind, 0 if kind == "recv" else given, 0 if kind == "send" else output, group)
+    # c10d puts the output first, then the input, then the group; one operand is both
+    output, second = args[0], args[1]
+    given, group = (output, second) if isinstance(second, torch.ScriptObject) else (second, args[2])
+    bytes_in, bytes_out = _nbytes(given), _nbytes(output)
+    if kind in ("barrier", "recv"):  # a barrier's tensor only says on which device
+        bytes_in = 0
+    if kind in ("barrier", "send"):
+        bytes_out = 0
+    return Call(kind, bytes_in, bytes_out, dist.ProcessGroup.unbox(group))
 
 
-def when_done(result: Any, callback: Callable[[], None]) -> Callable[[], bool]:
+_without_future: set[str] = set()  # kinds whose work, here, has no future to call back
+
+
+def when_done(kind: str, result: Any, callback: Callable[[], None]) -> Callable[[], bool]:
     """Call back as soon as an operation of c10d on the CPU is over: in the thread that has ended it.
 
     Returns:
         A function that says whether it is over, for the callback may come late. Not all work has a future to
         call back: gloo's reduce-scatter has none. Then it says yes, and is to be asked after a wait.
     """
+    if kind in _without_future:
+        return lambda: True
     work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
     try:
         future = work.get_future()
-    except RuntimeError:  # "not implemented", of this work or of this backend
+    except RuntimeError:  # "not implemented", of this work or of this backend; slow, so it is tried only once
+        _without_future.add(kind)
         return lambda: True
     future.add_done_callback(lambda _: callback())
     return work.is_completed

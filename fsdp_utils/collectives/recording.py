@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -20,7 +19,8 @@ from torch.optim.optimizer import (
 from fsdp_utils.collectives.calls import Call, listen_to_calls, when_done
 from fsdp_utils.collectives.device_times import DeviceTimes
 from fsdp_utils.collectives.events import BETWEEN, COMPUTE, FREE, ROOT, WITHIN, Event, Trace
-from fsdp_utils.collectives.units import Unit, compute_device, find_units, is_distributed, listen, parents
+from fsdp_utils.collectives.hooks import in_backward, listen
+from fsdp_utils.collectives.units import Unit, compute_device, find_units, has_ddp, is_distributed, parents
 
 _recording = False
 
@@ -78,13 +78,13 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     units = find_units(model)
+    devices = [unit.device for unit in units]
     trace = Trace(rank, world_size, {unit.name: unit.nbytes for unit in units})
-    ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
     times = _times(trace, compute_device(model, units))  # a GPU's
     _recording = True
     try:
         with times or nullcontext():
-            recorder = _Recorder(trace, on_host, ddp=ddp, parents=parents(units), times=times)
+            recorder = _Recorder(trace, model, on_host, parents=parents(units), times=times)
             try:
                 with (
                     listen_to_calls(recorder.collective),
@@ -99,7 +99,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         raise
     finally:
         _recording = False
-    if problem := _changed(units, find_units(model)):
+    if problem := _changed(units, devices, find_units(model)):
         trace.notes.append(problem)
         raise RuntimeError(
             f"record_collectives: {problem}. What was recorded stays in the trace, but it is of two models. "
@@ -114,18 +114,18 @@ def _times(trace: Trace, device: torch.device) -> DeviceTimes | None:
     return DeviceTimes(trace, device.type)
 
 
-def _changed(before: list[Unit], after: list[Unit]) -> str | None:
+def _changed(before: list[Unit], devices: list[str], after: list[Unit]) -> str | None:
     """What is no longer as it was when the recording began, in words."""
     if [unit.parts for unit in before] != [unit.parts for unit in after]:
         return (
             f"the model was wrapped again inside the block: {len(before)} units with parameters at its "
             f"start, {len(after)} at its end, and not all are the same"
         )
-    for old, new in zip(before, after, strict=True):
-        if old.device != new.device:
+    for unit, device in zip(after, devices, strict=True):
+        if unit.device != device:
             return (
-                f"the model was moved inside the block: the shards of {old.name} were on {old.device} at its "
-                f"start, and are on {new.device} at its end"
+                f"the model was moved inside the block: the shards of {unit.name} were on {device} at its "
+                f"start, and are on {unit.device} at its end"
             )
     return None
 
@@ -136,15 +136,15 @@ class _Recorder:
     def __init__(
         self,
         trace: Trace,
+        model: nn.Module,
         ranks_per_host: int,
         *,
-        ddp: bool,
         parents: set[str],
         times: DeviceTimes | None,
     ) -> None:
         self._trace = trace
+        self._model = model
         self._ranks_per_host = ranks_per_host
-        self._ddp = ddp
         self._parents = parents  # modules that hold other units
         self._times = times  # of a GPU: there the CPU issues work, and does not see when it runs
         self._began = time.perf_counter()
@@ -159,8 +159,8 @@ class _Recorder:
         self._gathered: set[str] = set()
         self._buckets = 0  # that DDP has reduced in the backward pass ...
         self._buckets_of = -1  # ... with that id
-        # Collectives whose end was not seen yet: whether they are over, and whom to tell.
-        self._unended: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        # Collectives whose end was perhaps not seen yet, and whether they are over.
+        self._unended: list[tuple[Event, Callable[[], bool]]] = []
         self._links: dict[Any, tuple[tuple[int, ...], str]] = {}  # by process group
 
     def close(self) -> None:
@@ -187,14 +187,17 @@ class _Recorder:
         self._forwards -= 1
 
     def enter(self, unit: str) -> None:
-        self._cut()
+        if self._since is not None:
+            self._cut()
         self._working_for.append(unit)
 
     def leave(self, unit: str) -> None:
         if unit in self._working_for:
             self._working_for.remove(unit)
-        self._end_waiting()
-        self._resume()
+        if self._unended:
+            self._end_waiting()
+        if self._computing and not self._working_for:
+            self._resume()
 
     def begin(self, module: str, phase: str) -> None:
         self._cut()
@@ -224,7 +227,7 @@ class _Recorder:
         self._cut()
         ranks, link = self._link(call.group)
         module = self._working_for[-1] if self._working_for else ""
-        if self._ddp and call.kind == "all_reduce" and not module and _in_backward():
+        if call.kind == "all_reduce" and not module and in_backward() and has_ddp(self._model):
             module = self._next_bucket()
         event = self._add(
             Event(
@@ -236,14 +239,10 @@ class _Recorder:
         mark = self._times.mark() if self._times else 0
         result = issue()
 
-        def done() -> None:
-            if event.seconds is None:
-                event.seconds = self._now() - event.start
-
         if self._times:
             self._times.issued(event, mark)
         else:
-            self._unended.append((when_done(result, done), done))
+            self._unended.append((event, when_done(call.kind, result, lambda: self._ended(event))))
         self._resume()
         return result
 
@@ -257,15 +256,20 @@ class _Recorder:
 
     def _end_waiting(self) -> None:
         """FSDP goes on, and has waited for what it needs: what is over by now has ended."""
-        for pending in list(self._unended):
-            is_over, done = pending
-            if is_over():
-                done()
-                self._unended.remove(pending)
+        for event, is_over in self._unended:
+            if event.seconds is None and is_over():
+                self._ended(event)
+        self._unended = [pending for pending in self._unended if pending[0].seconds is None]
+
+    def _ended(self, event: Event) -> None:
+        if event.seconds is None:
+            event.seconds = self._now() - event.start
 
     # pieces of computation, from one event to the next
 
     def _resume(self, *, is_first: bool = False) -> None:
+        if self._working_for or not self._computing:
+            return  # nothing is computed now
         self._since = self._now()
         self._mark = self._times.mark() if self._times else 0
         self._is_first = is_first
@@ -273,9 +277,10 @@ class _Recorder:
 
     def _cut(self, *, is_last: bool = False) -> None:
         """The present piece is over; record it if anything was computed in it."""
-        self._end_waiting()
+        if self._unended:
+            self._end_waiting()
         since, self._since = self._since, None
-        if since is None or self._working_for or not self._computing:
+        if since is None:
             return
         module, phase = self._computing[-1]
         # Between two units a module may compute nothing of its own, and a unit nothing more until it ends. In
@@ -303,7 +308,7 @@ class _Recorder:
         return time.perf_counter() - self._began
 
     def _phase(self) -> str:
-        if _in_backward():
+        if in_backward():
             return "backward"
         if self._computing:
             return self._computing[0][1]
@@ -316,7 +321,3 @@ class _Recorder:
             hosts = {rank // self._ranks_per_host for rank in ranks}
             self._links[group] = (ranks, BETWEEN if len(hosts) > 1 else WITHIN)
         return self._links[group]
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fsdp_utils.allocation_trace import Event, Recorder, listening
 from fsdp_utils.collectives.calls import Call, listen_to_calls
 from fsdp_utils.collectives.events import ROOT
-from fsdp_utils.collectives.units import Unit, find_units, listen
+from fsdp_utils.collectives.hooks import in_backward, listen
+from fsdp_utils.collectives.units import Unit, find_units
 from fsdp_utils.planner import items
 from fsdp_utils.planner.items import Alloc, Free, Gone, Label, Recording, Send, Step, Work
 
@@ -119,7 +120,7 @@ class StepRecorder(Recorder):
 
     def enter(self, unit: str) -> None:
         if not self._working_for:
-            self._label = Label("backward" if _in_backward() else "forward", unit)
+            self._label = Label("backward" if in_backward() else "forward", unit)
         self._working_for.append(unit)
 
     def leave(self, unit: str) -> None:
@@ -132,7 +133,7 @@ class StepRecorder(Recorder):
     def begin(self, module: str, phase: str) -> None:
         if phase in ("forward", "backward"):
             self._between_steps = False
-            self._label, self._ended = Label("backward" if _in_backward() else "forward", module), False
+            self._label, self._ended = Label("backward" if in_backward() else "forward", module), False
 
     def end(self, module: str, phase: str) -> None:
         self._ended = True
@@ -190,7 +191,7 @@ class StepRecorder(Recorder):
             return items.GATHERED if event.stream == 0 else items.GATHER_BUFFERS
         if self._label.phase == "optimizer":
             return items.TEMPORARIES
-        if _in_backward() and not torch.is_grad_enabled():  # it is enabled where a checkpoint computes again
+        if in_backward() and not torch.is_grad_enabled():  # it is enabled where a checkpoint computes again
             return items.TEMPORARIES
         return items.ACTIVATIONS
 
@@ -252,10 +253,6 @@ def recording_steps(model: nn.Module, ranks_per_host: int) -> Iterator[StepRecor
     recorder = StepRecorder(units, ranks_per_host)
     with listening(recorder), listen_to_calls(recorder.collective), listen(model, units, recorder):
         yield recorder
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
