@@ -28,7 +28,7 @@ lesson.card(
 # %%
 from fsdp_utils.notebook import plots, ranks
 
-ranks.start()
+ranks.start(preload=["torch._dynamo", "transformers.models.llama.modeling_llama"])   # slow to import
 
 # %%
 # %%ranks

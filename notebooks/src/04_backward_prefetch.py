@@ -18,8 +18,9 @@ lesson.card(
     needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
     takes="half a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
-    video="[watch](https://www.loom.com/share/21a465d89c6144f09d6a2e3d55824f1e). Since then: FSDP2 "
-    "prefetches in backward by itself, as `BACKWARD_PRE` did, and takes lists of modules for more.",
+    video="[Backward prefetch](https://www.loom.com/share/21a465d89c6144f09d6a2e3d55824f1e), 2022. Since "
+    "then: FSDP2 prefetches in backward by itself, as `BACKWARD_PRE` did, and takes lists of "
+    "modules for more.",
 )
 
 # %% [markdown]

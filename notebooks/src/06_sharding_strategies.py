@@ -19,8 +19,9 @@ lesson.card(
     ranks="4 on this machine, as two hosts of two. With `FSDP_RANKS=2` or 3 all are on one host: then "
     "HYBRID_SHARD and resharding to a host are left out, and nothing is sent between hosts.",
     takes="half a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
-    video="[watch](https://www.loom.com/share/1f280618955c4f22a5a1ad6cbb41b28c). Since then: "
-    "HYBRID_SHARD, then announced, is there, and FSDP2 takes a mesh instead of the name of a strategy.",
+    video="[Sharding strategies](https://www.loom.com/share/1f280618955c4f22a5a1ad6cbb41b28c), 2022. "
+    "Since then: HYBRID_SHARD, then announced, is there, and FSDP2 takes a mesh instead of the name "
+    "of a strategy.",
 )
 
 # %%

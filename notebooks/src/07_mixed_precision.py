@@ -19,8 +19,8 @@ lesson.card(
     needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
     takes="half a minute to run on 2 cores (AMD EPYC) · 15 minutes to read",
-    video="[watch](https://www.loom.com/share/e308e10907884356ac263d269263e0bd). Since then: FSDP2's policy "
-    "has no buffer dtype, and can cast outputs.",
+    video="[Mixed precision](https://www.loom.com/share/e308e10907884356ac263d269263e0bd), 2022. Since "
+    "then: FSDP2's policy has no buffer dtype, and can cast outputs.",
 )
 
 # %%

@@ -19,8 +19,8 @@ lesson.card(
     needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
     ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
     takes="about a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
-    video="[watch](https://www.loom.com/share/0f6b1d964f4246ee9b467c51cc5ad166). Since then: FSDP can freeze "
-    "single layers, and this optimizer works on FSDP2's parameters, too.",
+    video="[Child fine-tuning](https://www.loom.com/share/0f6b1d964f4246ee9b467c51cc5ad166), 2022. Since "
+    "then: FSDP can freeze single layers, and this optimizer works on FSDP2's parameters, too.",
 )
 
 # %%
