@@ -102,8 +102,7 @@ def _be_rank(rank: int, job: Job) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A rank that is killed has still shown its prints; a line arrives whole, under PYTHONUNBUFFERED too.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // job.world_size))
+    torch.set_num_threads(_threads(job.world_size))
     dist.init_process_group(
         "gloo",
         # A file: no port to find, and none that others could reach.
@@ -112,6 +111,12 @@ def _be_rank(rank: int, job: Job) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout + START_LIMIT_S),  # the caller's timeout is to come first
     )
+
+
+def _threads(world_size: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return min(max(1, cores // world_size), max(1, int(limit)) if limit.isdecimal() else cores)
 
 
 def _dumps(result: Any) -> bytes:

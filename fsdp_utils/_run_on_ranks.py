@@ -49,7 +49,8 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     Args:
         fn: called on every rank.
         args: the same on every rank; take `torch.distributed.get_rank()` in fn for what differs.
-        world_size: number of ranks. They share the cores: each has max(1, cores // world_size) threads.
+        world_size: number of ranks. They share the cores: each has max(1, cores // world_size) threads, or
+            OMP_NUM_THREADS if that is fewer.
         timeout: seconds that fn may take, counted from when all ranks are ready.
 
     Returns:

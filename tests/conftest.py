@@ -1,6 +1,7 @@
 """What all tests share: seeds, and two real ranks."""
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,10 @@ import pytest
 import torch
 
 from fsdp_utils import run_on_ranks
+
+# What is computed here is small: two threads that wait for each other take longer, tenfold on busy cores.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Files of few tests that take long and mostly wait, for hosts and schedulers.
 WAITING = ("test_ranks_hosts", "test_train_hosts", "test_train_slurm")

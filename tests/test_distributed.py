@@ -243,6 +243,7 @@ def test_the_environment_is_torchruns_and_otherwise_the_callers(
     monkeypatch.setenv("A_SETTING", "of now")
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.chdir(tmp_path)
     names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "A_SETTING"]
 
@@ -256,6 +257,9 @@ def test_the_environment_is_torchruns_and_otherwise_the_callers(
         assert not elastic
         assert Path(cwd).samefile(tmp_path)
         assert threads == max(1, cores // 2)
+    assert run_on_ranks(torch.get_num_threads, world_size=1) == [cores]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert run_on_ranks(torch.get_num_threads, world_size=1) == [1]
 
 
 def test_what_a_rank_begins_with_is_not_looked_through_for_garbage(two_ranks: TwoRanks) -> None:
