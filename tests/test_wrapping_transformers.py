@@ -1,5 +1,7 @@
 """The blocks of transformers models of many families, and that sharding by them changes no result."""
 
+from typing import NamedTuple
+
 import pytest
 import transformers as tf
 from torch import nn
@@ -9,13 +11,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_utils import check_sharding, run_on_ranks, shard, transformer_block_classes
 from tests.sharded import (
     Outcome,
-    TwoRanks,
+    OutcomeFSDP1,
     assert_same,
     assert_same_fsdp1,
     compare,
     compare_fsdp1,
     fsdp1,
-    one_problem,
 )
 from tests.tiny_transformers import HIDDEN, TINY, VOCABULARY, text
 
@@ -49,47 +50,67 @@ def test_a_single_layer_is_a_block_if_the_model_says_so() -> None:
     assert {cls.__name__ for cls in transformer_block_classes(model)} == {"LlamaDecoderLayer"}
 
 
-@pytest.fixture(scope="module")
-def sharded_families() -> list[dict[str, Outcome]]:
-    return run_on_ranks(
-        lambda: {family: compare(tiny.make, tiny.batch) for family, tiny in TINY.items()}, timeout=110
+def tied_in_two_units_of_fsdp2() -> list[str]:
+    model = TINY["qwen3, tied"].make()
+    fully_shard(model.lm_head)
+    problems = check_sharding(shard(model))
+    with pytest.raises(ValueError, match="shared"):  # what the message says of torch
+        model(**text())
+    return problems
+
+
+def tied_in_two_units_of_fsdp1() -> list[str]:
+    model = TINY["qwen3, tied"].make()
+    blocks = transformer_block_classes(model)
+    return check_sharding(fsdp1(model, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, *blocks})))
+
+
+class OfARank(NamedTuple):
+    """All that is asked of ranks here: to start them is to import transformers anew."""
+
+    sharded: dict[str, Outcome]
+    fsdp1: dict[str, list[OutcomeFSDP1]]
+    tied_fsdp1: list[str]
+    tied_fsdp2: list[str]
+
+
+def on_a_rank() -> OfARank:
+    return OfARank(
+        {family: compare(tiny.make, tiny.batch) for family, tiny in TINY.items()},
+        {family: compare_fsdp1(TINY[family]) for family in ("llama", "t5")},
+        tied_in_two_units_of_fsdp1(),
+        tied_in_two_units_of_fsdp2(),
     )
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> list[OfARank]:
+    return run_on_ranks(on_a_rank, timeout=110)
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_a_sharded_transformers_model_has_the_loss_and_gradients_of_the_unsharded_one(
-    sharded_families: list[dict[str, Outcome]], family: str
+    by_rank: list[OfARank], family: str
 ) -> None:
-    for outcomes in sharded_families:
-        assert_same(outcomes[family], units=TINY[family].number + 1)
+    for rank in by_rank:
+        assert_same(rank.sharded[family], units=TINY[family].number + 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_the_policy_makes_each_block_a_unit_of_fsdp1(two_ranks: TwoRanks, family: str) -> None:
-    for outcomes in two_ranks(lambda: compare_fsdp1(TINY[family])):
-        assert_same_fsdp1(outcomes, TINY[family])
+def test_the_policy_makes_each_block_a_unit_of_fsdp1(by_rank: list[OfARank], family: str) -> None:
+    for rank in by_rank:
+        assert_same_fsdp1(rank.fsdp1[family], TINY[family])
 
 
-def test_tied_weights_are_in_two_units(two_ranks: TwoRanks) -> None:
-    def with_fsdp2() -> list[str]:
-        model = TINY["qwen3, tied"].make()
-        fully_shard(model.lm_head)
-        problems = check_sharding(shard(model))
-        with pytest.raises(ValueError, match="shared"):  # what the message says of torch
-            model(**text())
-        return problems
-
-    def with_fsdp1() -> list[str]:
-        model = TINY["qwen3, tied"].make()
-        blocks = transformer_block_classes(model)
-        return check_sharding(fsdp1(model, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, *blocks})))
-
-    message = one_problem(two_ranks, with_fsdp2)
+def test_tied_weights_are_in_two_units(by_rank: list[OfARank]) -> None:
+    first, second = by_rank
+    assert (first.tied_fsdp1, first.tied_fsdp2) == (second.tied_fsdp1, second.tied_fsdp2)
+    (message,) = first.tied_fsdp2
     assert message.startswith(
         "lm_head.weight and model.embed_tokens.weight are tied but in two units (lm_head and the root)"
     )
     assert "fully_shard([a, b])" in message
-    message = one_problem(two_ranks, with_fsdp1)
+    (message,) = first.tied_fsdp1
     assert message.startswith(
         "lm_head.weight and model.embed_tokens.weight are tied but in two units "
         "(the root and model.embed_tokens)"
