@@ -95,17 +95,43 @@ def test_make_commands_are_targets(document: Path) -> None:
     assert named <= targets
 
 
+SNIPPETS = fences(ROOT / "README.md", "python")
+# Scripts one after the other in one process: torch is imported once, and the ranks have one server.
+RUN_ALL = """
+import runpy, sys, traceback
+for script in sys.argv[1:]:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+    for file in (sys.stdout, sys.stderr):
+        print(end="-- end --", file=file, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """What each snippet of the README printed, on stdout and on stderr."""
+    folder = tmp_path_factory.mktemp("snippets")
+    scripts = [folder / f"{number}.py" for number in range(len(SNIPPETS))]
+    for script, snippet in zip(scripts, SNIPPETS, strict=True):
+        script.write_text(snippet)
+    command = [sys.executable, "-c", RUN_ALL, *scripts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
+    printed = zip(done.stdout.split("-- end --"), done.stderr.split("-- end --"), strict=True)
+    return dict(zip(SNIPPETS, printed, strict=False))
+
+
+@pytest.mark.timeout(300)  # half a minute where the cores are free
 @pytest.mark.parametrize(
     "snippet",
-    fences(ROOT / "README.md", "python"),
+    SNIPPETS,
     ids=lambda snippet: re.findall(r"^from fsdp_utils import (\w+)", snippet, re.MULTILINE)[0],
 )
-def test_snippet_of_the_readme_prints_what_it_says(snippet: str, tmp_path: Path) -> None:
-    script = tmp_path / "snippet.py"
-    script.write_text(snippet)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == snippet.rpartition("# ")[2].strip()
+def test_snippet_of_the_readme_prints_what_it_says(snippet: str, told: dict[str, tuple[str, str]]) -> None:
+    out, err = told[snippet]
+    assert "Traceback" not in err, err
+    assert out.strip() == snippet.rpartition("# ")[2].strip()
 
 
 def test_videos_lists_lessons_1_to_11_with_a_link_each() -> None:
