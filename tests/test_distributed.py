@@ -526,33 +526,20 @@ def test_however_fn_ends_its_processes_are_gone(two_ranks: TwoRanks, traces: Pat
     wait_until(lambda: not alive(traces))
 
 
-def script(tmp_path: Path, text: str) -> subprocess.Popen[str]:
-    """Start text as a script of its own, without an `if __name__ == "__main__"`."""
-    path = tmp_path / "script.py"
-    # what a shell starts in the background, as these tests may be, ignores Ctrl-C unless it says otherwise
-    path.write_text(
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + textwrap.dedent(text)
-    )
-    return subprocess.Popen(
-        [sys.executable, str(path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+# ---- run_on_ranks in a script ------------------------------------------------------------------------------
 
 
 # Each rank hangs in its own way: asleep, in a collective, and in C code that lets no other Python code run.
-HANGING_SCRIPT = """
-    import os, subprocess, time
+HANGS = """
+    import os, subprocess, sys, time
     from pathlib import Path
     import torch.distributed as dist
     from fsdp_utils import run_on_ranks
 
-    def fn():
+    def hang():
         child = subprocess.Popen(["sleep", "1000"])
         for pid in (os.getpid(), child.pid):
-            Path({traces!r}, str(pid)).touch()
+            Path(sys.argv[1], str(pid)).touch()
         if dist.get_rank() == 0:
             time.sleep(1000)
         elif dist.get_rank() == 1:
@@ -561,92 +548,124 @@ HANGING_SCRIPT = """
             sum(range(10**12))
 
     try:
-        run_on_ranks(fn, world_size=3)
+        run_on_ranks(hang, world_size=3)
     except KeyboardInterrupt:
         print("interrupted")
 """
 
 
-def test_ctrl_c_in_the_caller_ends_the_ranks(tmp_path: Path, traces: Path) -> None:
-    caller = script(tmp_path, HANGING_SCRIPT.format(traces=str(traces)))
-    wait_until(lambda: len(list(traces.iterdir())) == 6)
-    caller.send_signal(signal.SIGINT)
-    out, err = caller.communicate(timeout=30)
-    assert (out.strip(), err, caller.returncode) == ("interrupted", "", 0)
-    wait_until(lambda: not alive(traces))
+class Script:
+    """Runs text in a script, without an `if __name__ == "__main__"`, which then hangs until it gets a signal.
 
+    Attributes:
+        processes: all that it had started when it hung.
+        traces: a folder with the processes of the ranks that hung and what they had started, by name.
+        out, err, code: how it ended.
+    """
 
-def test_prints_of_ranks_arrive_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "PYTHONUNBUFFERED", "1"
-    )  # many containers set it; each part of a print is then a write
-    caller = script(
-        tmp_path,
-        """
-        from fsdp_utils import run_on_ranks
-
-        def fn():
-            for _ in range(300):
-                print(*"abcdefgh")
-
-        run_on_ranks(fn)
-        """,
-    )
-    out, err = caller.communicate(timeout=100)
-    assert (out.splitlines(), err) == (["a b c d e f g h"] * 600, "")
-
-
-def test_a_killed_caller_takes_all_with_it(tmp_path: Path, traces: Path) -> None:
-    caller = script(tmp_path, HANGING_SCRIPT.format(traces=str(traces)))
-    wait_until(lambda: len(list(traces.iterdir())) == 6)
-    all_processes = psutil.Process(caller.pid).children(recursive=True)
-    assert len(all_processes) >= 6
-    caller.kill()
-    caller.communicate(timeout=30)
-    wait_until(lambda: not alive(traces))
-    wait_until(lambda: not any(process.is_running() for process in all_processes))
-
-
-# ---- run_on_ranks: where fn may live -----------------------------------------------------------------------
-
-
-def test_a_script_may_call_it_at_its_top_level_with_its_own_classes(tmp_path: Path) -> None:
-    caller = script(
-        tmp_path,
-        """
-        import torch, torch.distributed as dist
-        from fsdp_utils import run_on_ranks
-
-        print("top level")
-        FACTOR = 3
-
-        class Box:
-            def __init__(self, value): self.value = value
-
-        class BoxError(Exception): pass
-
-        def helper(box):
-            return Box(box.value * FACTOR + dist.get_rank())
-
-        def fn(box):
-            print("said on rank", dist.get_rank())
-            return helper(box)
-
-        def fails():
-            raise BoxError("from main")
-
-        results = run_on_ranks(fn, Box(5))
-        print([type(box) is Box and box.value for box in results])
+    def __init__(self, folder: Path, text: str, number: signal.Signals) -> None:
+        # what a shell starts in the background, as these tests may be, ignores Ctrl-C unless told otherwise
+        head = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        file, self.traces = folder / "script.py", folder / "pids"
+        file.write_text(head + textwrap.dedent(text) + textwrap.dedent(HANGS))
+        self.traces.mkdir()
+        caller = subprocess.Popen(
+            [sys.executable, file, self.traces],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         try:
-            run_on_ranks(fails)
-        except BoxError as error:
-            print("caught", error)
-        """,
-    )
-    out, err = caller.communicate(timeout=100)
-    lines = sorted(out.splitlines())
-    assert lines == sorted(["top level", "said on rank 0", "said on rank 1", "[15, 16]", "caught from main"])
-    assert (err, caller.returncode) == ("", 0)
+            wait_until(lambda: len(list(self.traces.iterdir())) == 6 or caller.poll() is not None)
+            self.processes = psutil.Process(caller.pid).children(recursive=True)
+            caller.send_signal(number)
+            self.out, self.err = caller.communicate(timeout=30)
+        finally:
+            caller.kill()
+        self.code = caller.returncode
+
+
+OWN_CLASSES = """
+    import torch, torch.distributed as dist
+    from fsdp_utils import run_on_ranks
+
+    print("top level")
+    FACTOR = 3
+
+    class Box:
+        def __init__(self, value): self.value = value
+
+    class BoxError(Exception): pass
+
+    def helper(box):
+        return Box(box.value * FACTOR + dist.get_rank())
+
+    def fn(box):
+        print("said on rank", dist.get_rank())
+        return helper(box)
+
+    def fails():
+        raise BoxError("from main")
+
+    results = run_on_ranks(fn, Box(5))
+    print([type(box) is Box and box.value for box in results])
+    try:
+        run_on_ranks(fails)
+    except BoxError as error:
+        print("caught", error)
+"""
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Script:
+    return Script(tmp_path_factory.mktemp("interrupted"), OWN_CLASSES, signal.SIGINT)
+
+
+def test_a_script_may_call_it_at_its_top_level_with_its_own_classes(interrupted: Script) -> None:
+    lines = ["top level", "said on rank 0", "said on rank 1", "[15, 16]", "caught from main"]
+    assert sorted(interrupted.out.splitlines()) == sorted([*lines, "interrupted"])
+    assert (interrupted.err, interrupted.code) == ("", 0)
+
+
+def test_ctrl_c_in_the_caller_ends_the_ranks(interrupted: Script) -> None:
+    assert interrupted.out.splitlines()[-1] == "interrupted"
+    assert (interrupted.err, interrupted.code) == ("", 0)
+    assert len(list(interrupted.traces.iterdir())) == 6
+    wait_until(lambda: not alive(interrupted.traces))
+
+
+MANY_LINES = """
+    from fsdp_utils import run_on_ranks
+
+    def fn():
+        for _ in range(300):
+            print(*"abcdefgh")
+
+    run_on_ranks(fn)
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Script:
+    with pytest.MonkeyPatch.context() as patch:
+        # many containers set it; each part of a print is then a write
+        patch.setenv("PYTHONUNBUFFERED", "1")
+        return Script(tmp_path_factory.mktemp("killed"), MANY_LINES, signal.SIGKILL)
+
+
+def test_prints_of_ranks_arrive_in_whole_lines(killed: Script) -> None:
+    assert (killed.out.splitlines(), killed.err) == (["a b c d e f g h"] * 600, "")
+
+
+def test_a_killed_caller_takes_all_with_it(killed: Script) -> None:
+    assert len(list(killed.traces.iterdir())) == 6
+    assert len(killed.processes) >= 6
+    wait_until(lambda: not alive(killed.traces))
+    wait_until(lambda: not any(process.is_running() for process in killed.processes))
+
+
+# ---- run_on_ranks in a notebook ----------------------------------------------------------------------------
 
 
 def test_a_function_from_a_notebook_cell_runs(monkeypatch: pytest.MonkeyPatch) -> None:
