@@ -1,6 +1,6 @@
 """What does record_collectives add to a training step?
 
-    python benchmarks/collectives.py [--rounds 600] [--ranks 2]
+    python benchmarks/collectives.py [--rounds 1500] [--ranks 2]
 
 Trains a small transformer under FSDP2, FSDP1 and DDP, steps with and without the recording in turn. It
 measures where the recording is felt most: a block holds one step, so that entering and leaving it ("block" in
@@ -113,7 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
 

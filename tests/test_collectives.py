@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -193,6 +194,80 @@ def test_what_the_optimizer_and_clipping_send_is_seen_too(two_ranks):
         assert ("broadcast", "optimizer") in sent
         assert norm == ["all_reduce", "other", "", True]
         assert units == {}
+
+
+def called_directly() -> dict[str, list[tuple[str, int, int]]]:
+    """What torch.distributed sends, in Python, and what DTensor and compiled graphs send, from C++."""
+    model = fsdp2(Model())
+    small, large = torch.ones(3), torch.ones(6)
+    functional, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    wait, is_first = functional.wait_tensor, dist.get_rank() == 0
+    calls = {
+        "Python": [
+            lambda: dist.all_gather([small, small.clone()], small),
+            lambda: dist.all_gather_into_tensor(large, small),
+            lambda: dist.group.WORLD._allgather_base(output=large, input=small).wait(),
+            lambda: dist.reduce_scatter(small, [small, small]),
+            lambda: dist.reduce_scatter_tensor(small, large),
+            lambda: dist.all_reduce(small),
+            lambda: dist.broadcast(small, 0),
+            lambda: dist.reduce(small, 0),
+            lambda: dist.gather(small, [small, small.clone()] if is_first else None),
+            lambda: dist.scatter(small, [small, small] if is_first else None),
+            lambda: dist.all_to_all([small, small.clone()], [small, small]),
+            lambda: dist.all_to_all_single(large, large.clone()),
+            lambda: dist.send(small, 1) if is_first else dist.recv(small),
+            lambda: dist.barrier(),
+        ],
+        "DTensor": [
+            lambda: DTensor.from_local(small, mesh(2), [Shard(0)]).full_tensor(),
+            lambda: DTensor.from_local(large, mesh(2), [Partial()]).redistribute(placements=[Shard(0)]),
+            lambda: DTensor.from_local(large, mesh(2), [Partial()]).full_tensor(),
+        ],
+        "compiled": [
+            lambda: wait(functional.all_gather_into_tensor_out(small, 2, group, out=large)),
+            lambda: wait(functional.reduce_scatter_tensor_out(large, "sum", 2, group, out=small)),
+        ],
+    }
+    methods = dict(vars(dist.ProcessGroup))
+    with record_collectives(model) as trace, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # names that this torch calls old
+        seen = {}
+        for turn in ("Python", "DTensor", "compiled", "Python again"):
+            before = len(trace.events)
+            for call in calls[turn.split()[0]]:
+                call()
+            seen[turn] = [(event.kind, event.bytes_in, event.bytes_out) for event in trace.events[before:]]
+        before = len(trace.events)
+        step(model)
+    assert dict(vars(dist.ProcessGroup)) == methods
+    after = [f"{event.kind} {event.module}" for event in trace.events[before:] if event.is_collective]
+    assert after == [f"{event.kind} {event.module}" for event in record(model).collectives]
+    return seen
+
+
+def test_every_call_is_seen_once_whoever_issues_it(two_ranks):
+    dtensor = [("all_gather", 12, 24), ("reduce_scatter", 24, 12), ("all_reduce", 24, 24)]
+    for rank, seen in enumerate(two_ranks(called_directly)):
+        python = [
+            ("all_gather", 12, 24),
+            ("all_gather", 12, 24),
+            ("all_gather", 12, 24),
+            ("reduce_scatter", 24, 12),
+            ("reduce_scatter", 24, 12),
+            ("all_reduce", 12, 12),
+            ("broadcast", 12, 12),
+            ("reduce", 12, 12),
+            ("gather", 12, 24 if rank == 0 else 0),
+            ("scatter", 24 if rank == 0 else 0, 12),
+            ("all_to_all", 24, 24),
+            ("all_to_all", 24, 24),
+            ("send", 12, 0) if rank == 0 else ("recv", 0, 12),
+            ("barrier", 0, 0),
+        ]
+        assert seen["Python"] == seen["Python again"] == python
+        assert seen["DTensor"] == dtensor
+        assert seen["compiled"] == dtensor[:2]
 
 
 def names() -> dict[str, tuple[str, ...]]:
