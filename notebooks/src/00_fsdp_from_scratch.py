@@ -391,7 +391,7 @@ names = [name for name, _ in Block(64).named_parameters()]
 flat_shard = Unit(marked()).shard
 held_flat = [(flat_shard == number).sum().item() for number, _ in enumerate(names, start=1)]
 held_rows = [parameter.to_local().numel() for parameter in fully_shard(marked()).parameters()]
-assert sum(held_flat) <= len(flat_shard)
+assert sum(held_flat) + (flat_shard == 0).sum().item() == len(flat_shard)   # the zeros are padding
 
 # %% jupyter={"source_hidden": true}
 names = ranks.get("names")[0]
@@ -569,12 +569,12 @@ def my_all_reduce(tensor):                  # f32[n] -> f32[n]
     return None  # your lines here
 
 
-summed = my_all_reduce(torch.arange(12.0, device=device) * (rank + 1))
+summed = my_all_reduce(torch.arange(3.0 * world, device=device) * (rank + 1))
 
 # %%
 factor = sum(range(1, world + 1))
 on_last_rank = ranks.get("None if summed is None else summed.tolist()")[-1]
-lesson.check(on_last_rank, [factor * float(i) for i in range(12)])
+lesson.check(on_last_rank, [factor * float(i) for i in range(3 * world)])
 
 # %% [markdown]
 # ## Summary
@@ -623,7 +623,7 @@ def my_all_reduce(tensor):                  # f32[n] -> f32[n]
     return whole
 
 
-summed = my_all_reduce(torch.arange(12.0, device=device) * (rank + 1))
+summed = my_all_reduce(torch.arange(3.0 * world, device=device) * (rank + 1))
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-lesson.check(ranks.get("summed.tolist()")[-1], [factor * float(i) for i in range(12)], strict=True)
+lesson.check(ranks.get("summed.tolist()")[-1], [factor * float(i) for i in range(3 * world)], strict=True)

@@ -67,7 +67,7 @@ print(f"{'the model':20} {type(model).__name__:18} {numel(model):8,} parameters"
 # A **unit** is what FSDP gathers, uses and frees in one piece. How large the units are is your choice. It
 # decides how much of the model is whole at once, how often the ranks talk, and how many bytes they send.
 #
-# A transformer is a stack of **blocks**, all built alike: attention, then a small feed-forward network.
+# A transformer is a stack of **blocks**, all built alike: attention, then a feed-forward network.
 # Here it is the class `LlamaDecoderLayer`, six times. Nearly all parameters are in the blocks. The few
 # others, embeddings, the last norm and the head, belong to the **root** unit, the one of the model itself.
 #
@@ -153,7 +153,7 @@ plots.units(dict(ranks.get("sizes")[0]))
 # %%ranks
 from fsdp_utils.notebook.meter import Meter
 
-batch = dates.batch(0, size=12, rank=rank, world_size=world, device=device)     # ids: i64[12 / world, 30]
+batch = dates.batch(0, size=3 * world, rank=rank, world_size=world, device=device)     # ids: i64[3, 30]
 
 
 def measure(model):
@@ -205,8 +205,8 @@ whole_bytes = dict(ranks.get("[(way, meter.whole_bytes) for way, meter in meters
 plots.alive(whole_bytes, whole_model=ranks.get("whole_model")[0])
 
 # %% [markdown]
-# The same step, moment by moment. The first half of each panel is the forward pass, the second half the
-# backward pass. By block you can count the blocks: one at a time forward, two at a time backward.
+# The same step, operation by operation. About the first third of each panel is the forward pass, the rest
+# the backward pass. By block you can count the blocks: one at a time forward, two at a time backward.
 #
 # Whole parameters are not all that fills the memory. Add the shards, the gradients, the buffers of the
 # collectives and the activations.
@@ -217,7 +217,9 @@ assert peaks["one unit"] > 1.2 * peaks["by block"]
 plots.memory_per_rank({way: {"all tensors at their peak": mib} for way, mib in peaks.items()}, unit="MiB")
 
 # %% [markdown]
-# The order is the same. The differences are smaller, because the activations are the same in all four.
+# The order is the same. In proportion the differences are smaller, because the shards and activations are
+# the same in all four. But one unit costs even more than its parameters: its gradients too are whole at once
+# before they are reduced.
 #
 # ## Why not the smallest units, then?
 #

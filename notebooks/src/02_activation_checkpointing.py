@@ -461,7 +461,7 @@ trade_off(dict(zip(names, measured)))
 import time
 
 
-def seconds_of(recipes, repeats=6):
+def seconds_of(recipes, repeats=10):
     """The fastest of some steps for each recipe, taken in turns."""
     models, best = [build(recipe) for recipe in recipes], [float("inf")] * len(recipes)
     for _ in range(repeats):
@@ -706,7 +706,7 @@ fitting = {
 }
 for name, samples in fitting.items():
     print(f"{name:13} {samples:3d} samples in {room / 2**20:.0f} MiB")
-assert fitting["none"] == 24
+assert 24 < fitting["selective"] < fitting["every second"] < fitting["full"]
 assert fitting["full"] > 2.5 * 24
 assert peak(all_blocks, fitting["full"]) <= room < peak(all_blocks, fitting["full"] + 2)
 

@@ -481,8 +481,8 @@ plots.show(fig, alt="The first block's weights after loading on rank 0 alone: a 
 
 # %% [markdown]
 # No error. FSDP took each rank's shard from that rank's own weights, and only rank 0 had the file's. Its
-# shard is the first part of the flattened block: the norm and the beginning of `up.weight`. What is trained
-# from here on is a patchwork.
+# shard is the first part of the flattened block: with four ranks, the norm and the beginning of `up.weight`.
+# What is trained from here on is a patchwork.
 #
 # The mend is an argument of FSDP, `sync_module_states=True`: all ranks get rank 0's weights before they are
 # sharded. It wants the weights on GPUs. On the CPU it refuses, so there we write what it does: a broadcast.
@@ -591,7 +591,8 @@ if mine < best_so_far:                                               # mistake 2
 
 # %%
 # %%ranks
-assert len(train(model, optimizer, [10])) == 1
+(loss,) = train(model, optimizer, [10])
+assert loss < never_stopped[0]
 
 # %% [markdown]
 # Mistakes 3 to 5 cannot be made: `load_full` is called on all ranks, takes a model that is wrapped already,
@@ -664,7 +665,7 @@ gib_per_s = ranks.get("rank == 0 and gib_per_s")[0]
 minutes = {name: gib / gib_per_s / 60 for name, gib in whole_gib.items()}
 for name, some in minutes.items():
     print(f"{name:>5} {some:7.1f} minutes to write at {gib_per_s:.2f} GiB/s, calculated")
-assert minutes["405B"] > 50 * minutes["7B"]
+assert 0.01 < gib_per_s < 100
 
 # %% [markdown]
 # So a full checkpoint is right for a model that fits into one host, and at the end of training, when the file

@@ -68,7 +68,7 @@ def blocks(seed=0):
 
 def batch(step=0):
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(12, 64, generator=generator).chunk(world)[rank].to(device)  # f32[12 / world, 64]
+    return torch.randn(24, 64, generator=generator).chunk(world)[rank].to(device)  # f32[24 / world, 64]
 
 
 # %% [markdown]
@@ -422,8 +422,8 @@ def train(model, alone=False):
     losses = torch.zeros(4, device=device)
     for number in range(4):
         generator = torch.Generator().manual_seed(number)
-        x = torch.randn(12, 64, generator=generator)                            # f32[12, 64]
-        x = (x if alone else x.chunk(world)[rank]).to(device)                   # f32[12 / world, 64]
+        x = torch.randn(24, 64, generator=generator)                            # f32[24, 64]
+        x = (x if alone else x.chunk(world)[rank]).to(device)                   # f32[24 / world, 64]
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()

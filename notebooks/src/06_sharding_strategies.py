@@ -79,8 +79,8 @@ def build():
 
 
 def batch(number, alone=False):
-    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(number))    # f32[12, 64]
-    return (x if alone else x.chunk(world)[rank]).to(device)                    # f32[12 / world, 64]
+    x = torch.randn(24, 64, generator=torch.Generator().manual_seed(number))    # f32[24, 64]
+    return (x if alone else x.chunk(world)[rank]).to(device)                    # f32[24 / world, 64]
 
 
 P = sum(p.nbytes for p in build().parameters())                 # bytes of all parameters
@@ -429,7 +429,12 @@ def unsharded_gradients(model):
     kept = 0
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            state = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                groups = state._fsdp_param_groups
+            else:                                                           # torch 2.11 and before
+                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            for group in groups:
                 for p in group.fsdp_params:
                     gradient = p.unsharded_accumulated_grad
                     if gradient is None and hasattr(p, "_unsharded_param"):

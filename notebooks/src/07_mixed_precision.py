@@ -76,9 +76,9 @@ class Probe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__
-        if "all_gather" in name or "allgather" in name:
+        if name.startswith(("allgather_.", "_allgather_base_.")):
             self.note("all-gather", first(args[1]).dtype)       # args: output, input, group, ...
-        elif "reduce_scatter" in name:
+        elif name.startswith(("reduce_scatter_.", "_reduce_scatter_base_.")):
             self.note("reduce-scatter", first(args[1]).dtype)
         elif name.startswith(("mm.", "addmm.")):
             self.note("matmul", args[-1].dtype)
@@ -181,7 +181,8 @@ for found in columns.values():
 # %% [markdown]
 # Read the middle column from top to bottom. The shards are fp32 at rest. The all-gather sends bf16, so it
 # costs half. Both matmuls are bf16: **the gradients of the backward are computed in bf16**. The
-# reduce-scatter adds up in fp32, and the sharded `.grad`, the moments and the state dict are fp32.
+# reduce-scatter adds up in fp32, and the sharded `.grad`, AdamW's moments (the two averages of lesson 0) and
+# the state dict are fp32.
 #
 # So "local gradients are always fp32" is false for the gradients that the backward computes, and true for the
 # shard of `.grad`.
@@ -207,7 +208,7 @@ for found in columns.values():
         assert found[moment] == "float32"
 
 # %% [markdown]
-# The same dtypes at the same moments. With `buffer_dtype` the buffers are bf16.
+# The same dtypes at the same places. With `buffer_dtype` the buffers are bf16.
 #
 # And in the state dict everything is fp32, buffers too: what is saved does not depend on the policy.
 #

@@ -59,7 +59,7 @@ folder = Path(tempfile.mkdtemp())
 # a **job**. `run_on_ranks(job, ..., world_size=4)` starts four processes with a process group, calls the
 # function on each, returns what it returned by rank, and ends them. Only what is on the disk is left.
 #
-# The model and its training are those of lesson 3.
+# The model and its training are those of lesson 3, with two blocks instead of three.
 
 # %%
 class Block(nn.Module):
@@ -170,12 +170,13 @@ def job(steps, load_from=None, save_to=None):
 # ## Predict
 #
 # 1. Four ranks save 3 models' worth: weights and Adam's two averages. How large is each file?
-# 2. Three ranks load it. From how many files does rank 1 of the three have to read?
+# 2. Three ranks load it. In how many files are the rows that rank 1 of the three wants?
 #
 # <details><summary>Answers</summary>
 #
 # 1. A quarter of it: three quarters of the model each. Nothing is written twice.
-# 2. Two. Its third reaches from one third to two thirds, which are in the second and the third quarter.
+# 2. Two. Its third reaches from one third to two thirds, which are in the second and the third quarter. (What
+#    is not cut, such as Adam's count of steps, is in one file or another, and every rank reads it there.)
 #
 # </details>
 #

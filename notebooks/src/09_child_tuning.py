@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 9 · Child fine-tuning
 #
-# A big pretrained model and little data: fine-tuning all weights may overfit. Child tuning moves all of the
-# model, but lets only a part of each gradient through. In this lesson you see the mask at work, freeze layers
-# under FSDP, add adapters by hand, and compare four ways of fine-tuning on a small real task.
+# A big pretrained model and little data: fine-tuning all weights may overfit. Child tuning lets only a part
+# of each gradient through: another part at each step, or that of the same weights all the time. In this
+# lesson you see the mask at work, freeze layers under FSDP, add adapters by hand, and compare four ways of
+# fine-tuning on a small real task.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.notebook import lesson
@@ -248,8 +249,8 @@ for name, wrap in {"FSDP2": fsdp2, "FSDP1": fsdp1}.items():
     assert found[name, 1]["sent"] < 0.1 * found[name, 5]["sent"]
 
 # %% [markdown]
-# Frozen blocks have neither gradients nor moments, and send nothing. Child tuning saves none of that: its
-# gradients and moments are whole.
+# Frozen blocks have neither gradients nor moments, and put nothing into a reduce-scatter. (Their weights are
+# still gathered.) Child tuning saves none of that: its gradients and moments are whole.
 #
 # ## LoRA by hand
 #
@@ -527,10 +528,10 @@ lesson.check(lora_parameters, sizes)
 # ## Summary
 #
 # - F tosses a coin per element and step; D keeps the weights with the largest squared gradients.
-# - What is masked is the gradient. Momentum and weight decay still move masked weights, unless you freeze
-#   them.
+# - What is masked is the gradient. In F momentum still moves masked weights. Weight decay does in both; in D
+#   `freeze_masked=True` keeps it out.
 # - The masks are those of the unsharded model, on any number of ranks.
-# - Freezing saves gradients, moments and bytes sent, with FSDP2 and with FSDP1's original parameters.
+# - Freezing saves gradients, moments and reduce-scatters, with FSDP2 and with FSDP1's original parameters.
 # - On this task child tuning did not win. Measure on yours, with several seeds.
 #
 # ## Next

@@ -420,8 +420,9 @@ Markdown("\n".join(lines) + equal + recorded.caption("chaos").data)
 
 # %% [markdown]
 # A checkpoint is made every five steps. Steps are done twice where the newest one was cut short, so that the
-# run went back to the one before, or where a fault came between two saves. A rank that is stopped
-# (SIGSTOP) counts as hanging after 20 s. The ranks' start is in all of the times, on two cores.
+# run went back to the one before, and where a fault came between two saves: more than five of them if the
+# save before had found the disk full. A rank that is stopped (SIGSTOP) counts as hanging after 20 s. The
+# ranks' start is in all of the times, on two cores.
 #
 # ## What to change for your model
 #

@@ -217,15 +217,15 @@ assert with_zeros > 1.1 * expected
 
 # %% [markdown]
 # A model that trains, that gives sensible losses, and that does not know in which order its words are. The
-# Distributed Training Guide, chapter 4, has this line, to please FSDP1, which calls `reset_parameters()`
-# after `to_empty`:
+# Distributed Training Guide, chapter 4, had this line at first, to please FSDP1, which calls
+# `reset_parameters()` after `to_empty`:
 #
 # ```python
 # LlamaRotaryEmbedding.reset_parameters = lambda _: None
 # ```
 #
-# It silences the one who would have asked. The mend is a `reset_parameters` that computes. For a model of
-# transformers, `_init_weights` does:
+# It silences the one who would have asked. The mend is a `reset_parameters` that computes, as the guide's
+# has later. For a model of transformers, `_init_weights` does:
 
 # %%
 # %%ranks
@@ -472,7 +472,7 @@ def decay():
 
 
 told(lambda: load_pretrained(folder / "decay", decay()))
-Decay.reset_parameters = lambda self: None                           # the guide's line
+Decay.reset_parameters = lambda self: None                           # the line from the guide
 told(lambda: load_pretrained(folder / "decay", decay()))
 Decay.reset_parameters = lambda self: self.rates.copy_(0.5 ** torch.arange(8.0))
 model = decay()
@@ -489,7 +489,8 @@ print("rates:", model.rates[:3].tolist())
 # The Distributed Training Guide measures this by two numbers: what a GPU holds between two steps, the
 # **valley**, and the most that it holds during one, the **peak**. This machine has one memory, so nothing can
 # be seen to move. But we can count what would lie where. `Meter` sees each tensor that is alive; those at
-# rest between two steps (shards, gradients, Adam's averages) are the ones that offload puts on the host.
+# rest between two steps (shards, Adam's averages, and the gradients until somebody drops them) are the ones
+# that offload puts on the host.
 
 # %% tags=["offload"]
 # %%ranks
@@ -525,21 +526,27 @@ model = offloaded("dates")
 offload_losses, optimizer = train(model)
 
 averages = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
-at_rest = [*model.parameters(), *(p.grad for p in model.parameters()), *averages]
-with Meter(at_rest) as meter:
+optimizer.zero_grad()                                                # drops the gradients of the last step
+first_gradient = []                                                  # after so many operations it is there
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(lambda _: first_gradient.append(len(meter.tensor_bytes)))
+with Meter([*model.parameters(), *averages]) as meter:
     model(**task.batch(3, rank=rank, world_size=world)).loss.backward()
     optimizer.step()
-rest, end, peak = meter.held_bytes, meter.tensor_bytes[-1], meter.peak_tensor_bytes
-bytes_per_parameter = rest * world / sum(p.numel() for p in model.parameters())
-print(f"at rest {bytes_per_parameter:.0f} bytes for each parameter, over all ranks")
+kept = meter.held_bytes                                              # weights and averages
+rest = kept + sum(p.grad.to_local().nbytes for p in model.parameters())
+end, peak = meter.tensor_bytes[-1], meter.peak_tensor_bytes
+for name, held in {"weights and averages": kept, "with gradients": rest}.items():
+    print(f"{name:20} {held * world / sum(p.numel() for p in model.parameters()):.0f} bytes for a parameter")
 assert (end - rest) < 0.2 * rest                                     # after a step little else is alive
 assert peak > 2 * rest
+assert meter.tensor_bytes.index(peak) < first_gradient[0]            # so the peak has no gradients
 
 # %% jupyter={"source_hidden": true}
-rest, end, peak = ranks.get("(rest, end, peak)")[0]
+kept, rest, end, peak = ranks.get("(kept, rest, end, peak)")[0]
 amounts = {
     "valley": (end, end - rest),
-    "peak": (peak, peak - rest),
+    "peak": (peak, peak - kept),
 }
 fig, panels = plots.figure(2, width=7.5, height=1.7)
 for axes, (name, (off, on)) in zip(panels, amounts.items()):
@@ -553,22 +560,23 @@ for axes, (name, (off, on)) in zip(panels, amounts.items()):
 plots.show(fig, alt="Bytes on a GPU at a step's valley and peak, with and without CPU offload, counted.")
 
 # %% [markdown]
-# The valley all but vanishes, and the peak goes down by the same amount: by what is at rest, and no more. The
-# rest of the peak are mostly activations, which offload does not touch.
-# [Lesson 2](02_activation_checkpointing.ipynb) does.
+# The valley all but vanishes. The peak goes down by less: it comes before the step's first gradient, so only
+# weights and averages are there to be moved. The rest of it are mostly activations, which offload does not
+# touch. [Lesson 2](02_activation_checkpointing.ipynb) does.
 #
 # The guide has measured a valley of 8 GB and a peak of 74 GB without offload, and 1.4 GB and 68.7 GB with it,
 # for 7B on 8 GPUs. Does that fit?
-# In bf16 throughout, weights, gradients and two averages are 8 bytes for each parameter:
+# In bf16 throughout, weights and two averages are 6 bytes for each parameter, and gradients 2 more:
 
 # %% tags=["guide"]
-moved_gb = 8 * numbers["7B"] / 8 / 1e9                               # bytes per parameter, over 8 ranks
-print(f"calculated: {moved_gb:.1f} GB at rest")
+valley_gb, peak_gb = (each * numbers["7B"] / 8 / 1e9 for each in (8, 6))    # bytes each, over 8 ranks
+print(f"calculated: the valley shrinks by {valley_gb:.1f} GB, the peak by {peak_gb:.1f} GB")
 print(f"the guide's valley shrank by {8 - 1.4:.1f} GB, its peak by {74 - 68.7:.1f} GB")
-assert abs(moved_gb - (8 - 1.4)) < 0.3
+assert abs(valley_gb - (8 - 1.4)) < 0.3
+assert abs(peak_gb - (74 - 68.7)) < 0.3
 
 # %% [markdown]
-# The valley does, to 2%, and the peak shrank by a little less. What this machine cannot show is the price:
+# Both do, to 5%. What this machine cannot show is the price:
 # every shard crosses the bus for each all-gather, every gradient on its way back, and Adam runs at the speed
 # of the host's memory.
 #
@@ -587,6 +595,7 @@ def rank_gb(parameters, block, ranks, weight=4, gradient=4, optimizer=8, compute
 
 # %%
 # %%ranks
+at_rest = [*model.parameters(), *(p.grad for p in model.parameters()), *averages]
 with Meter(at_rest) as meter:
     model(**task.batch(4, rank=rank, world_size=world)).loss.backward()
 outside = sum(p.numel() for name, p in model.named_parameters() if ".layers." not in name)
@@ -603,14 +612,17 @@ for rest, whole in ranks.get("measured"):
 print(f"by the formula {rest_gb * 1e6:,.0f} kB at rest and {gathered_gb * 1e6:,.0f} kB gathered: within 5%")
 
 # %%
+from fsdp_utils.planner import GPUS
+
 for name, number in numbers.items():
     texts = []
     for count in (8, 64, 512):
         rest, gathered = rank_gb(number, blocks[name], count)
         texts.append(f"{rest:6.1f} + {gathered:4.1f} GB on {count:3}")
     print(f"{name:>5}  {'   '.join(texts)}")
-assert rank_gb(numbers["405B"], blocks["405B"], 8)[0] > 141          # not on 8 H200
-assert sum(rank_gb(numbers["405B"], blocks["405B"], 64)) < 141
+H100, H200 = (GPUS[name].usable_gib * 2**30 / 1e9 for name in ("H100", "H200"))  # GB that CUDA offers
+assert rank_gb(numbers["405B"], blocks["405B"], 8)[0] > H200         # not on 8 H200
+assert sum(rank_gb(numbers["405B"], blocks["405B"], 64)) < H200
 
 # %% jupyter={"source_hidden": true}
 fig, (axes,) = plots.figure(width=7.5, height=2.8)
@@ -624,9 +636,9 @@ for column, count in enumerate((8, 64, 512)):
             place, (rest + gathered) * 1.3, f"{rest + gathered:,.0f}", ha="center", fontsize=8,
             bbox={"facecolor": plots.CARD, "linewidth": 0, "pad": 0.4},
         )
-for gb, text in ((80, "80 GB, an A100 or H100"), (141, "141 GB, an H200")):
+for gb, text in ((H100, 'H100 of "80 GB"'), (H200, 'H200 of "141 GB"')):
     axes.axhline(gb, color=plots.INK, linestyle="--", linewidth=0.8)
-    axes.text(-0.48, gb * (1.12 if gb > 100 else 0.6), text, fontsize=8)
+    axes.text(-0.48, gb * (1.12 if gb > 100 else 0.6), f"{text}: CUDA offers {gb:.0f}", fontsize=8)
 axes.set_xticks(range(len(numbers)), list(numbers))
 axes.set(yscale="log", ylabel="GB on each rank", ylim=(0.2, 3000))
 axes.set_title("weights, gradients, Adam, two gathered blocks: calculated")
@@ -693,8 +705,9 @@ lesson.claims(
         f"ranks, here {world}. With `load_pretrained` none pays.",
         "reset-nothing": "Rotary frequencies uninitialised: no error. The loss is NaN, or "
         f"{wrong:.1f} instead of {right:.1f} where the memory is zeros.",
-        "offload-valley": f"Calculated for bf16: the valley shrinks by {moved_gb:.1f} GB, the guide's by "
-        "6.6 GB. Counted on a small model: valley and peak shrink by what is at rest, activations stay.",
+        "offload-valley": f"Calculated for bf16: the valley shrinks by {valley_gb:.1f} GB, the guide's by "
+        f"6.6 GB; the peak by {peak_gb:.1f} GB, the guide's by 5.3 GB. Counted on a small model: the peak "
+        "has no gradients to move, and activations stay.",
     },
 )
 

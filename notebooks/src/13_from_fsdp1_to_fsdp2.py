@@ -179,12 +179,14 @@ def compare(idea, one, two, wanted=None, rtol=1e-4, same_bytes=True, clip=(None,
 # ## Predict
 #
 # Which of these changes the number of bytes that a step sends, when a program goes from FSDP1 to FSDP2: the
-# wrapping, the prefetching, the strategy, mixed precision, activation checkpointing, frozen layers?
+# wrapping, the prefetching, the strategy, mixed precision, activation checkpointing, layers frozen within a
+# block that is trained?
 #
 # <details><summary>Answer</summary>
 #
-# Only the frozen layers do, and to the better: FSDP1 reduces the gradients of a whole flat parameter, frozen
-# parts included. All others send the same, byte for byte. You will see it below.
+# Only the frozen layers do, and to the better: FSDP1 reduces the gradient of a unit's whole flat parameter,
+# frozen parts included. (A unit that is frozen as a whole sends no gradients in either, as in lesson 9.) All
+# others send the same, byte for byte. You will see it below.
 #
 # </details>
 #
@@ -791,7 +793,7 @@ lesson.check(whole_norm, norms)
 # - Same losses and, with the same units, the same bytes: FSDP1 and FSDP2 differ in how they are written.
 # - Most arguments of FSDP1 are gone because there is nothing left to choose. Strategy and groups became
 #   `reshard_after_forward` and the mesh.
-# - Freezing needs nothing, and sends less.
+# - Freezing needs nothing, and sends less where a unit is frozen in part.
 # - Clip with PyTorch's own function. Under FSDP1 the same line is wrong, and silent.
 # - Full and sharded state dicts carry over. Move LOCAL_STATE_DICT while FSDP1 is still there to read it.
 # - `translate` reads the config files of three frameworks, and names what has no counterpart.
