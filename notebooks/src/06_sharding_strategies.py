@@ -38,7 +38,7 @@ import torch.nn.functional as F
 import warnings
 from contextlib import nullcontext
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -48,6 +48,7 @@ with warnings.catch_warnings():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fsdp_utils import record_collectives
+from fsdp_utils.collectives.units import find_units
 
 rank, world = dist.get_rank(), dist.get_world_size()
 on_gpu = torch.cuda.is_available()                              # ranks on the CPU see no GPU
@@ -427,19 +428,13 @@ Markdown(page)
 def unsharded_gradients(model):
     """Bytes of gradients that FSDP2 keeps whole, because they were not reduced yet."""
     kept = 0
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            if hasattr(state, "_fsdp_param_groups"):
-                groups = state._fsdp_param_groups
-            else:                                                           # torch 2.11 and before
-                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-            for group in groups:
-                for p in group.fsdp_params:
-                    gradient = p.unsharded_accumulated_grad
-                    if gradient is None and hasattr(p, "_unsharded_param"):
-                        gradient = p.unsharded_param.grad
-                    kept += 0 if gradient is None else gradient.nbytes
+    for unit in find_units(model):
+        for group in unit.parts:
+            for p in group.fsdp_params:
+                gradient = p.unsharded_accumulated_grad
+                if gradient is None and hasattr(p, "_unsharded_param"):
+                    gradient = p.unsharded_param.grad
+                kept += 0 if gradient is None else gradient.nbytes
     return kept
 
 

@@ -38,6 +38,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_utils.notebook.meter import ALL_GATHERS, REDUCE_SCATTERS
+
 torch.set_num_threads(1)
 rank, world = dist.get_rank(), dist.get_world_size()
 on_gpu = torch.cuda.is_available()                  # ranks on the CPU see no GPU
@@ -75,12 +77,11 @@ class Probe(TorchDispatchMode):
         dtypes.add(str(dtype).removeprefix("torch."))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__
-        if name.startswith(("allgather_.", "_allgather_base_.")):
+        if func.name() in ALL_GATHERS:
             self.note("all-gather", first(args[1]).dtype)       # args: output, input, group, ...
-        elif name.startswith(("reduce_scatter_.", "_reduce_scatter_base_.")):
+        elif func.name() in REDUCE_SCATTERS:
             self.note("reduce-scatter", first(args[1]).dtype)
-        elif name.startswith(("mm.", "addmm.")):
+        elif func.__name__.startswith(("mm.", "addmm.")):
             self.note("matmul", args[-1].dtype)
         return func(*args, **(kwargs or {}))
 
