@@ -1,5 +1,6 @@
 """Recorded orders and bytes, held against FSDP's documentation and against theory, to the byte."""
 
+import threading
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_utils import record_collectives, run_on_ranks
+from fsdp_utils.collectives.calls import listen_to_calls
 from tests.recorded import (
     HEAD,
     LAYER,
@@ -268,6 +270,30 @@ def test_every_call_is_seen_once_whoever_issues_it(two_ranks):
         assert seen["Python"] == seen["Python again"] == python
         assert seen["DTensor"] == dtensor
         assert seen["compiled"] == dtensor[:2]
+
+
+def two_threads() -> list[tuple[str, bool]]:
+    """One thread issues a collective while another one issues one."""
+    other = dist.new_group()
+    seen = []
+
+    def around(call, issue):
+        is_main = threading.current_thread() is threading.main_thread()
+        seen.append((call.kind, is_main))
+        if is_main:
+            thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), kwargs={"group": other})
+            thread.start()
+            thread.join(60)
+        return issue()
+
+    with listen_to_calls(around):
+        dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1))
+    return seen
+
+
+def test_a_call_is_seen_while_another_thread_issues_one(two_ranks):
+    for seen in two_ranks(two_threads):
+        assert seen == [("all_gather", True), ("all_reduce", False)]
 
 
 def names() -> dict[str, tuple[str, ...]]:

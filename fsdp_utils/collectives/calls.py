@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -100,18 +101,25 @@ def listen_to_calls(around: Around) -> Iterator[None]:
             setattr(dist.ProcessGroup, name, method)
 
 
+class _Here(threading.local):
+    """Is this thread inside of a call?"""
+
+    inside = False
+
+
 class _Calls:
     """What stands in the place of methods and operations, and tells of their calls."""
 
     def __init__(self, around: Around) -> None:
         self._around = around
-        self._inside = False  # what a call does on its way, as to reach the dispatcher, is the same call
+        # what a call does on its way, as to reach the dispatcher, is the same call; each thread has its own
+        self._here = _Here()
 
     def method(self, kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """For a method of ProcessGroup."""
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            if self._here.inside:
                 return method(group, *args, **kwargs)
             return self._tell(kind, (*args, *kwargs.values()), group, lambda: method(group, *args, **kwargs))
 
@@ -121,7 +129,7 @@ class _Calls:
         """For an operation of c10d, which is given the group after its tensors."""
 
         def call(args: tuple[Any, ...], issue: Callable[[], Any]) -> Any:
-            if self._inside:
+            if self._here.inside:
                 return issue()
             group = args[1] if isinstance(args[1], torch.ScriptObject) else args[2]
             return self._tell(kind, args, dist.ProcessGroup.unbox(group), issue)
@@ -136,11 +144,11 @@ class _Calls:
             given = given if isinstance(given, Tensor | list | tuple) else output
             bytes_in = 0 if kind == "recv" else _nbytes(given)
             bytes_out = 0 if kind == "send" else _nbytes(output)
-        self._inside = True
+        self._here.inside = True
         try:
             return self._around(Call(kind, bytes_in, bytes_out, group), issue)
         finally:
-            self._inside = False
+            self._here.inside = False
 
 
 _without_future: set[str] = set()  # kinds whose work, here, has no future to call back

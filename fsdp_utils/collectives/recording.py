@@ -33,10 +33,10 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     itself, and what it watches runs as it would without it. The trace grows while the block runs; if the
     block raises, what was recorded until then is in the trace, with a note.
 
-    All collectives of the process are recorded, and how long they took, waiting for other ranks included; but
-    for one that a thread issues while another thread issues one, and the all-gather with which DDP's
-    constructor compares shapes. Of what is computed, the model's forward and backward and the optimizer's
-    steps are recorded: the loss is not, and in backward neither is what stands between two units.
+    All collectives of the process are recorded, but for the all-gather with which DDP's constructor compares
+    shapes, and how long they took, waiting for other ranks included. Of what is computed, the model's forward
+    and backward and the optimizer's steps are recorded: the loss is not, and in backward neither is what
+    stands between two units.
 
     On a GPU, times are those at which the GPU ran what was issued, read from torch's profiler when the block
     ends; a collective of gloo has there the time of its copies only. torch runs one profiler at a time. Where
