@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -37,6 +39,7 @@ from fsdp_utils import (
 )
 from fsdp_utils.checkpoint.full import _seal
 from fsdp_utils.checkpoint.manifest import MANIFEST, committed, hash_file, write_manifest
+from fsdp_utils.checkpoint.metadata import read_metadata
 from tests.checkpoints import Data, Net, Outcome, build, fingerprint, outcome, rank, train
 
 SECONDS = 10  # in which an error must be told; far less on an idle machine
@@ -69,6 +72,20 @@ def swap(one: Path, other: Path) -> None:
     one.rename(between)
     other.rename(one)
     between.rename(other)
+
+
+class OldPickler(pickle.Pickler):
+    """Pickles members of an enum as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+class Attribute:
+    """Asks for an attribute of something when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (torch.Size, "numel")
 
 
 class Malicious:
@@ -211,6 +228,10 @@ FAULTS = {
     ),
     "description of another place": Fault(outside, r"/\.metadata: .* outside of the checkpoint"),
     "malicious .metadata": Fault(malicious_metadata, r"/\.metadata: .* it names posix\.system"),
+    "malicious getattr": Fault(
+        lambda c, o: ((c / ".metadata").write_bytes(pickle.dumps(Attribute())), forge(c)),
+        r"/\.metadata: .* it names builtins\.getattr for something else",
+    ),
     "malicious .metadata of each rank": Fault(
         malicious_metadata_of_a_rank, r"/\.metadata: expected a file of"
     ),
@@ -275,6 +296,16 @@ def test_the_malicious_checkpoints_would_run_if_they_were_unpickled(
     with suppress(AttributeError):  # what the command returns is no description
         FileSystemReader(copy).read_metadata()
     assert (tmp_path / "x").exists()
+
+
+def test_a_description_that_another_python_has_pickled_is_read(tmp_path: Path) -> None:
+    properties = TensorProperties(torch.float32, memory_format=torch.channels_last)
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))
+    written = Metadata({"x": TensorStorageMetadata(properties, torch.Size([3]), [chunk])}, storage_data={})
+    with (tmp_path / ".metadata").open("wb") as file:
+        OldPickler(file).dump(written)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert read_metadata(tmp_path) == written
 
 
 def load_malicious_tensor(folder: Path, verify: bool) -> tuple[Outcome, bool]:

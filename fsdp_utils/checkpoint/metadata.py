@@ -1,8 +1,7 @@
 """DCP's .metadata without running what is in it.
 
 DCP writes the description of a checkpoint as a pickle, and reading a pickle calls whatever it names. Here it
-may
-name the few classes that such a description consists of, and nothing else.
+may name the few classes that such a description consists of, and nothing else.
 """
 
 import pickle
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 
@@ -35,11 +34,23 @@ _ALLOWED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, which no description of a checkpoint needs"
             )
         return super().find_class(module, name)
+
+
+def _memory_format(enum: Any, name: Any) -> Any:
+    """In place of getattr, by which some Pythons (3.11.2, Debian 12's, is one) pickle members of an enum."""
+    if enum is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(
+            "it names builtins.getattr for something else than a memory format, which no description of a "
+            "checkpoint needs"
+        )
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def read_metadata(directory: Path, rank: int | None = None) -> Metadata:
