@@ -110,11 +110,38 @@ def test_durations_by_name_by_link_and_as_recorded():
     ]
 
 
-def test_a_computation_in_two_parts_takes_the_time_of_one():
+def bucket(number: int, nbytes: int) -> Event:
+    return Event(0, "all_reduce", f"bucket {number}", "backward", nbytes, nbytes, (0, 1), WITHIN, 0.0, 0.3)
+
+
+def computing(events: list[Event], compute_s) -> list[float]:
+    """Seconds of each computation in the replay."""
+    trace = Trace(0, 2, {"a": GIB, "b": GIB}, [replace(event, order=i) for i, event in enumerate(events)])
+    spans = trace.replay(compute_s=compute_s, link_gib_s=1.0).spans
+    return [round(span.end - span.start, 6) for span in spans if span.event.kind == "compute"]
+
+
+def test_after_the_reduction_of_another_unit_a_unit_only_lays_its_gradients_together():
     events = [compute("a", "backward", 0.1), reduce("b"), compute("a", "backward", 0.3), reduce("a")]
-    trace = Trace(0, 2, {"a": GIB}, [replace(event, order=i) for i, event in enumerate(events)])
-    result = trace.replay(compute_s=1.0, link_gib_s=1.0)
-    assert result.compute_s == pytest.approx(2.0)
+    assert computing(events, 1.0) == [2.0, 0.0]
+
+
+def test_ddp_computes_for_each_bucket_as_long_as_its_bytes_say():
+    root = compute("(root)", "backward")
+    step = [
+        compute("(root)", "forward"),
+        *(root, bucket(0, GIB)),
+        *(root, bucket(1, GIB // 2), bucket(2, GIB // 2)),
+        *(root, bucket(3, 2 * GIB)),
+        root,
+    ]
+    assert computing(step * 2, {"(root)": 1.0}) == [1.0, 0.5, 0.5, 1.0, 0.0] * 2
+
+
+def test_a_head_and_an_embedding_share_the_time_of_their_unit():
+    forward = [compute(unit, "forward") for unit in ("a", "b", "a")]
+    backward = [compute(unit, "backward") for unit in ("a", "b", "a")]
+    assert computing([*forward, *backward] * 2, 1.0) == [0.5, 1.0, 0.5, 1.0, 2.0, 1.0] * 2
 
 
 @pytest.mark.parametrize(
@@ -178,6 +205,8 @@ def test_the_film_shows_units_gathered_and_freed():
     assert [round(h.parameters, 2) for h in seen.values()] == [0.5, 0.75, 1.0, 0.5, 0.5]
     assert [h.computing for h in seen.values()] == [False, False, True, False, False]
     assert seen[6.0].gradients == 0.5
+    early = backward("Ab mb Ab fb mb fb Rb").replay(compute_s=1.0, link_gib_s=1.0)
+    assert held(early.spans, "b", 0.75).parameters == 1.0  # in use while it is gathered once more
     film = replay.animate(title="a replay", frames=5)
     picture = Image.open(io.BytesIO(film))
     assert (picture.format, picture.n_frames) == ("PNG", 5)

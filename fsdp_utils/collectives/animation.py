@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from fsdp_utils.collectives.events import COMPUTE, FREE, ROOT
-from fsdp_utils.collectives.plot import CARD, INK, Bar, color_of, draw_bars
+from fsdp_utils.collectives.plot import CARD, INK, Bar, color_of, draw_bars, time_unit
 from fsdp_utils.collectives.replay import Replay, Span
 
 PIXELS_PER_INCH = 80
@@ -31,13 +31,14 @@ class Held(NamedTuple):
     computing: bool
 
 
-def film(replay: Replay, *, title: str, frames: int) -> bytes:
+def film(replay: Replay, *, title: str, frames: int, until: float) -> bytes:
     """Draw a replay as an animated PNG.
 
     Args:
         replay: Of one step, with at least one FSDP unit.
         title: Over each picture.
         frames: How many pictures, at least 2.
+        until: Seconds that they show.
 
     Returns:
         The PNG.
@@ -51,9 +52,9 @@ def film(replay: Replay, *, title: str, frames: int) -> bytes:
             f"animate: expected at least 1 FSDP unit and 2 frames, found {len(units)} and {frames}. DDP "
             "gathers and frees nothing: use plot()."
         )
-    moments = [replay.step_s * frame / (frames - 1) for frame in range(frames)]
+    moments = [until * frame / (frames - 1) for frame in range(frames)]
     with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "hatch.linewidth": 0.8}):
-        pictures = [_picture(replay, units, moment, title) for moment in moments]
+        pictures = [_picture(replay, units, moment, title, until) for moment in moments]
     palette = pictures[len(pictures) // 2].quantize(COLORS_KEPT, dither=Image.Dither.NONE)
     small = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in pictures]
     file = io.BytesIO()
@@ -71,36 +72,38 @@ def film(replay: Replay, *, title: str, frames: int) -> bytes:
 
 def held(spans: Sequence[Span], unit: str, moment: float) -> Held:
     """What a rank holds of a unit at a moment of the replay."""
-    parameters, shard, gradients, computing = 0.0, 0.0, 0.0, False
+    shard, gradients, computing = 0.0, 0.0, False
+    copies: list[float] = []  # of the whole, on their way or there; the last one while it is not freed
     for span in spans:
         event = span.event
         if event.module != unit:
             continue
         if event.kind == "all_gather":
             shard = shard or event.bytes_in / event.bytes_out
-            parameters = max(parameters, shard)
-        if span.start > moment:
-            continue
-        done = 1.0 if moment >= span.end else (moment - span.start) / (span.end - span.start)
+        begun = span.start <= moment
+        done = float(begun)
+        if begun and moment < span.end:
+            done = (moment - span.start) / (span.end - span.start)
         if event.kind == "all_gather":
-            parameters = shard + (1 - shard) * done
-        elif event.kind == FREE:
-            parameters = shard
-        elif event.kind == COMPUTE and event.phase in ("forward", "backward"):
+            copies.append(done)
+        elif event.kind == FREE and begun and copies:
+            copies[-1] = 0.0
+        elif event.kind == COMPUTE and begun and event.phase in ("forward", "backward"):
             computing = computing or done < 1
             if event.phase == "backward":
-                gradients = done
-        elif event.kind == "reduce_scatter":
+                gradients = max(gradients, done)
+        elif event.kind == "reduce_scatter" and begun:
             gradients = 1 - (1 - shard) * done
+    parameters = shard + (1 - shard) * max(copies, default=0.0)
     return Held(parameters, gradients, computing)
 
 
-def _picture(replay: Replay, units: Sequence[str], moment: float, title: str) -> Image.Image:
+def _picture(replay: Replay, units: Sequence[str], moment: float, title: str, until: float) -> Image.Image:
     figure = Figure(figsize=(8.0, 3.3), dpi=PIXELS_PER_INCH, facecolor=CARD)
     canvas = FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.02, ha="left", fontsize=10, fontweight="bold", color=INK)
     _memory(figure.add_axes((0.13, 0.42, 0.85, 0.46)), replay, units, moment)
-    _streams(figure.add_axes((0.13, 0.1, 0.85, 0.26)), replay, moment)
+    _streams(figure.add_axes((0.13, 0.15, 0.85, 0.23)), replay, moment, until)
     canvas.draw()
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
 
@@ -124,15 +127,16 @@ def _memory(axes: Axes, replay: Replay, units: Sequence[str], moment: float) -> 
     axes.spines[:].set_visible(False)
 
 
-def _streams(axes: Axes, replay: Replay, moment: float) -> None:
+def _streams(axes: Axes, replay: Replay, moment: float, until: float) -> None:
     bars = [
         Bar(span.event.kind, span.event.module, span.start, min(span.end, moment))
         for span in replay.spans
-        if span.event.kind != FREE and span.start < moment
+        if span.end > span.start and span.start < moment
     ]
     lanes = {COMPUTE: 0, **{bar.kind: 1 for bar in bars if bar.kind != COMPUTE}}
-    draw_bars(axes, bars, replay.units, lanes, begin=0.0, scale=1.0, hatched=True)
-    axes.axvline(moment, color=INK, linewidth=1)
-    axes.set(xlim=(0, replay.step_s * 1.01), ylim=(1.5, -0.5), xticks=[])
+    unit_of_time, scale = time_unit(until)
+    draw_bars(axes, bars, replay.units, lanes, begin=0.0, scale=scale, hatched=True)
+    axes.axvline(moment * scale, color=INK, linewidth=1)
+    axes.set(xlim=(0, until * scale * 1.01), ylim=(1.5, -0.5))
     axes.set_yticks([0, 1], ["compute", "communication"])
-    axes.set_xlabel("time in the replay (hatched: gradients)", color=INK)
+    axes.set_xlabel(f"{unit_of_time} in the replay (hatched: gradients)", color=INK)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fsdp_utils.collectives.replay import Replay
 
 COMPUTE, FREE = "compute", "free"
+BUCKET = "bucket "  # and its number: what DDP reduces at once
 ROOT = "(root)"  # the name of the model itself; no submodule can be called so
 WITHIN, BETWEEN = "within a host", "between hosts"
 MIB = 2**20

@@ -53,7 +53,7 @@ def plot_bars(
     lanes = {COMPUTE: 0, **{kind: 1 if one_communication_lane else 1 + i for i, kind in enumerate(kinds)}}
     begin = min((bar.start for bar in bars), default=0.0)
     length = max((bar.end for bar in bars), default=begin) - begin
-    unit_of_time, scale = _time_unit(length if until is None else until)
+    unit_of_time, scale = time_unit(length if until is None else until)
     draw_bars(axes, bars, units, lanes, begin=begin, scale=scale, hatched=one_communication_lane)
     names = ["compute", "communication"] if one_communication_lane and kinds else [*lanes]
     axes.set_yticks(range(len(names)), [name.replace("_", "-") for name in names])
@@ -120,7 +120,8 @@ def color_of(unit: str, units: Sequence[str]) -> str:
     return COLORS[[name for name in units if name != ROOT].index(unit) % len(COLORS)]
 
 
-def _time_unit(seconds: float) -> tuple[str, float]:
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The name of a unit that suits so many seconds, and how many of it a second has."""
     if seconds >= 1:
         return "seconds", 1.0
     return ("milliseconds", 1e3) if seconds >= 1e-3 else ("microseconds", 1e6)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from fsdp_utils.collectives.calls import Call, listen_to_calls, when_done
 from fsdp_utils.collectives.device_times import DeviceTimes
-from fsdp_utils.collectives.events import BETWEEN, COMPUTE, FREE, ROOT, WITHIN, Event, Trace
+from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, ROOT, WITHIN, Event, Trace
 from fsdp_utils.collectives.hooks import in_backward, listen
 from fsdp_utils.collectives.units import Unit, compute_device, find_units, has_ddp, is_distributed, parents
 
@@ -253,7 +253,7 @@ class _Recorder:
         if task != self._buckets_of:
             self._buckets_of, self._buckets = task, 0
         self._buckets += 1
-        return f"bucket {self._buckets - 1}"
+        return f"{BUCKET}{self._buckets - 1}"
 
     def _end_waiting(self) -> None:
         """FSDP goes on, and has waited for what it needs: what is over by now has ended."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from fsdp_utils.collectives.events import BETWEEN, COMPUTE, FREE, ROOT, WITHIN, Event, peak_units
+from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, ROOT, WITHIN, Event, peak_units
 
 GIB = 2**30
 BACKWARD = 2.0  # a matrix product of forward has two in backward: for its input and for its weight
@@ -73,16 +73,17 @@ class Replay:
         bars = [
             Bar(span.event.kind, span.event.module, span.start, span.end)
             for span in self.spans
-            if span.event.kind != FREE
+            if span.end > span.start
         ]
         return plot_bars(bars, list(self.units), title=title, until=until, one_communication_lane=True)
 
-    def animate(self, *, title: str = "replay", frames: int = 60) -> bytes:
+    def animate(self, *, title: str = "replay", frames: int = 60, until: float | None = None) -> bytes:
         """The step as a film: shards gathered, used, freed and their gradients reduced.
 
         Args:
             title: Over the film. Let it say that this is a replay.
             frames: How many pictures.
+            until: Seconds that the film shows, to compare several replays; by default, all.
 
         Returns:
             An animated PNG, which shows wherever a PNG does.
@@ -92,7 +93,7 @@ class Replay:
         """
         from fsdp_utils.collectives.animation import film  # here: only who draws needs matplotlib
 
-        return film(self, title=title, frames=frames)
+        return film(self, title=title, frames=frames, until=until or self.step_s)
 
 
 def replay(
@@ -185,16 +186,34 @@ def _check(
 def _shares(events: Sequence[Event]) -> dict[int, float]:
     """By order of each computation: which part it is of its unit's forward or backward.
 
-    A unit's computation is in several events where FSDP did something in between; equal parts of the whole.
+    A unit's computation is in several events where something came between. In backward, DDP sends a bucket as
+    soon as its gradients are there: each part makes the next bucket, and takes as long as its bytes say.
+    Where FSDP reduced another unit's gradients, the first part is the whole: after it the unit's own
+    gradients are only laid together. Where other units computed, as between a model's head and its embedding,
+    and in forward, nothing tells: equal parts.
     """
-    parts: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
-    done: dict[tuple[str, str], int] = defaultdict(int)
+    passes: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
+    bucket_bytes: dict[int, int] = defaultdict(int)  # that follow a computation
+    done: dict[tuple[str, int], int] = defaultdict(int)
+    turn, last = 0, None  # forwards and backwards, and the computation before this event
     for event in events:
         if event.kind == COMPUTE:
-            parts[event.module, event.phase, done[event.module, event.phase]].append(event)
-        elif event.kind in (FREE, "reduce_scatter"):  # the next computation in this phase is another pass
-            done[event.module, event.phase] += 1
-    return {event.order: 1 / len(group) for group in parts.values() for event in group}
+            if last is None or last.phase != event.phase:
+                turn += 1
+            parts = passes[event.module, turn, done[event.module, turn]]
+            goes_on = event.phase == "backward" and last is not None and last.order in parts
+            parts[event.order] = 0.0 if goes_on else 1.0
+            last = event
+        elif event.kind == "all_reduce" and event.module.startswith(BUCKET) and last is not None:
+            bucket_bytes[last.order] += event.bytes
+        elif event.kind in (FREE, "reduce_scatter"):  # the next computation of this unit is another pass
+            done[event.module, turn] += 1
+    shares = {}
+    for parts in passes.values():
+        in_buckets = {order: float(bucket_bytes[order]) for order in parts}
+        weights = in_buckets if any(in_buckets.values()) else parts
+        shares |= {order: weight / sum(weights.values()) for order, weight in weights.items()}
+    return shares
 
 
 def _computing(

@@ -197,7 +197,7 @@ assert order(traces["forward_prefetch"], "backward") == "AG mm AG mm RS AG mm RS
 # %% [markdown]
 # The next all-gather stands before the computation, as promised. But look at backward: it has changed too,
 # although `backward_prefetch` is `None`. Each reduce-scatter but the last comes one block later. (Block 0
-# has two `mm`: a reduce-scatter falls into the middle of its computation.)
+# has two `mm`: after the reduce-scatter only its own gradients are laid together.)
 #
 # Why? Autograd works off what was made *last* first. FSDP1 makes the views of a unit's parameters when it
 # gathers the unit. With forward prefetch, the views of block 3 are made *before* block 2 computes. So in
@@ -205,9 +205,20 @@ assert order(traces["forward_prefetch"], "backward") == "AG mm AG mm RS AG mm RS
 # the reduce-scatter waits for. The option's documentation does not mention it. It is visible only in the
 # recorded order.
 #
+# `None` is there to see one thing at a time: FSDP1's default is `BACKWARD_PRE`. The two together:
+
+# %% tags=["both"]
+# %%ranks
+traces["both"] = record(fsdp1(BackwardPrefetch.BACKWARD_PRE, forward_prefetch=True))
+print("backward", order(traces["both"], "backward"))
+assert order(traces["both"], "forward") == order(traces["forward_prefetch"], "forward")
+assert order(traces["both"], "backward") == "AG AG mm AG mm RS AG mm RS mm RS mm RS"
+
+# %% [markdown]
+#
 # ## FSDP2
 #
-# `fully_shard` has no option for backward. It prefetches always, and one block ahead:
+# `fully_shard` has no option for backward. It prefetches by itself, one block ahead:
 
 # %% tags=["fsdp2"]
 # %%ranks
@@ -223,7 +234,10 @@ assert order(traces["FSDP2, kept"], "backward") == "mm RS mm RS mm RS mm RS"
 # The same order as `BACKWARD_PRE`. With `reshard_after_forward=False` the units stay whole after forward, so
 # there is nothing to gather in backward.
 #
-# To prefetch more, say what: each module is given the list of modules to gather early.
+# In forward it issues nothing early: there it relies on the GPU's streams, on which an all-gather can overtake
+# a computation that was issued before it. [FSDP's notes](https://docs.pytorch.org/docs/stable/notes/fsdp.html)
+# call that *implicit* prefetching, and *explicit* what is issued early. To prefetch more, say what: each module
+# is given the list of modules to gather early, which takes the place of what FSDP2 would do by itself.
 
 # %% tags=["explicit"]
 # %%ranks
@@ -241,8 +255,8 @@ assert order(traces["FSDP2, explicit"], "backward") == "AG AG AG mm RS AG mm RS 
 # %% [markdown]
 # ## What it costs
 #
-# A unit that is gathered early takes memory early. Count the units that are whole at once, in the recorded
-# order:
+# A unit that is gathered early takes memory early. Count the units whose parameters are whole at once, in the
+# recorded order:
 
 # %% tags=["memory"]
 # %%ranks 0
@@ -251,11 +265,16 @@ for name, recorded in traces.items():
 peaks = {name: recorded.peak_units for name, recorded in traces.items()}
 assert (peaks["None"], peaks["POST"], peaks["PRE"], peaks["FSDP2"]) == (1, 1, 2, 2)
 assert (peaks["forward_prefetch"], peaks["FSDP2, explicit"], peaks["FSDP2, kept"]) == (2, 3, 4)
+assert peaks["both"] == 3
 
 # %% [markdown]
 # `BACKWARD_PRE` costs one more unit, whatever the size of the model. With 32 blocks that is a thirty-second
-# of the parameters; activations usually take far more. This is the order of the program. On a GPU, FSDP1's
-# memory can lag behind it, which is what its rate limiter is for ([lesson 11](11_rate_limiter.ipynb)).
+# of the whole model's parameters, and on 8 ranks a quarter of what a rank holds of them at rest; activations
+# usually take far more. The gradients of the block that computes are whole too, until they are reduced. With
+# `forward_prefetch` that is one block later, so there the gradients of two blocks are.
+#
+# This is the order of the program. On a GPU, FSDP1's memory can lag behind it, which is what its rate limiter
+# is for ([lesson 11](11_rate_limiter.ipynb)).
 #
 # ## The replay
 #
@@ -263,11 +282,12 @@ assert (peaks["forward_prefetch"], peaks["FSDP2, explicit"], peaks["FSDP2, kept"
 # simulation.** Its rules: the CPU issues in the recorded order; each stream works in that order; a block
 # computes once it is gathered; a reduce-scatter waits for the computation before it; an all-gather waits
 # until the GPU is done with the last but one of the units freed before it, as FSDP1's rate limiter has it.
-# Its durations are ours: a block takes 1 ms in forward and 2 ms in backward, a collective 0.5 ms.
+# (FSDP2 has no such limiter. Here it changes none of FSDP2's times.) Its durations are ours: a block takes
+# 1 ms in forward and 2 ms in backward, a collective 0.5 ms.
 
 # %%
 traces = {name: ranks.get("traces")[0][name] for name in
-          ("None", "POST", "PRE", "forward_prefetch", "FSDP2", "FSDP2, explicit", "FSDP2, kept")}
+          ("None", "POST", "PRE", "forward_prefetch", "both", "FSDP2", "FSDP2, explicit", "FSDP2, kept")}
 GIB = 2**30
 
 
@@ -288,11 +308,18 @@ assert abs(replays["None"].step_s - 16e-3) < 1e-6
 assert abs(replays["PRE"].step_s - 13e-3) < 1e-6
 assert abs(replays["FSDP2"].step_s - replays["PRE"].step_s) < 1e-9
 assert abs(replays["POST"].step_s - replays["PRE"].step_s) < 1e-9
+assert abs(replays["both"].step_s - 13.5e-3) < 1e-6
+assert abs(replays["forward_prefetch"].step_s - 15.5e-3) < 1e-6
+assert abs(replays["FSDP2, explicit"].step_s - replays["FSDP2"].step_s) < 1e-9
+for name in ("FSDP2", "FSDP2, explicit"):
+    assert replay(name, 0.5, limit_units=None).step_s == replays[name].step_s
 
 # %% [markdown]
 # Without prefetching, the step takes 16 ms. With it, 13: the 12 ms of computation, the first all-gather and
-# the last reduce-scatter. These two nobody can hide. `forward_prefetch` gains 1 ms, and in backward: its late
-# reduce-scatters close one of three gaps.
+# the last reduce-scatter. These two nobody can hide. `forward_prefetch` gains half a millisecond, and in
+# backward: its late reduce-scatters make one of three gaps smaller. Together with `BACKWARD_PRE` ("both") it
+# costs half a millisecond: two reduce-scatters are left for the end. A second block ahead gains nothing: one
+# is enough to fill the gaps.
 #
 # `BACKWARD_POST` is as fast as `BACKWARD_PRE` here. The CPU of this replay takes no time to issue work, so it
 # is far ahead. Then even an all-gather that is issued *after* a computation can run beside it. What counts is
@@ -315,11 +342,12 @@ plots.show(pre, alt="Replay with BACKWARD_PRE: no gaps.")
 #
 # One film for each setting, drawn from the recorded order and the replayed times. Above: what rank 0 holds of
 # each unit, from its own shard to the whole, and its gradients. A dark border means that it computes. Below:
-# the two streams up to that moment. FSDP2's own film would be that of `BACKWARD_PRE`.
+# the two streams up to that moment. All films last equally long, so you see who is done first. FSDP2's own
+# film would be that of `BACKWARD_PRE`.
 
 # %% jupyter={"source_hidden": true}
 def film(name, title):
-    picture = replays[name].animate(title=f"replay of one step: {title}", frames=24)
+    picture = replays[name].animate(title=f"replay of one step: {title}", frames=25, until=until)
     return Image(picture, format="png", alt=f"Film of one replayed step: {title}.")
 
 
@@ -353,6 +381,8 @@ assert saved[0.05] < 0.05
 best = max(saved, key=saved.get)
 assert 0.2 < best < 4
 assert saved[8.0] < saved[best] / 2
+for ratio in (2.0, 4.0, 8.0):
+    assert abs(replay("None", ratio).step_s - replay("PRE", ratio).step_s - 8e-3) < 1e-6
 
 # %% jupyter={"source_hidden": true}
 import numpy as np
@@ -369,9 +399,9 @@ axes.legend()
 plots.show(fig, alt="Step time in the replay against the time of a collective.")
 
 # %% [markdown]
-# On the left there is nothing to hide: communication takes no time. On the right there is nothing to hide it
-# behind: the step takes as long as its communication, in any order. In the middle, where both take about the
-# same time, prefetching saves most.
+# On the left there is nothing to hide: communication takes no time. On the right computation is what hides,
+# behind communication: prefetching saves the same 8 ms of backward in each step, but the steps get longer. In
+# the middle, where both take about the same time, it saves the largest part.
 #
 # So "up to 13% faster", as measured in 2022, is what one model on one machine gave. The replay passes 13% on
 # its way up, and again on its way down.
@@ -396,10 +426,17 @@ assert max(abs(gain[0.0]), abs(gain[1.0])) < 1e-6
 assert max(gain.values()) > 0.3
 assert abs(gain[2.0]) < 1e-6
 
+slow = {name: 1e3 * replay(name, 0.9, issue_s=1.2e-3).step_s for name in ("None", "POST", "PRE")}
+print("issuing takes 1.2 ms:", ", ".join(f"{name} {ms:.1f} ms a step" for name, ms in slow.items()))
+assert slow["PRE"] < slow["POST"] - 0.3 < slow["None"]
+
 # %% [markdown]
 # As long as the CPU is ahead, `forward_prefetch` saves nothing: the all-gather of the next block is issued
 # early enough anyway. It saves something when the CPU is somewhat slower than the GPU. When the CPU is much
 # slower, the GPU waits for the CPU in any order, and there is nothing to save again.
+#
+# In the same range `BACKWARD_PRE` is better than `BACKWARD_POST`, whose all-gather is issued only after the
+# computation.
 #
 # ## On a GPU
 #
@@ -508,10 +545,11 @@ lesson.check(balance, 1.0)
 # %% [markdown]
 # ## Summary
 #
-# - Prefetching changes the order in which all-gathers are issued, and nothing else.
+# - Prefetching changes the order in which collectives are issued, and how many units are whole at once. It
+#   changes nothing that is computed.
 # - `BACKWARD_PRE` puts the next all-gather before the computation, `BACKWARD_POST` before the reduce-scatter.
 # - FSDP2 does what `BACKWARD_PRE` does, by itself. For more, give it lists of modules.
-# - It costs one more whole unit of memory.
+# - `BACKWARD_PRE` costs the memory of one more whole unit.
 # - It helps where computation and communication take about equally long.
 # - On a CPU with gloo it changes the order alone. Seconds are for GPUs with a link between them to say.
 #
