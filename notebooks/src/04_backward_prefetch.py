@@ -215,7 +215,6 @@ assert order(traces["both"], "forward") == order(traces["forward_prefetch"], "fo
 assert order(traces["both"], "backward") == "AG AG mm AG mm RS AG mm RS mm RS mm RS"
 
 # %% [markdown]
-#
 # ## FSDP2
 #
 # `fully_shard` has no option for backward. It prefetches by itself, one block ahead:
@@ -234,10 +233,11 @@ assert order(traces["FSDP2, kept"], "backward") == "mm RS mm RS mm RS mm RS"
 # The same order as `BACKWARD_PRE`. With `reshard_after_forward=False` the units stay whole after forward, so
 # there is nothing to gather in backward.
 #
-# In forward it issues nothing early: there it relies on the GPU's streams, on which an all-gather can overtake
-# a computation that was issued before it. [FSDP's notes](https://docs.pytorch.org/docs/stable/notes/fsdp.html)
-# call that *implicit* prefetching, and *explicit* what is issued early. To prefetch more, say what: each module
-# is given the list of modules to gather early, which takes the place of what FSDP2 would do by itself.
+# In forward it issues nothing early: there it relies on the GPU's streams, on which an all-gather can
+# overtake a computation that was issued before it. [FSDP's
+# notes](https://docs.pytorch.org/docs/stable/notes/fsdp.html) call that *implicit* prefetching, and
+# *explicit* what is issued early. To prefetch more, say what: each module is given the list of modules to
+# gather early, which takes the place of what FSDP2 would do by itself.
 
 # %% tags=["explicit"]
 # %%ranks
@@ -435,8 +435,8 @@ assert slow["PRE"] < slow["POST"] - 0.3 < slow["None"]
 # early enough anyway. It saves something when the CPU is somewhat slower than the GPU. When the CPU is much
 # slower, the GPU waits for the CPU in any order, and there is nothing to save again.
 #
-# In the same range `BACKWARD_PRE` is better than `BACKWARD_POST`, whose all-gather is issued only after the
-# computation.
+# A CPU that is somewhat slower also shows why `BACKWARD_PRE` is preferred to `BACKWARD_POST`, whose
+# all-gather is issued only after the computation.
 #
 # ## On a GPU
 #
