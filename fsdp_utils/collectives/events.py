@@ -33,7 +33,8 @@ class Event:
         link: "within a host" or "between hosts"; "" where nothing was sent.
         start: Seconds since the recording began. On a GPU, where streams run side by side, events need not
             start in their order.
-        seconds: Duration; None for a collective that nobody has seen end.
+        seconds: Duration; None for a collective that nobody has seen end. gloo does not tell the end of a
+            reduce-scatter, a send or a receive: what is not FSDP's own lasts until the model's next event.
     """
 
     order: int
@@ -71,7 +72,10 @@ class Event:
         if self.kind == "send":
             return float(self.bytes_in)
         rounds = 2 if self.kind == "all_reduce" else 1
-        return rounds * (len(self.ranks) - 1) * self.bytes / len(self.ranks)
+        whole = self.bytes
+        if self.kind in ("gather", "scatter"):  # the root has the whole on one side, and a piece on the other
+            whole = min(self.bytes_in, self.bytes_out) or whole
+        return rounds * (len(self.ranks) - 1) * whole / len(self.ranks)
 
 
 @dataclass
@@ -98,7 +102,10 @@ class Trace:
 
     @property
     def peak_units(self) -> int:
-        """How many units were gathered and not yet freed at once, in the order of issue?"""
+        """How many units were gathered and not yet freed at once, in the order of issue?
+
+        Units that were whole when the recording began are not among them.
+        """
         return peak_units(self.events)
 
     def bytes_by_kind(self) -> dict[str, int]:

@@ -22,6 +22,13 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_utils.collectives.events import ROOT
 from fsdp_utils.collectives.units import Unit, fsdp2_state
 
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hide it from nobody."""
+    return function
+
 
 class Listener(Protocol):
     """Who is told what FSDP does."""
@@ -61,13 +68,18 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def listen(model: nn.Module, units: list[Unit], listener: Listener) -> Iterator[None]:
+def listen(
+    model: nn.Module, units: list[Unit], listener: Listener, hidden: Wrapper = as_it_is
+) -> Iterator[None]:
     """Tell the listener what FSDP does with these units, for as long as the context lasts.
 
-    torch has no public hooks for all of this. FSDP1 goes through `_pre_backward_hook` and
-    `_post_backward_hook` of `torch.distributed.fsdp._runtime_utils` and through `FlatParamHandle.unshard`
-    and `reshard`; FSDP2 through `FSDPState._pre_backward` and methods of `FSDPParamGroup`. All of them run
-    as before, with the listener told around them; for other models, nothing is told.
+    `hidden` is applied to each function that is called from outside, to keep torch.compile out of it.
+
+    torch has no public hooks for all of this. FSDP1 goes through `_pre_backward_hook`, `_post_backward_hook`
+    and `_post_backward_reshard_only_hook` of `torch.distributed.fsdp._runtime_utils` and through
+    `FlatParamHandle.unshard` and `reshard`; FSDP2 through `FSDPState._pre_backward` and methods of
+    `FSDPParamGroup`. All of them run as before, with the listener told around them; for other models, nothing
+    is told.
     """
     handles = {part: unit.name for unit in units if unit.fsdp1 for part in unit.parts}
     groups = {part: unit.name for unit in units if not unit.fsdp1 for part in unit.parts}
@@ -79,12 +91,12 @@ def listen(model: nn.Module, units: list[Unit], listener: Listener) -> Iterator[
     originals = {(owner, name): getattr(owner, name) for owner, name in wrappers}
     hooks: list[RemovableHandle] = []
     try:
-        hooks.extend(_hook_model(model, units, listener))
+        _hook_model(model, units, listener, hidden, hooks)
         for unit in units:
             for module in unit.modules:
-                hooks.extend(_hook_computation(module, unit.name, listener))
+                _hook_computation(module, unit.name, listener, hidden, hooks)
         for (owner, name), original in originals.items():
-            setattr(owner, name, wrappers[owner, name](original))
+            setattr(owner, name, hidden(wrappers[owner, name](original)))
         yield
     finally:
         for hook in hooks:
@@ -93,11 +105,17 @@ def listen(model: nn.Module, units: list[Unit], listener: Listener) -> Iterator[
             setattr(owner, name, original)
 
 
-def _hook_model(model: nn.Module, units: list[Unit], listener: Listener) -> Iterator[RemovableHandle]:
+def _hook_model(
+    model: nn.Module,
+    units: list[Unit],
+    listener: Listener,
+    hidden: Wrapper,
+    hooks: list[RemovableHandle],
+) -> None:
     """When the model is called, and when its own computation begins and ends, forward and backward."""
-    yield model.register_forward_pre_hook(lambda *_: listener.enter_forward(), prepend=True)
+    hooks.append(model.register_forward_pre_hook(hidden(lambda *_: listener.enter_forward()), prepend=True))
     if not any(unit.name == ROOT for unit in units):
-        yield from _hook_computation(model, ROOT, listener)
+        _hook_computation(model, ROOT, listener, hidden, hooks)
 
     def forward_is_over(_module: nn.Module, _args: Any, output: Any) -> None:
         listener.leave_forward()
@@ -105,9 +123,10 @@ def _hook_model(model: nn.Module, units: list[Unit], listener: Listener) -> Iter
             return  # FSDP tells; a model without parameters of its own has nothing to compute in backward
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs:
-            register_multi_grad_hook(outputs, lambda _: _begin_backward(ROOT, listener), mode="any")
+            begins = hidden(lambda _: _begin_backward(ROOT, listener))
+            hooks.append(register_multi_grad_hook(outputs, begins, mode="any"))
 
-    yield model.register_forward_hook(forward_is_over, always_call=True)
+    hooks.append(model.register_forward_hook(hidden(forward_is_over), always_call=True))
 
 
 def _begin_backward(unit: str, listener: Listener) -> None:
@@ -117,7 +136,9 @@ def _begin_backward(unit: str, listener: Listener) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore
 
 
-def _hook_computation(module: nn.Module, name: str, listener: Listener) -> Iterator[RemovableHandle]:
+def _hook_computation(
+    module: nn.Module, name: str, listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
+) -> None:
     """When a unit computes in forward: not while the hooks of FSDP before and after it run."""
     inner = module
     if isinstance(module, FSDP):
@@ -125,21 +146,28 @@ def _hook_computation(module: nn.Module, name: str, listener: Listener) -> Itera
     elif isinstance(module, DistributedDataParallel):
         inner = module.module
 
+    running = 0
+
     def begins(*_: Any) -> None:
+        nonlocal running
+        running += 1
         listener.leave(name)
         listener.begin(name, "forward")
 
     def ends(*_: Any) -> None:
-        listener.end(name, "forward")
-        listener.enter(name)
+        nonlocal running
+        if running:  # else it never began: another hook has raised an error before
+            running -= 1
+            listener.end(name, "forward")
+            listener.enter(name)
 
-    yield module.register_forward_pre_hook(lambda *_: listener.enter(name), prepend=True)
-    yield inner.register_forward_pre_hook(begins)
-    yield inner.register_forward_hook(ends, prepend=True, always_call=True)
-    yield module.register_forward_hook(lambda *_: listener.leave(name), always_call=True)
-
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+    before = module.register_forward_pre_hook(hidden(lambda *_: listener.enter(name)), prepend=True)
+    hooks += (
+        before,
+        inner.register_forward_pre_hook(hidden(begins)),
+        inner.register_forward_hook(hidden(ends), prepend=True, always_call=True),
+        module.register_forward_hook(hidden(lambda *_: listener.leave(name)), always_call=True),
+    )
 
 
 def _around_fsdp1(handles: dict[Any, str], listener: Listener) -> dict[tuple[Any, str], Wrapper]:
@@ -159,6 +187,8 @@ def _around_fsdp1(handles: dict[Any, str], listener: Listener) -> dict[tuple[Any
         (FlatParamHandle, "reshard"): _freeing(listener, freed),
         (fsdp1_runtime, "_pre_backward_hook"): _within(listener, before_backward, begins=True),
         (fsdp1_runtime, "_post_backward_hook"): _within(listener, after_backward, ends=True),
+        # of a unit whose parameters are all frozen
+        (fsdp1_runtime, "_post_backward_reshard_only_hook"): _within(listener, after_backward, ends=True),
     }
 
 

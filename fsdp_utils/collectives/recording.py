@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -19,8 +20,16 @@ from torch.optim.optimizer import (
 from fsdp_utils.collectives.calls import Call, listen_to_calls, when_done
 from fsdp_utils.collectives.device_times import DeviceTimes
 from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, ROOT, WITHIN, Event, Trace
-from fsdp_utils.collectives.hooks import in_backward, listen
-from fsdp_utils.collectives.units import Unit, compute_device, find_units, has_ddp, is_distributed, parents
+from fsdp_utils.collectives.hooks import as_it_is, in_backward, listen
+from fsdp_utils.collectives.units import (
+    Unit,
+    compute_device,
+    distributed_parts,
+    find_units,
+    has_ddp,
+    is_compiled,
+    parents,
+)
 
 _recording = False
 
@@ -63,7 +72,8 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         print(trace.summary())
     """
     global _recording
-    if not is_distributed(model):
+    parts = distributed_parts(model)
+    if not parts:
         raise ValueError(
             "record_collectives: expected a model under fully_shard, FullyShardedDataParallel or "
             f"DistributedDataParallel, found a {type(model).__name__} without any of them. Wrap it first, "
@@ -79,7 +89,8 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     units = find_units(model)
-    devices = [unit.device for unit in units]
+    devices = _devices(model, units)
+    hidden = torch._dynamo.disable if is_compiled(model) else as_it_is
     trace = Trace(rank, world_size, {unit.name: unit.nbytes for unit in units})
     times = _times(trace, compute_device(model, units))  # a GPU's
     _recording = True
@@ -88,8 +99,8 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
             recorder = _Recorder(trace, model, on_host, parents=parents(units), times=times)
             try:
                 with (
-                    listen_to_calls(recorder.collective),
-                    listen(model, units, recorder),
+                    listen_to_calls(recorder.collective, hidden),
+                    listen(model, units, recorder, hidden),
                     recorder.optimizer_steps(),
                 ):
                     yield trace
@@ -100,7 +111,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         raise
     finally:
         _recording = False
-    if problem := _changed(units, devices, find_units(model)):
+    if problem := _changed(model, parts, units, devices):
         trace.notes.append(problem)
         raise RuntimeError(
             f"record_collectives: {problem}. What was recorded stays in the trace, but it is of two models. "
@@ -115,18 +126,35 @@ def _times(trace: Trace, device: torch.device) -> DeviceTimes | None:
     return DeviceTimes(trace, device.type)
 
 
-def _changed(before: list[Unit], devices: list[str], after: list[Unit]) -> str | None:
+def _devices(model: nn.Module, units: list[Unit]) -> dict[str, str]:
+    """Where the shards of each unit are, and the parameters under DDP."""
+    devices = {f"the shards of {unit.name}": unit.device for unit in units}
+    if has_ddp(model):
+        devices["the parameters"] = ", ".join(sorted({str(p.device) for p in model.parameters()}))
+    return devices
+
+
+def _changed(
+    model: nn.Module, parts: list[nn.Module], units: list[Unit], devices: dict[str, str]
+) -> str | None:
     """What is no longer as it was when the recording began, in words."""
-    if [unit.parts for unit in before] != [unit.parts for unit in after]:
+    after = find_units(model)
+    if [unit.parts for unit in units] != [unit.parts for unit in after]:
         return (
-            f"the model was wrapped again inside the block: {len(before)} units with parameters at its "
+            f"the model was wrapped again inside the block: {len(units)} units with parameters at its "
             f"start, {len(after)} at its end, and not all are the same"
         )
-    for unit, device in zip(after, devices, strict=True):
-        if unit.device != device:
+    if (parts_after := distributed_parts(model)) != parts:
+        return (
+            f"the model was wrapped again inside the block: {len(parts)} modules under FSDP or DDP at its "
+            f"start, {len(parts_after)} at its end, and not all are the same"
+        )
+    now = _devices(model, after)
+    for what, device in devices.items():
+        if now[what] != device:
             return (
-                f"the model was moved inside the block: the shards of {unit.name} were on {device} at its "
-                f"start, and are on {unit.device} at its end"
+                f"the model was moved inside the block: {what} were on {device} at its start, and are on "
+                f"{now[what]} at its end"
             )
     return None
 
@@ -158,8 +186,8 @@ class _Recorder:
         self._is_first = False  # ... whether it is the first one of its module ...
         self._nodes = 0  # ... and how many nodes autograd had made until then
         self._gathered: set[str] = set()
-        self._buckets = 0  # that DDP has reduced in the backward pass ...
-        self._buckets_of = -1  # ... with that id
+        self._buckets = 0  # that DDP has reduced in this backward pass
+        self._thread = 0  # in which FSDP worked, or the model computed, last
         # Collectives whose end was perhaps not seen yet, and whether they are over.
         self._unended: list[tuple[Event, Callable[[], bool]]] = []
         self._links: dict[Any, tuple[tuple[int, ...], str]] = {}  # by process group
@@ -183,11 +211,13 @@ class _Recorder:
 
     def enter_forward(self) -> None:
         self._forwards += 1
+        self._buckets = 0
 
     def leave_forward(self) -> None:
         self._forwards -= 1
 
     def enter(self, unit: str) -> None:
+        self._thread = get_ident()
         if self._since is not None:
             self._cut()
         self._working_for.append(unit)
@@ -201,7 +231,10 @@ class _Recorder:
             self._resume()
 
     def begin(self, module: str, phase: str) -> None:
+        self._thread = get_ident()
         self._cut()
+        if not in_backward():  # what has not ended in backward by now, never will
+            self._computing = [running for running in self._computing if running[1] != "backward"]
         if phase != "backward" or (module, phase) not in self._computing:
             self._computing.append((module, phase))
         self._resume(is_first=True)
@@ -211,6 +244,8 @@ class _Recorder:
             return
         if self._computing[-1] == (module, phase):
             self._cut(is_last=True)
+        if phase == "backward" and module == ROOT:
+            self._buckets = 0
         # the innermost: an optimizer may call another one's step
         del self._computing[len(self._computing) - 1 - self._computing[::-1].index((module, phase))]
 
@@ -225,15 +260,17 @@ class _Recorder:
 
     def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
         """Record a call around its issue."""
-        self._cut()
         ranks, link = self._link(call.group)
-        module = self._working_for[-1] if self._working_for else ""
-        if call.kind == "all_reduce" and not module and in_backward() and has_ddp(self._model):
-            module = self._next_bucket()
+        is_ours = self._thread in (0, get_ident())  # else another thread sends something of its own
+        module, phase = "", "other"
+        if is_ours:
+            self._cut()
+            module, phase = self._working_for[-1] if self._working_for else "", self._phase()
+            if call.kind == "all_reduce" and not module and in_backward() and has_ddp(self._model):
+                module = f"{BUCKET}{self._buckets}"  # DDP reduces its buckets in their order
+                self._buckets += 1
         event = self._add(
-            Event(
-                0, call.kind, module, self._phase(), call.bytes_in, call.bytes_out, ranks, link, self._now()
-            )
+            Event(0, call.kind, module, phase, call.bytes_in, call.bytes_out, ranks, link, self._now())
         )
         if call.kind == "all_gather" and module:
             self._gathered.add(module)
@@ -244,16 +281,9 @@ class _Recorder:
             self._times.issued(event, mark)
         else:
             self._unended.append((event, when_done(call.kind, result, lambda: self._ended(event))))
-        self._resume()
+        if is_ours:
+            self._resume()
         return result
-
-    def _next_bucket(self) -> str:
-        """DDP reduces its buckets in their order, from 0 in each backward pass."""
-        task = torch._C._current_graph_task_id()
-        if task != self._buckets_of:
-            self._buckets_of, self._buckets = task, 0
-        self._buckets += 1
-        return f"{BUCKET}{self._buckets - 1}"
 
     def _end_waiting(self) -> None:
         """FSDP goes on, and has waited for what it needs: what is over by now has ended."""
@@ -285,11 +315,16 @@ class _Recorder:
             return
         module, phase = self._computing[-1]
         # Between two units a module may compute nothing of its own, and a unit nothing more until it ends. In
-        # forward autograd's nodes tell. In backward they do not: a unit's first and last piece count.
+        # forward autograd's nodes tell. Where there are none, as in backward, a unit's first and last piece
+        # count.
+        is_end = self._is_first or is_last
         if phase == "forward" and module in self._parents:
-            if torch.autograd._get_sequence_nr() == self._nodes:
+            if torch.is_grad_enabled():
+                if torch.autograd._get_sequence_nr() == self._nodes:
+                    return
+            elif not (is_end and module in self._trace.unit_bytes):
                 return
-        elif phase == "backward" and self._trace.unit_bytes and not (self._is_first or is_last):
+        elif phase == "backward" and self._trace.unit_bytes and not is_end:
             return
         if phase == "forward":
             phase = self._phase()  # backward, where activation checkpointing computes it again
@@ -311,9 +346,9 @@ class _Recorder:
     def _phase(self) -> str:
         if in_backward():
             return "backward"
-        if self._computing:
-            return self._computing[0][1]
-        return "forward" if self._forwards else "other"
+        if self._forwards:
+            return "forward"
+        return next((phase for _, phase in reversed(self._computing) if phase != "backward"), "other")
 
     def _link(self, group: Any) -> tuple[tuple[int, ...], str]:
         """Which ranks a process group has, and whether they are all on one host."""

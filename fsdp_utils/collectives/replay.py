@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,10 +50,17 @@ class Replay:
     @property
     def exposed_s(self) -> float:
         """Seconds in which something is sent and nothing is computed."""
-        moments = sorted({moment for span in self.spans for moment in (span.start, span.end)})
-        computing = _busy([span for span in self.spans if span.event.kind == COMPUTE])
-        sending = _busy([span for span in self.spans if span.event.is_collective])
-        return sum(end - start for start, end in pairwise(moments) if sending(start) and not computing(start))
+        changes: Counter[tuple[float, bool]] = Counter()  # by moment and stream: begun, less ended
+        for span in self.spans:
+            if span.end > span.start:
+                changes[span.start, span.event.is_collective] += 1
+                changes[span.end, span.event.is_collective] -= 1
+        exposed, running = 0.0, {True: 0, False: 0}
+        for (moment, is_sent), (until, _) in pairwise([*sorted(changes), (0.0, False)]):
+            running[is_sent] += changes[moment, is_sent]
+            if running[True] and not running[False]:
+                exposed += until - moment
+        return exposed
 
     def plot(self, *, title: str = "replay", until: float | None = None) -> Any:
         """Both streams, a colour for each unit.
@@ -117,7 +124,8 @@ def replay(
         units: Names of the units, in the model's order.
         compute_s: Seconds that a unit computes in forward: one number for all, or by name. What is not
             named, and the root if there is one number, takes none. Backward takes twice as long, an optimizer
-            step no time. None: all computation takes as long as it was recorded.
+            step no time, and neither does what activation checkpointing computes again. None: all computation
+            takes as long as it was recorded.
         link_gib_s: GiB/s at which a rank sends: one number, or by link ("within a host", "between hosts").
             A collective takes `Event.sent_bytes` divided by it. None: as long as it was recorded.
         latency_s: Seconds that each collective takes besides; only with link_gib_s.
@@ -255,9 +263,3 @@ def _recorded(event: Event, argument: str) -> float:
             f"Give {argument}."
         )
     return event.seconds
-
-
-def _busy(spans: Sequence[Span]) -> Any:
-    """Does any of these spans, which do not overlap, run at a moment?"""
-    intervals = [(span.start, span.end) for span in spans if span.end > span.start]
-    return lambda moment: any(start <= moment < end for start, end in intervals)

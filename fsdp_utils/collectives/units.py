@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +55,17 @@ class Unit:
         return [parameter.sharded_param for part in self.parts for parameter in part.fsdp_params]
 
 
-def is_distributed(model: nn.Module) -> bool:
-    """Is any part of it under FSDP1, FSDP2 or DDP?"""
-    return any(isinstance(m, FSDP | FSDPModule | DistributedDataParallel) for m in model.modules())
+def distributed_parts(model: nn.Module) -> list[nn.Module]:
+    """Its modules under FSDP1, FSDP2 or DDP."""
+    return [m for m in model.modules() if isinstance(m, FSDP | FSDPModule | DistributedDataParallel)]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Is torch.compile at work, in the model or around it?"""
+    frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+    return frames > 0 or any(
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in model.modules()
+    )
 
 
 def has_ddp(model: nn.Module) -> bool:
