@@ -116,7 +116,11 @@ class Trace:
         return dict(total)
 
     def sent_bytes_by_link(self) -> dict[str, float]:
-        """Bytes that this rank has to send (`Event.sent_bytes`) within a host, and between hosts."""
+        """Bytes that this rank has to send (`Event.sent_bytes`) within a host, and between hosts.
+
+        All bytes of a collective across hosts count as between hosts, though some pass from one rank to
+        another on the same host: an upper bound of what crosses the link.
+        """
         total: dict[str, float] = {}
         for event in self.collectives:
             total[event.link] = total.get(event.link, 0.0) + event.sent_bytes

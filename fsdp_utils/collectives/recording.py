@@ -28,6 +28,7 @@ from fsdp_utils.collectives.units import (
     find_units,
     has_ddp,
     is_compiled,
+    names_of_modules,
     parents,
 )
 
@@ -72,7 +73,8 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         print(trace.summary())
     """
     global _recording
-    parts = distributed_parts(model)
+    names = names_of_modules(model)
+    parts = distributed_parts(names)
     if not parts:
         raise ValueError(
             "record_collectives: expected a model under fully_shard, FullyShardedDataParallel or "
@@ -88,15 +90,15 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
-    units = find_units(model)
-    devices = _devices(model, units)
-    hidden = torch._dynamo.disable if is_compiled(model) else as_it_is
+    units = find_units(model, names)
+    devices = _devices(model, parts, units)
+    hidden = torch._dynamo.disable if is_compiled(names) else as_it_is
     trace = Trace(rank, world_size, {unit.name: unit.nbytes for unit in units})
     times = _times(trace, compute_device(model, units))  # a GPU's
     _recording = True
     try:
         with times or nullcontext():
-            recorder = _Recorder(trace, model, on_host, parents=parents(units), times=times)
+            recorder = _Recorder(trace, on_host, ddp=has_ddp(parts), parents=parents(units), times=times)
             try:
                 with (
                     listen_to_calls(recorder.collective, hidden),
@@ -126,10 +128,10 @@ def _times(trace: Trace, device: torch.device) -> DeviceTimes | None:
     return DeviceTimes(trace, device.type)
 
 
-def _devices(model: nn.Module, units: list[Unit]) -> dict[str, str]:
+def _devices(model: nn.Module, parts: list[nn.Module], units: list[Unit]) -> dict[str, str]:
     """Where the shards of each unit are, and the parameters under DDP."""
     devices = {f"the shards of {unit.name}": unit.device for unit in units}
-    if has_ddp(model):
+    if has_ddp(parts):
         devices["the parameters"] = ", ".join(sorted({str(p.device) for p in model.parameters()}))
     return devices
 
@@ -138,18 +140,19 @@ def _changed(
     model: nn.Module, parts: list[nn.Module], units: list[Unit], devices: dict[str, str]
 ) -> str | None:
     """What is no longer as it was when the recording began, in words."""
-    after = find_units(model)
+    names = names_of_modules(model)
+    after = find_units(model, names)
     if [unit.parts for unit in units] != [unit.parts for unit in after]:
         return (
             f"the model was wrapped again inside the block: {len(units)} units with parameters at its "
             f"start, {len(after)} at its end, and not all are the same"
         )
-    if (parts_after := distributed_parts(model)) != parts:
+    if (parts_after := distributed_parts(names)) != parts:
         return (
             f"the model was wrapped again inside the block: {len(parts)} modules under FSDP or DDP at its "
             f"start, {len(parts_after)} at its end, and not all are the same"
         )
-    now = _devices(model, after)
+    now = _devices(model, parts, after)
     for what, device in devices.items():
         if now[what] != device:
             return (
@@ -165,15 +168,15 @@ class _Recorder:
     def __init__(
         self,
         trace: Trace,
-        model: nn.Module,
         ranks_per_host: int,
         *,
+        ddp: bool,
         parents: set[str],
         times: DeviceTimes | None,
     ) -> None:
         self._trace = trace
-        self._model = model
         self._ranks_per_host = ranks_per_host
+        self._ddp = ddp  # is any part of the model under DDP?
         self._parents = parents  # modules that hold other units
         self._times = times  # of a GPU: there the CPU issues work, and does not see when it runs
         self._began = time.perf_counter()
@@ -266,7 +269,7 @@ class _Recorder:
         if is_ours:
             self._cut()
             module, phase = self._working_for[-1] if self._working_for else "", self._phase()
-            if call.kind == "all_reduce" and not module and in_backward() and has_ddp(self._model):
+            if call.kind == "all_reduce" and not module and self._ddp and in_backward():
                 module = f"{BUCKET}{self._buckets}"  # DDP reduces its buckets in their order
                 self._buckets += 1
         event = self._add(

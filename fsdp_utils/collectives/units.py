@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,27 +56,30 @@ class Unit:
         return [parameter.sharded_param for part in self.parts for parameter in part.fsdp_params]
 
 
-def distributed_parts(model: nn.Module) -> list[nn.Module]:
-    """Its modules under FSDP1, FSDP2 or DDP."""
-    return [m for m in model.modules() if isinstance(m, FSDP | FSDPModule | DistributedDataParallel)]
+def distributed_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those under FSDP1, FSDP2 or DDP."""
+    return [m for m in modules if isinstance(m, FSDP | FSDPModule | DistributedDataParallel)]
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Is torch.compile at work, in the model or around it?"""
+def is_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Is torch.compile at work, in them or around them?"""
     frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
     return frames > 0 or any(
-        module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in model.modules()
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in modules
     )
 
 
-def has_ddp(model: nn.Module) -> bool:
-    """Is any part of it under DDP?"""
-    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
+def has_ddp(modules: Iterable[nn.Module]) -> bool:
+    """Is any of them under DDP?"""
+    return any(isinstance(module, DistributedDataParallel) for module in modules)
 
 
-def find_units(model: nn.Module) -> list[Unit]:
-    """The model's FSDP units that hold parameters, the root's first if it holds any."""
-    names = _named(model)
+def find_units(model: nn.Module, names: dict[nn.Module, str] | None = None) -> list[Unit]:
+    """The model's FSDP units that hold parameters, the root's first if it holds any.
+
+    `names` are those of its modules, where they are known already.
+    """
+    names = names_of_modules(model) if names is None else names
     units = []
     seen: set[int] = set()
     for module, name in names.items():
@@ -92,7 +96,7 @@ def find_units(model: nn.Module) -> list[Unit]:
     return units
 
 
-def _named(model: nn.Module) -> dict[nn.Module, str]:
+def names_of_modules(model: nn.Module) -> dict[nn.Module, str]:
     """All modules and their names, as model.named_modules() gives them, which takes three times as long."""
     names: dict[nn.Module, str] = {}
 
