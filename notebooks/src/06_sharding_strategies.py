@@ -153,10 +153,14 @@ def local_bytes(tensors):
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
+def fsdp2_parameters(model):
+    """What FSDP2 knows of each parameter of the model."""
+    return [p for unit in find_units(model) for group in unit.parts for p in group.fsdp_params]
+
+
 def kept_after_forward(model):
     """Bytes that FSDP2 keeps of gathered units besides the shards, between forward and backward."""
-    parameters = [p for unit in find_units(model) for group in unit.parts for p in group.fsdp_params]
-    kept = (getattr(p, "_sharded_post_forward_param_data", None) for p in parameters)
+    kept = (getattr(p, "_sharded_post_forward_param_data", None) for p in fsdp2_parameters(model))
     return sum(data.nbytes for data in kept if data is not None)
 
 
@@ -456,13 +460,11 @@ Markdown(page)
 def unsharded_gradients(model):
     """Bytes of gradients that FSDP2 keeps whole, because they were not reduced yet."""
     kept = 0
-    for unit in find_units(model):
-        for group in unit.parts:
-            for p in group.fsdp_params:
-                gradient = p.unsharded_accumulated_grad
-                if gradient is None and hasattr(p, "_unsharded_param"):
-                    gradient = p.unsharded_param.grad
-                kept += 0 if gradient is None else gradient.nbytes
+    for p in fsdp2_parameters(model):
+        gradient = p.unsharded_accumulated_grad
+        if gradient is None and hasattr(p, "_unsharded_param"):
+            gradient = p.unsharded_param.grad
+        kept += 0 if gradient is None else gradient.nbytes
     return kept
 
 
