@@ -187,7 +187,9 @@ def _reset_fsdp() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     for parameter in _alive(FSDPParam):
-        parameter.unsharded_accumulated_grad = None  # of microbatches before the one that failed
+        # of microbatches before the one that failed; from torch 2.15 on it is the grad of a tensor, as above
+        if "unsharded_accumulated_grad" in vars(parameter):
+            parameter.unsharded_accumulated_grad = None
     for module in _alive(FSDPModule):
         # Of an FSDP2 model only the root can be reset; before its first forward nobody is root.
         if not module._get_fsdp_state()._is_root:

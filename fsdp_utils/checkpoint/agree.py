@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fsdp_utils._group_timeout import set_group_timeout
 from fsdp_utils.checkpoint.errors import CheckpointError
 
 T = TypeVar("T")
@@ -199,7 +200,7 @@ class Ranks:
         if group is None or group not in dist.distributed_c10d._world.pg_map:
             made = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._wait_s))
             assert isinstance(made, dist.ProcessGroup)
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TRANSFER_LIMIT_S), made)
+            set_group_timeout(made, TRANSFER_LIMIT_S)
             link.group, group = weakref.ref(made), made
         self.group = group
 

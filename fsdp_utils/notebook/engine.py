@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from fsdp_utils._group_timeout import set_group_timeout
 from fsdp_utils.notebook import excerpt
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
@@ -185,7 +186,7 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
     """
     shell = _shell()
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        set_group_timeout(group, timeout_s)
     quiet = {"showtraceback": lambda *_, **__: None, "showsyntaxerror": lambda *_, **__: None}
     _watch_for_interrupts()
     _cell_is_over.clear()
