@@ -57,7 +57,7 @@ def shard(
 
     Raises:
         ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks.
-        RuntimeError: there is no process group.
+        RuntimeError: there is no process group; this torch trains FSDP2 wrongly on ranks without a GPU.
     """
     if strategy not in ("full", "grad_op", "hybrid"):
         raise ValueError(f'shard: expected strategy "full", "grad_op" or "hybrid", found {strategy!r}')
@@ -71,7 +71,9 @@ def shard(
             f'shard: strategy "{strategy}" expects a {expected}-D mesh, found a {found}-D one. For "hybrid": '
             'init_device_mesh(device_type, (hosts, ranks_per_host), mesh_dim_names=("replicate", "shard")).'
         )
-    options: dict[str, Any] = {"mesh": _all_ranks() if mesh is None else mesh}
+    mesh = _all_ranks() if mesh is None else mesh
+    _refuse_gloo_that_adds(mesh)
+    options: dict[str, Any] = {"mesh": mesh}
     if mp_policy is not None:
         options["mp_policy"] = mp_policy
     if offload_policy is not None:
@@ -90,6 +92,16 @@ def _all_ranks() -> DeviceMesh:
     # By the backend, as gloo ranks may run on a machine that has a GPU.
     accelerator = None if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
     return init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
+
+
+def _refuse_gloo_that_adds(mesh: DeviceMesh) -> None:
+    # Source: https://github.com/pytorch/pytorch/issues/162338. Seen in torch 2.7.1 and 2.8.0, not in 2.9.1.
+    if torch.__version__ < (2, 9) and "gloo" in {str(dist.get_backend(one)) for one in mesh.get_all_groups()}:
+        raise RuntimeError(
+            "shard: on ranks that talk through gloo, FSDP2 expects torch 2.9 or later, found "
+            f"{torch.__version__}. Its gloo adds gradients up where FSDP2 asks for their mean. Install a "
+            "later torch, or train with FullyShardedDataParallel."
+        )
 
 
 def _units_of(model: nn.Module, blocks: list[nn.Module]) -> list[Any]:

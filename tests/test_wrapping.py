@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from fsdp_utils import check_sharding, run_on_ranks, shard, transformer_block_classes, wrap_policy
 from tests.sharded import (
@@ -242,6 +243,23 @@ def test_shard_refuses_what_it_cannot_do_with_what_to_do(two_ranks: TwoRanks) ->
 def test_shard_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"no process group.*torchrun.*run_on_ranks"):
         shard(HandWritten())
+
+
+def sharded_in(version: str) -> str:
+    """What shard says on this rank where torch is of that version; "" if nothing."""
+    torch.__version__ = TorchVersion(version)
+    try:
+        shard(HandWritten())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_torch_whose_gloo_adds_gradients_up_is_refused(two_ranks: TwoRanks) -> None:
+    assert two_ranks(sharded_in, "2.9.0") == ["", ""]
+    for refused in two_ranks(sharded_in, "2.8.0+cu128"):
+        assert refused.startswith("shard: on ranks that talk through gloo, FSDP2 expects torch 2.9 or later")
+        assert "found 2.8.0+cu128" in refused
 
 
 # ---- check_sharding --------------------------------------------------------------------------------------
