@@ -96,7 +96,7 @@ def _all_ranks() -> DeviceMesh:
 
 def _refuse_gloo_that_adds(mesh: DeviceMesh) -> None:
     # Source: https://github.com/pytorch/pytorch/issues/162338. Seen in torch 2.7.1 and 2.8.0, not in 2.9.1.
-    if torch.__version__ < (2, 9) and "gloo" in {str(dist.get_backend(one)) for one in mesh.get_all_groups()}:
+    if torch.__version__ < "2.9" and "gloo" in {str(dist.get_backend(one)) for one in mesh.get_all_groups()}:
         raise RuntimeError(
             "shard: on ranks that talk through gloo, FSDP2 expects torch 2.9 or later, found "
             f"{torch.__version__}. Its gloo adds gradients up where FSDP2 asks for their mean. Install a "
