@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,13 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
     # A TCPStore that opens its own port listens on every interface of the machine: give it ours.
     fd = (_listener or socket.create_server((host, port))).detach() if rank == 0 else None
     close_store()
-    store = TCPStore(host, port, world_size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=fd)
+    open_store = partial(
+        TCPStore, host, port, world_size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=fd
+    )
+    try:
+        store = open_store()
+    except NotImplementedError:  # torch 2.7's libuv takes no port that is open already
+        store = open_store(use_libuv=False)
     backend = "cpu:gloo,cuda:nccl" if settings["device"] == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

@@ -1,6 +1,7 @@
 """Two training steps of one rank out of many, on tensors without memory: what is allocated, done and sent?"""
 
 import gc
+import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -173,6 +174,9 @@ def mesh_of(setting: Setting) -> DeviceMesh:
 def _fake_group(world_size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
+        # before torch 2.11 these are not registered with torch itself
+        importlib.import_module("torch.distributed._tools.fake_collectives")
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield
