@@ -362,7 +362,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, 
 assert "record_stream" in inspect.getsource(FlatParamHandle._free_unsharded_flat_param)
 for module in (_fsdp_collectives, _fsdp_param, _fsdp_param_group):
     assert "record_stream(" not in inspect.getsource(module)
-assert "wait_event" in inspect.getsource(_fsdp_param_group.FSDPParamGroup._wait_all_gather_streams_on_event)
+group, context = _fsdp_param_group.FSDPParamGroup, _fsdp_param_group.FSDPCommContext
+wait = getattr(group, "_wait_all_gather_streams_on_event", None) or context.wait_all_gather_streams_on_event
+assert "wait_event" in inspect.getsource(wait)                  # the context's in later torch
 
 default = inspect.signature(FSDP).parameters["limit_all_gathers"].default
 print("FSDP1: limit_all_gathers is", default, "by default")
