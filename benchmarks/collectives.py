@@ -1,6 +1,6 @@
 """What does record_collectives add to a training step?
 
-    python benchmarks/collectives.py [--processes 15] [--steps 100] [--ranks 2]
+    python benchmarks/collectives.py [--starts 15] [--steps 100] [--ranks 2]
 
 Trains a small transformer under FSDP2, FSDP1 and DDP, with and without the recording in turn. The steps are
 short, where it is felt most: the batch is the smallest one with which most of them take 20 ms. Blocks of one
@@ -124,20 +124,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--processes", type=int, default=15, help="how often the ranks are started")
+    parser.add_argument("--starts", type=int, default=15, help="how often the ranks are started")
     parser.add_argument("--steps", type=int, default=100, help="in a start, of each kind")
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
 
     print(describe())
-    print(
-        f"rank 0 of {options.ranks}: {options.processes} starts, {options.steps} steps of each kind in each\n"
-    )
+    print(f"rank 0 of {options.ranks}: {options.starts} starts, {options.steps} steps of each kind in each\n")
     rows, good = [], True
     for way in ("FSDP2", "FSDP1", "DDP"):
         for steps in (1, 5):
             starts: list[Measured] = []
-            for _ in range(options.processes):
+            for _ in range(options.starts):
                 batch = min((start.batch for start in starts), default=1)
                 pairs = options.steps // steps
                 starts.append(

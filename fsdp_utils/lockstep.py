@@ -187,7 +187,7 @@ def _reset_fsdp() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     for parameter in _alive(FSDPParam):
-        # of microbatches before the one that failed; from torch 2.15 on it is the grad of a tensor, as above
+        # of microbatches before the one that failed; in torch 2.15 it is the grad of a tensor, as above
         if "unsharded_accumulated_grad" in vars(parameter):
             parameter.unsharded_accumulated_grad = None
     for module in _alive(FSDPModule):

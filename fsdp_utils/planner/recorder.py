@@ -273,4 +273,4 @@ def _whole_gradients(unit: Unit) -> Iterator[Any]:
         for parameter in part.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
             yield whole.grad if whole is not None else None
-            yield vars(parameter).get("unsharded_accumulated_grad")  # from torch 2.15 on it is the same
+            yield vars(parameter).get("unsharded_accumulated_grad")  # in torch 2.15 it is the same
