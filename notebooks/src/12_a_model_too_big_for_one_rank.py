@@ -124,7 +124,7 @@ dist.broadcast_object_list(shared, src=0)
 folder = Path(shared[0])
 task = tasks.dates_llama()
 
-# %%
+# %% tags=["nbval-ignore-output"]
 # %%ranks
 if rank == 0:
     learner = task.build()
@@ -207,7 +207,7 @@ assert other_nan == not_saved(model)
 #
 # NaN would be lucky: it is seen at once. Memory that comes fresh from the system is full of zeros.
 
-# %% tags=["zeros"]
+# %% tags=["nbval-ignore-output", "zeros"]
 # %%ranks
 for name in not_saved(model):
     model.get_buffer(name).zero_()
@@ -665,7 +665,7 @@ assert abs(8 * host_gb["70B"] / (8 * 4 * 70) - 1) < 0.02             # the Huggi
 # Two steps of training on the small model, after each way to load it: against one process that has the
 # whole model, and the whole batch.
 
-# %% tags=["equality"]
+# %% tags=["nbval-ignore-output", "equality"]
 # %%ranks
 whole_losses = [None] * 2
 if rank == 0:
@@ -692,7 +692,6 @@ torch.testing.assert_close(losses["load_pretrained"], whole_losses, rtol=1e-3, a
 # ## Claims, then and now
 
 # %% jupyter={"source_hidden": true}
-wrong, right = ranks.get("(with_zeros, expected)")[0]
 lesson.claims(
     12,
     {
@@ -703,8 +702,8 @@ lesson.claims(
         "are hardly more than a process with PyTorch.",
         "monolith-8x": "One rank of the host pays instead of all, which is a factor of nearly the number of "
         f"ranks, here {world}. With `load_pretrained` none pays.",
-        "reset-nothing": "Rotary frequencies uninitialised: no error. The loss is NaN, or "
-        f"{wrong:.1f} instead of {right:.1f} where the memory is zeros.",
+        "reset-nothing": "Rotary frequencies uninitialised: no error. The loss is NaN, or at least a tenth "
+        "too high where the memory is zeros.",
         "offload-valley": f"Calculated for bf16: the valley shrinks by {valley_gb:.1f} GB, the guide's by "
         f"6.6 GB; the peak by {peak_gb:.1f} GB, the guide's by 5.3 GB. Counted on a small model: the peak "
         "has no gradients to move, and activations stay.",
