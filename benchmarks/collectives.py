@@ -8,7 +8,7 @@ step are the dearest case, as entering and leaving the block ("block" in the tab
 five show what a step costs.
 
 How two ranks fall into step with each other differs from one start of them to the next, and stays: the same
-code has cost 0 to 15% of a step. So the ranks are started anew many times, and the result is the median over
+code has cost 0 to 16% of a step. So the ranks are started anew many times, and the result is the median over
 the starts of their own medians over pairs, the time with the recording against that without it. The spread of
 the starts stands beside it. Exits with 1 if a result is more than 1.10.
 """
@@ -136,7 +136,7 @@ def main() -> int:
         for steps in (1, 5):
             starts: list[Measured] = []
             for _ in range(options.starts):
-                batch = min((start.batch for start in starts), default=1)
+                batch = starts[0].batch if starts else 1
                 pairs = options.steps // steps
                 starts.append(
                     run_on_ranks(measure, way, steps, pairs, batch, world_size=options.ranks, timeout=300)[0]

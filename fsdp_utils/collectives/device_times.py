@@ -65,14 +65,13 @@ class DeviceTimes:
         if self._profiler is None:
             return
         running, self._profiler = self._profiler, None
+        records = []
         try:
             running.__exit__(*error)  # waits for the device
-        except RuntimeError as problem:
+            records = running.kineto_results.events()
+        except RuntimeError as problem:  # torch 2.9 and 2.11 tell so that another profiler ended this one
             if "not running" not in str(problem):
                 raise
-            self._trace.notes.append(TAKEN)  # as below; torch 2.9 and 2.11 tell it so
-            return
-        records = running.kineto_results.events()
         marks = {int(r.name()[len(MARK) :]): r for r in records if r.name().startswith(MARK)}
         if 0 not in marks:  # another profiler was started since, which ended this one
             self._trace.notes.append(TAKEN)
