@@ -29,16 +29,6 @@ def fences(document: Path, language: str) -> list[str]:
     return [text for tongue, text in found if tongue == language]
 
 
-def tracked() -> list[str]:
-    """The repository's files; the folder's, where there is no git (in a downloaded archive)."""
-    if (ROOT / ".git").exists():
-        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-        return listed.stdout.splitlines()
-    made = {".venv", "build", "dist"}
-    files = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
-    return [path.as_posix() for path in files if not made & set(path.parts) and path.suffix != ".pyc"]
-
-
 def tree_of_readme() -> list[str]:
     """The paths that README.md's tree names, folders with a slash at the end."""
     (tree,) = [fence for fence in fences(ROOT / "README.md", "") if "\nfsdp_utils/\n" in fence]
@@ -57,12 +47,6 @@ def tree_of_readme() -> list[str]:
 
 def test_every_file_in_the_readmes_tree_exists() -> None:
     assert [path for path in tree_of_readme() if not (ROOT / path).exists()] == []
-
-
-def test_the_readmes_tree_names_each_top_level_path_and_each_file_of_library_and_tools() -> None:
-    wanted = {path.split("/")[0] + "/" * ("/" in path) for path in tracked()} - {".ci/"}
-    wanted |= {path for path in tracked() if path.startswith((".ci/", "fsdp_utils/", "tools/"))}
-    assert sorted(wanted - set(tree_of_readme())) == []
 
 
 def test_type_checkers_are_told_the_names_that_are_there() -> None:
