@@ -30,7 +30,7 @@ def forking() -> Iterator[Any]:
         assert server.stdout is not None
 
         def run(
-            arguments: list[str], *, timeout: float, variables: Mapping[str, str]
+            arguments: list[str], *, timeout: float, variables: Mapping[str, str], log: Path
         ) -> subprocess.CompletedProcess[str]:
             print(json.dumps([arguments, {**os.environ, **variables}]), file=server.stdin, flush=True)
             return subprocess.CompletedProcess(arguments, int(server.stdout.readline()))

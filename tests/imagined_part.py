@@ -5,15 +5,17 @@ A part that measures nothing: what each setting does is written in the setting i
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts import Done, Result, Setting
+from benchmarks.gpu_parts import Done, Result, Setting, worker
 
 USES = ("tests/__init__.py",)
 GROUP = None
+worker.SETTING_S = 4.0  # so that nobody waits for minutes; nothing else here takes a second
 PLAN = "IMAGINED_PLAN"  # environment variable: a JSON file with the settings
 
 
@@ -34,6 +36,10 @@ def measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
             raise RuntimeError("this setting cannot run\nand here is why")
         case "die":
             os._exit(7)
+        case "nan":
+            return {"speed": float("nan")}
+        case "hang":
+            time.sleep(100)
     return {"pid": os.getpid(), "environment": os.environ["IMAGINED_SETTING"]}
 
 

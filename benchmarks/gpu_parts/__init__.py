@@ -13,16 +13,18 @@ A part is a module with
 
 from typing import Any
 
+# in the order in which --all records them: the smoke checks, then what lessons need most
 NAMES = (
+    "smoke",
+    "train",
+    "planner",
     "memory",
-    "activation_checkpointing",
     "rate_limiter",
-    "allocator",
     "maximizer_overhead",
     "mixed_precision",
     "child_tuning",
-    "planner",
-    "train",
+    "activation_checkpointing",
+    "allocator",
 )
 
 Setting = dict[str, Any]

@@ -79,6 +79,7 @@ def measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
         with FlopCounterMode(display=False) as counter:
             step()
         result["flop_per_step"] = counter.get_total_flops()
+    workload.refuse_infinite_gradients(model, batch)
     return result
 
 

@@ -67,11 +67,13 @@ def measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
         seconds = workload.seconds_per_step(step, steps, device)
     except torch.OutOfMemoryError:
         return {**result, "out_of_memory": True, **workload.memory(device)}
+    measured = workload.memory(device)
+    workload.refuse_infinite_gradients(model, workload.random_batch(config, 1, 0, device))
     return {
         **result,
         "step_s": workload.spread(seconds),
         "samples_per_s": setting["batch_size"] * steps / sum(seconds),
-        **workload.memory(device),
+        **measured,
     }
 
 

@@ -43,12 +43,14 @@ def measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
     workload.seconds_per_step(step, warm, device)
     workload.reset_memory(device)
     seconds = workload.seconds_per_step(step, steps, device)
+    measured = workload.memory(device)
+    workload.refuse_infinite_gradients(model, batch)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "batch_size": size,
         "length": length,
         "step_s": workload.spread(seconds),
-        **workload.memory(device),
+        **measured,
     }
 
 

@@ -87,6 +87,7 @@ def measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
     workload.seconds_per_step(step, 2, device)
     measured = workload.memory(device)  # of two steps, as many as are simulated
     seconds = workload.spread(workload.seconds_per_step(step, 2 if tiny else 10, device))
+    workload.refuse_infinite_gradients(model, workload.random_batch(config, size, length, device))
     return {**result, "measured": {**measured, "step_s": seconds["median"]}, "step_s": seconds}
 
 

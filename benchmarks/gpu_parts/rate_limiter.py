@@ -43,7 +43,9 @@ def measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
     workload.seconds_per_step(step, warm, device)
     workload.reset_memory(device)
     seconds = workload.seconds_per_step(step, steps, device)
-    return {"step_s": workload.spread(seconds), **workload.memory(device)}
+    measured = workload.memory(device)
+    workload.refuse_infinite_gradients(model, batch)
+    return {"step_s": workload.spread(seconds), **measured}
 
 
 def summarize(done: Done) -> dict[str, Any]:

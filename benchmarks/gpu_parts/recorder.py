@@ -1,19 +1,21 @@
 """Has a part measured in processes of its own, and keeps the recording.
 
 Results go to PART.partial.jsonl beside the recording as they come, so that an interrupted run goes on from
-there. When all are there, the recording is written and the partial file removed.
+there. When all are there, the recording is written and the partial file removed. What the processes print
+goes to PART.log, which stays if a setting failed.
 """
 
 import datetime
 import hashlib
 import importlib
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts.worker import environment, missing, read, write
+from benchmarks.gpu_parts.worker import drop_cut_line, environment, missing, read, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORDED = ROOT / "notebooks" / "recorded"
@@ -36,19 +38,27 @@ class Run:
     folder: Path
     command: str
     commit: str
-    limit_s: float = 480.0  # for each part
+    ends: float = math.inf  # by time.monotonic(): what is not measured by then is left to the next call
 
     def __post_init__(self) -> None:
         if self.tiny and self.folder.resolve() == RECORDED:
             raise ValueError(f"a dry run is no recording: choose another folder than {RECORDED}")
 
 
-def code_hash(module: str) -> str:
-    """Of the part's file and those that it names in USES: with another hash a recording is stale."""
-    part = importlib.import_module(module)
+def _now(name: str) -> bytes:
+    return (ROOT / name).read_bytes()
+
+
+def code_hash(module: str, read_file: Callable[[str], bytes] = _now) -> str:
+    """Of the part's file and those that it names in USES: with another hash a recording is stale.
+
+    Args:
+        module: the part's full name, as it is imported.
+        read_file: a file's content by its path in the repository; the files as they are now if not given.
+    """
     digest = hashlib.sha256()
-    for file in (Path(str(part.__file__)), *(ROOT / name for name in part.USES)):
-        digest.update(file.read_bytes())
+    for name in (module.replace(".", "/") + ".py", *importlib.import_module(module).USES):
+        digest.update(read_file(name))
     return digest.hexdigest()[:16]
 
 
@@ -105,7 +115,17 @@ def state(module: str, folder: Path = RECORDED) -> str:
     return f"{age}, {recording['date']} on {recording['device']}"
 
 
-def record(module: str, run: Run) -> bool:
+def recorded(module: str, run: Run) -> dict[str, Any] | None:
+    """The recording that this run would make anew: of the same code, on the same machine, complete."""
+    file = run.folder / f"{_name(module)}.json"
+    if not file.exists():
+        return None
+    recording = json.loads(file.read_text())
+    origin = _origin(module, run)
+    return recording if {key: recording.get(key) for key in origin} == origin else None
+
+
+def record(module: str, run: Run) -> dict[str, Any] | None:
     """Measure what is not yet measured of a part, within the limit of time.
 
     Args:
@@ -113,31 +133,35 @@ def record(module: str, run: Run) -> bool:
         run: where and how.
 
     Returns:
-        Whether the recording is complete. If not, the next run goes on where this one ended.
+        The recording; None if it is not complete. The next run then goes on where this one ended.
     """
-    begin, part, name = time.monotonic(), importlib.import_module(module), _name(module)
+    part, name = importlib.import_module(module), _name(module)
     run.folder.mkdir(parents=True, exist_ok=True)
-    partial = run.folder / f"{name}.partial.jsonl"
-    origin = {"code": code_hash(module), "dry_run": run.tiny, **machine(run.device)}
-    if not partial.exists() or json.loads(partial.read_text().splitlines()[0]) != origin:
-        partial.write_text(json.dumps(origin) + "\n")  # made by other code or elsewhere: begin anew
+    partial, log = (run.folder / f"{name}{ending}" for ending in (".partial.jsonl", ".log"))
+    origin = _origin(module, run)
+    if not partial.exists() or _first_line(partial) != origin:
+        _write(partial, json.dumps(origin) + "\n")  # made by other code or elsewhere: begin anew
+        log.unlink(missing_ok=True)
 
+    drop_cut_line(partial)
     while left := missing(part, partial, run.tiny):
         print(f"{name}: {len(read(partial))} settings measured, next {json.dumps(left[0])}", flush=True)
         variables = environment(part, left[0])
         arguments = [run.device, module, str(partial), *["tiny"] * run.tiny]
         try:
-            worker = _worker(arguments, timeout=run.limit_s - (time.monotonic() - begin), variables=variables)
+            worker = _worker(arguments, timeout=run.ends - time.monotonic(), variables=variables, log=log)
         except subprocess.TimeoutExpired:
-            print(f"{name}: not complete after {run.limit_s:g} s; the same command goes on from here")
-            return False
+            print(
+                f"{name}: not complete, as the time is over; the same command goes on from here", flush=True
+            )
+            return None
+        drop_cut_line(partial)
         if worker.returncode:
             # what has killed the process would kill it again: that is the result of the setting it was at
             at = next(s for s in missing(part, partial, run.tiny) if environment(part, s) == variables)
-            write(partial, at, {"error": f"the process ended with code {worker.returncode}"})
+            write(partial, at, {"error": f"the process ended with code {worker.returncode}, see {log.name}"})
 
     done = read(partial)
-    failed = [(setting, result["error"]) for setting, result in done if "error" in result]
     recording = {
         "part": name,
         "question": question(module),
@@ -149,13 +173,39 @@ def record(module: str, run: Run) -> bool:
         "results": part.summarize([pair for pair in done if "error" not in pair[1]]),
         "settings": [{"setting": setting, "result": result} for setting, result in done],
     }
-    file = run.folder / f"{name}.json"
-    file.write_text(json.dumps(recording, indent=1) + "\n")
+    file, failed = run.folder / f"{name}.json", failures(recording)
+    _write(file, json.dumps(recording, indent=1) + "\n")
     partial.unlink()
-    for setting, error in failed:
-        print(f"{name}: {json.dumps(setting)} failed: {error}")
-    print(f"{name}: {len(done) - len(failed)} of {len(done)} settings are in {file}")
-    return True
+    if not failed:
+        log.unlink(missing_ok=True)
+    print(*[f"{name}: {failure}" for failure in failed], sep="\n", end="\n" * bool(failed))
+    print(f"{name}: {len(done) - len(failed)} of {len(done)} settings are in {file}", flush=True)
+    return recording
+
+
+def failures(recording: Mapping[str, Any]) -> list[str]:
+    """The settings of a recording that could not be measured, with the error of each."""
+    return [
+        f"{json.dumps(entry['setting'])} failed: {entry['result']['error']}"
+        for entry in recording["settings"]
+        if "error" in entry["result"]
+    ]
+
+
+def _origin(module: str, run: Run) -> dict[str, Any]:
+    return {"code": code_hash(module), "dry_run": run.tiny, **machine(run.device)}
+
+
+def _first_line(partial: Path) -> dict[str, Any] | None:
+    text = partial.read_text()
+    return json.loads(text.splitlines()[0]) if "\n" in text else None
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace the file in one step: whatever ends the process, the file is the old one or the new one."""
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(text)
+    new.replace(file)
 
 
 def _name(module: str) -> str:
@@ -163,12 +213,15 @@ def _name(module: str) -> str:
 
 
 def _worker(
-    arguments: list[str], *, timeout: float, variables: Mapping[str, str]
+    arguments: list[str], *, timeout: float, variables: Mapping[str, str], log: Path
 ) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_parts.worker", *arguments],
-        stdin=subprocess.DEVNULL,
-        timeout=max(timeout, 0.0),
-        cwd=ROOT,
-        env={**os.environ, **variables},
-    )
+    with log.open("ab") as output:
+        return subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu_parts.worker", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=None if math.isinf(timeout) else max(timeout, 0.0),
+            cwd=ROOT,
+            env={**os.environ, **variables},
+        )

@@ -5,6 +5,7 @@
 Each result is appended to FILE as a line of JSON as soon as it is there.
 """
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_parts import Done, Setting
+
+SETTING_S = 240.0  # a setting that takes longer is taken to hang: its process ends and the others go on
 
 
 def missing(part: Any, file: Path, tiny: bool) -> list[Setting]:
@@ -32,9 +35,22 @@ def environment(part: Any, setting: Setting) -> dict[str, str]:
 
 
 def read(file: Path) -> Done:
-    """The settings measured so far, with their results. The first line says where; it is none of them."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    """The settings measured so far, with their results.
+
+    The first line says where they were measured. A last line that is cut short, by the end of the process
+    that wrote it, is no result.
+    """
+    lines = [
+        json.loads(line) for line in file.read_text().splitlines(keepends=True)[1:] if line.endswith("\n")
+    ]
     return [(line["setting"], line["result"]) for line in lines]
+
+
+def drop_cut_line(file: Path) -> None:
+    """Remove a last line that is cut short, so that the next result gets a line of its own."""
+    text = file.read_text()
+    if not text.endswith("\n"):
+        file.write_text(text[: text.rfind("\n") + 1])
 
 
 def write(file: Path, setting: Setting, result: dict[str, Any]) -> None:
@@ -43,17 +59,26 @@ def write(file: Path, setting: Setting, result: dict[str, Any]) -> None:
 
 
 def measure_missing(part: Any, file: Path, device: torch.device, tiny: bool) -> None:
-    """Measure one setting after the other that belongs into this process's environment."""
-    while here := [
-        s for s in missing(part, file, tiny) if environment(part, s).items() <= os.environ.items()
-    ]:
+    """Measure one setting after the other that belongs into this process's environment.
+
+    Returns after a setting that raised, too: that is its result, and the recorder has the others measured by
+    a new process. A kernel that failed leaves a CUDA context in which every later call fails as well.
+    """
+    recorder = os.getppid()
+    while os.getppid() == recorder and (
+        here := [s for s in missing(part, file, tiny) if environment(part, s).items() <= os.environ.items()]
+    ):
         torch.manual_seed(0)
+        faulthandler.dump_traceback_later(SETTING_S, exit=True)
         try:
             result = part.measure(here[0], device, tiny)
+            json.dumps(result, allow_nan=False)  # no number of a recording is NaN or infinite
         except Exception as error:
-            # a setting that this torch or this GPU cannot run is a result, too; the others go on
             traceback.print_exc()
-            result = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            write(file, here[0], {"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+            return
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         write(file, here[0], result)
         gc.collect()
         if device.type == "cuda":

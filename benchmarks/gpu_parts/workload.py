@@ -5,6 +5,7 @@ it would allocate in the real job and runs the same kernels; the values and the 
 those of the job.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +37,28 @@ def join_fake_group(device: torch.device) -> DeviceMesh:
 
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+        _fill_reduce_scatter()
     return init_device_mesh(device.type, (RANKS,))
+
+
+def _fill_reduce_scatter() -> None:
+    """Have reduce_scatter_tensor write its output, where the fake group does not [torch 2.11].
+
+    FSDP's gradients would be what the memory happened to hold. They become this rank's part of its own input,
+    as in later versions of torch.
+    """
+    output = torch.full((1,), math.nan)
+    dist.reduce_scatter_tensor(output, torch.zeros(RANKS))
+    if output.isfinite().item():
+        return
+    call = dist.reduce_scatter_tensor
+
+    def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = call(output, input, *args, **kwargs)
+        output.detach().copy_(input.detach().view(-1)[: output.numel()].view_as(output))
+        return work
+
+    dist.reduce_scatter_tensor = reduce_scatter_tensor  # FSDP1 and FSDP2 look it up there at each call
 
 
 def vit_config(tiny: bool) -> ViTConfig:
@@ -78,10 +100,13 @@ def fill(module: nn.Module, device: torch.device, *, recurse: bool = True) -> No
     module.to_empty(device=device, recurse=recurse)
     with torch.no_grad():
         for parameter in module.parameters(recurse):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.normal_(std=0.02)
+            _local(parameter).normal_(std=0.02)
         for buffer in module.buffers(recurse):
             buffer.zero_()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
@@ -115,6 +140,23 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
     model(**batch).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def refuse_infinite_gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    """Compute the gradients of one more batch, after what was measured; the optimizer takes no step.
+
+    Raises:
+        ValueError: some are NaN or infinite. Such a setting measured kernels on numbers that no job has.
+    """
+    model(**batch).loss.backward()
+    wrong = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not _local(parameter.grad).isfinite().all().item()
+    ]
+    model.zero_grad()
+    if wrong:
+        raise ValueError(f"the gradients of {len(wrong)} parameters are not finite, the first is {wrong[0]}")
 
 
 def seconds_per_step(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
