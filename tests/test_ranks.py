@@ -52,6 +52,11 @@ def test_the_ranks_form_a_process_group_as_under_torchrun(four: Notebook) -> Non
     assert four.run(f'ranks.get("{names}")[2]').value == "['2', '2', '4']"
 
 
+def test_convolutions_on_the_ranks_are_fp32_and_not_tf32(four: Notebook) -> None:
+    # the loss of a ViT by batches of 24 and of 6, which lesson 1 compares to 1e-4, differs by more in TF32
+    assert four.run("%%ranks 0\ntorch.backends.cudnn.allow_tf32").text == "rank 0 | False\n"
+
+
 def test_variables_live_on_from_cell_to_cell(four: Notebook) -> None:
     four.run("%%ranks\nkept = rank * 10")
     assert four.run("%%ranks 1,3\nkept + 1").text == "rank 1 | 11\nrank 3 | 31\n"
