@@ -76,8 +76,8 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
     with contextlib.suppress(Exception):  # whatever state the old group was left in, it goes
         dist.destroy_process_group()
     timeout = timedelta(seconds=settings["timeout_s"])
-    # cuDNN computes fp32 convolutions in TF32 by default, to three digits; lessons compare the losses of 24 and
-    # of 6 images to 1e-4
+    # cuDNN computes fp32 convolutions in TF32 by default, to three digits; lessons compare the losses of 24
+    # and of 6 images to 1e-4
     torch.backends.cudnn.allow_tf32 = False
     # A TCPStore that opens its own port listens on every interface of the machine: give it ours.
     fd = (_listener or socket.create_server((host, port))).detach() if rank == 0 else None
