@@ -5,6 +5,7 @@ it would allocate in the real job and runs the same kernels; the values and the 
 those of the job.
 """
 
+import functools
 import math
 import statistics
 import time
@@ -41,24 +42,32 @@ def join_fake_group(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (RANKS,))
 
 
+# by which FSDP1 and FSDP2 call it, up to torch 2.12 and after; they look it up in torch.distributed each time
+REDUCE_SCATTER = ("reduce_scatter_tensor", "reduce_scatter_single")
+
+
 def _fill_reduce_scatter() -> None:
-    """Have reduce_scatter_tensor write its output, where the fake group does not [torch 2.11].
+    """Have reduce_scatter write its output, where the fake group does not [torch 2.11].
 
     FSDP's gradients would be what the memory happened to hold. They become this rank's part of its own input,
     as in later versions of torch.
     """
     output = torch.full((1,), math.nan)
     dist.reduce_scatter_tensor(output, torch.zeros(RANKS))
-    if output.isfinite().item():
-        return
-    call = dist.reduce_scatter_tensor
+    if output.isnan().item():
+        for name in REDUCE_SCATTER:
+            if hasattr(dist, name):
+                setattr(dist, name, _filling(getattr(dist, name)))
 
-    def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+
+def _filling(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def filled(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = call(output, input, *args, **kwargs)
         output.detach().copy_(input.detach().view(-1)[: output.numel()].view_as(output))
         return work
 
-    dist.reduce_scatter_tensor = reduce_scatter_tensor  # FSDP1 and FSDP2 look it up there at each call
+    return filled
 
 
 def vit_config(tiny: bool) -> ViTConfig:
