@@ -1,4 +1,4 @@
-# Each target first makes .venv, or refreshes it when pyproject.toml or constraints.txt has changed.
+# Each target first makes .venv, or refreshes it when pyproject.toml or a file of versions has changed.
 #   make lab PYTHON=python3.12       another Python (3.10 or later)
 #   make lab LAB_ARGS=--no-browser   more options for JupyterLab
 #   make lessons ONLY=01             one lesson

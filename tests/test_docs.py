@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import fsdp_utils
@@ -20,8 +21,6 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "notebooks").glob("*.md")])
-# what conda-forge calls by another name
-CONDA_NAMES = {"torch": "pytorch", "build": "python-build", "docstring-parser": "docstring_parser"}
 
 
 def fences(document: Path, language: str) -> list[str]:
@@ -151,17 +150,50 @@ def pins() -> dict[str, str]:
     return found
 
 
-def conda() -> dict[str, str]:
-    """environment.yml: name -> what it asks of the version."""
-    packages = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
-    return dict((text + " ").split(" ", 1) for text in packages if isinstance(text, str))
-
-
 def test_constraints_pin_exactly_and_torch_first() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     exact = r"[a-z0-9-]+==[0-9][0-9a-z.]*( ; python_full_version (<|>=) '3\.[0-9.]+')?"
     assert [line for line in lines if not re.fullmatch(exact, line)] == []
     assert lines[0].startswith("torch==")
+
+
+def locked() -> dict[str, list[str]]:
+    """requirements.txt: "name==version", and a marker where there is one -> the hashes of the files."""
+    entries = re.findall(r"^([a-z].*?) \\\n((?: +--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", LOCK, re.MULTILINE)
+    return {name: hashes.split() for name, hashes in entries}
+
+
+LOCK = (ROOT / "requirements.txt").read_text()
+
+
+def test_requirements_have_the_versions_of_the_constraints_each_with_hashes() -> None:
+    lines = {line for line in LOCK.splitlines() if not line.startswith(("#", " "))}
+    assert {f"{name} \\" for name in locked()} == lines  # every line is one with hashes
+    constraints = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    builds = ("torch==", "triton", "nvidia-", "cuda-")  # differ by the build of PyTorch under one version
+    expected = {line.split(" ;")[0] for line in constraints if not line.startswith(builds)}
+    assert {name.split(" ;")[0] for name in locked()} == expected
+
+
+def test_requirements_are_all_that_a_machine_with_pytorch_still_needs() -> None:
+    """With the markers of this machine: what the constraints pin for it and no package lacks."""
+    here = {
+        canonicalize_name(r.name)
+        for r in map(Requirement, locked())
+        if r.marker is None or r.marker.evaluate()
+    }
+    needed, todo = set(), list(asked_for().values())
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if name in needed or name.startswith(("torch", "triton", "nvidia-", "cuda-")):
+            continue
+        needed.add(name)
+        for needed_too in map(Requirement, metadata.requires(name) or ()):
+            marker = needed_too.marker
+            if marker is None or any(marker.evaluate({"extra": e}) for e in ["", *requirement.extras]):
+                todo.append(needed_too)
+    assert needed <= here
 
 
 def test_constraints_allow_what_pyproject_asks_for() -> None:
@@ -193,9 +225,11 @@ def test_the_versions_tested_here_are_the_pinned_ones() -> None:
     assert differ == []
 
 
-def test_environment_yml_asks_for_the_packages_of_pyproject() -> None:
-    packages = conda()
-    expected = {CONDA_NAMES.get(name, name): str(want.specifier) for name, want in asked_for().items()}
-    expected["pytorch"] = f"={pins()['torch']}"  # conda's one "=" is pip's "=="
-    expected |= {"python": PROJECT["requires-python"], "pip": ""}
-    assert {name: version.strip() for name, version in packages.items()} == expected
+def test_environment_yml_has_pytorch_from_conda_and_the_rest_by_the_constraints() -> None:
+    *conda, pip = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    extras = ",".join(PROJECT["optional-dependencies"])
+    assert pip == {"pip": ["--constraint constraints.txt", f"-e .[{extras}]"]}
+    python, *others = conda
+    assert others == ["pip", f"pytorch ={pins()['torch']}"]  # conda's one "=" is pip's "=="
+    assert re.fullmatch(r"python =3\.\d+", python)
+    assert SpecifierSet(PROJECT["requires-python"]).contains(python.removeprefix("python ="))

@@ -1,11 +1,13 @@
 """tools/setup_env.py and the Makefile under the faults that a stranger's machine has."""
 
 import ast
+import hashlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,7 @@ def clone(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "Makefile", clone)
     (clone / "pyproject.toml").write_text(PYPROJECT)
     (clone / "constraints.txt").write_text("")
+    (clone / "requirements.txt").write_text("")
     (clone / "backend.py").write_text(BACKEND.replace("REQUIRES", ""))
     return clone
 
@@ -126,6 +129,27 @@ def test_no_network_is_said(clone: Path) -> None:
 def test_another_failure_of_pip_is_said_in_its_own_words(clone: Path) -> None:
     (clone / "backend.py").write_text(BACKEND.replace("REQUIRES", "Requires-Dist: some-package\\n"))
     assert "No matching distribution found for some-package" in the_sentence(run_setup(clone))
+
+
+def test_a_package_whose_file_has_another_hash_is_refused(clone: Path) -> None:
+    wheel = clone / "stranger-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("stranger-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: stranger\nVersion: 1\n")
+        file.writestr(
+            "stranger-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr("stranger-1.dist-info/RECORD", "")
+    requirements = clone / "requirements.txt"
+    requirements.write_text(f"stranger==1 --hash=sha256:{'0' * 64}\n")
+    said = the_sentence(run_setup(clone, PIP_FIND_LINKS=clone.as_uri()))
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in said
+
+    requirements.write_text("stranger==1\n")  # without a hash nothing is installed
+    assert "Hashes are required" in the_sentence(run_setup(clone, PIP_FIND_LINKS=clone.as_uri()))
+
+    right = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    requirements.write_text(f"stranger==1 --hash=sha256:{right}\n")
+    assert run_setup(clone, PIP_FIND_LINKS=clone.as_uri()).returncode == 0
 
 
 def test_make_sets_up_once_refreshes_after_a_change_and_mends_a_set_up_cut_short(clone: Path) -> None:

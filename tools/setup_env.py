@@ -1,5 +1,7 @@
 """Make or refresh .venv with the versions of constraints.txt; instant when nothing has changed.
 
+First comes what requirements.txt lists, each file checked against its hash; then PyTorch, and this project.
+
 Run by make with whatever Python the reader has. So that a Python too old to run it can still
 read it and say so, the whole file keeps to the syntax of Python 3.6, and to the standard library.
 """
@@ -24,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
+INPUTS = ("pyproject.toml", "constraints.txt", "requirements.txt")
 STAMP = VENV / "made-from"  # written last: a set-up that was cut short has none, and starts anew
 LOG = VENV / "setup.log"
 VERSION = "{}.{}".format(*sys.version_info)
@@ -38,20 +41,23 @@ def main() -> None:
     if wanted == found:
         return
     if found.split(" ")[0] == VERSION:
-        print("Refreshing .venv: pyproject.toml or constraints.txt has changed", flush=True)
+        print("Refreshing .venv: {} or {} has changed".format(", ".join(INPUTS[:-1]), INPUTS[-1]), flush=True)
         STAMP.unlink()
     else:
         print(f"Making .venv with Python {VERSION}: a few minutes, most of them for PyTorch", flush=True)
         make_venv()
-    # -e: a change in fsdp_utils/ needs no second installation
-    run("-m", "pip", "install", "--progress-bar=off", "-e", ".[notebooks,train,test]", doing="installing")
+    pip = ("-m", "pip", "install", "--progress-bar=off")
+    run(*pip, "--require-hashes", "--no-deps", "-r", "requirements.txt", doing="installing")
+    # -e: a change in fsdp_utils/ needs no second installation; setuptools, which builds it, is there now
+    project = ("--no-build-isolation", "-e", ".[notebooks,train,test]")
+    run(*pip, "-c", "constraints.txt", *project, doing="installing")
     STAMP.write_text(wanted)
 
 
 def wanted_stamp() -> str:
     """What .venv must have been made from: this Python, this place, these requirements."""
     digest = hashlib.sha256(str(ROOT).encode())
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in INPUTS:
         digest.update((ROOT / name).read_bytes())
     return f"{VERSION} {digest.hexdigest()}"
 
@@ -76,12 +82,11 @@ def make_venv() -> None:
 
 def run(*args: str, doing: str, python: str = str(VENV_PYTHON)) -> None:
     """Run Python in ROOT and show its larger downloads; if it fails, leave with one sentence and a log."""
-    pins = {"PIP_CONSTRAINT": "constraints.txt", "PIP_BUILD_CONSTRAINT": "constraints.txt"}
     lines = []
     with subprocess.Popen(
         [python, *args],
         cwd=ROOT,
-        env={**os.environ, **pins, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        env={**os.environ, "PIP_BUILD_CONSTRAINT": "constraints.txt", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

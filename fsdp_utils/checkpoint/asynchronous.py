@@ -22,6 +22,9 @@ def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors, sharded alike, in CPU memory that training does not touch.
 
     The copies are overwritten by the next call.
+
+    Memory: the bytes of the rank's shards. The copies of CUDA tensors are pinned, and PyTorch rounds each
+    pinned tensor up to a power of two: 96 MiB take 128 MiB, 129 MiB take 256 MiB, all up to twice the shards.
     """
     for name in _buffers.keys() - tensors.keys():
         del _buffers[name]
