@@ -1,5 +1,6 @@
 """`benchmarks/gpu.py --all`: a part that fails stops no other, a run that was cut short goes on."""
 
+import importlib
 import json
 import os
 import signal
@@ -101,3 +102,8 @@ def test_without_a_repository_the_commit_has_to_be_named() -> None:
     assert problem is not None
     assert "name the commit" in problem
     assert gpu._not_ready("0" * 40, gpu=True) is None
+
+
+def test_the_job_for_a_cuda_build_imports_what_there_is() -> None:
+    """Nobody would notice otherwise: without a CUDA build it is not run."""
+    assert importlib.import_module("tests.cuda_build").RANKS == 8

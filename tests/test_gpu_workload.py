@@ -25,7 +25,8 @@ def in_the_fake_group(reduce_scatter: Any, part: Any) -> tuple[list[float], str]
             setattr(dist, name, reduce_scatter)
         workload.join_fake_group(CPU)
         output = torch.full((2,), math.nan)
-        dist.reduce_scatter_tensor(output, torch.arange(2.0 * workload.RANKS))
+        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        call(output, torch.arange(2.0 * workload.RANKS))
         try:
             part.measure(part.settings(True, [])[0], CPU, True)
         except ValueError as error:

@@ -53,11 +53,11 @@ def _fill_reduce_scatter() -> None:
     as in later versions of torch.
     """
     output = torch.full((1,), math.nan)
-    dist.reduce_scatter_tensor(output, torch.zeros(RANKS))
+    names = [name for name in REDUCE_SCATTER if hasattr(dist, name)]
+    getattr(dist, names[-1])(output, torch.zeros(RANKS))  # the older name warns where there is a newer one
     if output.isnan().item():
-        for name in REDUCE_SCATTER:
-            if hasattr(dist, name):
-                setattr(dist, name, _filling(getattr(dist, name)))
+        for name in names:
+            setattr(dist, name, _filling(getattr(dist, name)))
 
 
 def _filling(call: Callable[..., Any]) -> Callable[..., Any]:
