@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from fsdp_utils._extras import need
 from fsdp_utils.allocation_trace import GIB, Trace
 from fsdp_utils.allocator_rules import Block, ExpandableAllocator, SegmentAllocator
 
@@ -104,6 +105,7 @@ class Simulation:
         Returns:
             The axes.
         """
+        need("matplotlib", "notebooks")
         import matplotlib.pyplot as plt
 
         if ax is None:

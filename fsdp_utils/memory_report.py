@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from fsdp_utils._extras import need
 from fsdp_utils.device_stats import GIB
 from fsdp_utils.memory_advice import advise
 
@@ -173,8 +174,9 @@ class MemoryReport:
             A matplotlib Figure with the steps of the rank that holds this report.
 
         Raises:
-            ImportError: matplotlib is not installed (`pip install "fsdp_utils[notebooks]"`).
+            ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
+        need("matplotlib", "notebooks")
         import matplotlib.pyplot as plt  # here: only who plots needs it
 
         figure, (memory, speed) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fsdp_utils._extras import need
 from fsdp_utils.train_config import ConfigError, DataConfig
 
 __all__ = ["Data", "Rows", "load_data", "rows_at"]
@@ -137,12 +138,12 @@ def _from_function(source: str) -> Data:
 
 
 def _from_folder(folder: Path, config: DataConfig) -> Data:
-    import numpy as np
+    np = need("numpy", "train")
 
     arrays = [np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))]
     texts = sorted(folder.glob("*.txt"))
     if texts and config.tokenizer is not None:
-        from transformers import AutoTokenizer
+        AutoTokenizer = need("transformers", "train").AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, local_files_only=True)
         arrays += [np.asarray(tokenizer(path.read_text())["input_ids"], dtype=np.uint32) for path in texts]

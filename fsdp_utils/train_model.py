@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_utils._extras import need
 from fsdp_utils.checkpoint import load_pretrained
 from fsdp_utils.distributed import get_world_size
 from fsdp_utils.train_config import ConfigError, ModelConfig, TrainConfig, mesh_shape
@@ -60,7 +61,7 @@ def build_model(config: ModelConfig, data: Data, seed: int) -> nn.Module:
 
 
 def _transformers_config(source: str, setting: str) -> tuple[Any, Any]:
-    import transformers
+    transformers = need("transformers", "train")
 
     path, named = Path(source), cast("dict[str, Any]", NAMED.get(source))
     if named and setting == "model.config":

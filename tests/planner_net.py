@@ -40,6 +40,23 @@ class Net(nn.Module):
         return self.head(self.second(x))
 
 
+class WithoutRoot(nn.Module):
+    """All parameters are in the blocks, so FSDP has nothing to gather for the root."""
+
+    def __init__(self, width: int = 32, blocks: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # f32[batch, width]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def of_width(batch_size: int, seq_len: int | None) -> torch.Tensor:
+    return torch.zeros(batch_size, 32)
+
+
 def tokens(batch_size: int, seq_len: int | None) -> torch.Tensor:
     return torch.zeros(batch_size, dtype=torch.long)
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_utils import record_collectives, run_on_ranks
-from fsdp_utils.migration import Translation, accelerate, composer, deepspeed, translate
+from fsdp_utils.migration import Translation, TranslationError, accelerate, composer, deepspeed, translate
 
 BF16 = torch.bfloat16
 UNITS = {
@@ -35,6 +35,11 @@ def of_composer(precision: str = "fp32", **fsdp: Any) -> dict[str, Any]:
 
 def of_deepspeed(stage: int = 3, *, above: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **zero}, **(above or {})}
+
+
+def in_dimensions(**sizes: Any) -> dict[str, Any]:
+    named = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+    return {**of_accelerate(fsdp_version=2), "parallelism_config": named}
 
 
 # --- the same training
@@ -170,6 +175,63 @@ def test_translated_runs_have_the_losses_and_the_bytes_of_fsdp1(monkeypatch: pyt
 # --- what a config becomes
 
 
+def test_fp16_needs_a_scaler_in_all_frameworks() -> None:
+    for config in (
+        of_accelerate("fp16"),
+        of_composer("amp_fp16"),
+        of_deepspeed(above={"fp16": {"enabled": True}}),
+    ):
+        found = translate(config)
+        assert found.param_dtype == "float16"
+        assert any("torch.amp.GradScaler scales the loss" in row.fsdp2 for row in found.rows)
+    assert "GradScaler" not in str(translate(of_accelerate("bf16"))) + translate(of_accelerate("bf16")).code()
+
+
+def test_gradscaler_skips_a_step_on_all_ranks_when_one_shard_overflows() -> None:
+    """What the row on fp16 promises: the scaler of torch.amp, and none of FSDP's own, sees all shards."""
+
+    def fn() -> list[tuple[bool, float]]:
+        warnings.simplefilter("ignore")  # DTensor's, on found_inf having one dimension
+        found = []
+        for overflow in (False, True):
+            model = fully_shard(nn.Linear(4, 4))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            before = model.weight.to_local().clone()
+            if overflow and dist.get_rank() == 1:
+                model.weight.grad.to_local().fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            found.append((torch.equal(before, model.weight.to_local()), scaler.get_scale()))
+        return found
+
+    for found in run_on_ranks(fn, world_size=2):
+        assert found == [(False, 8.0), (True, 4.0)]
+
+
+def test_the_optimizer_that_deepspeed_calls_adam() -> None:
+    def row(kind: str, **params: Any) -> str:
+        config = of_deepspeed(above={"optimizer": {"type": kind, "params": params}})
+        found = translate(config)
+        assert found.without_counterpart == []
+        return next(row.fsdp2 for row in found.rows if row.key == "optimizer")
+
+    assert row("Adam").startswith("torch.optim.AdamW,")
+    assert row("Adam", adam_w_mode=False).startswith("torch.optim.Adam,")
+    assert row("AdamW", adam_w_mode=False).startswith("torch.optim.AdamW,")
+    assert row("SGD").startswith("torch.optim.SGD,")
+    assert all(hasattr(torch.optim, name) for name in deepspeed.OPTIMIZERS)
+    assert all(hasattr(torch.optim.lr_scheduler, name) for name in deepspeed.SCHEDULERS)
+
+
+def test_parallelism_of_one_copy_is_sharded_over_all_ranks() -> None:
+    assert translate(in_dimensions(dp_shard=8)).shard_size is None
+    both = translate(in_dimensions(dp_replicate=2, dp_shard=4))
+    assert (both.copies, both.shard_size) == (2, 4)
+    assert translate({**of_accelerate(), "parallelism_config": {}}).without_counterpart == []
+
+
 def test_each_key_has_a_row_and_what_is_lost_says_why() -> None:
     config = of_accelerate(
         "bf16",
@@ -238,7 +300,13 @@ def test_what_accelerates_own_tool_drops_is_kept() -> None:
         (of_deepspeed(2), "reshard_after_forward=False"),
         (of_deepspeed(offload_param={"device": "cpu"}), "CPUOffloadPolicy()"),
         (of_deepspeed(above={"fp16": {"enabled": True}}), "reduce_dtype=torch.float16"),
+        (of_accelerate("fp16"), "torch.amp.GradScaler"),
+        (of_composer("amp_fp16"), "torch.amp.GradScaler"),
         (of_composer(auto_wrap=False), "return fully_shard(model"),
+        (in_dimensions(dp_replicate=2, dp_shard=4), "size = 4"),
+        (in_dimensions(dp_replicate=2, dp_shard=2, tp=2), "size = 2"),
+        (in_dimensions(dp_replicate=2, dp_shard=2, cp=3), "size = 6"),  # sharded over both
+        (in_dimensions(dp_shard=8), "options = {}\n    names"),
     ],
 )
 def test_code_of(config: dict[str, Any], expected: str) -> None:
@@ -256,6 +324,17 @@ def test_code_of(config: dict[str, Any], expected: str) -> None:
         (of_deepspeed(1), "optimizer state alone"),
         (of_deepspeed(overlap_comm="auto"), "Trainer fills it in"),
         (of_deepspeed(0, above={"bf16": {"enabled": True}}), "torch.autocast"),
+        (of_deepspeed(0, above={"fp16": {"enabled": True}}), "torch.amp.GradScaler scales the loss"),
+        (of_deepspeed(above={"optimizer": {"type": "OneBitAdam"}}), "no optimizer of torch.optim"),
+        (of_deepspeed(above={"optimizer": {"type": "Lamb", "params": {"lr": 1}}}), "no optimizer of torch"),
+        (of_deepspeed(above={"scheduler": {"type": "WarmupLR"}}), "write it as a LambdaLR"),
+        (of_deepspeed(above={"sparse_gradients": True}), "dense gradients alone"),
+        (of_deepspeed(above={"data_types": {"grad_accum_dtype": "fp32"}}), "dtype of the sharded parameters"),
+        (in_dimensions(dp_shard=2, tp=2), "parallelize_module"),
+        (in_dimensions(dp_shard=2, cp=2), "context_parallel"),
+        (in_dimensions(dp_shard=2, sp=2), "DeepSpeed's (Ulysses)"),
+        ({"precision": "fp32", "fsdp_config": {}, "tp_config": {"strategy": "ffn"}}, "parallelize_module"),
+        ({"precision": "fp32", "parallelism_config": {"fsdp": {}, "tp": {"a": 1}}}, "parallelize_module"),
         (of_accelerate("fp8"), "no fp8"),
         ({"fsdp_config": {}}, "add 'precision'"),
     ],
@@ -297,12 +376,21 @@ def test_files_are_read_and_frameworks_are_told(tmp_path: Path) -> None:
         ({"distributed_type": "DEEPSPEED"}, None, r"distributed_type: expected 'FSDP', found 'DEEPSPEED'"),
         (of_composer("amp_bf8"), None, r"precision: expected fp32, amp_bf16 or amp_fp16, found 'amp_bf8'"),
         ({"parallelism_config": {"tp": {}}}, None, r"parallelism_config: expected a section 'fsdp'"),
+        ({"parallelism_config": {"fsdp": {}, "ep": {}}}, None, r"parallelism_config.ep: expected a key"),
+        ({"parallelism_config": {"fsdp": {}}, "fsdp_config": {}}, None, r"fsdp_config: .* found both"),
+        (in_dimensions(dp_replicate=2), None, r"parallelism_config: expected dp_shard_size or cp_size above"),
+        (in_dimensions(dp_shard=0), None, r"dp_shard_size: expected a whole number from 1 on, found 0"),
+        (in_dimensions(dp_shard="2"), None, r"dp_shard_size: expected a whole number, found '2'"),
+        (in_dimensions(ep=2), None, r"parallelism_config_ep_size: expected a key of Accelerate"),
+        (of_deepspeed(above={"optimizer": "Adam"}), None, r"optimizer: expected a section with a type"),
+        (of_deepspeed(above={"optimizer": {"type": "SGD", "lr": 1}}), None, r"expected keys among .* 'lr'"),
+        (of_deepspeed(above={"scheduler": {"type": "StepLR", "params": 1}}), None, r"params to be a section"),
     ],
 )
 def test_what_is_unknown_is_named_with_what_was_expected(
     config: dict[str, Any], framework: str | None, said: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(TranslationError, match=said):
         translate(config, framework=framework)
 
 
@@ -310,7 +398,7 @@ def test_no_config_at_all_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="expected a dict of settings, found list"):
         translate([])  # type: ignore[arg-type]
     (tmp_path / "empty.yaml").write_text("")
-    with pytest.raises(TypeError, match=r"in empty.yaml: expected a dict of settings, found NoneType"):
+    with pytest.raises(TranslationError, match=r"in empty.yaml: expected a dict of settings, found NoneType"):
         translate(tmp_path / "empty.yaml")
     with pytest.raises(ValueError, match=r"a.toml: expected a file .json, .yaml or .yml"):
         translate("a.toml")

@@ -13,14 +13,12 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import nbformat
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu_parts import planner as recorded_planner
 from fsdp_utils import Plan, plan, run_on_ranks, search
 from fsdp_utils.allocator import simulate_allocator
 from fsdp_utils.planner import GPUS, items
-from fsdp_utils.planner.__main__ import main
 from fsdp_utils.planner.accuracy import accuracy
 from fsdp_utils.planner.items import Recording, Send
 from fsdp_utils.planner.memory import trace_of
@@ -28,7 +26,15 @@ from fsdp_utils.planner.models import source_of
 from fsdp_utils.planner.one_rank import record_one_rank
 from fsdp_utils.planner.repeat import RECORDED, extend
 from fsdp_utils.planner.step_time import collective_s
-from tests.planner_net import RANKS, REAL, SETTING, Block, Net, most_by_category, tokens, train_really
+from tests.planner_net import (
+    RANKS,
+    REAL,
+    SETTING,
+    Net,
+    most_by_category,
+    tokens,
+    train_really,
+)
 
 LESSON = Path(__file__).parents[1] / "notebooks" / "14_plan_before_you_rent.ipynb"
 LLAMA = LlamaConfig(
@@ -252,106 +258,6 @@ def test_the_lesson_shows_a_recording_and_holds_it_against_the_limits(
     assert "Recorded on made-up GPU" in page
     with pytest.raises(AssertionError, match="step time"):
         run(recording(step_error=0.21))
-
-
-# ---- bad input ---------------------------------------------------------------------------------------
-
-
-class Stubborn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
-        self.generator = (number for number in range(3))
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "sentence"),
-    [
-        (LLAMA, {"gpu": "H1000"}, "expected gpu out of A10, A100-40"),
-        (LLAMA, {"strategy": "zero3"}, "expected strategy out of full, grad_op, hybrid, found 'zero3'"),
-        (LLAMA, {"world_size": 5000, "batch_size": 5000}, "a world_size from 1 to 4096, found 5000"),
-        (LLAMA, {"batch_size": 20}, "a batch_size that 16 ranks can share, such as 32, found 20"),
-        (LLAMA, {"world_size": 12, "batch_size": 12}, "multiples of 8, the ranks_per_host, found 12"),
-        (LLAMA, {"gpu": "T4"}, "a T4 does not compute in bf16"),
-        (LLAMA, {"seq_len": None}, "reads tokens; expected seq_len, found None"),
-        (LlamaConfig(hidden_size=64, vocab_size=-1), {}, 'could not be built on "meta"'),
-        (nn.Linear(2, 2), {}, "found no transformer blocks"),
-        (Net(), {}, "does not know what to call Net with"),
-        (Stubborn(), {}, "could not be copied without its memory"),
-        ("nowhere", {}, "a folder with a config.json, found none at nowhere"),
-        (7, {}, "a transformers config or a folder with a config.json, found int"),
-    ],
-)
-def test_bad_input_gets_one_sentence(model: Any, options: dict[str, Any], sentence: str) -> None:
-    options = {"world_size": 16, "batch_size": 16, "seq_len": 32, **options}
-    with pytest.raises(ValueError, match="plan: ") as error:
-        plan(model, **options)
-    assert sentence in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_process_group_in_the_way_is_named() -> None:
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(RuntimeError, match="there is a process group already"):
-            plan(Net(), world_size=2, batch_size=2, inputs=tokens)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_the_command_plans_and_searches(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    LLAMA.save_pretrained(tmp_path)
-    sizes = ["--seq-len", "16", "--gpu", "a10"]
-    assert main([str(tmp_path), "--world-size", "2", "--batch-size", "2", *sizes]) == 0
-    assert "on 2 A10: fits (simulated)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("--world-size 2 --batch-size 3", "a batch_size that 2 ranks can share, such as 4, found 3"),
-        ("--world-size 2 --batch-size 2 --gpu H1000", "expected gpu out of A10, A100-40"),
-        ("--world-size 2 --batch-size 2 --strategy zero3", "expected strategy out of full, grad_op, hybrid"),
-        ("--search 2 --gpu H1000", "expected gpu out of A10, A100-40"),
-        ("--search 12", "multiples of 8, the ranks_per_host, found 12"),
-    ],
-)
-def test_the_command_answers_bad_input_with_one_sentence(
-    arguments: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    LLAMA.save_pretrained(tmp_path)
-    assert main([str(tmp_path), "--seq-len", "16", *arguments.split()]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert sentence in printed.err
-
-
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        ('{"model_type": "llama", "hidden_size": 64, "vocab_size": -1}', 'could not be built on "meta"'),
-        ('{"model_type": "nobody\'s"}', "transformers cannot read"),
-        ("{", "transformers cannot read"),
-        (None, "a folder with a config.json, found none"),
-    ],
-)
-def test_the_command_says_what_is_wrong_with_a_folder(
-    config: str | None, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
-    assert main([str(tmp_path), "--world-size", "2", "--batch-size", "2", "--seq-len", "16"]) == 2
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    assert sentence in printed
-
-
-def test_the_command_wants_ranks_and_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([str(tmp_path)])
-    assert ended.value.code == 2
-    assert "expected --world-size and --batch-size, or --search" in capsys.readouterr().err
 
 
 SOLD_WITH_GIB = {

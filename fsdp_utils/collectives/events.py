@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fsdp_utils._extras import need
+
 if TYPE_CHECKING:
     from fsdp_utils.collectives.replay import Replay
 
@@ -173,9 +175,10 @@ class Trace:
             A matplotlib Figure, on the time axis of the recording.
 
         Raises:
-            ImportError: matplotlib is not installed (`pip install "fsdp_utils[notebooks]"`).
+            ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
-        from fsdp_utils.collectives.plot import Bar, plot_bars  # here: only who plots needs matplotlib
+        need("matplotlib", "notebooks")
+        from fsdp_utils.collectives.plot import Bar, plot_bars  # here: only who plots needs it
 
         bars = [
             Bar(event.kind, event.module, event.start, event.start + event.seconds)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from fsdp_utils._extras import need
 from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, ROOT, WITHIN, Event, peak_units
 
 GIB = 2**30
@@ -73,9 +74,10 @@ class Replay:
             A matplotlib Figure.
 
         Raises:
-            ImportError: matplotlib is not installed (`pip install "fsdp_utils[notebooks]"`).
+            ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
-        from fsdp_utils.collectives.plot import Bar, plot_bars  # here: only who plots needs matplotlib
+        need("matplotlib", "notebooks")
+        from fsdp_utils.collectives.plot import Bar, plot_bars  # here: only who plots needs it
 
         bars = [
             Bar(span.event.kind, span.event.module, span.start, span.end)
@@ -96,9 +98,10 @@ class Replay:
             An animated PNG, which shows wherever a PNG does.
 
         Raises:
-            ImportError: matplotlib or Pillow is not installed (`pip install "fsdp_utils[notebooks]"`).
+            ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
-        from fsdp_utils.collectives.animation import film  # here: only who draws needs matplotlib
+        need("matplotlib", "notebooks")
+        from fsdp_utils.collectives.animation import film  # here: only who draws needs it
 
         return film(self, title=title, frames=frames, until=until or self.step_s)
 

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_utils._safe_yaml import YamlError, load_yaml
 from fsdp_utils.migration import accelerate, composer, deepspeed
+from fsdp_utils.migration.errors import TranslationError, check_size, shown
 from fsdp_utils.migration.translation import Row, Translation
 
-__all__ = ["Row", "Translation", "translate"]
+__all__ = ["Row", "Translation", "TranslationError", "translate"]
 
+MOST_BYTES = 1024 * 1024  # of a file; a config has a few thousand
 READERS = {"accelerate": accelerate, "composer": composer, "deepspeed": deepspeed}
 
 
@@ -29,45 +32,83 @@ def translate(config: str | Path | Mapping[str, Any], *, framework: str | None =
         The settings, with `.code()`, `.rows`, `.without_counterpart` and a table as `str()`.
 
     Raises:
-        ValueError: the framework is unknown or cannot be told; a key or a value is unknown. The message names
+        TranslationError (a ValueError): the framework is unknown or cannot be told; the file is no JSON or
+            YAML, or larger than a config can be; a key or a value is unknown. The message names the file or
             the key, what was expected and what was found.
         TypeError: the config is neither a file nor a dict.
+        OSError: the file cannot be read.
+        ModuleNotFoundError: a YAML file, and PyYAML is not installed.
 
     Source: each row names its own.
     """
     content = _read(config)
     if framework is None:
         framework = _told_by(content)
-    if framework not in READERS:
-        raise ValueError(f"framework: expected one of {', '.join(map(repr, READERS))}, found {framework!r}")
+    if not isinstance(framework, str) or framework not in READERS:
+        names = ", ".join(map(repr, READERS))
+        raise TranslationError(f"framework: expected one of {names}, found {shown(framework)}")
     return READERS[framework].read(content)
 
 
 def _read(config: Any) -> Mapping[str, Any]:
     if isinstance(config, str | Path):
         path = Path(config)
-        if path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
-        elif path.suffix in (".yaml", ".yml"):
-            import yaml  # PyYAML comes with the extra [notebooks], with Accelerate and with Composer
-
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        else:
-            raise ValueError(f"{path.name}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
-        where = f"in {path.name}"
+        content, where = _content(path), path.name
+        if not isinstance(content, Mapping):
+            raise TranslationError(
+                f"in {path.name}: expected a dict of settings, found {type(content).__name__}"
+            )
     else:
-        content, where = config, "as config"
-    if not isinstance(content, Mapping):
-        raise TypeError(f"{where}: expected a dict of settings, found {type(content).__name__}")
+        content, where = config, "config"
+        if not isinstance(content, Mapping):
+            raise TypeError(f"as config: expected a dict of settings, found {type(content).__name__}")
+    check_size(content, where)
     return content
+
+
+def _content(path: Path) -> Any:
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise TranslationError(f"{path.name}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
+    if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
+        raise TranslationError(f"{path.name}: expected a file, found a folder, a pipe or a device")
+    with path.open("rb") as file:
+        read = file.read(MOST_BYTES + 1)
+    if len(read) > MOST_BYTES:
+        raise TranslationError(
+            f"{path.name}: expected at most {MOST_BYTES:,} bytes, found more. Is it the config that you "
+            "meant?"
+        )
+    try:
+        text = read.decode()
+        if path.suffix == ".json":
+            return json.loads(text, object_pairs_hook=_without_duplicates)
+        return load_yaml(text, where=path.name)
+    except YamlError as error:
+        raise TranslationError(" ".join(str(error).split())) from None  # PyYAML's take several lines
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise TranslationError(
+            f"{path.name}: expected {kind} in UTF-8, found what is none: {error}"
+        ) from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON's parser would keep the last of two keys without a word."""
+    section = dict(pairs)
+    if len(section) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shown(twice)} stands twice in one section")
+    return section
 
 
 def _told_by(config: Mapping[str, Any]) -> str:
     matching = [name for name, reader in READERS.items() if reader.is_mine(config)]
     if len(matching) == 1:
         return matching[0]
-    raise ValueError(
+    found = ", ".join(shown(key) for key in list(config)[:20]) or "no key"
+    raise TranslationError(
         "framework: expected a config with the key 'distributed_type' (Accelerate), 'parallelism_config' or "
         "'fsdp_config' (Composer) or 'zero_optimization' (DeepSpeed), found "
-        f"{', '.join(map(repr, sorted(config))) or 'no key'}. If it is one of theirs, name it: framework=..."
+        f"{found}. If it is one of theirs, name it: framework=..."
     )

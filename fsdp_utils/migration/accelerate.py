@@ -7,12 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_utils.migration import settings
-from fsdp_utils.migration.keys import Key, Lost, Same, Words, dtype, fixed, if_on, is_on, one_of, read_section
+from fsdp_utils.migration.errors import TranslationError, shown
+from fsdp_utils.migration.keys import (
+    Key,
+    Lost,
+    Same,
+    Words,
+    at_least_one,
+    dtype,
+    fixed,
+    if_on,
+    is_on,
+    one_of,
+    read_section,
+)
 from fsdp_utils.migration.translation import FSDP2, GUIDE, STATE_DICT, TITAN, Translation
 
 NAME = "Accelerate"
 DOCS = "https://huggingface.co/docs/accelerate/v1.15.0/en/concept_guides/fsdp1_vs_fsdp2"
 PLUGIN = "https://huggingface.co/docs/accelerate/v1.15.0/en/package_reference/fsdp"
+MESH = "https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/parallelism_config.py"
 LAUNCH = "https://huggingface.co/docs/accelerate/v1.15.0/en/package_reference/cli"
 
 
@@ -29,15 +43,17 @@ def read(config: Mapping[str, Any]) -> Translation:
     full = not (isinstance(fsdp, Mapping) and fsdp.get("fsdp_version") == 2)
     translation = Translation(NAME, blocks=(), state_dict="full" if full else "sharded")
     read_section(fsdp, FSDP, translation, name="fsdp_config", framework=NAME)
+    if above.get("parallelism_config"):
+        _parallelism(above.pop("parallelism_config"), translation)
     read_section(above, ABOVE, translation, framework=NAME)
     return translation
 
 
 def _distributed_type(value: Any, translation: Translation) -> Words:
     if value == "DEEPSPEED":
-        raise ValueError("expected 'FSDP', found 'DEEPSPEED'. Translate DeepSpeed's own JSON instead")
+        raise TranslationError("expected 'FSDP', found 'DEEPSPEED'. Translate DeepSpeed's own JSON instead")
     if value != "FSDP":
-        raise ValueError(f"expected 'FSDP', found {value!r}")
+        raise TranslationError(f"expected 'FSDP', found {shown(value)}")
     return Same("fully_shard")
 
 
@@ -45,6 +61,28 @@ def _mixed_precision(value: Any, translation: Translation) -> Words:
     if value == "fp8":
         return Lost("fully_shard has no fp8 of its own")
     return settings.precision(dtype(value), dtype(value), translation)
+
+
+def _parallelism(section: Any, translation: Translation) -> None:
+    """The sizes of Accelerate's mesh: FSDP's own dimensions are translated, the others named as lost."""
+    read_section(section, PARALLELISM, translation, name="parallelism_config", framework=NAME)
+    sizes = {name: section.get(f"parallelism_config_{name}_size", 1) for name in SIZES}
+    shard_size = sizes["dp_shard"] * sizes["cp"]  # over these two together Accelerate shards
+    if shard_size == 1:
+        raise TranslationError(
+            "parallelism_config: expected dp_shard_size or cp_size above 1, found 1. Accelerate refuses it "
+            "too: FSDP has no ranks to shard over"
+        )
+    if sizes["dp_replicate"] > 1:
+        translation.shard_size, translation.copies = shard_size, sizes["dp_replicate"]
+    else:
+        translation.shard_size = None  # over all ranks
+
+
+def _size(words: Words) -> Key:
+    """A size of the mesh, of which something is to be said only where it is above 1."""
+    alone = Same("nothing: 1 is no dimension")
+    return Key(lambda value, translation: words if at_least_one(value) > 1 else alone, MESH)
 
 
 def _reshard(value: Any, translation: Translation) -> Words:
@@ -65,8 +103,9 @@ def _wrap(value: Any, translation: Translation) -> Words:
 
 
 def _classes(value: Any, translation: Translation) -> Words:
-    if not isinstance(value, str) or not all(name.strip() for name in value.split(",")):
-        raise ValueError(f"expected names of classes with commas between them, found {value!r}")
+    # identifiers, and nothing else: the names go into the code that is written
+    if not isinstance(value, str) or not all(name.strip().isidentifier() for name in value.split(",")):
+        raise TranslationError(f"expected names of classes with commas between them, found {shown(value)}")
     if translation.blocks == ():
         return Same("nothing: without TRANSFORMER_BASED_WRAP Accelerate does not look at it")
     translation.blocks = tuple(name.strip() for name in value.split(","))
@@ -95,15 +134,43 @@ FSDP = {
     "fsdp_ignored_modules": fixed(Same("ignored_params=..., a set of parameters; from torch 2.7 on"), FSDP2),
     "fsdp_limit_all_gathers": fixed(Same("nothing: FSDP2 needs no such limit"), TITAN),
 }
+SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+OTHER_DIMENSION = "not part of fully_shard, and left out of the code: all ranks share the data. "
+PARALLELISM = {
+    "parallelism_config_dp_replicate_size": _size(Same("the first dimension of a 2-D mesh: copies")),
+    "parallelism_config_dp_shard_size": _size(Same("the ranks that share one copy")),
+    "parallelism_config_tp_size": _size(
+        Lost(f"{OTHER_DIMENSION}parallelize_module over one more dimension of the mesh, before fully_shard")
+    ),
+    "parallelism_config_cp_size": _size(
+        Lost(f"{OTHER_DIMENSION}context_parallel of torch.distributed.tensor.experimental, around the step")
+    ),
+    "parallelism_config_sp_size": _size(Lost(f"{OTHER_DIMENSION}It is DeepSpeed's (Ulysses)")),
+    **dict.fromkeys(
+        ("parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy"),
+        fixed(Same("nothing by itself: see parallelism_config_cp_size"), MESH),
+    ),
+    **dict.fromkeys(
+        (
+            "parallelism_config_sp_backend",
+            "parallelism_config_sp_seq_length",
+            "parallelism_config_sp_seq_length_is_variable",
+            "parallelism_config_sp_attn_implementation",
+        ),
+        fixed(Same("nothing by itself: see parallelism_config_sp_size"), MESH),
+    ),
+}
 LAUNCHER = "num_processes num_machines machine_rank main_process_ip main_process_port rdzv_backend gpu_ids"
 OTHERS = (
-    "compute_environment debug downcast_bf16 dynamo_config enable_cpu_affinity fp8_config same_network "
-    "main_training_function use_cpu mpirun_config parallelism_config megatron_lm_config deepspeed_config "
+    "compute_environment debug downcast_bf16 enable_cpu_affinity fp8_config same_network "
+    "main_training_function use_cpu mpirun_config megatron_lm_config deepspeed_config "
     "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_env tpu_vm commands command_file"
 )
 ABOVE = {
     "distributed_type": Key(_distributed_type, LAUNCH),
     "mixed_precision": Key(_mixed_precision, FSDP2),
+    "parallelism_config": fixed(Same("nothing: it is empty"), MESH),  # read() reads one that is not
+    "dynamo_config": fixed(Same("torch.compile, if it asks for it: not a setting of FSDP"), LAUNCH),
     **dict.fromkeys(LAUNCHER.split(), fixed(Same("an option of torchrun"), LAUNCH)),
     **dict.fromkeys(OTHERS.split(), fixed(Same("nothing: not a setting of FSDP"), LAUNCH)),
 }

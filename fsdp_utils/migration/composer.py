@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_utils.migration import settings
+from fsdp_utils.migration.errors import TranslationError, shown
 from fsdp_utils.migration.keys import (
     Key,
     Lost,
@@ -18,6 +19,7 @@ from fsdp_utils.migration.keys import (
     is_on,
     number,
     one_of,
+    only,
     read_section,
 )
 from fsdp_utils.migration.translation import FSDP2, GUIDE, STATE_DICT, TITAN, Row, Translation
@@ -36,15 +38,24 @@ def is_mine(config: Mapping[str, Any]) -> bool:
 def read(config: Mapping[str, Any]) -> Translation:
     """Translate the section of FSDP, and `precision`. All else in a training file is not about FSDP."""
     name, section = "fsdp_config", config.get("fsdp_config")
+    parallelism = config.get("parallelism_config")
     if section is None:
-        parallelism = config.get("parallelism_config")
         if not isinstance(parallelism, Mapping) or "fsdp" not in parallelism:
-            raise ValueError(f"parallelism_config: expected a section 'fsdp', found {parallelism!r}")
+            found = shown(parallelism)
+            raise TranslationError(f"parallelism_config: expected a section 'fsdp', found {found}")
         name, section = "parallelism_config.fsdp", parallelism["fsdp"]
+    elif parallelism is not None:
+        raise TranslationError(
+            "fsdp_config: expected it or parallelism_config, found both: leave out the one that is not meant"
+        )
     translation = Translation(NAME, state_dict="full")  # Composer's default
     computing = _trainers(config)
     mixed = Key(lambda value, t: _mixed_precision(value, computing, t), NOTES)
     read_section(section, {**FSDP, "mixed_precision": mixed}, translation, name=name, framework=NAME)
+    others = {key: value for key, value in (parallelism or {}).items() if key != "fsdp"}
+    read_section(others, {"tp": TENSOR}, translation, name="parallelism_config", framework=NAME)
+    if "tp_config" in config:  # LLM Foundry's
+        read_section({"tp_config": config["tp_config"]}, {"tp_config": TENSOR}, translation, framework=NAME)
     words: Words = Same("see mixed_precision")
     if "mixed_precision" not in section:
         words = _mixed_precision("DEFAULT", computing, translation)
@@ -57,17 +68,18 @@ def _trainers(config: Mapping[str, Any]) -> str | None:
     """What the Trainer computes in, if the config says it."""
     try:
         return dtype(str(config["precision"]).removeprefix("amp_")) if "precision" in config else None
-    except ValueError:
+    except TranslationError:
         found = config["precision"]
-        raise ValueError(f"precision: expected fp32, amp_bf16 or amp_fp16, found {found!r}") from None
+        raise TranslationError(
+            f"precision: expected fp32, amp_bf16 or amp_fp16, found {shown(found)}"
+        ) from None
 
 
 def _mixed_precision(value: Any, computing: str | None, translation: Translation) -> Words:
     if isinstance(value, Mapping):
-        if unknown := sorted(set(value) - {"param_dtype", "reduce_dtype", "buffer_dtype"}):
-            raise ValueError(f"expected param_dtype, reduce_dtype, buffer_dtype, found {', '.join(unknown)}")
-        param = dtype(value.get("param_dtype") or "fp32")
-        reduce = dtype(value["reduce_dtype"]) if value.get("reduce_dtype") else param
+        only(value, ("param_dtype", "reduce_dtype", "buffer_dtype"))
+        param = dtype("fp32" if value.get("param_dtype") is None else value["param_dtype"])
+        reduce = param if value.get("reduce_dtype") is None else dtype(value["reduce_dtype"])
         return settings.precision(param, reduce, translation)
     kind = one_of(value, ("DEFAULT", "PURE", "FULL"))
     if kind == "FULL":
@@ -89,7 +101,9 @@ def _replicate_degree(value: Any, translation: Translation) -> Words:
         return Same("nothing: one copy")
     if number(value) < 0:
         if translation.shard_size is None:
-            raise ValueError("expected data_parallel_shard_degree beside it: one of the two can be left open")
+            raise TranslationError(
+                "expected data_parallel_shard_degree beside it: one of the two can be left open"
+            )
         return Same("the first dimension of a 2-D mesh: as many copies as the ranks make")
     translation.copies = value
     return Same("the first dimension of a 2-D mesh")
@@ -102,6 +116,11 @@ def _auto_wrap(value: Any, translation: Translation) -> Words:
     )
 
 
+OUTSIDE = Lost(
+    "not part of fully_shard, and left out of the code: all ranks share the data. parallelize_module over "
+    "one more dimension of the mesh, before fully_shard"
+)
+TENSOR = Key(lambda value, t: OUTSIDE if value else Same("nothing: none is asked for"), NOTES)
 RANK0 = Same("set_model_state_dict with full_state_dict=True, broadcast_from_rank0=True")
 SAVE_ON_CPU = Lost("not part of fully_shard: torch.autograd.graph.save_on_cpu in the block's forward")
 FSDP = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_utils.migration import settings
+from fsdp_utils.migration.errors import TranslationError, shown
 from fsdp_utils.migration.keys import (
     Key,
     Lost,
@@ -18,6 +19,7 @@ from fsdp_utils.migration.keys import (
     is_on,
     number,
     one_of,
+    only,
     read_section,
 )
 from fsdp_utils.migration.translation import FSDP2, STATE_DICT, TITAN, Translation
@@ -26,7 +28,16 @@ NAME = "DeepSpeed"
 DOCS = "https://www.deepspeed.ai/docs/config-json/"
 HF = "https://huggingface.co/docs/accelerate/v1.15.0/en/concept_guides/fsdp_and_deepspeed"
 CLIP = "https://docs.pytorch.org/docs/2.13/generated/torch.nn.utils.clip_grad_norm_.html"
+ENGINE = "https://github.com/deepspeedai/DeepSpeed/blob/b555aa532ac3577c4ec1ae74d2244e1e31a2a27e/deepspeed/runtime/engine.py"
 TRAINER = "https://huggingface.co/docs/transformers/v5.13.0/deepspeed"
+# classes of torch.optim and of torch.optim.lr_scheduler, which DeepSpeed takes by these names
+OPTIMIZERS = {
+    "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+}  # fmt: skip
+SCHEDULERS = {
+    "ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR",
+    "ExponentialLR", "LinearLR", "MultiStepLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "StepLR",
+}  # fmt: skip
 OFFLOAD_KEYS = {
     "device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "ratio", "fast_init",
     "pipeline_read", "pipeline_write", "super_offload", "cpuadam_cores_perc",
@@ -64,7 +75,7 @@ def _section(section: Any, keys: Mapping[str, Key], translation: Translation, *,
 
 def _stage(value: Any, translation: Translation) -> Words:
     if number(value) not in (0, 1, 2, 3):
-        raise ValueError(f"expected 0, 1, 2 or 3, found {value!r}")
+        raise TranslationError(f"expected 0, 1, 2 or 3, found {shown(value)}")
     translation.ddp, translation.reshard_after_forward = value == 0, value == 3
     if value == 0:
         return Same("DistributedDataParallel: nothing is sharded")
@@ -79,7 +90,7 @@ def _hpz(value: Any, translation: Translation) -> Words:
     if number(value) < 2:
         return Same("nothing: it is off")
     if translation.reshard_after_forward is not True:
-        raise ValueError(f"expected stage 3 beside it, found {value} with another stage")
+        raise TranslationError(f"expected stage 3 beside it, found {value} with another stage")
     translation.reshard_after_forward = value
     return Same(f"reshard_after_forward={value}")
 
@@ -111,9 +122,8 @@ def _offload_optimizer(value: Any, translation: Translation) -> Words:
 
 def _device(value: Any) -> str:
     if not isinstance(value, Mapping):
-        raise ValueError(f"expected a section with a device, found {value!r}")
-    if unknown := sorted(set(value) - OFFLOAD_KEYS):
-        raise ValueError(f"expected keys among {', '.join(sorted(OFFLOAD_KEYS))}, found {', '.join(unknown)}")
+        raise TranslationError(f"expected a section with a device, found {shown(value)}")
+    only(value, OFFLOAD_KEYS)
     return one_of(value.get("device", "cpu"), ("CPU", "NVME", "NONE"))
 
 
@@ -122,12 +132,9 @@ def _precision(name: str, communication: Any) -> Any:
         if not is_on(value):
             return Same("nothing: it is off")
         if translation.param_dtype is not None:
-            raise ValueError("expected one of bf16 and fp16, found both enabled")
+            raise TranslationError("expected one of bf16 and fp16, found both enabled")
         reduce = dtype(name if communication in ("auto", None) else communication)
-        words = settings.precision(dtype(name), reduce, translation)
-        if name == "fp16" and isinstance(words, Same):
-            words = Same(f"{words}; torch.amp.GradScaler scales the loss")
-        return words
+        return settings.precision(dtype(name), reduce, translation)
 
     return read
 
@@ -149,6 +156,35 @@ def _accumulation(value: Any, translation: Translation) -> Words:
     if number(value) < 2:
         return Same("nothing: one batch for each step")
     return Same(f"set_requires_gradient_sync(False) for the first {value - 1} of {value} batches")
+
+
+def _optimizer(value: Any, translation: Translation) -> Words:
+    name, params = _type(value, ("type", "params", "legacy_fusion"))
+    if name.lower() in ("adam", "adamw"):
+        # DeepSpeed's Adam decouples weight decay too, unless it is told not to
+        coupled = name.lower() == "adam" and not is_on(params.get("adam_w_mode", True))
+        return Same(f"torch.optim.{'Adam' if coupled else 'AdamW'}, built after shard_model")
+    if name in OPTIMIZERS:
+        return Same(f"torch.optim.{name}, built after shard_model")
+    return Lost("no optimizer of torch.optim does the same: choose one, and tune its learning rate again")
+
+
+def _scheduler(value: Any, translation: Translation) -> Words:
+    name, _ = _type(value, ("type", "params"))
+    if name in SCHEDULERS:
+        return Same(f"torch.optim.lr_scheduler.{name}")
+    return Lost("torch.optim.lr_scheduler has none of this formula: write it as a LambdaLR")
+
+
+def _type(value: Any, keys: tuple[str, ...]) -> tuple[str, Mapping[str, Any]]:
+    """The type that a section names, and its parameters."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
+        raise TranslationError(f"expected a section with a type, found {shown(value)}")
+    only(value, keys)
+    params = value.get("params", {})
+    if not isinstance(params, Mapping):
+        raise TranslationError(f"expected params to be a section, found {shown(params)}")
+    return value["type"], params
 
 
 UNITS = fixed(Lost("a unit is gathered and freed as a whole: the choice of units decides"), FSDP2)
@@ -209,8 +245,10 @@ ABOVE = {
     "gradient_accumulation_steps": Key(_accumulation, FSDP2),
     "gradient_clipping": fixed(Same("torch.nn.utils.clip_grad_norm_"), CLIP),
     "communication_data_type": Key(_communication, FSDP2),
-    "optimizer": fixed(Same("torch.optim, built after shard_model"), DOCS),
-    "scheduler": fixed(Same("torch.optim.lr_scheduler"), DOCS),
+    "optimizer": Key(_optimizer, ENGINE),
+    "scheduler": Key(_scheduler, DOCS),
+    "sparse_gradients": if_on(Lost("fully_shard reduces dense gradients alone"), DOCS),
+    "data_types": fixed(Lost("gradients are kept in the dtype of the sharded parameters"), FSDP2),
     "activation_checkpointing": fixed(
         Lost("configures deepspeed.checkpointing; in PyTorch, checkpoint_wrapper around each block"), DOCS
     ),
@@ -218,7 +256,6 @@ ABOVE = {
         [
             "prescale_gradients",
             "gradient_predivide_factor",
-            "sparse_gradients",
             "steps_per_print",
             "wall_clock_breakdown",
             "dump_state",
@@ -231,7 +268,6 @@ ABOVE = {
             "tensorboard",
             "wandb",
             "csv_monitor",
-            "data_types",
             "checkpoint",
             "elasticity",
             "autotuning",

@@ -1,9 +1,10 @@
 """Reading a section of a config key by key: no key is passed over, no value is guessed."""
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from fsdp_utils.migration.errors import TranslationError, named, shown
 from fsdp_utils.migration.translation import Row, Translation
 
 DTYPES = {
@@ -48,23 +49,23 @@ def read_section(
         framework: whose section it is, for the error.
 
     Raises:
-        ValueError: a key is unknown, or its value is none of those that it may have.
+        TranslationError: a key is unknown, or its value is none of those that it may have.
     """
     if not isinstance(section, Mapping):
-        raise ValueError(f"{name}: expected a section with keys, found {section!r}")
+        raise TranslationError(f"{name}: expected a section with keys, found {shown(section)}")
     prefix = f"{name}." if name else ""
     for key in section:
         if key not in keys:
-            close = ", ".join(difflib.get_close_matches(str(key), keys, n=3) or sorted(keys))
-            raise ValueError(
-                f"{prefix}{key}: expected a key of {framework}, such as {close}, found {str(key)!r}"
+            close = ", ".join(difflib.get_close_matches(str(key)[:100], keys, n=3) or sorted(keys))
+            raise TranslationError(
+                f"{prefix}{named(key)}: expected a key of {framework}, such as {close}, found {shown(key)}"
             )
     for key, (read, source) in keys.items():
         if key in section:
             try:
                 words = read(section[key], translation)
-            except ValueError as error:
-                raise ValueError(f"{prefix}{key}: {error}") from None
+            except TranslationError as error:
+                raise TranslationError(f"{prefix}{key}: {error}") from None
             row = Row(f"{prefix}{key}", section[key], str(words), isinstance(words, Same), source)
             translation.rows.append(row)
 
@@ -85,25 +86,40 @@ def is_on(value: Any) -> bool:
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    raise ValueError(f"expected true or false, found {value!r}")
+    raise TranslationError(f"expected true or false, found {shown(value)}")
 
 
 def number(value: Any) -> int:
     """A whole number."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise ValueError(f"expected a whole number, found {value!r}")
+    raise TranslationError(f"expected a whole number, found {shown(value)}")
+
+
+def at_least_one(value: Any) -> int:
+    """A number of ranks."""
+    if number(value) < 1:
+        raise TranslationError(f"expected a whole number from 1 on, found {shown(value)}")
+    return value
+
+
+def only(section: Mapping[Any, Any], keys: Collection[str]) -> None:
+    """Refuse a key of a small section that is none of these."""
+    if unknown := [shown(key) for key in section if key not in keys]:
+        raise TranslationError(
+            f"expected keys among {', '.join(sorted(keys))}, found {', '.join(unknown[:20])}"
+        )
 
 
 def one_of(value: Any, names: tuple[str, ...]) -> str:
     """The value in upper case, if it is one of the names."""
     if str(value).upper() not in names:
-        raise ValueError(f"expected one of {', '.join(names)}, found {value!r}")
+        raise TranslationError(f"expected one of {', '.join(names)}, found {shown(value)}")
     return str(value).upper()
 
 
 def dtype(value: Any) -> str:
     """PyTorch's name for the dtype that a framework calls so."""
-    if value not in DTYPES:
-        raise ValueError(f"expected one of {', '.join(DTYPES)}, found {value!r}")
+    if not isinstance(value, str) or value not in DTYPES:
+        raise TranslationError(f"expected one of {', '.join(DTYPES)}, found {shown(value)}")
     return DTYPES[value]

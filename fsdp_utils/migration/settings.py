@@ -14,9 +14,8 @@ def strategy(value: Any, translation: Translation) -> Words:
 
     Source: https://github.com/pytorch/torchtitan/blob/main/docs/fsdp.md
     """
-    if str(value).isdigit() and 1 <= int(value) <= len(STRATEGIES):
-        value = STRATEGIES[int(value) - 1]
-    name = one_of(str(value).lstrip("_"), STRATEGIES)
+    by_number = {str(number): name for number, name in enumerate(STRATEGIES, start=1)}
+    name = one_of(by_number.get(str(value), str(value).lstrip("_")), STRATEGIES)
     if name == "NO_SHARD":
         translation.ddp = True
         return Same("DistributedDataParallel: fully_shard always shards, and NO_SHARD is deprecated")
@@ -32,11 +31,14 @@ def precision(param: str, reduce: str, translation: Translation) -> Words:
     """Computing in `param` and adding up gradients in `reduce`, with the model itself in fp32."""
     if param == reduce == "float32":
         return Same("nothing: without mp_policy all stays as it is")
+    # fp16's small gradients become 0 unless the loss is scaled
+    scaler = "; torch.amp.GradScaler scales the loss" if param == "float16" else ""
     if translation.ddp:
-        return Lost("DistributedDataParallel has no such policy: torch.autocast around the forward pass")
+        words = "DistributedDataParallel has no such policy: torch.autocast around the forward pass"
+        return Lost(f"{words}{scaler}")
     translation.param_dtype, translation.reduce_dtype = param, reduce
     dtypes = f"param_dtype=torch.{param}, reduce_dtype=torch.{reduce}"
-    return Same(f"MixedPrecisionPolicy({dtypes}); buffers keep their dtype: cast them yourself")
+    return Same(f"MixedPrecisionPolicy({dtypes}); buffers keep their dtype: cast them yourself{scaler}")
 
 
 def offload(on: bool, translation: Translation, *, pin_memory: bool = True) -> Words:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fsdp_utils.migration.errors import TranslationError, shown
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -82,7 +84,9 @@ class Translation:
     @property
     def without_counterpart(self) -> list[str]:
         """What FSDP2 does not do, in words."""
-        return [f"{row.key} = {row.value!r}: {row.fsdp2}" for row in self.rows if not row.has_counterpart]
+        return [
+            f"{row.key} = {shown(row.value)}: {row.fsdp2}" for row in self.rows if not row.has_counterpart
+        ]
 
     def code(self) -> str:
         """The Python to write: a function `shard_model(model)`, called before the optimizer is built."""
@@ -117,7 +121,11 @@ class Translation:
         if self.blocks is None:
             imports.add("from fsdp_utils import transformer_block_classes")
             return "names = {kind.__name__ for kind in transformer_block_classes(model)}"
-        return f"names = {{{', '.join(f'{name!r}' for name in self.blocks)}}}".replace("'", '"')
+        for name in self.blocks:
+            if not name.isidentifier():
+                raise TranslationError(f"blocks: expected names of classes, found {shown(name)}")
+        names = ", ".join(f'"{name}"' for name in self.blocks)
+        return f"names = {{{names}}}"
 
     def _options(self, imports: set[str]) -> list[str]:
         fsdp, lines = {"fully_shard"}, ["options = {}"]
@@ -142,6 +150,8 @@ class Translation:
             fsdp.add("MixedPrecisionPolicy")
             dtypes = f"param_dtype=torch.{self.param_dtype}, reduce_dtype=torch.{self.reduce_dtype}"
             lines.append(f'options["mp_policy"] = MixedPrecisionPolicy({dtypes})')
+            if self.param_dtype == "float16":
+                lines.append("# fp16: the training loop scales the loss with torch.amp.GradScaler")
         if self.offload:
             fsdp.add("CPUOffloadPolicy")
             pinned = "" if self.pin_memory else "pin_memory=False"
@@ -154,7 +164,7 @@ class Translation:
         lines = [f"{self.framework} to FSDP2"]
         for row in self.rows:
             mark = " " if row.has_counterpart else "!"
-            lines.append(f"{mark} {row.key:{width}} = {row.value!r}\n      {row.fsdp2}")
+            lines.append(f"{mark} {row.key:{width}} = {shown(row.value)}\n      {row.fsdp2}")
         if self.without_counterpart:
             lines.append("(! has no counterpart in FSDP2)")
         return "\n".join(lines)

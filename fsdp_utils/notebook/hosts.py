@@ -17,6 +17,7 @@ import signal
 from collections.abc import Iterable
 from typing import Any
 
+from fsdp_utils._extras import need
 from fsdp_utils.notebook.team import CALL_LIMIT_S, SIGKILL, Crew, until
 
 END_LIMIT_S = 5.0
@@ -102,7 +103,7 @@ class RemoteTeam(Crew):
 
     def _start(self, wanted: int) -> None:
         """Start controller and engines, and wait for them as long as the profile's engine_timeout says."""
-        import ipyparallel
+        ipyparallel = need("ipyparallel", "notebooks")
 
         profile = self.settings["profile"]
         try:
@@ -151,7 +152,7 @@ class RemoteTeam(Crew):
 
 def _cluster(profile: str) -> Any:
     """ipyparallel's cluster as the profile describes it."""
-    import ipyparallel
+    ipyparallel = need("ipyparallel", "notebooks")
     from IPython.core.profiledir import ProfileDir, ProfileDirError
     from IPython.paths import get_ipython_dir
 

@@ -17,6 +17,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fsdp_utils._extras import need
+
 SEED = 0
 BATCH = 24  # divides evenly among 2, 3 and 4 ranks
 IGNORED = -100  # a label that the loss of transformers' models leaves out
@@ -105,7 +107,7 @@ def digits_vit(*, pretrained: str | None = None) -> Task:
     Returns:
         The task, with pixel_values f32[n, channels, height, width] from -1 to 1 and labels i64[n].
     """
-    from sklearn.datasets import load_digits
+    load_digits = need("sklearn.datasets", "notebooks").load_digits
 
     config = (
         transformers.AutoConfig.for_model(

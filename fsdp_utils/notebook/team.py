@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fsdp_utils._extras import need
 from fsdp_utils.notebook.nursery import written
 
 START_LIMIT_S = 90.0
@@ -221,7 +222,7 @@ class Team(Crew):
 
     def _connect(self) -> None:
         connection = Path(self.settings["directory"], "security", "ipcontroller-client.json")
-        import ipyparallel
+        ipyparallel = need("ipyparallel", "notebooks")
 
         self._await(lambda: written(connection), "the controller to start")
         self.client = ipyparallel.Client(str(connection), timeout=int(START_LIMIT_S))

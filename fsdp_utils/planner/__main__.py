@@ -28,13 +28,15 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("model", metavar="FOLDER")
     parser.add_argument("--world-size", type=int, help="ranks")
-    parser.add_argument("--batch-size", type=int, help="samples in a step, of all ranks")
+    parser.add_argument(
+        "--batch-size", type=int, help="samples in a step, of all ranks; --search tries several without it"
+    )
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--gpu", default="H100", help=", ".join(GPUS))
-    parser.add_argument("--strategy", default="full", help=", ".join(STRATEGIES))
+    parser.add_argument("--strategy", help=f"{', '.join(STRATEGIES)}; full, or what --search finds")
     parser.add_argument("--api", default="fsdp2", help=", ".join(APIS))
     parser.add_argument("--precision", default="bf16", help=", ".join(PRECISIONS))
-    parser.add_argument("--checkpointing", default="none", help=", ".join(CHECKPOINTING))
+    parser.add_argument("--checkpointing", help=f"{', '.join(CHECKPOINTING)}; none, or what --search finds")
     parser.add_argument("--optimizer", default="adamw", help=", ".join(OPTIMIZERS))
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--ranks-per-host", type=int, default=8)
@@ -42,18 +44,26 @@ def main(arguments: list[str]) -> int:
         "--search", type=int, nargs="+", metavar="RANKS", help="the fewest of these that will do"
     )
     parser.add_argument("--tokens-per-s", type=float, help="to be reached, with --search")
-    options = vars(parser.parse_args(arguments))
-    model, worlds, rate = options.pop("model"), options.pop("search"), options.pop("tokens_per_s")
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    model, worlds = given.pop("model"), given.pop("search", None)
     try:
         if worlds:
-            for name in ("world_size", "batch_size", "strategy", "checkpointing"):
-                del options[name]
-            result = search(model, world_sizes=worlds, tokens_per_s=rate, **options)
+            if "world_size" in given:
+                parser.error(
+                    "expected --world-size or --search, found both: --search takes the numbers of ranks"
+                )
+            if "strategy" in given:
+                given["strategies"] = [given.pop("strategy")]
+            if "checkpointing" in given:
+                given["checkpointing"] = [given["checkpointing"]]
+            result = search(model, world_sizes=worlds, **given)
             print(result)
             return 0 if result.best else 1
-        if options["world_size"] is None or options["batch_size"] is None:
+        if "tokens_per_s" in given:
+            parser.error("expected --tokens-per-s with --search alone: a plan shows its tokens/s")
+        if "world_size" not in given or "batch_size" not in given:
             parser.error("expected --world-size and --batch-size, or --search")
-        planned = plan(model, **options)
+        planned = plan(model, **given)
     except (ValueError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from fsdp_utils.planner import items
+from fsdp_utils.planner.memory import size_text
 
 if TYPE_CHECKING:
     from fsdp_utils.planner.planning import Plan
@@ -18,9 +19,9 @@ def advice(plan: "Plan") -> list[str]:
     """Sentences, the largest part of the peak first."""
     sizes = {name: sum(plan.breakdown.get(c, 0.0) for c in group) for name, group in _GROUPS.items()}
     excess = plan.peak_reserved_gib - plan.available_gib
-    texts = [f"{excess:.1f} GiB too much is reserved"]
+    texts = [f"{size_text(excess)} too much is reserved"]
     for name, size in sorted(sizes.items(), key=lambda pair: -pair[1]):
-        texts += [f"{size:.1f} GiB: {text}" for text in _WAYS[name](plan)[:1]]
+        texts += [f"{size_text(size)}: {text}" for text in _WAYS[name](plan)[:1]]
     return texts
 
 

@@ -7,6 +7,11 @@ from fsdp_utils.allocation_trace import GIB, Event, Trace
 from fsdp_utils.planner.items import AT_REST, Alloc, Free, Label, Recording, Step
 
 
+def size_text(gib: float, digits: int = 1) -> str:
+    """A size with its unit: MiB where a size in GiB would be little more than zeros."""
+    return f"{gib:.{digits}f} GiB" if abs(gib) >= 0.1 else f"{gib * 1024:.{digits}f} MiB"
+
+
 @dataclass(frozen=True)
 class Moment:
     """The most memory that is allocated in one part of a step.

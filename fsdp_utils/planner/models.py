@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,10 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._pytree import tree_leaves
 
 from fsdp_utils._blocks import outermost, transformer_block_classes, unwrapped
+from fsdp_utils._extras import need
 
+MOST_MODULES = 50_000  # of a model that is built here; Llama 3.1 405B has 1,900
+MOST_LAYERS = 10_000  # in a config.json: transformers makes lists of that length
+MOST_LABELS = 1_000_000
+MOST_BYTES = 16 * 1024 * 1024  # of a config.json
 Inputs = Callable[[int, int | None], Any]
 
 
@@ -55,13 +62,7 @@ def source_of(model: Any) -> Source:
             "plan: expected a torch.nn.Module, a transformers config or a folder with a config.json, found "
             f"{type(model).__name__}"
         )
-    try:
-        return _of_config(config)
-    except Exception as error:
-        raise ValueError(
-            f'plan: a {config.model_type} model could not be built on "meta", without memory: '
-            f"{_first_line(error)}"
-        ) from error
+    return _of_config(config)
 
 
 def build(source: Source, blocks: int | None, dtype: torch.dtype | None) -> nn.Module:
@@ -89,7 +90,8 @@ def batch_of(
 ) -> Any:
     """What one rank's step is called with; inside a FakeTensorMode."""
     if inputs is not None:
-        return inputs(batch_size, seq_len)
+        with _in_words(f"inputs({batch_size}, {seq_len})"):
+            return inputs(batch_size, seq_len)
     parameters = inspect.signature(unwrapped(model).forward).parameters
     if "input_ids" in parameters:
         if not seq_len:
@@ -124,6 +126,24 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return tensors[0].float().mean()
 
 
+@contextmanager
+def running(source: Source, what: str) -> Iterator[None]:
+    """Turn an error of the model's own code into a sentence; the first error stays its cause."""
+    with _in_words(f"the {what} of {source.name}"):
+        yield
+
+
+@contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("plan: "):
+            raise
+        text = _first_line(error).rstrip(".")
+        raise ValueError(f"plan: {what} failed: {text}. Does it run with these sizes, on a CPU?") from error
+
+
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}".split("\n")[0]
 
@@ -135,27 +155,90 @@ def _config(folder: str | PathLike[str]) -> Any:
     path = Path(folder)
     if not (path / "config.json").exists():
         raise ValueError(f"plan: expected a folder with a config.json, found none at {path}")
+    AutoConfig = need("transformers", "train").AutoConfig
     try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise ImportError("plan: a folder is read by transformers, which is not installed") from error
-
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        _check_file(path / "config.json")
+        # never the code that the folder brings, and no question whether to run it
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("plan: "):
+            raise
+        todo = ""
+        if isinstance(error, ValueError) and "custom code" in str(error):
+            todo = " The planner runs no code of a folder: build the model yourself, and plan that."
         raise ValueError(
-            f"plan: transformers cannot read {path / 'config.json'}: {_first_line(error)}"
+            f"plan: transformers cannot read {path / 'config.json'}: {_first_line(error)}{todo}"
         ) from error
+
+
+def _check_file(file: Path) -> None:
+    """Refuse what would make transformers write lists of gigabytes.
+
+    Raises:
+        ValueError: the file is too large or no JSON, or a number of layers or labels is too high.
+    """
+    size = file.stat().st_size
+    if size > MOST_BYTES:
+        raise ValueError(f"plan: {file}: expected at most {MOST_BYTES:,} bytes, found {size:,}")
+    sections = [json.loads(file.read_text(encoding="utf-8"))]
+    while sections:
+        section = sections.pop()
+        for key, value in section.items() if isinstance(section, dict) else ():
+            sections.append(value)
+            most = MOST_LABELS if key == "num_labels" else MOST_LAYERS
+            if key.endswith(("layers", "n_layer", "num_labels")) and isinstance(value, int) and value > most:
+                raise ValueError(f"plan: {file}: {key}: expected at most {most:,}, found {value:,}")
 
 
 def _of_config(config: Any) -> Source:
     config = copy.deepcopy(config)
     config.use_cache = False
-    make = _maker(config)
-    whole = _Built(make)
-    source = Source(type(whole()).__name__, whole, config)
-    _look_at(source, whole())
+    _without_kernels(config)
+    whole = _Built(_maker(config))
+    try:
+        with _few_modules(config):
+            model = whole()
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("plan: "):
+            raise
+        raise ValueError(
+            f'plan: a {config.model_type} model could not be built on "meta", without memory: '
+            f"{_first_line(error)}"
+        ) from error
+    source = Source(type(model).__name__, whole, config)
+    _look_at(source, model)
     return source
+
+
+def _without_kernels(config: Any) -> None:
+    """Attention as torch has it: a config can also name a kernel that would be downloaded, and run."""
+    for name in getattr(config, "sub_configs", ()):
+        if (inner := getattr(config, name, None)) is not None:
+            _without_kernels(inner)
+    if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):
+        config._attn_implementation = None  # transformers chooses: sdpa, where the model has it
+
+
+@contextmanager
+def _few_modules(config: Any) -> Iterator[None]:
+    """Refuse to build a model of more modules than any has: 100,000 layers take 4 GB and 100 s."""
+    count = 0
+
+    def registered(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > MOST_MODULES:
+            layers = getattr(config, "num_hidden_layers", "unknown")
+            raise ValueError(
+                f"plan: expected a model of at most {MOST_MODULES:,} modules, found more. Is its number of "
+                f"layers right? It is {layers}"
+            )
+
+    hook = register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _maker(config: Any) -> Callable[[], nn.Module]:
@@ -163,12 +246,14 @@ def _maker(config: Any) -> Callable[[], nn.Module]:
     from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSeq2SeqLM
 
     for name in getattr(config, "architectures", None) or ():
-        if cls := getattr(transformers, name, None):
-            return lambda: cls._from_config(config) if hasattr(cls, "_from_config") else cls(config)
+        # a model, and not whatever else in transformers can be called
+        cls = getattr(transformers, str(name), None)
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return lambda: cls._from_config(config)
     for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageClassification):
         if type(config) in auto._model_mapping:
-            return lambda: auto.from_config(config)
-    return lambda: transformers.AutoModel.from_config(config)
+            return lambda: auto.from_config(config, trust_remote_code=False)
+    return lambda: transformers.AutoModel.from_config(config, trust_remote_code=False)
 
 
 class _Built:

@@ -36,7 +36,7 @@ from fsdp_utils._blocks import transformer_block_classes
 from fsdp_utils.collectives.units import find_units
 from fsdp_utils.planner import items
 from fsdp_utils.planner.items import Recording
-from fsdp_utils.planner.models import Inputs, Source, batch_of, build, loss_of
+from fsdp_utils.planner.models import Inputs, Source, batch_of, build, loss_of, running
 from fsdp_utils.planner.recorder import recording_steps
 from fsdp_utils.wrapping import shard, wrap_policy
 
@@ -99,7 +99,10 @@ def run_steps(
 ) -> Recording:
     """Two training steps of this rank, recorded; on real tensors too, where no mode makes them fake."""
     model = _sharded(build(source, blocks, PRECISIONS[setting.precision][0]), setting, mesh)
-    optimizer = OPTIMIZERS[setting.optimizer]([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(f"plan: expected parameters that need a gradient, found none in {source.name}")
+    optimizer = OPTIMIZERS[setting.optimizer](trained)
     units = sorted((unit.name for unit in find_units(model)), key=len, reverse=True)
     with recording_steps(model, setting.ranks_per_host) as recorder:
         for tensors, category in (
@@ -114,9 +117,11 @@ def run_steps(
             recorder.begin_step()
             with recorder.making(items.INPUTS):
                 batch = batch_of(source, model, setting.batch_size, setting.seq_len, inputs)
-            loss = loss_of(model, batch)
+            with running(source, "forward pass"):
+                loss = loss_of(model, batch)
             recorder.phase("backward")
-            loss.backward()
+            with running(source, "backward pass"):
+                loss.backward()
             recorder.phase("other")
             recorder.now_for((_local(p.grad) for p in model.parameters()), items.GRADIENTS)
             recorder.phase("optimizer")

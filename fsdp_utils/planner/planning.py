@@ -1,6 +1,7 @@
 """plan: how much memory and time will this training take, on GPUs that I don't have?"""
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from fsdp_utils.planner.accuracy import accuracy
 from fsdp_utils.planner.advice import advice
 from fsdp_utils.planner.gpus import GPU, find_gpu
 from fsdp_utils.planner.items import Recording
-from fsdp_utils.planner.memory import Moment, at_rest_gib, moments_of, trace_of
+from fsdp_utils.planner.memory import Moment, at_rest_gib, moments_of, size_text, trace_of
 from fsdp_utils.planner.models import Inputs, Source, source_of
 from fsdp_utils.planner.one_rank import (
     APIS,
@@ -80,6 +81,7 @@ class Plan:
 
     @property
     def step_s(self) -> float:
+        """By the GPU's rates. An eager step takes longer, as a rule; a compiled one may take less."""
         return self.timing.step_s
 
     @property
@@ -111,24 +113,29 @@ class Plan:
             speed = (
                 f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s / setting.world_size:,.0f} per GPU"
             )
+        billions = self.parameters / 1e9
+        number = f"{billions:.2f} billion" if billions >= 0.1 else f"{billions * 1000:.2f} million"
+        # one unit for the whole table: MiB where GiB would be little more than zeros
+        unit, factor = ("GiB", 1) if self.peak_reserved_gib >= 0.1 else ("MiB", 1024)
+        of = f"{self.available_gib:.0f}" if unit == "GiB" else size_text(self.available_gib, 0)
         lines = [
-            f"{self.model}, {self.parameters / 1e9:.2f} billion parameters, on {setting.world_size} "
+            f"{self.model}, {number} parameters, on {setting.world_size} "
             f"{self.gpu.name}: {'fits' if self.fits else 'does not fit'} (simulated)",
             f"  {setting.api}, {setting.strategy}, {setting.precision}, activation checkpointing "
             f"{setting.checkpointing}, {setting.optimizer}, batch {self.batch_size}"
             + (f" of {setting.seq_len} tokens" if setting.seq_len else "")
             + (", offloaded" if self.offload else ""),
-            f"  memory    {self.peak_allocated_gib:.2f} GiB allocated, {self.peak_reserved_gib:.2f} reserved "
-            f"of {self.available_gib:.0f}; at the peak ({self.peak}):",
+            f"  memory    {self.peak_allocated_gib * factor:.2f} {unit} allocated, "
+            f"{self.peak_reserved_gib * factor:.2f} reserved of {of}; at the peak ({self.peak}):",
         ]
         for category, size in sorted(self.breakdown.items(), key=lambda pair: -pair[1]):
-            if size >= 0.005:
-                lines.append(f"            {size:8.2f}  {category}")
+            if size * factor >= 0.005:
+                lines.append(f"            {size * factor:8.2f}  {category}")
         if self.host_gib:
-            lines.append(f"  host      {self.host_gib:.2f} GiB for this rank")
-        timing = self.timing
+            lines.append(f"  host      {size_text(self.host_gib, 2)} for this rank")
+        exposed_s = self.timing.exposed_s
         lines.append(
-            f"  step      at least {self.step_s:.3g} s, of which {timing.exposed_s:.2g} s only send; at most "
+            f"  step      {self.step_s:.3g} s by the GPU's rates, of which {exposed_s:.2g} s only send: "
             f"{speed}, MFU {self.mfu:.0%}"
         )
         lines += [f"  advice    {text}" for text in self.advice]
@@ -203,6 +210,12 @@ def plan(
             memory, or nobody knows what to call it with.
         RuntimeError: there is a process group already.
     """
+    if (
+        isinstance(overhead_gib, bool)
+        or not isinstance(overhead_gib, int | float)
+        or not math.isfinite(overhead_gib)
+    ):
+        raise ValueError(f"plan: expected overhead_gib to be a number of GiB, found {overhead_gib!r}")
     source = source_of(model)
     chip = find_gpu(gpu)
     setting = _setting(
@@ -289,15 +302,20 @@ def _setting(wanted: Setting, gpu: GPU, *, offload: bool) -> Setting:
     ):
         if value not in known:
             raise ValueError(f"plan: expected {what} out of {', '.join(known)}, found {value!r}")
-    world = wanted.world_size
+    world = _whole_number("world_size", wanted.world_size)
     if not 1 <= world <= MAX_WORLD:
-        raise ValueError(f"plan: expected a world_size from 1 to {MAX_WORLD}, found {world!r}")
-    if wanted.batch_size < 1 or wanted.batch_size % world:
+        raise ValueError(f"plan: expected a world_size from 1 to {MAX_WORLD}, found {world}")
+    batch_size = _whole_number("batch_size", wanted.batch_size)
+    if batch_size < 1 or batch_size % world:
         raise ValueError(
             f"plan: expected a batch_size that {world} ranks can share, such as "
-            f"{max(1, math.ceil(wanted.batch_size / world)) * world}, found {wanted.batch_size}"
+            f"{max(1, math.ceil(batch_size / world)) * world}, found {batch_size}"
         )
-    if wanted.ranks_per_host < 1 or (world > wanted.ranks_per_host and world % wanted.ranks_per_host):
+    if wanted.seq_len is not None and _whole_number("seq_len", wanted.seq_len) < 1:
+        raise ValueError(f"plan: expected a seq_len from 1 on, or None, found {wanted.seq_len}")
+    if _whole_number("ranks_per_host", wanted.ranks_per_host) < 1:
+        raise ValueError(f"plan: expected ranks_per_host from 1 on, found {wanted.ranks_per_host}")
+    if world > wanted.ranks_per_host and world % wanted.ranks_per_host:
         raise ValueError(
             f"plan: expected world_size in multiples of {wanted.ranks_per_host}, the ranks_per_host, "
             f"found {world}"
@@ -311,7 +329,7 @@ def _setting(wanted: Setting, gpu: GPU, *, offload: bool) -> Setting:
         raise ValueError(f'plan: a {gpu.name} does not compute in bf16; expected precision="fp32"')
     return Setting(
         world,
-        wanted.batch_size // world,
+        batch_size // world,
         wanted.seq_len,
         wanted.strategy,
         wanted.api,
@@ -320,6 +338,18 @@ def _setting(wanted: Setting, gpu: GPU, *, offload: bool) -> Setting:
         wanted.optimizer,
         wanted.ranks_per_host,
     )
+
+
+def _whole_number(name: str, value: Any) -> int:
+    """The value, if it is a whole number: True is none, and NumPy's are.
+
+    Raises:
+        ValueError: it is none, or larger than torch's sizes can be.
+    """
+    whole = None if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+    if whole is None or whole.bit_length() > 62:
+        raise ValueError(f"plan: expected {name} to be a whole number below 2**62, found {value!r}")
+    return whole
 
 
 def _offload_ratio(setting: Setting) -> float:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from fsdp_utils._extras import need
 from fsdp_utils.planner.items import CATEGORIES
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ COLORS: dict[str, str] = dict(
 
 def plot_memory(plan: "Plan", ax: "Axes | None" = None) -> "Axes":
     """Stacked by category, over the parts of the second step, each at its peak."""
+    need("matplotlib", "notebooks")
     import matplotlib.pyplot as plt
 
     if ax is None:

@@ -184,7 +184,10 @@ class StepRecorder(Recorder):
         if self._working_for:
             if self._reducing:
                 return items.REDUCE_BUFFERS
-            unit = self._units[self._working_for[-1]]
+            unit = self._units.get(self._working_for[-1])
+            if unit is None:
+                # a root without parameters of its own: FSDP gathers nothing for it, it casts the inputs
+                return items.ACTIVATIONS
             if unit.fsdp1:
                 # it gathers from the rank's shard, in the dtype of computation
                 return items.GATHERED if event.size >= self._whole_bytes[unit.name] else items.GATHER_BUFFERS

@@ -1,5 +1,6 @@
 """search: which is the cheapest setting that fits, or that is fast enough?"""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ def search(
     world_sizes: Iterable[int],
     gpu: str | GPU = "H100",
     batch_per_rank: Sequence[int] = (1, 2, 4, 8),
+    batch_size: int | None = None,
     strategies: Sequence[str] = ("full", "grad_op"),
     checkpointing: Sequence[str] = ("none", "full"),
     tokens_per_s: float | None = None,
@@ -44,14 +46,15 @@ def search(
     """Which setting needs the fewest GPUs, and of these, which is the fastest?
 
     Numbers of GPUs are tried from the smallest on, and the search ends at the first that will do. A larger
-    batch is not tried where a smaller one does not fit. All speeds are upper limits (`step_time`), so ask for
-    more than you need.
+    batch is not tried where a smaller one does not fit. All speeds are by the GPU's rates, which an eager run
+    does not reach (`step_time`), so ask for more than you need.
 
     Args:
         model: as for `plan`.
         world_sizes: numbers of GPUs to try.
         gpu: what they are.
         batch_per_rank: samples of one rank.
+        batch_size: samples of all ranks together, the only batch to try; None tries `batch_per_rank`.
         strategies, checkpointing: as for `plan`.
         tokens_per_s, samples_per_s: of all ranks, to be reached; None asks only for what fits.
         options: for `plan`.
@@ -62,16 +65,20 @@ def search(
     Raises:
         ValueError: as `plan`; or there is nothing to try.
     """
+    for name, rate in (("tokens_per_s", tokens_per_s), ("samples_per_s", samples_per_s)):
+        if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
+            raise ValueError(f"search: expected {name} to be a number above 0, or None, found {rate!r}")
     tried: list[Plan] = []
     for world_size in sorted(world_sizes):
         will_do: list[Plan] = []
+        batches = [batch_size] if batch_size is not None else [n * world_size for n in sorted(batch_per_rank)]
         for strategy in strategies:
             for checkpoint in checkpointing:
-                for batch in sorted(batch_per_rank):
+                for batch in batches:
                     found = plan(
                         model,
                         world_size=world_size,
-                        batch_size=batch * world_size,
+                        batch_size=batch,
                         gpu=gpu,
                         strategy=strategy,
                         checkpointing=checkpoint,

@@ -3,8 +3,9 @@
 Each kernel takes as long as its operations or its bytes, whichever takes longer (a roofline). Each collective
 takes its bytes divided by the slowest link on its way, and a latency for each hop of the ring. Who waits for
 whom is replayed by `fsdp_utils.collectives.replay`. Left out: the time to launch kernels, waits for data, and
-whatever slows down communication and computation that run at the same time. So steps are longer in truth,
-most of all where kernels are small.
+whatever slows down communication and computation that run at the same time. So an eager step is longer in
+truth, most of all where kernels are small. It is no bound for a compiled one: torch.compile fuses kernels,
+which then read and write less than is counted here.
 
 Source: S. Williams et al., "Roofline", 2009; for the latencies src/graph/tuning.cc of NVIDIA/nccl (commit
 01afd20): the base latency and the latency of a hop, for the algorithm "ring" and the protocol "simple".
