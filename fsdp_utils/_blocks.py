@@ -110,3 +110,15 @@ def outermost(
             yield plain_name(prefix, name), child
         else:
             yield from outermost(child, classes, plain_name(prefix, name))
+
+
+def by_shared_parameters(blocks: list[nn.Module]) -> list[tuple[list[nn.Module], set[nn.Parameter]]]:
+    """The blocks in groups, with the parameters of each; no two groups share a parameter."""
+    groups: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
+    for block in blocks:
+        modules, parameters = [block], set(block.parameters())
+        for group in [group for group in groups if not group[1].isdisjoint(parameters)]:
+            groups.remove(group)
+            modules, parameters = group[0] + modules, group[1] | parameters
+        groups.append((modules, parameters))
+    return groups
