@@ -62,12 +62,11 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     named = {child for child in in_containers if _class_of(child).__name__ in names}
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, bool]]:
-        contained = [unwrapped(child) for child in _contained(module)]
         for child_name, wrapped in module.named_children():
             name, child = plain_name(prefix, child_name), unwrapped(wrapped)
             if child in named:
                 yield name, child, True
-            elif child in contained and counts[_class_of(child)] > 1 and named.isdisjoint(child.modules()):
+            elif counts[_class_of(child)] > 1 and named.isdisjoint(child.modules()):
                 yield name, child, False
             else:
                 yield from walk(child, name)

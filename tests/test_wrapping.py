@@ -1,10 +1,12 @@
 """Which modules become units, and every way to wrap a model wrongly; on models written by hand."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,7 +15,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from fsdp_utils import check_sharding, run_on_ranks, shard, transformer_block_classes, wrap_policy
+from fsdp_utils import (
+    check_sharding,
+    run_on_ranks,
+    shard,
+    transformer_block_classes,
+    wrap_policy,
+    wrapping,
+)
 from tests.sharded import (
     HAND_WRITTEN,
     Block,
@@ -50,6 +59,26 @@ def test_blocks_may_hold_their_parameters_themselves_and_stand_in_a_dict() -> No
 
     layers = nn.ModuleDict({str(number): Scale() for number in range(2)})
     assert transformer_block_classes(nn.ModuleDict({"layers": layers, "head": nn.Linear(8, 8)})) == {Scale}
+
+
+def test_a_block_that_stands_beside_the_list_is_a_block_too() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([Block(), Block()])
+
+    model = HandWritten()
+    model.blocks = nn.ModuleList([Routed(), Routed()])
+    model.last = Routed()
+    assert transformer_block_classes(model) == {Routed}
+
+
+def test_what_is_repeated_without_parameters_is_no_block() -> None:
+    class Activation(nn.Module):
+        pass
+
+    with pytest.raises(ValueError, match=r"found no transformer blocks"):
+        transformer_block_classes(nn.ModuleList([Activation(), Activation()]))
 
 
 def test_they_are_found_on_the_meta_device_and_under_wrappers() -> None:
@@ -119,6 +148,30 @@ def test_the_strategy_decides_what_stays_gathered_after_forward(two_ranks: TwoRa
 
     assert all(all(sharded) for sharded in two_ranks(fn, "full"))
     assert not any(any(sharded) for sharded in two_ranks(fn, "grad_op"))
+
+
+def test_the_strategy_holds_for_a_model_inside_another_fsdp_model_too(two_ranks: TwoRanks) -> None:
+    """Its own unit is no root then: torch's default would free it after forward."""
+
+    def fn(strategy: str) -> bool:
+        model = HandWritten()
+        outer = fully_shard(nn.Sequential(shard(model, strategy=strategy)))
+        outer(**{"input": hand_written_batch()["x"]})
+        return isinstance(model.embedding.weight, DTensor)
+
+    assert two_ranks(fn, "full") == [True, True]
+    assert two_ranks(fn, "grad_op") == [False, False]
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cuda")])
+def test_on_a_machine_with_a_gpu_the_backend_decides_where_the_model_is(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(wrapping, "init_device_mesh", lambda *arguments: arguments)
+    assert wrapping._all_ranks() == (device, (8,))
 
 
 def test_frozen_parameters_stay_frozen_and_the_rest_trains(two_ranks: TwoRanks) -> None:
@@ -312,6 +365,28 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(two_ranks: Tw
         assert same, name
 
 
+class Listed(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+class Uncalled(nn.Module):
+    """Has another method than forward, as register_fsdp_forward_method takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Listed([Block(), Block()])
+
+
+def test_a_list_with_a_forward_and_a_module_without_one_are_sharded(two_ranks: TwoRanks) -> None:
+    def fn() -> list[list[str]]:
+        return [check_sharding(shard(model)) for model in (Listed([Block(), Block()]), Uncalled())]
+
+    assert two_ranks(fn) == [[[], []]] * 2
+
+
 def test_other_modules_than_blocks_may_be_units_already(two_ranks: TwoRanks) -> None:
     def fn() -> list[str]:
         model = HandWritten()
@@ -342,6 +417,16 @@ def test_a_torch_whose_gloo_adds_gradients_up_is_refused(two_ranks: TwoRanks) ->
     for refused in two_ranks(sharded_in, "2.8.0+cu128"):
         assert refused.startswith("shard: on ranks that talk through gloo, FSDP2 expects torch 2.9 or later")
         assert "found 2.8.0+cu128" in refused
+
+
+def test_an_older_torch_may_shard_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0"))
+    monkeypatch.setattr(dist, "get_backend", lambda group: group)
+    mesh: Any = SimpleNamespace(get_all_groups=lambda: ["nccl"])
+    wrapping._refuse_gloo_that_adds(mesh)
+    mesh = SimpleNamespace(get_all_groups=lambda: ["nccl", "gloo"])
+    with pytest.raises(RuntimeError, match=r"expects torch 2\.9 or later"):
+        wrapping._refuse_gloo_that_adds(mesh)
 
 
 # ---- check_sharding --------------------------------------------------------------------------------------
