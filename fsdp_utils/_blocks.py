@@ -62,12 +62,11 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     named = {child for child in in_containers if _class_of(child).__name__ in names}
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, bool]]:
-        contained = [unwrapped(child) for child in _contained(module)]
         for child_name, wrapped in module.named_children():
             name, child = plain_name(prefix, child_name), unwrapped(wrapped)
             if child in named:
                 yield name, child, True
-            elif child in contained and counts[_class_of(child)] > 1 and named.isdisjoint(child.modules()):
+            elif counts[_class_of(child)] > 1 and named.isdisjoint(child.modules()):
                 yield name, child, False
             else:
                 yield from walk(child, name)
@@ -110,3 +109,15 @@ def outermost(
             yield plain_name(prefix, name), child
         else:
             yield from outermost(child, classes, plain_name(prefix, name))
+
+
+def by_shared_parameters(blocks: list[nn.Module]) -> list[tuple[list[nn.Module], set[nn.Parameter]]]:
+    """The blocks in groups, with the parameters of each; no two groups share a parameter."""
+    groups: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
+    for block in blocks:
+        modules, parameters = [block], set(block.parameters())
+        for group in [group for group in groups if not group[1].isdisjoint(parameters)]:
+            groups.remove(group)
+            modules, parameters = group[0] + modules, group[1] | parameters
+        groups.append((modules, parameters))
+    return groups

@@ -5,9 +5,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils._blocks import SMALL, outermost, transformer_block_classes
+from fsdp_utils._blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
 from fsdp_utils._names import plain_name
 from fsdp_utils._units import Unit, sizes_of, units_of, within
+
+# A unit that gathers more than this share of the parameters at once undoes most of what sharding saves.
+HALF = 0.5
 
 
 def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
@@ -57,14 +60,15 @@ def _check_units(model: nn.Module, units: list[Unit], loose: dict[str, int], fsd
     )
     if len(units) == 1:
         return [
-            "Only the root is a unit: the whole model is gathered at once, which saves no memory while it "
-            f"computes. {what_to_do}"
+            "Only the root is a unit: the whole model is gathered at once, so in backward each rank holds "
+            "all parameters and all gradients whole. Sharding saves memory only on the optimizer's state, "
+            f"and between the steps. {what_to_do}"
         ]
     root = units[0]
     if root.name and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
         return []  # several models side by side: no root to speak of
     sizes = sizes_of(units)
-    blocks = [name for name, _ in outermost(model, tuple(classes))] if classes else []
+    blocks = dict(outermost(model, tuple(classes))) if classes else {}
     in_root = [name for name in blocks if _share(within(name, root.sizes), within(name, sizes)) > SMALL]
     if in_root:
         return [
@@ -72,7 +76,17 @@ def _check_units(model: nn.Module, units: list[Unit], loose: dict[str, int], fsd
             "gathered with the root and stay gathered. If a class was named for wrapping, it was not theirs. "
             f"{what_to_do}"
         ]
-    if (share := _share(root.sizes, sizes)) > 0.5:
+    of_blocks = {name: size for block in blocks for name, size in within(block, sizes).items()}
+    for unit in units[1:]:
+        held = [block for block in blocks if within(block, unit.sizes)]
+        share = _share({name: size for name, size in unit.sizes.items() if name in of_blocks}, of_blocks)
+        # Blocks that share a parameter have to be in one unit.
+        if share > HALF and len(by_shared_parameters([blocks[block] for block in held])) > 1:
+            return [
+                f"{len(held)} of {len(blocks)} blocks ({names}) are in one unit, {unit.name}, which gathers "
+                f"{share:.0%} of all blocks' parameters at once. {what_to_do}"
+            ]
+    if (share := _share(root.sizes, sizes)) > HALF:
         largest = max(root.sizes, key=root.sizes.__getitem__)
         return [
             f"{share:.0%} of the parameters are in the root's unit, which stays gathered through forward and "

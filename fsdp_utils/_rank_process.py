@@ -4,12 +4,10 @@ import faulthandler
 import io
 import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_utils._rank_errors import pack_error
-
-if sys.platform == "linux":
-    import fcntl
+from fsdp_utils._rank_keeper import keep_rank
+from fsdp_utils._rank_output import Output
 
 START_LIMIT_S = 120.0  # for all ranks to have a process group; the first call imports torch in the server
 
@@ -29,6 +26,7 @@ class Job(NamedTuple):
     """What each rank is told."""
 
     world_size: int
+    device: str
     directory: Path
     environ: dict[str, str]
     start_method: str | None  # of multiprocessing, for what fn starts
@@ -40,8 +38,10 @@ class Job(NamedTuple):
         return self.directory / f"stack_{rank}"
 
 
-def rank_main(rank: int, job: Job, pipe: Connection) -> None:
-    _end_with_caller()
+def rank_main(rank: int, job: Job, pipe: Connection, leash: Connection, output: Output | None) -> None:
+    keep_rank(leash, pipe, job.directory)
+    if output is not None:
+        output.take()
     with job.stack_of(rank).open("w") as stack_file:
         try:
             _be_rank(rank, job)
@@ -61,29 +61,6 @@ def rank_main(rank: int, job: Job, pipe: Connection) -> None:
         dist.destroy_process_group()
 
 
-def _end_with_caller() -> None:
-    """See to it that this rank, with all it starts, ends when the caller does, even by SIGKILL."""
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # also: Ctrl-C in the terminal reaches the caller alone
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    pipe = parent.sentinel  # nothing comes through it; it closes when the caller ends
-
-    def watch() -> None:
-        wait([pipe])
-        if hasattr(os, "killpg"):
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="end with caller").start()
-    if sys.platform == "linux":
-        # The thread cannot run while C code holds the GIL. The kernel always can: have it send SIGKILL to
-        # the whole process group on the next event of the pipe.
-        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
-        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-
-
 def _be_rank(rank: int, job: Job) -> None:
     """Set up the process as torchrun and a training script would, and make the process group."""
     multiprocessing.set_start_method(job.start_method, force=True)  # as in the caller, for DataLoader workers
@@ -96,15 +73,21 @@ def _be_rank(rank: int, job: Job) -> None:
         WORLD_SIZE=str(job.world_size),
         LOCAL_WORLD_SIZE=str(job.world_size),
     )
-    # gloo takes its interface from here, and would otherwise listen on the one that the host name leads to.
+    # gloo and NCCL take their interface from here, and would otherwise listen on others.
     if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+        os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
+    if job.device == "cpu":
+        # Nothing on a rank of the CPU may choose the GPU, as a bare fully_shard would. HIP (ROCm) takes an
+        # empty list for none given.
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="-1")
+    else:
+        torch.cuda.set_device(rank)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A rank that is killed has still shown its prints; a line arrives whole, under PYTHONUNBUFFERED too.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     torch.set_num_threads(_threads(job.world_size))
     dist.init_process_group(
-        "gloo",
+        "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl",
         # A file: no port to find, and none that others could reach.
         init_method=f"file://{(job.directory / 'store').as_posix()}",
         rank=rank,

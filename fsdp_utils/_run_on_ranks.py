@@ -1,7 +1,7 @@
 """Run a function on several ranks of this machine and bring back what each returns, or the first failure.
 
-The ranks are CPU processes, forked from a server that has torch imported (spawned where fork does not
-exist), with a gloo process group that listens on the loopback interface only.
+The ranks are processes forked from a server that has torch imported (spawned where fork does not exist, or
+where they use GPUs). Their process group, gloo or NCCL, listens on the loopback interface only.
 """
 
 import linecache
@@ -24,22 +24,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
+import torch
 
 from fsdp_utils import _rank_process
 from fsdp_utils._rank_errors import unpack_error
+from fsdp_utils._rank_output import Output
 from fsdp_utils._rank_process import START_LIMIT_S, Job, rank_main
 
-_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 _PRELOAD = ["fsdp_utils._rank_server"]
 
 _BLAME_S = 0.3  # after the first bad news, how long to listen for a failure that happened even earlier
 _EXIT_S = 5.0  # for a rank to leave once its result is here
 
 
-def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0) -> list[Any]:
-    """What does `fn(*args)` return on each of `world_size` ranks on this machine's CPU?
+def run_on_ranks(
+    fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0, device: str = "cpu"
+) -> list[Any]:
+    """Run `fn(*args)` on each of `world_size` ranks of this machine and return what each rank returned.
 
-    Inside fn the gloo process group is initialised, and RANK, LOCAL_RANK, WORLD_SIZE and so on are set as
+    Inside fn the process group is initialised, and RANK, LOCAL_RANK, WORLD_SIZE and so on are set as
     torchrun sets them (without MASTER_ADDR and MASTER_PORT: there is no port). fn may be defined anywhere:
     in a notebook cell, in a script (no `if __name__ == "__main__"` needed), in another function. It, its
     arguments and its results travel by value, tensors too. A DTensor arrives without its mesh: return
@@ -52,6 +55,8 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
         world_size: number of ranks. They share the cores: each has max(1, cores // world_size) threads, or
             OMP_NUM_THREADS if that is fewer.
         timeout: seconds that fn may take, counted from when all ranks are ready.
+        device: "cpu": a gloo process group, and no rank sees a GPU. "cuda": one GPU for each rank, its
+            current device; NCCL for CUDA tensors, gloo for CPU tensors. These ranks take longer to start.
 
     Returns:
         What fn returned, by rank.
@@ -62,11 +67,26 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
             process (SystemExit), and where a rank died: it then names the rank and its signal or exit code.
         TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand.
         TypeError: fn or args cannot be pickled.
+        RuntimeError: there are fewer GPUs than ranks, for device="cuda"; this process is daemonic.
     """
     if world_size < 1:
         raise ValueError(f"run_on_ranks: expected world_size of at least 1, found {world_size}")
     if timeout <= 0:
         raise ValueError(f"run_on_ranks: expected a timeout above 0 seconds, found {timeout}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'run_on_ranks: expected device "cpu" or "cuda", found {device!r}')
+    if device == "cuda" and (gpus := torch.cuda.device_count()) < world_size:
+        why = " (this torch is a build without CUDA)" if not torch.backends.cuda.is_built() else ""
+        raise RuntimeError(
+            f'run_on_ranks: device="cuda" takes a GPU for each rank: expected {world_size}, found {gpus}{why}'
+            '. Ask for fewer ranks, or for device="cpu".'
+        )
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            "run_on_ranks: this process is daemonic (a worker of a multiprocessing.Pool or of a DataLoader), "
+            "and Python lets such a process start no others. Call run_on_ranks from the main process or a "
+            "concurrent.futures.ProcessPoolExecutor, whose workers are not daemonic."
+        )
     try:
         call = cloudpickle.dumps((fn, args))
     except Exception as error:
@@ -75,6 +95,7 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     with tempfile.TemporaryDirectory(prefix="fsdp_utils_") as directory:
         job = Job(
             world_size=world_size,
+            device=device,
             directory=Path(directory),
             # A forked rank would have the server's environment, as it was when that was started.
             environ={
@@ -99,6 +120,7 @@ class _Rank(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
+    leash: Connection  # what is sent through it ends the rank, as does closing it
     stack: Path
 
     def exited(self) -> str:
@@ -108,24 +130,49 @@ class _Rank(NamedTuple):
         if code is None:
             return "closed its connection"
         if code < 0:
-            return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            return f"was killed by signal {-code} ({_signal_name(-code)})"
         return f"exited with code {code}"
 
 
-def _start(rank: int, job: Job) -> _Rank:
-    context: Any = multiprocessing.get_context(_METHOD)
-    context.set_forkserver_preload(_PRELOAD)
-    ours, theirs = context.Pipe()
-    process = context.Process(target=rank_main, args=(rank, job, theirs), name=f"rank {rank}")
+def _signal_name(number: int) -> str:
     try:
-        with _main_hidden():
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names of their own
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
+def _start(rank: int, job: Job) -> _Rank:
+    with _main_hidden():
+        method = _start_method(job.device)
+        context: Any = multiprocessing.get_context(method)
+        (ours, theirs), (leash, held) = context.Pipe(), context.Pipe()
+        output = Output() if method == "forkserver" else None
+        process = context.Process(
+            target=rank_main, args=(rank, job, theirs, held, output), name=f"rank {rank}"
+        )
+        try:
             process.start()
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-    return _Rank(rank, process, ours, job.stack_of(rank))
+        except BaseException:
+            ours.close()
+            leash.close()
+            raise
+        finally:
+            theirs.close()
+            held.close()
+    return _Rank(rank, process, ours, leash, job.stack_of(rank))
+
+
+def _start_method(device: str) -> str:
+    if device == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"  # for CUDA, as a fork of a process that has asked for GPUs cannot use them
+    from multiprocessing.forkserver import ensure_running, set_forkserver_preload
+
+    set_forkserver_preload(_PRELOAD)
+    try:
+        ensure_running()
+    except ChildProcessError:  # this process is itself a fork; the server it knows is its parent's child
+        return "spawn"
+    return "forkserver"
 
 
 _main_lock = threading.Lock()
@@ -245,14 +292,22 @@ def _tell(rank: _Rank, word: str) -> None:
 
 
 def _kill(ranks: list[_Rank]) -> None:
+    """End the ranks and all that they started."""
     for rank in ranks:
-        # Each rank leads a process group of its own: this ends what it started, too.
-        if hasattr(os, "killpg") and rank.process.pid is not None:
-            with suppress(OSError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
-        rank.process.kill()
+        with suppress(OSError):  # the rank and its keeper are gone
+            rank.leash.send("end")
+    limit = time.monotonic() + _EXIT_S
     for rank in ranks:
-        rank.process.join(_EXIT_S)
+        rank.process.join(max(0.0, limit - time.monotonic()))
+    for rank in ranks:
+        if rank.process.exitcode is None:
+            # The keeper does not answer. It leads the process group of the rank and of most that it started.
+            if hasattr(os, "killpg") and rank.process.pid is not None:
+                with suppress(OSError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.process.kill()
+            rank.process.join(_EXIT_S)
         if rank.process.exitcode is not None:
             rank.process.close()
         rank.pipe.close()
+        rank.leash.close()

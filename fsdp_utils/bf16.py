@@ -152,33 +152,48 @@ def _not_to_be_tried(device: torch.device) -> str:
 
 def _all_reduce(device: torch.device) -> str:
     """Sum ones in bf16 over all ranks; returns what went wrong. A collective, over a group of its own."""
-    group: Any = None
     try:
-        group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
-        ones = torch.ones(1024, dtype=torch.bfloat16, device=device)
-        work = dist.all_reduce(ones, group=group, async_op=True)
-        limit = time.monotonic() + LIMIT_S / 2  # before the group's own, at which NCCL ends the process
-        while work is not None and not work.is_completed():
-            if time.monotonic() > limit:
-                return f"An all-reduce in bf16 did not end within {LIMIT_S / 2:g} s. Check the network."
-            time.sleep(0.001)
-        if work is not None:
-            work.wait()
-        size = dist.get_world_size()
-        low, high = float(ones.min()), float(ones.max())
-        if abs(low - size) > size / 64 or abs(high - size) > size / 64:  # bf16 has 8 significant bits
-            return (
-                f"An all-reduce of ones in bf16 over {size} ranks gave {low:g} to {high:g}. Reduce in fp32."
-            )
+        group: Any = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
-        return f"An all-reduce in bf16 fails: {text}. Reduce in fp32 (reduce_dtype=torch.float32)."
-    finally:
-        # Also what tells the others, if this rank has failed alone: its connections close.
-        with suppress(Exception):
-            if group is not None:
-                dist.destroy_process_group(group)
+        return _failed(error)
+    problem = ""
+    try:
+        problem = _sum_of_ones(group, device)
+    except Exception as error:
+        problem = _failed(error)
+    with suppress(Exception):
+        if problem:
+            # Destroying an NCCL group waits for its kernels, and the one that is stuck never ends. Aborting
+            # ends the kernel, and closes the connections: that tells the others if this rank failed alone.
+            # Private: ProcessGroup.abort() is public, but leaves the group registered, and
+            # destroy_process_group() would wait for it at the end of the program.
+            dist.distributed_c10d._abort_process_group(group)
+        else:
+            dist.destroy_process_group(group)
+    return problem
+
+
+def _sum_of_ones(group: Any, device: torch.device) -> str:
+    """What is wrong with the sum; empty when nothing is."""
+    ones = torch.ones(1024, dtype=torch.bfloat16, device=device)
+    work = dist.all_reduce(ones, group=group, async_op=True)
+    limit = time.monotonic() + LIMIT_S / 2  # before the group's own, at which NCCL ends the process
+    while work is not None and not work.is_completed():
+        if time.monotonic() > limit:
+            return f"An all-reduce in bf16 did not end within {LIMIT_S / 2:g} s. Check the network."
+        time.sleep(0.001)
+    if work is not None:
+        work.wait()
+    size = dist.get_world_size()
+    low, high = float(ones.min()), float(ones.max())
+    if abs(low - size) > size / 64 or abs(high - size) > size / 64:  # bf16 has 8 significant bits
+        return f"An all-reduce of ones in bf16 over {size} ranks gave {low:g} to {high:g}. Reduce in fp32."
     return ""
+
+
+def _failed(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
+    return f"An all-reduce in bf16 fails: {text}. Reduce in fp32 (reduce_dtype=torch.float32)."
 
 
 def _told(by_rank: list[list[str]]) -> list[str]:

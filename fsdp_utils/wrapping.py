@@ -12,11 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_utils._blocks import outermost, transformer_block_classes
+from fsdp_utils._blocks import by_shared_parameters, outermost, transformer_block_classes
 from fsdp_utils._check_sharding import check_sharding
+from fsdp_utils._names import plain_name
 
 __all__ = ["check_sharding", "shard", "transformer_block_classes", "wrap_policy"]
 
@@ -56,7 +64,8 @@ def shard(
         The model.
 
     Raises:
-        ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks.
+        ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
+            is sharded already, or has parameters that FSDP2 cannot shard. The model is then as it was.
         RuntimeError: there is no process group; this torch trains FSDP2 wrongly on ranks without a GPU.
     """
     if strategy not in ("full", "grad_op", "hybrid"):
@@ -80,6 +89,7 @@ def shard(
         options["offload_policy"] = offload_policy
 
     blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
+    _refuse_what_fully_shard_refuses(model, blocks)
     for unit in _units_of(model, blocks):
         fully_shard(unit, reshard_after_forward=strategy != "grad_op", **options)
     if strategy == "grad_op":
@@ -114,12 +124,43 @@ def _units_of(model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
                 yield from outside(child)
 
     in_root = set(outside(model))
-    groups: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
-    for block in blocks:
-        modules, parameters = [block], set(block.parameters())
-        for group in [group for group in groups if not group[1].isdisjoint(parameters)]:
-            groups.remove(group)
-            modules, parameters = group[0] + modules, group[1] | parameters
-        groups.append((modules, parameters))
-    units = [modules for modules, parameters in groups if parameters.isdisjoint(in_root)]
+    units = [
+        modules for modules, parameters in by_shared_parameters(blocks) if parameters.isdisjoint(in_root)
+    ]
     return [modules[0] if len(modules) == 1 else modules for modules in units]
+
+
+def _refuse_what_fully_shard_refuses(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Before anything is changed: fully_shard would find it after some blocks were sharded already."""
+    for name, module in model.named_modules():
+        where = plain_name(name) or "the model"
+        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
+            raise ValueError(
+                f"shard: {where} is wrapped in {type(module).__name__} already. Give shard the model without."
+            )
+        if isinstance(module, FSDPModule) and (module is model or module in blocks):
+            raise ValueError(
+                f"shard: {where} is an FSDP unit already. shard makes every block and the model a unit: "
+                "call it once, and fully_shard before it on other modules only."
+            )
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
+        raise ValueError(
+            f"shard: expected a model with a forward, found a {type(model).__name__}. Give shard the module "
+            "that calls the blocks."
+        )
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    for problem, names, mend in (
+        (
+            "scalar parameters, which have no dimension to shard",
+            [name for name, p in parameters.items() if p.dim() == 0],
+            "Give each the shape (1,)",
+        ),
+        (
+            "parameters that are not contiguous",
+            [name for name, p in parameters.items() if p.dim() and not p.is_contiguous()],
+            "Assign nn.Parameter(p.detach().contiguous())",
+        ),
+    ):
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ValueError(f"shard: FSDP2 takes no {problem}; found {shown}. {mend}. Nothing was changed.")

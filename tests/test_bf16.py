@@ -6,6 +6,7 @@ Most devices here are stand-ins: what torch would say on them is patched, the ju
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -240,6 +241,46 @@ def test_a_network_that_fails_on_one_rank_is_told_on_all(
     assert any("rank 1: " in reason and words in reason for reason in first.reasons)
     assert seconds < 5
     assert after == 2
+
+
+class Stuck:
+    """A kernel that never ends by itself, as NCCL's whose peer is gone. Only an abort ends it."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self.waited = False
+        self.abort, self.destroy = dist.distributed_c10d._abort_process_group, dist.destroy_process_group
+
+    def is_completed(self) -> bool:
+        return self.aborted.is_set()
+
+    def abort_group(self, group: Any) -> None:
+        self.aborted.set()
+        self.abort(group)
+
+    def destroy_group(self, group: Any = None) -> None:
+        self.waited = not self.aborted.wait(5)  # in place of for ever
+        self.destroy(group)
+
+
+def test_an_all_reduce_that_never_ends_is_told_and_aborted_and_not_waited_for() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stuck = Stuck()
+    try:
+        with (
+            a_cpu(amx_bf16=True),
+            patch.object(bf16, "LIMIT_S", 0.2),
+            patch.object(dist, "all_reduce", lambda *arguments, **options: stuck),
+            patch.object(dist.distributed_c10d, "_abort_process_group", stuck.abort_group),
+            patch.object(dist, "destroy_process_group", stuck.destroy_group),
+        ):
+            support = bf16_support("cpu")
+    finally:
+        dist.destroy_process_group()
+    assert (support.ready, support.network) == (False, False)
+    assert support.reasons[-1] == ("An all-reduce in bf16 did not end within 0.1 s. Check the network.")
+    assert stuck.aborted.is_set()
+    assert not stuck.waited
 
 
 def asked_on_rank_0_only() -> bf16.Bf16Support | None:

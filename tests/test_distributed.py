@@ -474,9 +474,9 @@ def test_a_rank_in_c_code_that_never_lets_go_is_shown_and_ended(two_ranks: TwoRa
 
 
 def leave_traces(directory: Path) -> None:
-    """Write down this rank's process and one that it started, then hang."""
-    child = subprocess.Popen(["sleep", "1000"])
-    for pid in (os.getpid(), child.pid):
+    """Write down this rank's process and two that it started, of which one has a session of its own."""
+    children = [subprocess.Popen(["sleep", "1000"], start_new_session=new) for new in (False, True)]
+    for pid in (os.getpid(), *(child.pid for child in children)):
         (directory / str(pid)).touch()
 
 
@@ -522,7 +522,19 @@ def test_however_fn_ends_its_processes_are_gone(two_ranks: TwoRanks, traces: Pat
         pass
     else:
         assert end == "return"
-    assert len(list(traces.iterdir())) == 4
+    assert len(list(traces.iterdir())) == 6
+    assert not alive(traces)
+
+
+def test_daemons_that_fn_left_behind_are_gone(two_ranks: TwoRanks, traces: Path) -> None:
+    def fn() -> None:
+        # a shell that starts a process in a session of its own, tells its id, and exits
+        script = "setsid sleep 1000 >&- 2>&- & echo $!"
+        pid = subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
+        (traces / pid.strip()).touch()
+
+    two_ranks(fn)
+    assert len(list(traces.iterdir())) == 2
     wait_until(lambda: not alive(traces))
 
 
@@ -537,8 +549,8 @@ HANGS = """
     from fsdp_utils import run_on_ranks
 
     def hang():
-        child = subprocess.Popen(["sleep", "1000"])
-        for pid in (os.getpid(), child.pid):
+        children = [subprocess.Popen(["sleep", "1000"], start_new_session=new) for new in (False, True)]
+        for pid in (os.getpid(), *(child.pid for child in children)):
             Path(sys.argv[1], str(pid)).touch()
         if dist.get_rank() == 0:
             time.sleep(1000)
@@ -559,6 +571,7 @@ class Script:
 
     Attributes:
         processes: all that it had started when it hung.
+        folder: the script's, and its directory for temporary files.
         traces: a folder with the processes of the ranks that hung and what they had started, by name.
         out, err, code: how it ended.
     """
@@ -566,18 +579,19 @@ class Script:
     def __init__(self, folder: Path, text: str, number: signal.Signals) -> None:
         # what a shell starts in the background, as these tests may be, ignores Ctrl-C unless told otherwise
         head = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        self.folder = folder
         file, self.traces = folder / "script.py", folder / "pids"
         file.write_text(head + textwrap.dedent(text) + textwrap.dedent(HANGS))
         self.traces.mkdir()
         caller = subprocess.Popen(
             [sys.executable, file, self.traces],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         try:
-            wait_until(lambda: len(list(self.traces.iterdir())) == 6 or caller.poll() is not None)
+            wait_until(lambda: len(list(self.traces.iterdir())) == 9 or caller.poll() is not None)
             self.processes = psutil.Process(caller.pid).children(recursive=True)
             caller.send_signal(number)
             self.out, self.err = caller.communicate(timeout=30)
@@ -631,7 +645,7 @@ def test_a_script_may_call_it_at_its_top_level_with_its_own_classes(interrupted:
 def test_ctrl_c_in_the_caller_ends_the_ranks(interrupted: Script) -> None:
     assert interrupted.out.splitlines()[-1] == "interrupted"
     assert (interrupted.err, interrupted.code) == ("", 0)
-    assert len(list(interrupted.traces.iterdir())) == 6
+    assert len(list(interrupted.traces.iterdir())) == 9
     wait_until(lambda: not alive(interrupted.traces))
 
 
@@ -659,10 +673,11 @@ def test_prints_of_ranks_arrive_in_whole_lines(killed: Script) -> None:
 
 
 def test_a_killed_caller_takes_all_with_it(killed: Script) -> None:
-    assert len(list(killed.traces.iterdir())) == 6
-    assert len(killed.processes) >= 6
+    assert len(list(killed.traces.iterdir())) == 9
+    assert len(killed.processes) >= 9
     wait_until(lambda: not alive(killed.traces))
     wait_until(lambda: not any(process.is_running() for process in killed.processes))
+    assert list(killed.folder.glob("fsdp_utils_*")) == []
 
 
 # ---- run_on_ranks in a notebook ----------------------------------------------------------------------------

@@ -1,9 +1,12 @@
 """Which modules become units, and every way to wrap a model wrongly; on models written by hand."""
 
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +15,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from fsdp_utils import check_sharding, run_on_ranks, shard, transformer_block_classes, wrap_policy
+from fsdp_utils import (
+    check_sharding,
+    run_on_ranks,
+    shard,
+    transformer_block_classes,
+    wrap_policy,
+    wrapping,
+)
 from tests.sharded import (
     HAND_WRITTEN,
     Block,
@@ -49,6 +59,26 @@ def test_blocks_may_hold_their_parameters_themselves_and_stand_in_a_dict() -> No
 
     layers = nn.ModuleDict({str(number): Scale() for number in range(2)})
     assert transformer_block_classes(nn.ModuleDict({"layers": layers, "head": nn.Linear(8, 8)})) == {Scale}
+
+
+def test_a_block_that_stands_beside_the_list_is_a_block_too() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([Block(), Block()])
+
+    model = HandWritten()
+    model.blocks = nn.ModuleList([Routed(), Routed()])
+    model.last = Routed()
+    assert transformer_block_classes(model) == {Routed}
+
+
+def test_what_is_repeated_without_parameters_is_no_block() -> None:
+    class Activation(nn.Module):
+        pass
+
+    with pytest.raises(ValueError, match=r"found no transformer blocks"):
+        transformer_block_classes(nn.ModuleList([Activation(), Activation()]))
 
 
 def test_they_are_found_on_the_meta_device_and_under_wrappers() -> None:
@@ -118,6 +148,30 @@ def test_the_strategy_decides_what_stays_gathered_after_forward(two_ranks: TwoRa
 
     assert all(all(sharded) for sharded in two_ranks(fn, "full"))
     assert not any(any(sharded) for sharded in two_ranks(fn, "grad_op"))
+
+
+def test_the_strategy_holds_for_a_model_inside_another_fsdp_model_too(two_ranks: TwoRanks) -> None:
+    """Its own unit is no root then: torch's default would free it after forward."""
+
+    def fn(strategy: str) -> bool:
+        model = HandWritten()
+        outer = fully_shard(nn.Sequential(shard(model, strategy=strategy)))
+        outer(**{"input": hand_written_batch()["x"]})
+        return isinstance(model.embedding.weight, DTensor)
+
+    assert two_ranks(fn, "full") == [True, True]
+    assert two_ranks(fn, "grad_op") == [False, False]
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cuda")])
+def test_on_a_machine_with_a_gpu_the_backend_decides_where_the_model_is(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(wrapping, "init_device_mesh", lambda *arguments: arguments)
+    assert wrapping._all_ranks() == (device, (8,))
 
 
 def test_frozen_parameters_stay_frozen_and_the_rest_trains(two_ranks: TwoRanks) -> None:
@@ -240,6 +294,109 @@ def test_shard_refuses_what_it_cannot_do_with_what_to_do(two_ranks: TwoRanks) ->
         assert square.startswith('shard: strategy "full" expects a 1-D mesh, found a 2-D one.')
 
 
+def scalar_in_the_root() -> nn.Module:
+    model = HandWritten()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
+def scalars_in_blocks() -> nn.Module:
+    model = HandWritten()
+    model.blocks.append(Block())
+    for block in model.blocks:
+        block.scale = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
+def transposed() -> nn.Module:
+    model = HandWritten()
+    model.blocks[2].extra = nn.Parameter(torch.ones(4, 6).t())
+    return model
+
+
+def one_block_sharded() -> nn.Module:
+    model = HandWritten()
+    fully_shard(model.blocks[1])
+    return model
+
+
+UNSHARDABLE = {
+    "twice": (lambda: shard(HandWritten()), "the model is an FSDP unit already.*call it once"),
+    "a block": (one_block_sharded, r"blocks\.1 is an FSDP unit already.*on other modules only"),
+    "only the root": (lambda: fully_shard(HandWritten()), "the model is an FSDP unit already"),
+    "FSDP1": (lambda: fsdp1(HandWritten()), "the model is wrapped in FullyShardedDataParallel already"),
+    "DDP inside": (
+        lambda: nn.ModuleDict({"net": nn.parallel.DistributedDataParallel(HandWritten())}),
+        "net is wrapped in DistributedDataParallel already",
+    ),
+    "no forward": (lambda: HandWritten().blocks, "expected a model with a forward, found a ModuleList"),
+    "scalar": (scalar_in_the_root, r"takes no scalar parameters.*found scale\. Give each the shape \(1,\)"),
+    "scalars": (
+        scalars_in_blocks,
+        r"found blocks\.0\.scale, blocks\.1\.scale, blocks\.2\.scale and 1 more\. .*Nothing was changed",
+    ),
+    "transposed": (transposed, r"not contiguous; found blocks\.2\.extra\."),
+}
+
+
+def refusals() -> dict[str, tuple[str, bool]]:
+    """What shard says of each, and whether it left the model as it was."""
+    found = {}
+    for name, (make, _) in UNSHARDABLE.items():
+        model = make()
+        before = [(type(module), list(module._parameters.values())) for module in model.modules()]
+        with pytest.raises(ValueError, match=r"^shard: ") as caught:
+            shard(model)
+        after = [(type(module), list(module._parameters.values())) for module in model.modules()]
+        same = all(
+            cls is new_cls and all(p is q for p, q in zip(parameters, new, strict=True))
+            for (cls, parameters), (new_cls, new) in zip(before, after, strict=True)
+        )
+        found[name] = str(caught.value), same
+    return found
+
+
+def test_what_cannot_be_sharded_is_refused_before_anything_changes(two_ranks: TwoRanks) -> None:
+    first, second = two_ranks(refusals)
+    assert first == second
+    for name, (_, words) in UNSHARDABLE.items():
+        message, same = first[name]
+        assert re.search(words, message), message
+        assert same, name
+
+
+class Listed(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+class Uncalled(nn.Module):
+    """Has another method than forward, as register_fsdp_forward_method takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Listed([Block(), Block()])
+
+
+def test_a_list_with_a_forward_and_a_module_without_one_are_sharded(two_ranks: TwoRanks) -> None:
+    def fn() -> list[list[str]]:
+        return [check_sharding(shard(model)) for model in (Listed([Block(), Block()]), Uncalled())]
+
+    assert two_ranks(fn) == [[[], []]] * 2
+
+
+def test_other_modules_than_blocks_may_be_units_already(two_ranks: TwoRanks) -> None:
+    def fn() -> list[str]:
+        model = HandWritten()
+        fully_shard(model.embedding)
+        fully_shard(model.blocks[0].mlp)
+        return check_sharding(shard(model))
+
+    assert two_ranks(fn) == [[], []]
+
+
 def test_shard_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"no process group.*torchrun.*run_on_ranks"):
         shard(HandWritten())
@@ -262,6 +419,16 @@ def test_a_torch_whose_gloo_adds_gradients_up_is_refused(two_ranks: TwoRanks) ->
         assert "found 2.8.0+cu128" in refused
 
 
+def test_an_older_torch_may_shard_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0"))
+    monkeypatch.setattr(dist, "get_backend", lambda group: group)
+    mesh: Any = SimpleNamespace(get_all_groups=lambda: ["nccl"])
+    wrapping._refuse_gloo_that_adds(mesh)
+    mesh = SimpleNamespace(get_all_groups=lambda: ["nccl", "gloo"])
+    with pytest.raises(RuntimeError, match=r"expects torch 2\.9 or later"):
+        wrapping._refuse_gloo_that_adds(mesh)
+
+
 # ---- check_sharding --------------------------------------------------------------------------------------
 
 
@@ -280,6 +447,7 @@ def test_only_the_root_is_a_unit(two_ranks: TwoRanks) -> None:
 
     message = one_problem(two_ranks, with_fsdp2)
     assert message.startswith("Only the root is a unit")
+    assert "saves memory only on the optimizer's state, and between the steps" in message
     assert message.endswith("Call fully_shard on each Block before the model, or shard(model) instead.")
     message = one_problem(two_ranks, with_fsdp1)
     assert message.startswith("Only the root is a unit")
@@ -339,11 +507,107 @@ def test_finer_and_coarser_units_than_blocks_are_no_problem(two_ranks: TwoRanks)
 
     def coarser() -> list[str]:
         model = HandWritten()
+        model.blocks.append(Block())
+        fully_shard(list(model.blocks[:2]))  # half of the blocks' parameters
+        fully_shard(list(model.blocks[2:]))
+        return check_sharding(fully_shard(model))
+
+    assert two_ranks(finer) == two_ranks(coarser) == [[], []]
+
+
+def test_several_blocks_are_in_one_unit(two_ranks: TwoRanks) -> None:
+    def with_fsdp2() -> list[str]:
+        model = HandWritten()
         fully_shard(list(model.blocks[:2]))
         fully_shard(model.blocks[2])
         return check_sharding(fully_shard(model))
 
-    assert two_ranks(finer) == two_ranks(coarser) == [[], []]
+    def with_fsdp1() -> list[str]:
+        model = HandWritten()
+        model.blocks = fsdp1(nn.Sequential(*model.blocks))
+        return check_sharding(fsdp1(model))
+
+    message = one_problem(two_ranks, with_fsdp2)
+    assert message.startswith("2 of 3 blocks (Block) are in one unit, blocks.0, which gathers 67% of all")
+    assert message.endswith("Call fully_shard on each Block before the model, or shard(model) instead.")
+    message = one_problem(two_ranks, with_fsdp1)
+    assert message.startswith("3 of 3 blocks (Block) are in one unit, blocks, which gathers 100% of all")
+    assert message.endswith("Pass auto_wrap_policy=wrap_policy(model) to FSDP.")
+
+
+def test_blocks_that_share_a_parameter_are_rightly_in_one_unit(two_ranks: TwoRanks) -> None:
+    def fn() -> list[str]:
+        model = HandWritten()
+        for block in model.blocks[1:]:
+            block.mlp[0].weight = model.blocks[0].mlp[0].weight
+        return check_sharding(shard(model))
+
+    assert two_ranks(fn) == [[], []]
+
+
+class Part(nn.Module):
+    """Two parameters of as many elements as asked for."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(first, 1, bias=False), nn.Linear(second, 1, bias=False)
+
+
+class Other(Part):
+    pass
+
+
+@pytest.mark.parametrize(("elements", "found"), [(50, {Part, Other}), (49, {Part})])
+def test_a_repeated_class_with_a_tenth_of_the_parameters_is_a_block_and_with_less_is_none(
+    elements: int, found: set[type]
+) -> None:
+    large, small = [Part(200, 250), Part(200, 250)], [Other(elements - 9, 9), Other(elements - 9, 9)]
+    model = nn.ModuleDict({"large": nn.ModuleList(large), "small": nn.ModuleList(small)})
+    assert transformer_block_classes(model) == found  # 2 * 450 and 2 * elements
+
+
+@pytest.mark.parametrize(("left_out", "problems"), [(100, 0), (101, 1)])
+def test_a_block_of_which_a_tenth_is_left_to_the_root_is_a_unit_and_with_more_is_none(
+    two_ranks: TwoRanks, left_out: int, problems: int
+) -> None:
+    def fn() -> list[str]:
+        model = nn.Sequential(Part(900, left_out), Part(900, left_out))
+        for part in model:
+            fully_shard(part.first)
+        return check_sharding(fully_shard(model))
+
+    for found in two_ranks(fn):
+        assert len(found) == problems
+        assert all(problem.startswith("2 of 2 blocks (Part) are not units, such as 0:") for problem in found)
+
+
+@pytest.mark.parametrize(("in_root", "problems"), [(200, 0), (201, 1)])
+def test_half_of_the_parameters_may_be_in_the_root_and_no_more(
+    two_ranks: TwoRanks, in_root: int, problems: int
+) -> None:
+    def fn() -> list[str]:
+        model = nn.Sequential(Part(50, 50), Part(50, 50), nn.Linear(in_root, 1, bias=False))
+        return check_sharding(shard(model))
+
+    for found in two_ranks(fn):
+        assert len(found) == problems
+        assert all(problem.startswith("50% of the parameters are in the root") for problem in found)
+
+
+@pytest.mark.parametrize(("in_one", "problems"), [(200, 0), (201, 1)])
+def test_half_of_the_blocks_may_be_in_one_unit_and_no_more(
+    two_ranks: TwoRanks, in_one: int, problems: int
+) -> None:
+    def fn() -> list[str]:
+        model = nn.Sequential(Part(60, 40), Part(in_one - 150, 50), Part(60, 40), Part(60, 40))
+        fully_shard([model[0], model[1]])
+        for block in model[2:]:
+            fully_shard(block)
+        return check_sharding(fully_shard(model))
+
+    for found in two_ranks(fn):
+        assert len(found) == problems
+        assert all(problem.startswith("2 of 4 blocks (Part) are in one unit, 0,") for problem in found)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
