@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from fsdp_utils.notebook import output
 from fsdp_utils.notebook.excerpt import words
 from fsdp_utils.notebook.hosts import RemoteTeam
+from fsdp_utils.notebook.nursery import LESSON_BATCH
 from fsdp_utils.notebook.team import SIGKILL, CallError, Team, result_of, until
 
 TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
@@ -70,7 +71,8 @@ def start(
 
     Args:
         world_size: how many. Default: the environment's FSDP_RANKS, else one for each GPU where there
-            are two or more, else 4.
+            are two or more, else 4. Of 5, 7 or 9 GPUs it leaves some unused, because the lessons' batches
+            of 24 samples are shared equally.
         device: "cpu" (gloo) or "cuda" (nccl, one GPU for each rank). Default: "cuda" where there are two
             GPUs or more and enough for all ranks.
         method: "fork" from one process that has imported torch, the default where it exists, or "spawn".
@@ -122,6 +124,12 @@ def start(
         f"{_team.world_size} rank{'s' * (_team.world_size > 1)} in one process group ({backend})"
         + f", on {', '.join(hosts)}" * bool(hosts)
     )
+    if unused := _team.settings.get("unused_gpus"):
+        gpus = _team.world_size + unused
+        print(
+            f"{gpus} GPUs are here. The lessons' batches of {LESSON_BATCH} samples have no equal shares for "
+            f"{gpus} ranks; ranks.start({gpus}) starts them all the same."
+        )
 
 
 def stop() -> None:
