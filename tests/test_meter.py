@@ -87,3 +87,15 @@ def test_an_emptied_storage_no_longer_counts():
         more = torch.ones(10)
     assert meter.peak_tensor_bytes == 4040
     assert kept.sum() == 100 * more.sum()
+
+
+def test_with_a_device_only_its_tensors_count():
+    held = [torch.ones(5), torch.ones(7, device="meta")]
+    peaks = {}
+    for device in (None, "cpu", torch.device("meta", 0)):
+        with Meter(held, device=device) as meter:
+            offloaded = torch.ones(1000)
+            kept = torch.empty(10, device="meta")
+        peaks[str(device)] = (meter.held_bytes, meter.peak_tensor_bytes)
+        del offloaded, kept
+    assert peaks == {"None": (48, 4 * 1022), "cpu": (20, 4 * 1005), "meta:0": (28, 4 * 17)}

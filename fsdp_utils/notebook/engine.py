@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import stat
@@ -12,14 +13,17 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fsdp_utils._group_timeout import set_group_timeout
-from fsdp_utils.notebook import excerpt
+from fsdp_utils.notebook import excerpt, nccl
+from fsdp_utils.notebook.nccl import gpu_is_lost as gpu_is_lost  # called by the notebook, as all below
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
+AT_THE_END = "the end of the cell, where it waits for its GPU"
 
 _listener: socket.socket | None = None  # rank 0: where the next group's store will listen
 _older: set[int] = set()  # inodes of the sockets that were there before any group: not the group's
@@ -68,13 +72,15 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
         MASTER_PORT=f"{port}",
         GLOO_SOCKET_IFNAME=interfaces[rank],
     )
-    if settings["device"] == "cuda":
+    on_gpu = settings["device"] == "cuda"
+    if on_gpu:
+        nccl.configure(interfaces[rank])
         torch.cuda.set_device(local_rank)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks on the CPU of a machine with a GPU: nothing picks it
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
     with contextlib.suppress(Exception):  # whatever state the old group was left in, it goes
-        dist.destroy_process_group()
+        nccl.abort_groups() if on_gpu else dist.destroy_process_group()
     timeout = timedelta(seconds=settings["timeout_s"])
     # cuDNN computes fp32 convolutions in TF32 by default, to three digits; lessons compare the losses of 24
     # and of 6 images to 1e-4
@@ -89,31 +95,38 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
         store = open_store()
     except NotImplementedError:  # torch 2.7's libuv takes no port that is open already
         store = open_store(use_libuv=False)
-    backend = "cpu:gloo,cuda:nccl" if settings["device"] == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if on_gpu:
+        nccl.warm_up(settings["timeout_s"])
 
 
 def group_is_whole(limit_s: float = 2.0) -> bool:
-    """Whether all ranks still agree on which collective comes next: try one."""
+    """Whether all ranks still agree on which collective comes next: try one, on GPUs another one there."""
     if not dist.is_initialized():
         return False
     try:
-        work = dist.barrier(async_op=True)
-        return bool(work is None or work.wait(timedelta(seconds=limit_s)))
+        work = dist.barrier(async_op=True)  # over gloo, if there is gloo
+        whole = bool(work is None or work.wait(timedelta(seconds=limit_s)))
+        if whole and torch.cuda.is_initialized():
+            whole = nccl.failure() is None and nccl.sum_is_right(limit_s)
     except RuntimeError:
+        whole = False
+    if not whole:
         cut_group()  # there will be a new one: let nobody wait for this rank until the limit
-        return False
+    return whole
 
 
 def cut_group() -> None:
     """Break the connections to the other ranks, so that nobody stays in a collective.
 
     Destroying a gloo group does not wake those who wait in it while a model still holds the group;
-    shutting its sockets does, at once and on both sides. Models sharded over the group are void then.
+    shutting its sockets does, at once and on both sides. NCCL's kernels end when the group is aborted.
+    Models sharded over the group are void then.
     """
-    if dist.is_initialized() and torch.cuda.is_initialized():
-        with contextlib.suppress(Exception):
-            dist.distributed_c10d._abort_process_group()
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(Exception):  # the sockets have to be shut in any case
+            nccl.abort_groups()
     keep = _controller_ports()
     for fd, inode in _sockets().items():
         if inode in _older:
@@ -201,13 +214,19 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
     _watch_for_interrupts()
     _cell_is_over.clear()
     began = time.monotonic()
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous = signal.signal(signal.SIGINT, nccl.stop_cell)
+    if torch.cuda.is_initialized():
+        threading.Thread(target=nccl.watch, args=(_cell_is_over,), daemon=True).start()
+    at_the_end = False
     try:
         vars(shell).update(quiet)  # the error is shown once, by the notebook, and not by every rank
         result = shell.run_cell(source, store_history=False)
         error = result.error_before_exec or result.error_in_exec
-    except KeyboardInterrupt as interrupt:
-        error = interrupt
+        if error is None and torch.cuda.is_initialized():
+            at_the_end = True
+            torch.cuda.synchronize()  # what fails on the GPU belongs to this cell, and not to the next
+    except (Exception, KeyboardInterrupt) as raised:
+        error = raised
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _cell_is_over.set()
@@ -218,17 +237,31 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
         signal.signal(signal.SIGINT, previous if callable(previous) else signal.SIG_IGN)
     if error is None:
         return {"ok": True}
-    return {
-        "ok": False,
-        "time": time.time(),
-        "seconds": time.monotonic() - began,
-        **excerpt.describe(error, source),
-    }
+    found = excerpt.describe(error, source)
+    if at_the_end:
+        found |= {"where": AT_THE_END, "text": f"at {AT_THE_END}"}
+    found["in_collective"] |= isinstance(error, nccl.CollectiveError)
+    return {"ok": False, "time": time.time(), "seconds": time.monotonic() - began, **found}
 
 
 def evaluate(expression: str) -> Any:
     """The value of an expression in this rank's namespace, in a form that can travel."""
     return _portable(eval(expression, _shell().user_ns))
+
+
+def answer(function: str, *args: Any) -> dict[str, Any]:
+    """Call a function of this module for the notebook.
+
+    ipyparallel's own way fails silently: its thread in the notebook dies of a result that cannot be
+    unpickled there, and no later result arrives. So the result travels as bytes, which team.py unpickles.
+
+    Returns:
+        `{"value": bytes}`, or `{"name": str, "message": str}` of what the function raised.
+    """
+    try:
+        return {"value": cloudpickle.dumps(globals()[function](*args), protocol=pickle.DEFAULT_PROTOCOL)}
+    except BaseException as error:  # an expression of the reader's may raise SystemExit as well
+        return {"name": type(error).__name__, "message": excerpt.words(error)}
 
 
 def _portable(value: Any) -> Any:

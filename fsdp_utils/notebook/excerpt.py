@@ -25,10 +25,11 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
         reader's own code, or None) and `in_collective` (whether torch.distributed raised it).
     """
     name = type(error).__name__
-    message = re.sub(r"^\[\S+:\d+\] ", "", str(error))  # gloo begins with a path of the machine that built it
+    message = re.sub(r"^\[\S+:\d+\] ", "", words(error))  # gloo begins with a path of its build machine
     if isinstance(error, SyntaxError):
-        where = f"line {error.lineno}: {(error.text or '').strip()}"
-        found = {"name": name, "message": error.msg, "text": f"in this cell, {where}", "where": where}
+        line = "" if error.text is None else words(error.text).strip()
+        where = f"line {words(error.lineno)}: {line}"
+        found = {"name": name, "message": words(error.msg), "text": f"in this cell, {where}", "where": where}
         return {**found, "in_collective": False}
     own: list[str] = []
     library: list[str] = []
@@ -54,9 +55,17 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
     text = "\n".join([*own, *library])
     cause = error.__cause__
     if cause is not None:
-        text += f"\ncaused by {type(cause).__name__}: {cause}"
+        text += f"\ncaused by {type(cause).__name__}: {words(cause)}"
     found = {"name": name, "message": message, "text": text, "where": where}
     return {**found, "in_collective": _is_collective(files)}
+
+
+def words(value: Any) -> str:
+    """`str(value)` as a plain string, also where the value's own `__str__` raises or returns a subclass."""
+    try:
+        return str.__str__(str(value))
+    except BaseException as error:  # the reader's code may raise anything here
+        return f"(no text: its __str__ raised {type(error).__name__})"
 
 
 def _is_collective(files: list[str]) -> bool:

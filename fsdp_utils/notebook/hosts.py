@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fsdp_utils._extras import need
-from fsdp_utils.notebook.team import CALL_LIMIT_S, SIGKILL, Crew, until
+from fsdp_utils.notebook.team import CALL_LIMIT_S, SIGKILL, Crew, result_of, until
 
 END_LIMIT_S = 5.0
 
@@ -82,7 +82,7 @@ class RemoteTeam(Crew):
         (self.settings["store"],) = self.ask([0], "open_store", address)
         joining = [self.call(rank, "join_group", rank, self.settings) for rank in range(self.world_size)]
         for each in joining:
-            each.get(timeout=CALL_LIMIT_S)
+            result_of(each, CALL_LIMIT_S)
 
     def end(self) -> None:
         """Leave no process behind, here and there."""

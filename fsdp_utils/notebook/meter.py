@@ -26,6 +26,8 @@ class Meter(TorchDispatchMode):
     Args:
         held: What this rank holds already, such as `model.parameters()` of a sharded model. It counts
             among all tensors from the start.
+        device: Count only what is alive on this type of device, such as the GPU without the copies that
+            were offloaded to the CPU. Default: all devices together.
 
     Attributes:
         all_gathers, reduce_scatters: Number of such collectives.
@@ -42,15 +44,16 @@ class Meter(TorchDispatchMode):
         print(meter.all_gathers, meter.peak_whole_bytes)
     """
 
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, held: Iterable[Tensor] = (), *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.all_gathers = 0
         self.reduce_scatters = 0
         self.gathered_bytes = 0
         self.whole_bytes: list[int] = []
         self.tensor_bytes: list[int] = []
-        self._whole = _Storages()
-        self._others = _Storages()
+        kind = None if device is None else torch.device(device).type
+        self._whole = _Storages(kind)
+        self._others = _Storages(kind)
         for tensor in held:
             self._others.add(tensor)
         self.held_bytes = self._others.nbytes()
@@ -98,9 +101,10 @@ class Meter(TorchDispatchMode):
 
 
 class _Storages:
-    """Storages that are watched without being kept alive."""
+    """Storages that are watched without being kept alive; those of other types of devices are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str | None) -> None:
+        self._kind = kind
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -108,6 +112,8 @@ class _Storages:
 
     def add(self, tensor: Tensor) -> None:
         storage, key = _storage(tensor), _key(tensor)
+        if self._kind not in (None, storage.device.type):
+            return
         self._refs[key] = weakref.ref(storage, lambda _: self._refs.pop(key, None))
 
     def discard(self, tensor: Tensor) -> None:

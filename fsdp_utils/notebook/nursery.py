@@ -25,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+LESSON_BATCH = 24  # the samples of a lesson's batch; ranks need equal shares of it
+COUNT_LIMIT_S = 60.0
 HEARTBEAT_MS = 200  # ipyparallel admits an engine at a heartbeat; its default of 3000 is most of a start
 
 
@@ -174,15 +176,46 @@ def say(**event: Any) -> None:
     sys.stdout.flush()
 
 
-def resolve(settings: dict[str, Any]) -> None:
-    """Choose the device and the number of ranks, now that torch can be asked about GPUs."""
+def count_gpus() -> int:
+    """Count the GPUs that torch can use, without initialising CUDA: a process that has done so cannot fork.
+
+    Where NVML does not answer (MIG, Jetson, ROCm, no NVML), torch asks the driver and initialises it. So
+    another process does.
+
+    Raises:
+        RuntimeError: that process failed.
+    """
     import torch
 
-    world_size, device, gpus = settings["world_size"], settings["device"], torch.cuda.device_count()
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0
+    # Private, because torch.cuda.device_count does not say whether NVML has answered.
+    if torch.version.hip is None and torch.cuda._device_count_nvml() >= 0:
+        return torch.cuda.device_count()
+    counted = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=COUNT_LIMIT_S,
+        check=False,
+    )
+    if counted.returncode != 0:
+        raise RuntimeError(
+            f"ranks.start(): counting this machine's GPUs failed:\n{counted.stderr.strip()[-400:]}\n"
+            "To use the CPU alone, set os.environ['CUDA_VISIBLE_DEVICES'] = '' before ranks.start()."
+        )
+    return int(counted.stdout.split()[-1])
+
+
+def resolve(settings: dict[str, Any]) -> None:
+    """Choose the device and the number of ranks, now that torch can be asked about GPUs."""
+    world_size, device, gpus = settings["world_size"], settings["device"], count_gpus()
     if device is None:
         device = "cuda" if gpus >= 2 and (world_size or gpus) <= gpus else "cpu"
     if world_size is None:
-        world_size = gpus if device == "cuda" else 4
+        world_size = _equal_shares(gpus) if device == "cuda" else 4
+        settings["unused_gpus"] = gpus - world_size if device == "cuda" else 0
     if device == "cuda" and world_size > gpus:
         raise ValueError(
             f"ranks.start({world_size}, device='cuda'): nccl wants one GPU for each rank, and torch finds "
@@ -191,6 +224,11 @@ def resolve(settings: dict[str, Any]) -> None:
             else "ranks.start(device='cuda'): torch finds no GPU here. Leave device out to run on the CPU."
         )
     settings.update(world_size=world_size, device=device)
+
+
+def _equal_shares(gpus: int) -> int:
+    """The largest number of ranks, at most one for each GPU, that the lessons' batches divide among."""
+    return max((ranks for ranks in range(1, gpus + 1) if LESSON_BATCH % ranks == 0), default=1)
 
 
 def listen(commands: "queue.Queue[dict[str, Any] | None]") -> None:

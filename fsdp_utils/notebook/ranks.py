@@ -25,13 +25,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fsdp_utils.notebook import output
+from fsdp_utils.notebook.excerpt import words
 from fsdp_utils.notebook.hosts import RemoteTeam
-from fsdp_utils.notebook.team import SIGKILL, Team
+from fsdp_utils.notebook.nursery import LESSON_BATCH
+from fsdp_utils.notebook.team import SIGKILL, CallError, Team, result_of, until
 
 TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
+LONGEST_TIMEOUT_S = 1e6  # eleven days; torch's clocks overflow long after
 CUT_S = 0.2  # after a failure: time for the other ranks to come back by themselves, then they are cut free
 INTERRUPT_S = 0.5  # ... after this those that are in no collective are interrupted
-KILL_S = 3.0  # ... and after this, killed
+CUT_INTERRUPTED_S = 1.5  # an interrupted rank cuts itself free; after this the ranks that are back help
+END_S = 10.0  # how long a killed rank may take to be gone
+KILL_S = {"cpu": 3.0, "cuda": 20.0}  # ... and after this, killed; to abort NCCL's communicators takes longer
+
+# What most often is behind the signal that ended a rank.
+OFTEN = {
+    "SIGKILL": " (often: out of memory)",
+    "SIGABRT": " (often: C++ code ended it, such as NCCL's watchdog after a time-out or an error of the GPU)",
+}
 
 _team: Team | RemoteTeam | None = None
 
@@ -60,7 +71,8 @@ def start(
 
     Args:
         world_size: how many. Default: the environment's FSDP_RANKS, else one for each GPU where there
-            are two or more, else 4.
+            are two or more, else 4. Of 5, 7 or 9 GPUs it leaves some unused, because the lessons' batches
+            of 24 samples are shared equally.
         device: "cpu" (gloo) or "cuda" (nccl, one GPU for each rank). Default: "cuda" where there are two
             GPUs or more and enough for all ranks.
         method: "fork" from one process that has imported torch, the default where it exists, or "spawn".
@@ -112,6 +124,12 @@ def start(
         f"{_team.world_size} rank{'s' * (_team.world_size > 1)} in one process group ({backend})"
         + f", on {', '.join(hosts)}" * bool(hosts)
     )
+    if unused := _team.settings.get("unused_gpus"):
+        gpus = _team.world_size + unused
+        print(
+            f"{gpus} GPUs are here. The lessons' batches of {LESSON_BATCH} samples have no equal shares for "
+            f"{gpus} ranks; ranks.start({gpus}) starts them all the same."
+        )
 
 
 def stop() -> None:
@@ -132,15 +150,13 @@ def get(expression: str) -> list[Any]:
         A list by rank. Tensors come as CPU tensors; of a DTensor each rank gives its own shard.
 
     Raises:
-        RankError: the expression fails on a rank, or its value cannot be pickled.
+        RankError: the expression fails on a rank, or its value cannot be pickled there or unpickled here.
     """
-    import ipyparallel
-
     team = _running()
     try:
         return team.ask(range(team.world_size), "evaluate", expression)
-    except ipyparallel.RemoteError as error:
-        raise RankError(f"ranks.get({expression!r}) raised {error.ename}: {error.evalue}", "") from None
+    except CallError as error:
+        raise RankError(f"ranks.get({expression!r}) raised {error}", "") from None
 
 
 def _alive(team: Team | RemoteTeam) -> bool:
@@ -183,12 +199,15 @@ def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
         arguments = parser.parse_args(shlex.split(line.split("#")[0]))
         names = range(world_size) if arguments.ranks is None else arguments.ranks.split(",")
         chosen = sorted({int(name) for name in names})
-        if not all(0 <= rank < world_size for rank in chosen) or arguments.timeout <= 0:
+        if not all(0 <= rank < world_size for rank in chosen):
+            raise ValueError
+        if not 0 < arguments.timeout <= LONGEST_TIMEOUT_S:  # false for nan, too
             raise ValueError
     except (argparse.ArgumentError, ValueError, SystemExit):
         raise ValueError(
             f"%%ranks {line.strip()}: expected ranks from 0 to {world_size - 1}, as in `%%ranks 0` or "
-            "`%%ranks 0,1`, and nothing for all; `--timeout SECONDS` limits how long a collective may wait."
+            "`%%ranks 0,1`, and nothing for all; `--timeout SECONDS`, above 0 and at most "
+            f"{LONGEST_TIMEOUT_S:,.0f}, limits how long a collective may wait."
         ) from None
     return chosen, arguments.timeout
 
@@ -242,8 +261,12 @@ class Cell:
 
     def _collect(self) -> None:
         for rank in self._busy():
-            if self.calls[rank].ready() and self.calls[rank].successful():
-                self.outcomes[rank] = self.calls[rank].get()
+            if not self.calls[rank].ready():
+                continue
+            if _engine_is_gone(self.calls[rank]):
+                self.team.signal([rank], SIGKILL)  # it has ended, or would never answer; the_dead tells
+            else:
+                self.outcomes[rank] = _outcome(self.calls[rank])
         for rank, code in self.team.the_dead().items():
             self.outcomes[rank] = {"ok": False, "time": time.time(), "code": code, "where": None}
         if self.trouble_at is None and not all(outcome["ok"] for outcome in self.outcomes.values()):
@@ -257,12 +280,16 @@ class Cell:
         if self.trouble_at is None or not self._busy():
             return
         since = time.monotonic() - self.trouble_at
-        if since > (KILL_S / 2 if self.interrupted else CUT_S):  # an interrupted rank cuts itself free
+        if since > (CUT_INTERRUPTED_S if self.interrupted else CUT_S):
             for rank in set(self.outcomes) - self.cut:
                 self.cut.add(rank)
                 if "code" not in self.outcomes[rank]:
                     self.team.call(rank, "cut_group")
-        for after_s, number in ((0 if self.interrupted else INTERRUPT_S, signal.SIGINT), (KILL_S, SIGKILL)):
+        signals = {
+            signal.SIGINT: 0 if self.interrupted else INTERRUPT_S,
+            SIGKILL: KILL_S[self.team.device],
+        }
+        for number, after_s in signals.items():
             if since > after_s:
                 again = [rank for rank in self._busy() if (rank, number) not in self.signalled]
                 self.team.signal(again, number)
@@ -292,9 +319,19 @@ class Cell:
         """Make the process group whole again where it is not; returns what the reader should know."""
         dead = [rank for rank, outcome in self.outcomes.items() if "code" in outcome]
         everyone = range(self.team.world_size)
+        if self.team.device == "cuda":
+            dead += self._end_those_without_gpu([rank for rank in everyone if rank not in dead])
         if not (dead or self.cut) and all(self.team.ask(everyone, "group_is_whole")):
             return ""
         return _regroup(self.team, dead)
+
+    def _end_those_without_gpu(self, alive: list[int]) -> list[int]:
+        """Kill the ranks on which every later CUDA call would fail; returns them."""
+        lost = [rank for rank, gone in zip(alive, self.team.ask(alive, "gpu_is_lost"), strict=True) if gone]
+        self.team.signal(lost, SIGKILL)
+        ended: set[int] = set()
+        until(lambda: ended.update(self.team.the_dead()) or ended >= set(lost), END_S, "ranks to end")
+        return sorted(ended)
 
     def _raise(self, failures: dict[int, dict[str, Any]], note: str) -> NoReturn:
         """Raise what began it: a rank that died by itself, else the first that raised."""
@@ -348,6 +385,23 @@ def _regroup(team: Team | RemoteTeam, dead: Iterable[int]) -> str:
     return f"{note} Ordinary variables are kept."
 
 
+def _engine_is_gone(call: Any) -> bool:
+    """Whether ipyparallel has given up a call because it no longer hears from the engine."""
+    return not call.successful() and getattr(call.exception(), "ename", None) == "EngineError"
+
+
+def _outcome(call: Any) -> dict[str, Any]:
+    """How a cell ended on a rank, also where the rank could not say it: a failed call is an outcome."""
+    try:
+        return result_of(call)
+    except Exception as error:
+        unknown = {"text": "no place known", "where": None, "in_collective": False, "seconds": 0.0}
+        name, message = type(error).__name__, words(error)
+        if isinstance(error, CallError):
+            name, message = error.name, error.message
+        return {"ok": False, "time": time.time(), "name": name, "message": message, **unknown}
+
+
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two ranks failed alike; what torch says of a broken connection differs by its ports."""
     keys = {"ok", "code", "name", "where", "message"} - ({"message"} if other.get("in_collective") else set())
@@ -359,8 +413,11 @@ def _how_it_ended(code: int | None) -> str:
         return "ended, how is known on its host only,"
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (often: out of memory)" if name == "SIGKILL" else "")
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal has no name
+        name = f"signal {-code}"
+    return f"was killed by {name}{OFTEN.get(name, '')}"
 
 
 def _death(dead: Mapping[int, int | None], when: str, details: str, world_size: int) -> RankError:

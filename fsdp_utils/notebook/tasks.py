@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp_utils._extras import need
+from fsdp_utils.notebook.nursery import LESSON_BATCH
 
 SEED = 0
-BATCH = 24  # divides evenly among 2, 3 and 4 ranks
+BATCH = LESSON_BATCH  # 24 divides evenly among 2, 3, 4, 6, 8, 12 and 24 ranks
 IGNORED = -100  # a label that the loss of transformers' models leaves out
 
 DIGITS_FOR_TEST = 360

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdp_utils._extras import need
+from fsdp_utils.notebook.excerpt import words
 from fsdp_utils.notebook.nursery import written
 
 START_LIMIT_S = 90.0
@@ -41,7 +43,36 @@ def _on_rank(function: str, *args: Any) -> Any:
     """Runs in a rank, where engine.py (and torch) is imported already; the notebook need not import it."""
     from fsdp_utils.notebook import engine
 
-    return getattr(engine, function)(*args)
+    return engine.answer(function, *args)
+
+
+class CallError(RuntimeError):
+    """A function that the notebook has called on a rank raised, or its result could not be unpickled."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(f"{name}: {message}")
+        self.name, self.message = name, message
+
+
+def result_of(call: Any, timeout_s: float | None = None) -> Any:
+    """What the function returned that `Crew.call` called.
+
+    Raises:
+        CallError: it raised, or this process cannot unpickle its result.
+    """
+    answer = call.get(timeout=timeout_s)
+    if "name" in answer:
+        raise CallError(answer["name"], answer["message"])
+    try:
+        return pickle.loads(answer["value"])
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # unpickling runs the reader's code, which may raise SystemExit as well
+        raise CallError(
+            type(error).__name__,
+            f"{words(error)} (while the notebook unpickled the rank's value: ask for something simpler, "
+            "such as tensors, numbers, and lists and dictionaries of them)",
+        ) from None
 
 
 class Crew(ABC):
@@ -67,11 +98,15 @@ class Crew(ABC):
         """Whether a rank has ended that `the_dead` has not told of yet."""
 
     def call(self, rank: int, function: str, *args: Any) -> Any:
-        """Call a function of engine.py on a rank; returns ipyparallel's AsyncResult."""
+        """Call a function of engine.py on a rank; returns ipyparallel's AsyncResult, for `result_of`."""
         return self.client[self.engine_of(rank)].apply_async(_on_rank, function, *args)
 
     def ask(self, some: Iterable[int], function: str, *args: Any) -> list[Any]:
-        """Call a function of engine.py on some ranks and wait for their answers, in that order."""
+        """Call a function of engine.py on some ranks and wait for their answers, in that order.
+
+        Raises:
+            CallError: the function raised on a rank; of several, the first rank's.
+        """
         calls = [self.call(rank, function, *args) for rank in some]
 
         def answered() -> bool:
@@ -80,7 +115,7 @@ class Crew(ABC):
         until(lambda: answered() or self.a_rank_ended(), CALL_LIMIT_S, "answers of the ranks")
         if not answered():
             raise RuntimeError("a rank ended before it answered. The next %%ranks cell replaces it.")
-        return [call.get() for call in calls]
+        return [result_of(call) for call in calls]
 
 
 class Team(Crew):
@@ -170,7 +205,7 @@ class Team(Crew):
             self._await_birth()
         joining = [self.call(rank, "join_group", rank, self.settings) for rank in alive]
         for each in joining:
-            each.get(timeout=CALL_LIMIT_S)
+            result_of(each, CALL_LIMIT_S)
         self._await_engines()
 
     def end(self) -> None:

@@ -220,7 +220,7 @@ class Step:
 
 
 def weigh(model, rows=slice(0, 24 // world)):
-    with Meter([*model.parameters(), images, labels]) as meter:
+    with Meter([*model.parameters(), images, labels], device=device) as meter:
         loss = loss_of(model, rows)
         kept = meter.tensor_bytes[-1] - meter.held_bytes
         loss.backward()
@@ -405,7 +405,7 @@ def weigh_offloaded(recipe):
     step = weigh(model)
     host = sum(block.host_bytes for block in model.blocks)
     if device.type == "cpu":
-        step.kept -= host                                               # the meter has seen the copies, too
+        step.kept -= host                                               # here the host is the device
     return step, host
 
 

@@ -25,7 +25,7 @@ lesson.card(
 # %%
 from fsdp_utils.notebook import plots, ranks
 
-ranks.start()
+ranks.start(device="cpu")    # also where there are GPUs: this lesson hangs on purpose
 
 # %%
 # %%ranks

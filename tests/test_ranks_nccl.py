@@ -1,0 +1,242 @@
+"""How ranks on GPUs join, fail and recover, with CUDA faked: the real group underneath is gloo's."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+
+from fsdp_utils import run_on_ranks
+from fsdp_utils.notebook import engine, nccl, ranks
+from fsdp_utils.notebook.team import SIGKILL
+
+ASSERT = "CUDA error: device-side assert triggered"
+
+
+@contextmanager
+def faked_cuda(calls: list[str]) -> Iterator[None]:
+    """CUDA seems to be there; `calls` gets what would have reached it, in order."""
+    init, abort = dist.init_process_group, dist.distributed_c10d._abort_process_group
+
+    def init_process_group(backend: str, **settings: Any) -> None:
+        set_before = all(os.environ.get(name) == value for name, value in nccl.WATCHDOG.items())
+        calls.append(f"init {backend}, environment set: {set_before}")
+        init("gloo", **settings)
+
+    def abort_process_group() -> None:
+        calls.append("abort")
+        abort()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *arguments: calls.append(" ".join(map(str, [name, *arguments])))
+
+    with ExitStack() as stack:
+        for patched in (
+            patch.object(nccl, "DEVICE", torch.device("cpu")),
+            patch.object(torch.cuda, "is_initialized", lambda: True),
+            patch.object(torch.cuda, "set_device", note("set_device")),
+            patch.object(torch.cuda, "synchronize", note("synchronize")),
+            patch.object(dist, "init_process_group", init_process_group),
+            patch.object(dist, "destroy_process_group", note("destroy")),
+            patch.object(dist.distributed_c10d, "_abort_process_group", abort_process_group),
+        ):
+            stack.enter_context(patched)
+        yield
+
+
+def join(calls: list[str]) -> None:
+    """Leave the group of run_on_ranks, and join as rank of a notebook on GPUs."""
+    rank, store = dist.get_rank(), [None]
+    if rank == 0:
+        store = [engine.open_store()]
+    dist.broadcast_object_list(store, src=0)
+    settings = {"world_size": dist.get_world_size(), "device": "cuda", "store": store[0], "timeout_s": 20.0}
+    all_reduce = dist.all_reduce
+
+    def first_all_reduce(*arguments: Any, **options: Any) -> Any:
+        calls.append("all_reduce")
+        return all_reduce(*arguments, **options)
+
+    with patch.object(dist, "all_reduce", first_all_reduce):
+        engine.join_group(rank, settings)
+
+
+def test_joining_sets_nccls_environment_aborts_the_old_group_and_warms_up(two_ranks):
+    def on_rank() -> tuple[list[str], str, bool]:
+        calls: list[str] = []
+        with faked_cuda(calls):
+            join(calls)
+            return calls, os.environ["NCCL_SOCKET_IFNAME"], engine.group_is_whole()
+
+    for rank, (calls, interface, whole) in enumerate(two_ranks(on_rank)):
+        init = "init cpu:gloo,cuda:nccl, environment set: True"
+        assert calls == [f"set_device {rank}", "abort", init, "all_reduce"]
+        assert interface in ("=lo", "=lo0")
+        assert whole
+
+
+def test_the_health_check_polls_an_all_reduce_on_the_gpus_and_has_a_limit(two_ranks):
+    def on_rank() -> tuple[bool, float, int]:
+        rank = dist.get_rank()
+        with (
+            faked_cuda([]),
+            patch.object(dist, "barrier") as barrier,
+            patch.object(engine, "cut_group") as cut,
+        ):
+            barrier.return_value = None  # over gloo all is well
+            if rank == 1:  # one collective ahead of rank 0
+                dist.all_reduce(torch.ones(()), async_op=True)
+            began = time.monotonic()
+            whole = engine.group_is_whole(0.5)
+            seconds = time.monotonic() - began
+        if rank == 0:
+            time.sleep(3)
+            dist.all_reduce(torch.ones(()))
+        dist.barrier()
+        return whole, seconds, cut.call_count
+
+    for whole, seconds, cuts in two_ranks(on_rank):
+        assert (whole, cuts) == (False, 1)
+        assert seconds < 2.5
+
+
+def run_cell(source: str, calls: list[str]) -> dict[str, Any]:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    with faked_cuda(calls), patch.object(engine, "_shell", InteractiveShell.instance):
+        return engine.run_cell(source, 5.0)
+
+
+def alone(fn: Callable[..., Any], *arguments: Any) -> Any:
+    """In a process of its own, as a cell changes signal handlers."""
+    return run_on_ranks(fn, *arguments, world_size=1)[0]
+
+
+def test_a_cell_ends_when_its_work_on_the_gpu_has_ended():
+    def on_rank() -> tuple[Any, ...]:
+        calls: list[str] = []
+        done = run_cell("x = 1", calls)
+        failed = run_cell("raise KeyError", calls)
+        return done, failed["name"], calls
+
+    assert alone(on_rank) == ({"ok": True}, "KeyError", ["synchronize"])
+
+
+def test_an_error_of_the_gpu_belongs_to_the_cell_that_caused_it():
+    def on_rank() -> dict[str, Any]:
+        from IPython.core.interactiveshell import InteractiveShell
+
+        def fail() -> None:
+            raise RuntimeError(ASSERT)
+
+        shell = patch.object(engine, "_shell", InteractiveShell.instance)
+        with faked_cuda([]), patch.object(torch.cuda, "synchronize", fail), shell:
+            return engine.run_cell("x = 1", 5.0)
+
+    found = alone(on_rank)
+    assert (found["ok"], found["message"], found["where"]) == (False, ASSERT, engine.AT_THE_END)
+
+
+def test_a_collective_past_its_limit_ends_the_cell_and_not_the_process():
+    def on_rank() -> dict[str, Any]:
+        asked = iter([ErrorType.SUCCESS] * 6)  # for a while all is well
+        backend = SimpleNamespace(get_error=lambda: next(asked, ErrorType.TIMEOUT))
+        group = mock.Mock(_get_backend=lambda _: backend)
+        world = SimpleNamespace(pg_map={group: None})
+        with patch.object(engine, "set_group_timeout"), patch.object(dist.distributed_c10d, "_world", world):
+            return run_cell("import time\ntime.sleep(0)\ntime.sleep(30)", [])
+
+    found = alone(on_rank)
+    assert (found["name"], found["in_collective"]) == ("CollectiveError", True)
+    assert found["message"] == "a collective waited for the other ranks until its time limit"
+    assert found["where"] == "line 3: time.sleep(30)"
+    assert found["seconds"] < 5
+
+
+@pytest.mark.parametrize(
+    ("answers", "lost"), [([ASSERT, ASSERT], True), ([ASSERT, True], False), ([False, True], False)]
+)
+def test_a_context_is_lost_if_the_error_does_not_pass(answers: list[str | bool], lost: bool) -> None:
+    left = iter(answers)
+
+    def query() -> bool:
+        answer = next(left)
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return answer
+
+    with faked_cuda([]), patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(query=query)):
+        assert nccl.gpu_is_lost() is lost
+
+
+class ImaginedTeam:
+    """Two ranks on GPUs, of which rank 1 has lost its context; the first call of a signal ends a rank."""
+
+    world_size, device = 2, "cuda"
+
+    def __init__(self) -> None:
+        self.ended: dict[int, int] = {}
+        self.signals: list[tuple[list[int], int]] = []
+        self.replaced: list[int] = []
+
+    def ask(self, some: list[int], function: str) -> list[bool]:
+        return [function == "gpu_is_lost" and rank == 1 for rank in some]
+
+    def signal(self, some: list[int], number: int) -> None:
+        self.signals.append((some, number))
+        if number == SIGKILL:
+            self.ended.update((rank, -SIGKILL) for rank in some)
+
+    def the_dead(self) -> dict[int, int]:
+        told, self.ended = self.ended, {}
+        return told
+
+    def regroup(self, dead: list[int]) -> None:
+        self.replaced = list(dead)
+
+
+def cell_on(team: ImaginedTeam) -> ranks.Cell:
+    cell = object.__new__(ranks.Cell)
+    cell.team, cell.chosen, cell.outcomes = team, [0, 1], {}  # type: ignore[assignment]
+    cell.cut, cell.signalled, cell.interrupted, cell.trouble_at = set(), set(), False, None
+    return cell
+
+
+def test_a_rank_whose_context_is_lost_is_replaced() -> None:
+    team = ImaginedTeam()
+    note = cell_on(team)._mend()
+    assert team.signals == [([1], SIGKILL)]
+    assert team.replaced == [1]
+    assert "The new rank 1 has no variables yet" in note
+
+
+@pytest.mark.parametrize(("device", "killed"), [("cuda", False), ("cpu", True)])
+def test_ranks_on_gpus_have_time_to_abort_their_communicators(device: str, killed: bool) -> None:
+    team = ImaginedTeam()
+    team.device = device
+    cell = cell_on(team)
+    cell.trouble_at = time.monotonic() - 5
+    cell._free_the_stuck()
+    assert ([0, 1], signal.SIGINT) in team.signals
+    assert (([0, 1], SIGKILL) in team.signals) == killed
+
+
+def test_the_end_of_a_rank_by_an_abort_is_explained() -> None:
+    assert "NCCL's watchdog after a time-out" in ranks._how_it_ended(-signal.SIGABRT)
+
+
+def test_a_watch_ends_with_its_cell() -> None:
+    over = threading.Event()
+    over.set()
+    with patch.object(nccl, "failure", lambda: "never asked"):
+        nccl.watch(over)
