@@ -13,7 +13,6 @@ from torch.optim.adamw import AdamW, adamw
 from fsdp_utils.child_given import Masks, assigned, decay_kept, follow, held, hold
 from fsdp_utils.child_kernel import fused_adamw, laid_out_as, steps_on
 from fsdp_utils.child_layout import as_dtensor, local, places
-from fsdp_utils.child_masks import PAGE
 from fsdp_utils.child_scratch import Plan, Scratch
 from fsdp_utils.fisher import fisher_mask
 
@@ -45,14 +44,15 @@ class ChildTuningAdamW(AdamW):
     model; for the former they change with the number of ranks.
 
     step() leaves every p.grad as it is, takes a sparse gradient for the dense one that it stands for, and in
-    mode "taskfree" needs scratch memory of an eighth of the parameters (0.3 MiB if that is more). Mode "task"
-    needs none: there the second moment of a masked weight is infinite, so that AdamW's own kernel does not
-    move it, and `state` has averages of its gradients that nothing reads. In state_dict(), and so in
-    checkpoints, both moments of such a weight are 0, and mode, reserve_p, seed, the number of steps and the
-    masks are there; a mask takes as much as a moment, because FSDP1 saves nothing smaller. To load into mode
-    "task", build the optimizer with a mask of ones: the loaded one replaces it. Under torch.compile, step()
-    runs uncompiled. On a CPU a step of mode "taskfree" takes about twice as long as AdamW's with its fused
-    kernel, one of mode "task" as long (benchmarks/child_tuning.py).
+    mode "taskfree" needs scratch memory: on a CPU an eighth of the parameters (0.3 MiB if that is more), on a
+    GPU up to 32 MiB for fp32, 40 MiB for bf16 and fp16, and 80 MiB for fp64. Mode "task" needs none: there
+    the second moment of a masked weight is infinite, so that AdamW's own kernel does not move it, and `state`
+    has averages of its gradients that nothing reads. In state_dict(), and so in checkpoints, both moments of
+    such a weight are 0, and mode, reserve_p, seed, the number of steps and the masks are there; a mask takes
+    as much as a moment, because FSDP1 saves nothing smaller. To load into mode "task", build the optimizer
+    with a mask of ones: the loaded one replaces it. Under torch.compile, step() runs uncompiled. On a CPU a
+    step of mode "taskfree" takes about 1.5 times as long as AdamW's with its fused kernel, one of mode "task"
+    as long (benchmarks/child_tuning.py).
 
     Args:
         params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
@@ -268,11 +268,11 @@ class ChildTuningAdamW(AdamW):
         return first
 
     def _scratch_for(self, like: tuple[torch.dtype, torch.device]) -> Scratch:
-        """Memory for gradients of this dtype on this device: an eighth of what such parameters take here."""
+        """Memory for gradients of this dtype on this device; an eighth of what such parameters take here."""
         if like not in self._scratch:
             parts = [local(p) for group in self.param_groups for p in group["params"]]
             size = sum(part.nbytes for part in parts if (part.dtype, part.device) == like)
-            self._scratch[like] = Scratch(*like, size // 8, min(PAGE, self._elements))
+            self._scratch[like] = Scratch(*like, size // 8, self._elements)
         return self._scratch[like]
 
     def _forget(self) -> None:
