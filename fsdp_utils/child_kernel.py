@@ -61,5 +61,5 @@ def steps_on(device: torch.device, steps: list[Tensor]) -> list[Tensor]:
     """The counts of steps where the kernel reads them: AdamW keeps them on the CPU unless it is fused."""
     if device.type == "cpu" or steps[0].device.type != "cpu":
         return steps
-    there = {value: torch.tensor(value, device=device) for value in {float(step) for step in steps}}
-    return [there[float(step)] for step in steps]
+    # all in one copy, for which nobody waits
+    return list(torch.stack(steps).to(device, torch.float32, non_blocking=True).unbind())

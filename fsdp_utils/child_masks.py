@@ -7,26 +7,40 @@ each number is uniform and, nearly, any two are independent. An element is kept 
 largest fraction p. No generator has a state, so nothing depends on who else draws, nor on who holds what.
 """
 
+import struct
+
 import torch
 from torch import Tensor
 
 PAGE = 2**16  # elements
 
 _BITS64 = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
 
 
 def table(size: int, device: torch.device) -> Tensor:
     """The first `size` (<= PAGE) of the fixed random numbers, int32."""
-    z = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15, 64)
+    z = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(_GAMMA, 64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ (z >> shift)) * _signed(factor, 64)
     return (z ^ (z >> 31)).to(torch.int32)
 
 
-def keys(seed: int, step: int, page: int) -> tuple[int, int]:
-    """k1 and k2 (odd) of a page, as int32 takes them."""
-    mixed = _mix(_mix(_mix(seed & _BITS64) ^ step) ^ page)
-    return _signed(mixed & 0xFFFFFFFF, 32), _signed(mixed >> 32 | 1, 32)
+def keys(pages: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """k1 and k2 (odd) of the pages, a column each, int32.
+
+    Args:
+        pages: their numbers, int64. The keys are computed where these lie, so that a GPU need not wait for
+            numbers from the CPU.
+    """
+    z = pages ^ _signed(_mix(_mix(seed & _BITS64) ^ step), 64)
+    z += _signed(_GAMMA, 64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z ^= (z >> shift) & (_BITS64 >> shift)  # a shift of int64 repeats the sign
+        z *= _signed(factor, 64)
+    z ^= (z >> 31) & (_BITS64 >> 31)
+    k1, k2 = z.view(torch.int32).view(-1, 2).split(1, dim=1)  # the lower half comes first in memory
+    return k1, k2.bitwise_or_(1)
 
 
 def threshold(p: float) -> tuple[int, float]:
@@ -34,13 +48,17 @@ def threshold(p: float) -> tuple[int, float]:
 
     The fraction is p as fp32 has it, so that fp32 can divide by exactly what is kept.
     """
-    kept = min(max(round(float(torch.tensor(p, dtype=torch.float32)) * 2**32), 1), 2**32 - 2**8)
+    (p,) = struct.unpack("f", struct.pack("f", p))
+    kept = min(max(round(p * 2**32), 1), 2**32 - 2**8)
     return 2**31 - 1 - kept, kept / 2**32
 
 
-def draw(out: Tensor, table: Tensor, k1: Tensor, k2: int) -> None:
-    """The numbers of the elements to which these entries of the table belong."""
-    torch.add(k1, table, alpha=k2, out=out)
+def draw(out: Tensor, table: Tensor, k1: Tensor, k2: Tensor) -> None:
+    """The numbers of elements of some pages, a row each, to which these entries of the table belong."""
+    if out.device.type == "cpu":  # there the kernel of addcmul takes one element at a time
+        torch.mul(table, k2, out=out).add_(k1)
+    else:
+        torch.addcmul(k1, k2, table, out=out)
 
 
 def keep(bits: Tensor, numbers: Tensor, threshold: int) -> None:
@@ -50,7 +68,7 @@ def keep(bits: Tensor, numbers: Tensor, threshold: int) -> None:
 
 def _mix(z: int) -> int:
     """Splitmix64's finalizer (Steele, Lea and Flood 2014)."""
-    z = z + 0x9E3779B97F4A7C15 & _BITS64
+    z = z + _GAMMA & _BITS64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _BITS64
     z = (z ^ z >> 27) * 0x94D049BB133111EB & _BITS64
     return z ^ z >> 31

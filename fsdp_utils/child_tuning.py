@@ -1,20 +1,18 @@
 """Fine-tune a part of each gradient: child tuning, under FSDP too."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import AdamW, adamw
 
-from fsdp_utils._names import plain_name
-from fsdp_utils.child_given import decay_kept, held, hold
+from fsdp_utils.child_given import Masks, assigned, decay_kept, follow, held, hold
 from fsdp_utils.child_kernel import fused_adamw, laid_out_as, steps_on
-from fsdp_utils.child_layout import Place, as_dtensor, local, member_names, places
-from fsdp_utils.child_masks import PAGE
+from fsdp_utils.child_layout import as_dtensor, local, places
 from fsdp_utils.child_scratch import Plan, Scratch
 from fsdp_utils.fisher import fisher_mask
 
@@ -46,14 +44,15 @@ class ChildTuningAdamW(AdamW):
     model; for the former they change with the number of ranks.
 
     step() leaves every p.grad as it is, takes a sparse gradient for the dense one that it stands for, and in
-    mode "taskfree" needs scratch memory of an eighth of the parameters (0.3 MiB if that is more). Mode "task"
-    needs none: there the second moment of a masked weight is infinite, so that AdamW's own kernel does not
-    move it, and `state` has averages of its gradients that nothing reads. In state_dict(), and so in
-    checkpoints, both moments of such a weight are 0, and mode, reserve_p, seed, the number of steps and the
-    masks are there; a mask takes as much as a moment, because FSDP1 saves nothing smaller. To load into mode
-    "task", build the optimizer with a mask of ones: the loaded one replaces it. Under torch.compile, step()
-    runs uncompiled. On a CPU a step of mode "taskfree" takes about twice as long as AdamW's with its fused
-    kernel, one of mode "task" as long (benchmarks/child_tuning.py).
+    mode "taskfree" needs scratch memory: on a CPU an eighth of the parameters (0.3 MiB if that is more), on a
+    GPU up to 32 MiB for fp32, 40 MiB for bf16 and fp16, and 80 MiB for fp64. Mode "task" needs none: there
+    the second moment of a masked weight is infinite, so that AdamW's own kernel does not move it, and `state`
+    has averages of its gradients that nothing reads. In state_dict(), and so in checkpoints, both moments of
+    such a weight are 0, and mode, reserve_p, seed, the number of steps and the masks are there; a mask takes
+    as much as a moment, because FSDP1 saves nothing smaller. To load into mode "task", build the optimizer
+    with a mask of ones: the loaded one replaces it. Under torch.compile, step() runs uncompiled. On a CPU a
+    step of mode "taskfree" takes about 1.5 times as long as AdamW's with its fused kernel, one of mode "task"
+    as long (benchmarks/child_tuning.py).
 
     Args:
         params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
@@ -61,7 +60,9 @@ class ChildTuningAdamW(AdamW):
         reserve_p: the fraction that is kept, in (0, 1]; only for mode "taskfree".
         mode: "taskfree", "task" or None.
         gradient_mask: for mode "task": by parameter name what to keep, as bools: this rank's part of them or
-            the whole. The gradients of parameters that it does not name pass as they are.
+            the whole. The gradients of parameters that it does not name pass as they are. A mask belongs to a
+            place in the parameter groups: where Accelerate's prepare puts shards in the places of the
+            parameters, before the first step, the masks are sharded likewise.
         seed: the same on all ranks.
         freeze_masked: in mode "task", also keep weight decay from masked weights.
         fused: as for AdamW, where nothing is masked. Masked steps always use the fused kernel.
@@ -98,13 +99,13 @@ class ChildTuningAdamW(AdamW):
         if freeze_masked and mode != "task":
             raise ValueError(f'ChildTuningAdamW: freeze_masked needs mode "task", found mode {mode!r}.')
         self._own = dict(zip(_OWN, (reserve_p, mode, seed, freeze_masked, 0), strict=True))
-        self._masks: dict[Tensor, Tensor] = {}  # given, where there are no moments yet
+        self._masks: Masks = {}
         self._forget()
         super().__init__(params, lr, betas, eps, weight_decay, fused=fused)
         self._step_supports_amp_scaling = False  # a gradient scaler unscales before the step
         if mode == "task":
             assert gradient_mask is not None
-            self._masks = _assigned(gradient_mask, self.param_groups)
+            self._masks = assigned(gradient_mask, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As AdamW's; the group may have a reserve_p of its own."""
@@ -138,7 +139,7 @@ class ChildTuningAdamW(AdamW):
             for own, group in zip(self.param_groups, found["param_groups"], strict=True)
             for p, number in zip(own["params"], group["params"], strict=True)
         }
-        for p, state in self._with_masks():
+        for _, p, state in self._with_masks():
             square = local(state["exp_avg_sq"])
             is_held = held(square)
             local(state["exp_avg"]).masked_fill_(is_held, 0)  # no step reads it
@@ -152,7 +153,8 @@ class ChildTuningAdamW(AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As AdamW's; masks, mode, reserve_p and seed are those of the state, where it has them."""
         self._hold()
-        self._masks |= {p: ~held(local(state["exp_avg_sq"])) for p, state in self._with_masks()}
+        for where, p, state in self._with_masks():
+            self._masks[where] = _sharded_as(p, ~held(local(state["exp_avg_sq"])))
         super().load_state_dict(state_dict)
 
     @_disable_dynamo
@@ -170,6 +172,7 @@ class ChildTuningAdamW(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        follow(self._masks, self.param_groups, self.state)
         with _dense(self.param_groups):
             for number, group in enumerate(self.param_groups):
                 self._step(number, group)
@@ -215,20 +218,21 @@ class ChildTuningAdamW(AdamW):
 
     # ---- the masks of mode "task" ------------------------------------------------------------------
 
-    def _with_masks(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """The parameters in mode "task" that have moments, each with its state."""
-        for group in self.param_groups:
-            for p in group["params"]:
+    def _with_masks(self) -> Iterator[tuple[tuple[int, int], Tensor, dict[str, Any]]]:
+        """The parameters in mode "task" that have moments: where each is in the groups, and its state."""
+        for number, group in enumerate(self.param_groups):
+            for position, p in enumerate(group["params"]):
                 if group["mode"] == "task" and self.state.get(p):
-                    yield p, self.state[p]
+                    yield (number, position), p, self.state[p]
 
     def _hold(self) -> bool:
-        """Put masks that were given or loaded where there are moments to put them into. Were there any?"""
+        """Move masks that were given or loaded into the moments, where there are moments. Were there any?"""
         found = False
-        for p, state in self._with_masks():
-            given, loaded = self._masks.pop(p, None), state.pop(MASK, None)
+        for where, p, state in self._with_masks():
+            given, loaded = self._masks.get(where), state.pop(MASK, None)
             if (mask := given if loaded is None else loaded) is not None:
                 state["exp_avg_sq"] = _sharded_as(p, hold(local(state["exp_avg_sq"]), local(mask)))
+                self._masks[where] = None
                 found = True
         return found
 
@@ -239,7 +243,8 @@ class ChildTuningAdamW(AdamW):
         key = [(id(p), part.numel()) for p, part in zip(params, parts, strict=True)]
         known, plans = self._planned.get(number, (None, []))
         if known != key:
-            self._first = self._first or self._numbered()
+            if any(id(p) not in self._first for p in params):  # the first step, or they were replaced
+                self._first = self._numbered()
             plans = [
                 Plan(
                     chosen,
@@ -263,11 +268,11 @@ class ChildTuningAdamW(AdamW):
         return first
 
     def _scratch_for(self, like: tuple[torch.dtype, torch.device]) -> Scratch:
-        """Memory for gradients of this dtype on this device: an eighth of what such parameters take here."""
+        """Memory for gradients of this dtype on this device; an eighth of what such parameters take here."""
         if like not in self._scratch:
             parts = [local(p) for group in self.param_groups for p in group["params"]]
             size = sum(part.nbytes for part in parts if (part.dtype, part.device) == like)
-            self._scratch[like] = Scratch(*like, size // 8, min(PAGE, self._elements))
+            self._scratch[like] = Scratch(*like, size // 8, self._elements)
         return self._scratch[like]
 
     def _forget(self) -> None:
@@ -315,70 +320,3 @@ def _dense(groups: list[dict[str, Any]]) -> Iterator[None]:
     finally:
         for p, grad in sparse.items():
             p.grad = grad
-
-
-# ---- the mask of mode "task" ---------------------------------------------------------------------------
-
-
-def _assigned(given: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> dict[Tensor, Tensor]:
-    """The mask of each parameter that has one, sharded as it is."""
-    named: dict[str, Tensor] = {}
-    for group in groups:
-        if "param_names" not in group:
-            raise ValueError(
-                'ChildTuningAdamW: mode "task" finds its masks by name. Pass model.named_parameters() '
-                "instead of model.parameters()."
-            )
-        named.update(zip(group["param_names"], group["params"], strict=True))
-    wanted, masks = dict(given), {}
-    for (name, p), place in zip(named.items(), places(list(named.values())), strict=True):
-        if place.members:
-            masks[p] = torch.ones_like(p, dtype=torch.bool, requires_grad=False)
-            for member, inner in zip(place.members, member_names(name, place), strict=True):
-                if inner in wanted:
-                    inner_place = Place(member.shape, member.offset, member.numel)
-                    part = _part(inner, wanted.pop(inner), inner_place, (member.numel,))
-                    masks[p][member.start : member.start + member.numel] = part
-            continue
-        aliases = (name, plain_name(name), plain_name(name).removeprefix("module."))
-        alias = next((alias for alias in aliases if alias in wanted), None)
-        if alias is None:
-            continue
-        mask = wanted.pop(alias)
-        if isinstance(p, DTensor):
-            masks[p] = _dtensor_mask(alias, mask, p)
-        else:
-            part = _part(alias, mask, place, p.shape).view(p.shape)
-            masks[p] = torch.empty_like(p, dtype=torch.bool, requires_grad=False).copy_(part)
-    if wanted:
-        raise ValueError(
-            f"ChildTuningAdamW: gradient_mask names {', '.join(sorted(wanted)[:3])}"
-            f"{' and others' if len(wanted) > 3 else ''}, which the optimizer does not have. Expected names "
-            f"of its parameters, such as {plain_name(next(iter(named)))}."
-        )
-    return masks
-
-
-def _part(name: str, mask: Tensor, place: Place, shape: Iterable[int]) -> Tensor:
-    """This rank's part of a mask that is given whole, or is already this part."""
-    mask = local(mask)
-    if mask.shape == place.shape:
-        return mask.reshape(-1)[place.offset : place.offset + place.numel]
-    if tuple(mask.shape) in (tuple(shape), (place.numel,)):
-        return mask.reshape(-1)
-    raise ValueError(
-        f"ChildTuningAdamW: gradient_mask[{name!r}]: expected shape {tuple(place.shape)} (or this rank's "
-        f"part of it, {tuple(shape)}), found {tuple(mask.shape)}"
-    )
-
-
-def _dtensor_mask(name: str, mask: Tensor, p: DTensor) -> DTensor:
-    if mask.shape != p.shape:
-        raise ValueError(
-            f"ChildTuningAdamW: gradient_mask[{name!r}]: expected shape {tuple(p.shape)}, found "
-            f"{tuple(mask.shape)}"
-        )
-    if isinstance(mask, DTensor):
-        mask = mask.redistribute(p.device_mesh, p.placements)
-        return as_dtensor(local(mask).to(torch.bool), p)
-    return distribute_tensor(mask.to(local(p).device, torch.bool), p.device_mesh, p.placements)

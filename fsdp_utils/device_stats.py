@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -81,6 +81,28 @@ class _Clock:
     now = staticmethod(time.perf_counter)
 
 
+class _Peaks:
+    """Keeps the peaks of one device apart for all that watch it at the same time.
+
+    A device has one peak for the whole process, and whoever reads it makes it begin anew. So each reading
+    goes to the other watchers, too, who count it in when they next read.
+    """
+
+    _watching: ClassVar[dict[Any, "weakref.WeakSet[_Peaks]"]] = {}
+
+    def __init__(self, device: object) -> None:
+        self._missed: tuple[int, ...] = ()  # the highest that others have read since this one last read
+        self._watchers = self._watching.setdefault(device, weakref.WeakSet())
+        self._watchers.add(self)
+
+    def read(self, *peaks: int) -> tuple[int, ...]:
+        """The peaks since this one's last reading; `peaks` are those since anybody's last reading."""
+        for watcher in self._watchers:
+            watcher._missed = tuple(map(max, watcher._missed, peaks)) if watcher._missed else peaks
+        found, self._missed = self._missed, ()
+        return found
+
+
 class AllocatorStats(_Clock):
     """The counters of an accelerator's caching allocator: CUDA, XPU, or what `torch.accelerator` offers."""
 
@@ -98,6 +120,8 @@ class AllocatorStats(_Clock):
         self.name: str = module.get_device_name(index) if hasattr(module, "get_device_name") else str(device)
         self.total: int | None = _usable_bytes(module, index)
         self.remark = ""
+        self._peaks = _Peaks((device.type, index))
+        self._retries_before = self._ooms_before = 0
         self._counts = True
         if device.type == "cuda" and torch.cuda.get_allocator_backend() != "native":
             self._counts = False  # its counters exist, but stay 0
@@ -105,19 +129,22 @@ class AllocatorStats(_Clock):
         self.read()  # raises here, not in a training loop, where the device keeps no statistics
 
     def reset(self) -> None:
-        self._source.reset_peak_memory_stats(self._index)
-        self._source.reset_accumulated_memory_stats(self._index)  # or earlier retries and OOMs would count
+        # The device's own counters go on: somebody else may be counting from another moment.
+        self._retries_before = self._ooms_before = 0
+        now = self.read()
+        self._retries_before, self._ooms_before = now.retries or 0, now.ooms or 0
 
     def read(self) -> Reading:
         stats = self._stats(self._index)
         self._source.reset_peak_memory_stats(self._index)
         allocated = stats["allocated_bytes"]["all"]
+        reserved, highest = self._peaks.read(stats["reserved_bytes"]["all"]["peak"], allocated["peak"])
         return Reading(
-            reserved=stats["reserved_bytes"]["all"]["peak"],
-            allocated=allocated["peak"],
+            reserved=reserved,
+            allocated=highest,
             live=allocated["current"],
-            retries=stats.get("num_alloc_retries") if self._counts else None,
-            ooms=stats.get("num_ooms") if self._counts else None,
+            retries=_since(self._retries_before, stats.get("num_alloc_retries")) if self._counts else None,
+            ooms=_since(self._ooms_before, stats.get("num_ooms")) if self._counts else None,
         )
 
     def synchronize(self) -> None:
@@ -140,6 +167,7 @@ class ProcessStats(_Clock):
         self.name = "CPU"
         self.total: int | None = psutil.virtual_memory().total
         self._process = psutil.Process()
+        self._peaks = _Peaks("process")
         self._peak_files: tuple[int, int] | None = None
         if sys.platform == "linux":
             try:
@@ -158,15 +186,14 @@ class ProcessStats(_Clock):
         )
 
     def reset(self) -> None:
-        if self._peak_files:
-            os.write(self._peak_files[1], b"5")  # proc(5): 5 resets the peak to what is resident now
+        self.read()
 
     def read(self) -> Reading:
         if self._peak_files:
             status = os.pread(self._peak_files[0], 4096, 0)
             at = status.index(b"VmHWM:") + len(b"VmHWM:")
-            resident = int(status[at : status.index(b"kB", at)]) * 1024
-            self.reset()
+            (resident,) = self._peaks.read(int(status[at : status.index(b"kB", at)]) * 1024)
+            os.write(self._peak_files[1], b"5")  # proc(5): 5 resets the peak to what is resident now
         else:
             resident = self._process.memory_info().rss
         return Reading(reserved=resident, allocated=None, live=None, retries=None, ooms=None)
@@ -200,6 +227,11 @@ class NoStats(_Clock):
 
     def empty_cache(self) -> None:
         torch.get_device_module(self._device).empty_cache()
+
+
+def _since(before: int, count: int | None) -> int | None:
+    """How many there were since the count was `before`; all, where somebody has set it back."""
+    return count if count is None or count < before else count - before
 
 
 def _nested_accelerator_stats(index: int) -> dict[str, Any]:

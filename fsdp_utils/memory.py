@@ -39,8 +39,9 @@ class Memory_Maximizer:
     a context manager, which starts and stops. Best created on all ranks. Where only some create it, the
     report covers those and says so: no rank waits for one that takes no part.
 
-    It resets the device's peak and accumulated statistics, which belong to the whole process: read peaks
-    from the report, not from `torch.cuda.max_memory_allocated()`.
+    It resets the device's peak statistics, which belong to the whole process: read peaks from the report, not
+    from `torch.cuda.max_memory_allocated()`. Several may measure at the same time, such as one for each step
+    inside one for the epoch: each has its own peaks and counts.
 
     Args:
         device: what to measure; None for the current accelerator, or the CPU where there is none. On the CPU
@@ -107,8 +108,9 @@ class Memory_Maximizer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        # After an exception the others may never come to their stop(): this rank tells and does not wait.
-        self._finish(self._timeout if error is None else 0.0)
+        # After an exception the others may never come to their stop(), and the device may be stuck in a
+        # kernel that waits for them: this rank tells, and waits for neither.
+        self._finish(self._timeout if error is None else 0.0, synchronize=error is None)
 
     def _step(self, stats: DeviceStats, samples: int | None) -> Step:
         reading, now = stats.read(), stats.now()
@@ -121,7 +123,7 @@ class Memory_Maximizer:
         seconds, self._last = now - self._last, now
         return Step(reading.reserved, reading.allocated, reading.live, retries, ooms, seconds, samples)
 
-    def _finish(self, timeout: float) -> MemoryReport:
+    def _finish(self, timeout: float, *, synchronize: bool = True) -> MemoryReport:
         if self._stats is None:  # not running
             if self.report is None:
                 unmeasured = _sum_up(device_stats(self._device), [], [], 0.0)
@@ -131,7 +133,8 @@ class Memory_Maximizer:
 
         stats, self._stats = self._stats, None
         waiting = stats.now()
-        stats.synchronize()
+        if synchronize:
+            stats.synchronize()
         # What was still under way belongs to the steps; what the host did since the last update() does not.
         seconds = self._last - self._begun + stats.now() - waiting
         after = self._step(stats, None)  # memory that was used since the last step counts, too

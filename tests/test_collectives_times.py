@@ -6,6 +6,7 @@ records are constructed: which there are and how their ids link them is taken fr
 """
 
 import statistics
+import threading
 import time
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -14,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import DeviceType
+from torch._C._profiler import ProfilerState
+from torch.autograd import DeviceType, profiler
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import profile, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdp_utils import record_collectives, run_on_ranks
 from fsdp_utils.collectives import Event, Trace, recording
-from fsdp_utils.collectives.device_times import MARK, TAKEN, DeviceTimes, read
+from fsdp_utils.collectives.device_times import MARK, TAKEN, UNFINISHED, UNSEEN, DeviceTimes, read
 from tests.recorded import Model, fsdp1, fsdp2
 
 WIDTH = 384  # a layer computes for milliseconds
@@ -256,3 +258,105 @@ def test_on_a_gpu_computations_take_most_of_a_large_step() -> None:
         assert 0.5 < total / (begin.elapsed_time(end) / 1e3) < 1.05
     finally:
         dist.destroy_process_group()
+
+
+# ---- what torch's profiler is asked for, and how it ends -------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, set[ProfilerActivity]]]:
+    """What Kineto is asked for, as if there were a GPU and a torch that can see it. It sees no kernel."""
+    activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    found: list[tuple[Any, set[ProfilerActivity]]] = []
+    prepare = profiler._prepare_profiler
+
+    def prepare_and_note(config: Any, asked_for: set[ProfilerActivity], **options: Any) -> None:
+        found.append((config, set(asked_for)))
+        prepare(config, asked_for, **options)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.profiler, "supported_activities", lambda: activities)
+    monkeypatch.setattr(profiler, "_supported_activities", lambda: activities)
+    monkeypatch.setattr(profiler, "_prepare_profiler", prepare_and_note)
+    return found
+
+
+def compute(times: DeviceTimes) -> Event:
+    event = Event(0, "compute", "layer", "forward")
+    mark = times.mark()
+    torch.ones(3).add(1)
+    times.issued(event, mark)
+    return event
+
+
+def test_on_cuda_kinetos_cuda_activity_is_recorded(asked: list[tuple[Any, set[ProfilerActivity]]]) -> None:
+    with DeviceTimes(Trace(0, 1, {}), "cuda") as times:
+        assert times._profiler.profiler_kind == ProfilerState.KINETO
+        compute(times)
+    assert [activities for _, activities in asked] == [{ProfilerActivity.CPU, ProfilerActivity.CUDA}]
+
+
+@pytest.mark.usefixtures("asked")
+def test_where_the_profiler_saw_no_kernel_no_times_are_invented() -> None:
+    trace = Trace(0, 1, {})
+    with DeviceTimes(trace, "cuda") as times:
+        event = compute(times)
+    assert trace.notes == [UNSEEN]
+    assert event.seconds is None  # and not 0.0, as of what has nothing for the device
+
+
+def broken_recording(trace: Trace) -> Event:
+    """A recording that an exception ends, and its one event."""
+    found: list[Event] = []
+
+    def run() -> None:
+        with DeviceTimes(trace, "cuda") as times:
+            found.append(compute(times))
+            raise BrokenError("on purpose")
+
+    with pytest.raises(BrokenError):
+        run()
+    return found[0]
+
+
+@pytest.mark.usefixtures("asked")
+def test_after_an_exception_a_stuck_kernel_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: finished.wait(30))
+    trace, begun = Trace(0, 1, {}), time.monotonic()
+    try:
+        event = broken_recording(trace)
+        assert time.monotonic() - begun < 10
+    finally:
+        finished.set()
+    assert trace.notes == [UNFINISHED, UNSEEN]
+    assert event.seconds is None
+
+
+@pytest.mark.usefixtures("asked")
+def test_an_error_of_the_device_ends_the_profiler_and_hides_no_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(device: int | None = None) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    trace = Trace(0, 1, {})
+    broken_recording(trace)  # raises its own error
+    assert UNFINISHED in trace.notes
+    with pytest.raises(RuntimeError, match="device-side assert"), DeviceTimes(trace, "cuda") as times:
+        compute(times)
+    assert not torch.autograd._profiler_enabled()  # the next recording can have one
+    assert TAKEN not in trace.notes
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps"])
+def test_a_device_that_the_profiler_cannot_see_gets_a_note(device: str) -> None:
+    trace = Trace(0, 1, {})
+    with DeviceTimes(trace, device) as times:
+        event = compute(times)
+    (note,) = trace.notes
+    assert f"cannot see what {device} runs" in note
+    assert event.seconds is None

@@ -1,6 +1,7 @@
 """Memory_Maximizer: what it says is true, on one rank and on several, and where there is little to say."""
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -440,7 +441,6 @@ class CudaModule:
     """The part of torch.cuda that is asked, over a dictionary of the shape that CUDA's allocator gives."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
         sizes = {"peak": 3 * GIB, "current": 2 * GIB, "allocated": 9 * GIB, "freed": 7 * GIB}
         self.stats = {
             "allocated_bytes": {"all": sizes, "large_pool": {}, "small_pool": {}},
@@ -448,6 +448,12 @@ class CudaModule:
             "num_alloc_retries": 4,
             "num_ooms": 1,
         }
+
+    def rise(self, gib: int, retries: int = 0) -> None:
+        """Tensors take so much for a moment, with so many retries."""
+        for sizes in (self.stats["allocated_bytes"]["all"], self.stats["reserved_bytes"]["all"]):
+            sizes["peak"] = max(sizes["peak"], gib * GIB)
+        self.stats["num_alloc_retries"] += retries
 
     def current_device(self) -> int:
         return 1
@@ -462,13 +468,14 @@ class CudaModule:
         return 0.5
 
     def memory_stats_as_nested_dict(self, index: int) -> dict[str, Any]:
-        return self.stats
+        return copy.deepcopy(self.stats)
 
     def reset_peak_memory_stats(self, index: int) -> None:
-        self.calls.append("peak")
+        for sizes in (self.stats["allocated_bytes"]["all"], self.stats["reserved_bytes"]["all"]):
+            sizes["peak"] = sizes["current"]
 
     def reset_accumulated_memory_stats(self, index: int) -> None:
-        self.calls.append("accumulated")
+        self.stats |= {"num_alloc_retries": 0, "num_ooms": 0}
 
 
 @pytest.fixture
@@ -481,10 +488,81 @@ def cuda(monkeypatch) -> CudaModule:
 def test_reads_the_allocator_of_cuda(cuda):
     stats = AllocatorStats(torch.device("xpu"))
     assert (stats.name, stats.total) == ("GPU 1", 40 * GIB)  # half of it is this process's
+    cuda.rise(3)
+    cuda.stats["reserved_bytes"]["all"]["peak"] = 5 * GIB
     assert stats.read() == Reading(5 * GIB, 3 * GIB, 2 * GIB, 4, 1)
-    cuda.calls.clear()
     stats.reset()
-    assert sorted(cuda.calls) == ["accumulated", "peak"]
+    assert stats.read()[-2:] == (0, 0)
+    cuda.stats["num_alloc_retries"] += 2
+    assert stats.read()[-2:] == (2, 0)
+    cuda.stats["num_alloc_retries"] = 1  # somebody else has reset it, and then there was one
+    assert stats.read()[-2:] == (1, 0)
+
+
+class NoWait(AllocatorStats):
+    def synchronize(self) -> None:
+        pass
+
+
+def test_measurements_that_overlap_have_their_own_peaks_and_counts(cuda):
+    outer, inner = (Memory_Maximizer(NoWait(torch.device("xpu")), verbose=False) for _ in range(2))
+    outer.start()
+    cuda.rise(20, retries=1)  # before the inner one
+    inner.start()
+    cuda.rise(10, retries=2)
+    inner.update()
+    cuda.rise(7)
+    inner.update()
+    outer.update()
+    inside = inner.stop()
+    cuda.rise(8, retries=4)  # after it
+    outside = outer.stop()
+    assert [step.allocated for step in inside.history] == [10 * GIB, 7 * GIB]
+    assert (inside.max_reserved_gib, inside.num_alloc_retries) == (10, 2)
+    assert [step.allocated for step in outside.history] == [20 * GIB]
+    assert (outside.max_reserved_gib, outside.num_alloc_retries) == (20, 7)
+
+
+def test_measurements_of_the_process_that_overlap_have_their_own_peaks():
+    outer, inner = (Memory_Maximizer("cpu", verbose=False) for _ in range(2))
+    outer.start()
+    block = torch.ones(256 * 2**20 // 4)
+    del block
+    with inner:
+        inner.update()
+    outer.update()
+    (around,), (within,) = (mm.report.ranks for mm in (_stopped(outer), inner) if mm.report)
+    assert (around.reserved or 0) - (within.reserved or 0) > 200 * 2**20
+
+
+def _stopped(mm: Memory_Maximizer) -> Memory_Maximizer:
+    mm.stop()
+    return mm
+
+
+def test_after_an_exception_the_device_is_not_waited_for():
+    class Stuck(ImaginedDevice):
+        waits = False
+
+        def synchronize(self) -> None:
+            if self.waits:
+                raise AssertionError("it would wait for ever")
+
+    device = Stuck()
+    mm = Memory_Maximizer(device, verbose=False)
+
+    def train() -> None:
+        with mm:
+            device.train(4)
+            mm.update(4)
+            device.waits = True  # such as in a collective whose other rank is dead
+            raise KeyError("labels")
+
+    with pytest.raises(KeyError):
+        train()
+    assert mm.report is not None
+    assert mm.report.steps == 1
+    assert mm.report.max_allocated_gib == pytest.approx(5 + 4 * 0.97)
 
 
 def test_an_allocator_that_does_not_count_is_not_said_to_have_no_retries(cuda, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,15 @@ TAKEN = (
     "the GPU's times are not recorded: another torch profiler has been started in this process and not left, "
     "and torch runs only one. Leave it before the recording"
 )
+UNSEEN = (
+    "the GPU's times are not recorded: torch's profiler saw nothing that the GPU ran. Another tool may hold "
+    "its interface (CUPTI's, on NVIDIA's GPUs), or this machine does not let the process use it"
+)
+UNFINISHED = (
+    "the GPU failed, or had not finished 1 s after the exception: times of what it still had to run are not "
+    "recorded"
+)
+_LATE_S = 1.0  # how long the end of a recording waits for the GPU after an exception
 Issued = tuple[Event, int, int]  # an event, and the numbers of the marks around its issue
 
 
@@ -25,11 +35,13 @@ class DeviceTimes:
     """The profiler, for as long as the context lasts, with marks in its record between what is issued.
 
     A mark is an empty operation. At the end of the context, an event gets the time from the first to the last
-    thing that the device ran for calls between its two marks.
+    thing that the device ran for calls between its two marks. After an exception, the end waits no longer
+    than a second for the device, which may be stuck in a kernel.
 
     Args:
         trace: Whose events get their start and duration, and which gets the notes.
-        device: "cuda"; "cpu" takes torch's operations on the CPU for what was run.
+        device: "cuda", or another one that torch's profiler can see; for others a note says that it cannot.
+            "cpu" takes torch's operations on the CPU for what was run.
     """
 
     def __init__(self, trace: Trace, device: str) -> None:
@@ -44,7 +56,15 @@ class DeviceTimes:
         if torch.autograd._profiler_enabled() or "ProfilerStep" in profiler.KinetoStepTracker._step_dict:
             self._trace.notes.append(TAKEN)
             return self
-        self._profiler = profiler.profile(use_device=None if self._device == "cpu" else self._device)
+        if self._device != "cpu" and not _can_see(self._device):
+            self._trace.notes.append(
+                f"the device's times are not recorded: the profiler of torch {torch.__version__} cannot see "
+                f"what {self._device} runs (torch.profiler.supported_activities() lacks it)"
+            )
+            return self
+        # Without Kineto, "cuda" is timed around each operation on the CPU, and no kernel is in the record.
+        use_device = None if self._device == "cpu" else self._device
+        self._profiler = profiler.profile(use_device=use_device, use_kineto=True)
         self._profiler.__enter__()
         self.mark()
         return self
@@ -61,29 +81,70 @@ class DeviceTimes:
         if self._profiler is not None:
             self._issued.append((event, since, self.mark()))
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._profiler is None:
             return
         running, self._profiler = self._profiler, None
+        problem = None
+        if self._device != "cpu":
+            problem = _wait_for(self._device, None if kind is None else _LATE_S)
+        running.use_device = (
+            None  # or its end would wait for the device itself, and stay in use if that fails
+        )
         records = []
         try:
-            running.__exit__(*error)  # waits for the device
+            running.__exit__(kind, *rest)
             records = running.kineto_results.events()
-        except RuntimeError as problem:  # torch 2.9 and 2.11 tell so that another profiler ended this one
-            if "not running" not in str(problem):
+        except RuntimeError as error:  # torch 2.9 and 2.11 tell so that another profiler ended this one
+            if "not running" not in str(error) and kind is None:
                 raise
+        if problem is not None:
+            if kind is None:
+                raise problem
+            self._trace.notes.append(UNFINISHED)
         marks = {int(r.name()[len(MARK) :]): r for r in records if r.name().startswith(MARK)}
         if 0 not in marks:  # another profiler was started since, which ended this one
             self._trace.notes.append(TAKEN)
             return
         issued = [(event, begin, end) for event, begin, end in self._issued if {begin, end} <= marks.keys()]
+        if issued and self._device != "cpu" and all(r.device_type() == DeviceType.CPU for r in records):
+            self._trace.notes.append(UNSEEN)
+            return
         for (event, *_), times in zip(issued, read(records, marks, issued, self._device), strict=True):
             if times is not None:
                 event.start, event.seconds = times
-            elif event.kind == COMPUTE:
+            elif event.kind == COMPUTE and problem is None:
                 event.seconds = 0.0  # nothing for the device: views, and Python
         if without := sum(event.is_collective and event.seconds is None for event, *_ in self._issued):
             self._trace.notes.append(f"for {without} collectives the profiler saw nothing that the GPU ran")
+
+
+def _can_see(device: str) -> bool:
+    """Can torch's profiler see what this kind of device runs?"""
+    activity = getattr(torch.profiler.ProfilerActivity, device.upper(), None)
+    return activity in torch.profiler.supported_activities()
+
+
+def _wait_for(device: str, limit: float | None) -> Exception | None:
+    """Wait until the device has done all it was given. Returns what it failed with, or a TimeoutError.
+
+    In a thread of its own: a stuck kernel blocks the thread that waits for it for ever.
+    """
+    module = torch.get_device_module(device)
+    index = module.current_device()  # each thread has one of its own
+    outcome: list[Exception | None] = [TimeoutError(f"{device} did not finish within {limit} s")]
+
+    def wait() -> None:
+        try:
+            module.synchronize(index)
+            outcome[0] = None
+        except Exception as error:
+            outcome[0] = error
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(limit)
+    return outcome[0]
 
 
 def read(

@@ -50,7 +50,8 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
 
     On a GPU, times are those at which the GPU ran what was issued, read from torch's profiler when the block
     ends; a collective of gloo has there the time of its copies only. torch runs one profiler at a time. Where
-    another one is in use, a note says so, `start` is when the CPU issued an event, and `seconds` is None.
+    another one is in use, or torch's profiler cannot see the device, a note says so, `start` is when the CPU
+    issued an event, and `seconds` is None.
 
     Args:
         model: The one that is trained, after fully_shard, FullyShardedDataParallel or
