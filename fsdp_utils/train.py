@@ -37,7 +37,7 @@ from fsdp_utils.distributed import get_rank, get_world_size
 from fsdp_utils.memory import Memory_Maximizer
 from fsdp_utils.train_config import ConfigError, OptimConfig, TrainConfig, mesh_shape, micro_batches, parse
 from fsdp_utils.train_data import Data, load_data, rows_at
-from fsdp_utils.train_group import process_group, same_on_all, sum_of_all, training_device
+from fsdp_utils.train_group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
 from fsdp_utils.train_log import Journal
 from fsdp_utils.train_model import build_model, flops_per_token, parallelize, peak_flops
 from fsdp_utils.train_saves import Saves, resume
@@ -119,9 +119,19 @@ def _loop(
     stop: Stop,
     heart: Heartbeat,
 ) -> Progress:
-    """Step, tell, evaluate, save, until the last step or the scheduler's signal."""
+    """Step, tell, save, evaluate, until the last step or the scheduler's signal."""
+
+    def evaluate(step: int) -> None:
+        if step % config.eval_every == 0 or step == config.steps:
+            found = _evaluate(config, model, data, heart)
+            journal.metrics(step, **found)
+            if len(data.test) and not found:
+                journal.say(f"step {step}: no eval_loss, as no test sample has a label")
+
     device, count = next(model.parameters()).device, config.data.batch_size
     step, seen = at.step, at.seen
+    if step and not on_rank_0(lambda: journal.told("eval_loss")):
+        evaluate(step)  # the run had ended between the save and the evaluation of this step
     batch = _batch(config, data, seen)
     (labels,) = sum_of_all(sum(batch.labels))
     measure = _throughput(config, model, data, device)
@@ -137,24 +147,30 @@ def _loop(
         with _profiled(config, step + 1):
             own, norm = _step(config, model, optimizer, batch, labels, step, rate)
         step, seen = step + 1, seen + count
-        batch = _batch(config, data, seen)
-        loss, asked, labels = sum_of_all(own, stop.wanted is not None, sum(batch.labels))
+        following = _batch(config, data, seen)
+        loss, asked, more = sum_of_all(own, stop.wanted is not None, sum(following.labels))
+        check_finite("the loss", loss, own, step, batch.samples)
+        known = loss if labels else None  # a batch without a label has no loss, and its gradient is zero
+        batch, labels = following, more
         seconds = time.perf_counter() - begun
         memory.update(count // get_world_size())
         journal.moved(step)
         if step % config.log_every == 0 or step == config.steps:
-            journal.metrics(step, loss=loss, lr=rate, norm=norm, seconds=seconds, **measure(seconds))
-        if step % config.save_every == 0 and step < config.steps:
+            journal.metrics(step, loss=known, lr=rate, norm=norm, seconds=seconds, **measure(seconds))
+        if step == config.steps:
+            break
+        if step % config.save_every == 0:
             heart.at(f"saving after step {step}")
             journal.durable()
             saves.begin(model, optimizer, step, seen=seen)
-        if step % config.eval_every == 0 or step == config.steps:
-            journal.metrics(step, **_evaluate(config, model, data, heart))
-        if asked and step < config.steps:
+        evaluate(step)
+        if asked:
             stopped = _signal(stop.wanted)
     heart.at(f"saving after step {step}")
     journal.durable()
     saves.finish(model, optimizer, step, seen=seen)
+    if step == config.steps > at.step:
+        evaluate(step)  # after the save: an evaluation that fails costs no step
     report = memory.stop()
     journal.event("stopped" if stopped else "finished", step=step, signal=stopped, memory=report.to_dict())
     journal.say(str(report))
@@ -188,7 +204,9 @@ def _step(
     for index, (part, weight) in enumerate(zip(batch.parts, batch.labels, strict=True)):
         if number > 1:  # sum gradients between ranks only once, after the last micro-batch
             model.set_requires_gradient_sync(index == number - 1)
-        loss = model(**_to(part, device)).loss * (weight / labels)
+        if not weight:  # a mean over no label is NaN: it counts 0 times with some labels, whatever they are
+            part = {**part, "labels": part["labels"].clamp(min=0)}
+        loss = model(**_to(part, device)).loss * (weight / max(labels, 1))
         (loss * world_size).backward()  # FSDP averages over the ranks, and this loss is a part of a sum
         local += loss.detach()
 
@@ -197,7 +215,7 @@ def _step(
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     own, length = torch.stack([local, norm.to(local)]).tolist()  # waits for the device: once a step
-    check_finite(length, own, step + 1, batch.samples)
+    check_finite("the gradient's norm", length, own, step + 1, batch.samples)
     if config.optim.clip is not None:
         clip_grads_with_norm_(model.parameters(), config.optim.clip, norm)
     for group in optimizer.param_groups:
@@ -233,7 +251,7 @@ def _evaluate(config: TrainConfig, model: nn.Module, data: Data, heart: Heartbea
         if isinstance(unit, FSDPModule):
             unit.reshard()  # what FSDP keeps for a backward that does not come; checkpoints are of shards
     loss, total = sum_of_all(loss, total)
-    return {"eval_loss": loss / total}
+    return {"eval_loss": loss / total} if total else {}
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:

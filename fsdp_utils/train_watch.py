@@ -58,24 +58,25 @@ class Stop:
 
 
 class NotFinite(FloatingPointError):
-    """The gradient is NaN or infinite. The same on every rank; the optimizer has not used it."""
+    """The gradient or the loss is NaN or infinite. The same on every rank; no checkpoint holds it."""
 
 
-def check_finite(norm: float, loss: float, step: int, rows: list[int]) -> None:
-    """Stop all ranks where the gradient's norm is not a number, and say whose loss it came from.
+def check_finite(what: str, value: float, loss: float, step: int, rows: list[int]) -> None:
+    """Stop all ranks where a number that all of them have is none, and say whose loss it came from.
 
-    All ranks have the same norm, so that they all come here, or none does.
+    All ranks have the same value, so that they all come here, or none does.
 
     Args:
-        norm: of the whole gradient.
-        loss: this rank's own, of this step.
+        what: the value's name.
+        value: the norm of the whole gradient, or the loss of all ranks together.
+        loss: this rank's own part of the loss of this step.
         step: its number.
         rows: the samples that this rank computed.
 
     Raises:
         NotFinite: names the step, the ranks and their samples.
     """
-    if math.isfinite(norm):
+    if math.isfinite(value):
         return
     losses: list[Any] = [None] * get_world_size()
     dist.all_gather_object(losses, (loss, rows))
@@ -86,9 +87,9 @@ def check_finite(norm: float, loss: float, step: int, rows: list[int]) -> None:
         if not math.isfinite(value)
     ]
     raise NotFinite(
-        f"step {step}: the gradient's norm is {norm}; "
+        f"step {step}: {what} is {value}; "
         + ("; ".join(culprits) or "the losses of all ranks are finite, so it became so in backward")
-        + ". The optimizer has not used it; the checkpoints are from before."
+        + ". The step is not saved; the checkpoints are from before."
     )
 
 

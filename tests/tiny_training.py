@@ -88,6 +88,62 @@ def wider() -> Counting:
     return task
 
 
+def gaps() -> Counting:
+    """Every other training sample has no label at all, nor has any sample of the test."""
+    task = counting()
+    task.train["labels"] = task.train["labels"].clone()
+    task.train["labels"][::2] = -100
+    task.test["labels"] = torch.full_like(task.test["labels"], -100)
+    return task
+
+
+def unlabelled() -> Counting:
+    """No sample has a label."""
+    task = gaps()
+    task.train["labels"] = torch.full_like(task.train["labels"], -100)
+    return task
+
+
+def bad_test() -> Counting:
+    """The test cannot be evaluated: it has a token that the model does not know."""
+    task = counting()
+    task.test["input_ids"] = task.test["input_ids"] + VOCABULARY
+    return task
+
+
+class Divided(Decoder):
+    """Divides by the number of labels itself: without one the gradient is NaN, too."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits, wanted = self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return Output(F.cross_entropy(logits, wanted, reduction="sum") / (wanted != -100).sum())
+
+
+def gaps_divided() -> Counting:
+    """The data of `gaps` for such a model."""
+    task = gaps()
+    task.build = lambda: build(Divided)  # type: ignore[method-assign]
+    return task
+
+
+class Detached(Decoder):
+    """Where the loss is NaN the gradient is not."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        loss = super().forward(input_ids.clamp(max=POISON - 1), labels).loss
+        return Output(loss + float("nan") if (input_ids == POISON).any() else loss)
+
+
+def poisoned_loss() -> Counting:
+    """The bad sample of `poisoned` for such a model."""
+    task = poisoned()
+    task.build = lambda: build(Detached)  # type: ignore[method-assign]
+    return task
+
+
 class Slow(Decoder):
     """Takes a tenth of a second, in which there is time for a fault, and none of a processor's."""
 
