@@ -17,7 +17,13 @@ MOST_DEPTH = 50  # of lists and mappings within each other
 
 
 class YamlError(ValueError):
-    """This is no YAML that can be read: names the place, what was found, and what to do."""
+    """This is no YAML that can be read: names the place, what was found, and what to do.
+
+    Attributes:
+        is_syntax: it is no YAML at all, as against one that is too large, too deep or expands too far.
+    """
+
+    is_syntax = False
 
 
 def load_yaml(text: str, *, where: str) -> object:
@@ -60,7 +66,9 @@ def check_yaml(text: str, *, where: str) -> None:
     try:
         _measure(yaml, yaml.parse(text, Loader=_loader(yaml)), where)
     except (yaml.YAMLError, UnicodeError) as error:
-        raise YamlError(f"{where}: expected YAML, found what is none: {error}") from error
+        refused = YamlError(f"{where}: expected YAML, found what is none: {error}")
+        refused.is_syntax = True
+        raise refused from error
 
 
 def _measure(yaml: Any, events: Iterator[Any], where: str) -> None:
