@@ -35,7 +35,15 @@ from fsdp_utils.checkpoint import CheckpointError
 from fsdp_utils.child_tuning import ChildTuningAdamW
 from fsdp_utils.distributed import get_rank, get_world_size
 from fsdp_utils.memory import Memory_Maximizer
-from fsdp_utils.train_config import ConfigError, OptimConfig, TrainConfig, mesh_shape, micro_batches, parse
+from fsdp_utils.train_config import (
+    ConfigError,
+    OptimConfig,
+    TrainConfig,
+    check_ranges,
+    mesh_shape,
+    micro_batches,
+    parse,
+)
 from fsdp_utils.train_data import Data, load_data, rows_at
 from fsdp_utils.train_group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
 from fsdp_utils.train_log import Journal
@@ -102,6 +110,7 @@ def train(config: TrainConfig) -> Progress:
 
 def _prepare(config: TrainConfig) -> tuple[Data, nn.Module]:
     """All that can be refused before the ranks work together."""
+    check_ranges(config)
     micro_batches(config, get_world_size())
     mesh_shape(config, get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())))
     data = load_data(config.data)
@@ -311,6 +320,7 @@ def _signal(mine: str | None) -> str:
 
 def _seed(seed: int, device: torch.device) -> None:
     """As torch.manual_seed, which on a CPU takes half a millisecond to note where it was called from."""
+    seed %= 2**63  # torch's seeds have 64 bits
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)

@@ -23,6 +23,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "TrainConfig",
+    "check_ranges",
     "mesh_shape",
     "micro_batches",
     "parse",

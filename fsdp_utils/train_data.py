@@ -182,4 +182,5 @@ def rows_at(position: int, count: int, total: int, seed: int) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _order(total: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(total, generator=generator)

@@ -31,6 +31,8 @@ def scenes(out: Path) -> dict[str, Any]:
         train(configured(out / "bad", "bad_test", steps=STEPS, eval_every=100))
     found["left"] = [one.step for one in committed(out / "bad" / "checkpoints")]
     found["mended"] = run(out / "bad", steps=STEPS, eval_every=100)
+    for seed in (2**63 - 1, -(2**63)):
+        found[f"seed {seed}"] = run(out / str(seed), seed=seed, **few)
     with pytest.raises(NotFinite) as caught:
         train(configured(out / "nan", "poisoned_loss", save_every=1))
     found["NaN"] = str(caught.value)
@@ -98,3 +100,10 @@ def test_a_loss_that_is_none_ends_the_run_though_its_gradient_is_finite(told: To
     assert f"step {step}: the loss is nan; the loss of rank {place // 4} is nan (samples" in found["NaN"]
     assert max((one.step for one in committed(out / "nan" / "checkpoints")), default=0) == step - 1
     assert torch.isfinite(torch.tensor([*metrics(out / "nan").values()])).all()
+
+
+def test_every_seed_of_64_bits_is_one(told: Told) -> None:
+    found, _ = told
+    first, second = found[f"seed {2**63 - 1}"], found[f"seed {-(2**63)}"]
+    assert len(first) == len(second) == STEPS
+    assert first[1] != second[1]  # other samples
