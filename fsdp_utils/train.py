@@ -39,13 +39,16 @@ from fsdp_utils.train_config import (
     ConfigError,
     OptimConfig,
     TrainConfig,
+    changes,
     check_ranges,
     mesh_shape,
     micro_batches,
     parse,
 )
-from fsdp_utils.train_data import Data, load_data, rows_at
+from fsdp_utils.train_data import Data, load_data, must_be_the_same, rows_at
+from fsdp_utils.train_files import DataError
 from fsdp_utils.train_group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
+from fsdp_utils.train_lock import RunLock
 from fsdp_utils.train_log import Journal
 from fsdp_utils.train_model import build_model, flops_per_token, parallelize, peak_flops
 from fsdp_utils.train_saves import Saves, resume
@@ -85,34 +88,45 @@ def train(config: TrainConfig) -> Progress:
     """
     out = Path(config.out)
     device = training_device(config.parallel.device)
-    with Stop() as stop, Heartbeat(out / "hang", config.timeout_s) as heart:
+    with Stop() as stop, Heartbeat(out / "hang", config.timeout_s) as heart, RunLock(out) as lock:
         heart.at("building")
-        data, model = same_on_all(lambda: _prepare(config))
+        data, model = same_on_all(lambda: _prepare(config, lock))
         model = parallelize(model, config, device)
         optimizer = _optimizer(model, config.optim)
 
         heart.at("loading")
         state, damaged = resume(out / "checkpoints", model, optimizer)
+        must_be_the_same(data, state.get("data"))
+        for group in optimizer.param_groups:  # those of the checkpoint give way
+            group.update(_hyperparameters(config.optim))
         at = Progress(state.get("step", 0), state.get("seen", 0))
+        about = {"config": asdict(config), "data": data.identity}
+        changed = changes(state.get("config", about["config"]), about["config"])
         journal = Journal(out, step=at.step, steps=config.steps, tensorboard=config.tensorboard)
         try:
             for text in damaged:
                 journal.event("damaged", error=text)
                 journal.say(f"passed over a damaged checkpoint: {text}")
-            journal.event("started", step=at.step, world_size=get_world_size(), config=asdict(config))
+            journal.event("started", step=at.step, world_size=get_world_size(), config=about["config"])
+            if changed:
+                journal.say(f"from step {at.step} on with other settings than before: {', '.join(changed)}")
+            if lock.warning:
+                journal.say(lock.warning)
             if config.parallel.precision == "bf16" and not (support := bf16_support(device)):
                 journal.say(f"bf16 will be slow here, or wrong: {support}")
-            saves = Saves(out / "checkpoints", config.keep, at.step if state else None, journal)
+            saves = Saves(out / "checkpoints", config.keep, at.step if state else None, journal, about)
             return _loop(config, model, optimizer, data, at, saves, journal, stop, heart)
         finally:
             journal.close()
 
 
-def _prepare(config: TrainConfig) -> tuple[Data, nn.Module]:
+def _prepare(config: TrainConfig, lock: RunLock) -> tuple[Data, nn.Module]:
     """All that can be refused before the ranks work together."""
     check_ranges(config)
     micro_batches(config, get_world_size())
     mesh_shape(config, get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())))
+    if get_rank() == 0:
+        lock.take()
     data = load_data(config.data)
     return data, build_model(config.model, data, config.seed)
 
@@ -273,10 +287,16 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
 
 
 def _optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    settings = {"lr": config.lr, **_hyperparameters(config)}
     if config.name == "child_tuning":
-        return ChildTuningAdamW(model.parameters(), **settings, reserve_p=config.reserve_p)
+        return ChildTuningAdamW(model.parameters(), **settings)
     return torch.optim.AdamW(model.parameters(), **settings, fused=True)
+
+
+def _hyperparameters(config: OptimConfig) -> dict[str, Any]:
+    """What the optimizer is told besides the learning rate, which `_step` sets at each step."""
+    settings: dict[str, Any] = {"betas": config.betas, "weight_decay": config.weight_decay}
+    return settings | ({"reserve_p": config.reserve_p} if config.name == "child_tuning" else {})
 
 
 def _throughput(
@@ -359,6 +379,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         # A process group that lost a rank, or a save, can hold up the end of a process.
         faulthandler.dump_traceback_later(_END_S, exit=True)
+        if isinstance(error, DataError):  # this rank alone has seen it
+            print(f"rank {get_rank()}: DataError: {error}", file=sys.stderr, flush=True)
+            return 1
         if not isinstance(error, (ConfigError, CheckpointError, NotFinite)):
             raise
         if get_rank() == 0:  # these are the same on every rank: told once

@@ -7,6 +7,7 @@ Later arguments overrule earlier ones. `--print_config` writes the YAML of a run
 
 import contextlib
 import io
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "TrainConfig",
+    "changes",
     "check_ranges",
     "mesh_shape",
     "micro_batches",
@@ -303,6 +305,18 @@ def _nulls(settings: Any, prefix: str = "") -> Iterator[str]:
             yield prefix + name
         elif is_dataclass(value):
             yield from _nulls(value, f"{prefix}{name}.")
+
+
+def changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """What differs between two configurations, as asdict gives them: "optim.lr 0.1 -> 0.2"."""
+    found = []
+    for name in before.keys() | now.keys():
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += changes(old, new, f"{prefix}{name}.")
+        elif json.dumps(old) != json.dumps(new):  # alike for tuples and lists
+            found.append(f"{prefix}{name} {old} -> {new}")
+    return sorted(found)
 
 
 def micro_batches(config: TrainConfig, world_size: int) -> tuple[int, int]:

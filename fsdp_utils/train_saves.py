@@ -66,10 +66,13 @@ class Saves:
         keep: how many are kept.
         saved: the step of the newest that is there; None where there is none.
         journal: where failures are told.
+        about: what each checkpoint says of the run.
     """
 
-    def __init__(self, directory: Path, keep: int, saved: int | None, journal: Journal) -> None:
-        self._directory, self._keep, self._journal = directory, keep, journal
+    def __init__(
+        self, directory: Path, keep: int, saved: int | None, journal: Journal, about: dict[str, Any]
+    ) -> None:
+        self._directory, self._keep, self._journal, self._about = directory, keep, journal, about
         self._saved = saved
         self._going_on: tuple[Save, int] | None = None
 
@@ -78,7 +81,14 @@ class Saves:
         self._settle()
         try:
             save = save_distributed(
-                self._directory, model, optimizer, step=step, keep=self._keep, asynchronous=True, **state
+                self._directory,
+                model,
+                optimizer,
+                step=step,
+                keep=self._keep,
+                asynchronous=True,
+                **self._about,
+                **state,
             )
             self._going_on = (save, step)
         except CheckpointError as error:
@@ -92,7 +102,9 @@ class Saves:
         """
         self._settle()
         if self._saved != step:
-            save_distributed(self._directory, model, optimizer, step=step, keep=self._keep, **state)
+            save_distributed(
+                self._directory, model, optimizer, step=step, keep=self._keep, **self._about, **state
+            )
             self._saved = step
             self._journal.event("saved", step=step)
 
