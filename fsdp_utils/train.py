@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -50,9 +50,10 @@ from fsdp_utils.train_files import DataError
 from fsdp_utils.train_group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
 from fsdp_utils.train_lock import RunLock
 from fsdp_utils.train_log import Journal
-from fsdp_utils.train_model import build_model, flops_per_token, parallelize, peak_flops
+from fsdp_utils.train_model import build_model, parallelize, throughput
 from fsdp_utils.train_saves import Saves, resume
-from fsdp_utils.train_watch import EXIT_REQUEUE, Heartbeat, NotFinite, Stop, check_finite
+from fsdp_utils.train_stop import Stop
+from fsdp_utils.train_watch import EXIT_REQUEUE, Heartbeat, NotFinite, check_finite
 
 __all__ = ["learning_rate", "main", "train"]
 
@@ -88,7 +89,7 @@ def train(config: TrainConfig) -> Progress:
     """
     out = Path(config.out)
     device = training_device(config.parallel.device)
-    with Stop() as stop, Heartbeat(out / "hang", config.timeout_s) as heart, RunLock(out) as lock:
+    with Heartbeat(out / "hang", config.timeout_s) as heart, Stop(heart) as stop, RunLock(out) as lock:
         heart.at("building")
         data, model = same_on_all(lambda: _prepare(config, lock))
         model = parallelize(model, config, device)
@@ -157,7 +158,7 @@ def _loop(
         evaluate(step)  # the run had ended between the save and the evaluation of this step
     batch = _batch(config, data, seen)
     (labels,) = sum_of_all(sum(batch.labels))
-    measure = _throughput(config, model, data, device)
+    measure = throughput(config, model, data, device)
     memory = Memory_Maximizer(device, verbose=False)
     memory.start()
     model.train()
@@ -176,6 +177,8 @@ def _loop(
         known = loss if labels else None  # a batch without a label has no loss, and its gradient is zero
         batch, labels = following, more
         seconds = time.perf_counter() - begun
+        if step > at.step + 1:
+            heart.longest_step_s = max(heart.longest_step_s, seconds)
         memory.update(count // get_world_size())
         journal.moved(step)
         if step % config.log_every == 0 or step == config.steps:
@@ -183,13 +186,13 @@ def _loop(
         if step == config.steps:
             break
         if step % config.save_every == 0:
-            heart.at(f"saving after step {step}")
+            heart.at(f"saving after step {step}", is_saving=True)
             journal.durable()
             saves.begin(model, optimizer, step, seen=seen)
         evaluate(step)
         if asked:
             stopped = _signal(stop.wanted)
-    heart.at(f"saving after step {step}")
+    heart.at(f"saving after step {step}", is_saving=True)
     journal.durable()
     saves.finish(model, optimizer, step, seen=seen)
     if step == config.steps > at.step:
@@ -297,25 +300,6 @@ def _hyperparameters(config: OptimConfig) -> dict[str, Any]:
     """What the optimizer is told besides the learning rate, which `_step` sets at each step."""
     settings: dict[str, Any] = {"betas": config.betas, "weight_decay": config.weight_decay}
     return settings | ({"reserve_p": config.reserve_p} if config.name == "child_tuning" else {})
-
-
-def _throughput(
-    config: TrainConfig, model: nn.Module, data: Data, device: torch.device
-) -> Callable[[float], dict[str, float | None]]:
-    """From the seconds of a step to samples/s, tokens/s and MFU (the part of the devices' peak)."""
-    sample, samples = data.train[torch.zeros(1, dtype=torch.int64)], config.data.batch_size
-    tokens = sample["input_ids"].numel() * samples if "input_ids" in sample else None
-    flops = flops_per_token(model, sample["input_ids"].numel()) if tokens and data.predicts_next else None
-    peak = get_world_size() * (peak_flops(device, config.peak_tflops) or 0)
-
-    def measure(seconds: float) -> dict[str, float | None]:
-        return {
-            "samples_per_s": samples / seconds,
-            "tokens_per_s": tokens / seconds if tokens else None,
-            "mfu": flops * tokens / seconds / peak if flops and tokens and peak else None,
-        }
-
-    return measure
 
 
 @contextmanager

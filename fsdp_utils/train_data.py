@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fsdp_utils._extras import need
 from fsdp_utils.train_config import ConfigError, DataConfig
 from fsdp_utils.train_files import TokenFile, fingerprint_of_array
 from fsdp_utils.train_group import on_rank_0, same_on_all
@@ -60,7 +61,7 @@ class TokenRows:
         return len(self._places)
 
     def __getitem__(self, rows: Tensor) -> dict[str, Tensor]:
-        import numpy as np
+        np = need("numpy", "train")
 
         stretches = [
             np.asarray(self._files[number][start : start + self._length], dtype=np.int64)
@@ -146,7 +147,7 @@ def _from_function(source: str) -> Data:
 
 
 def _from_folder(folder: Path, config: DataConfig) -> Data:
-    import numpy as np
+    np = need("numpy", "train")
 
     paths = [*sorted(folder.glob("*.npy")), *sorted(folder.glob("*.txt"))]
     tokenizer = None
@@ -179,7 +180,7 @@ def _from_folder(folder: Path, config: DataConfig) -> Data:
 
 
 def _token_file(path: Path) -> TokenFile:
-    import numpy as np
+    np = need("numpy", "train")
 
     mapped = np.lib.format.open_memmap(path, mode="r")  # reads and checks the header
     if mapped.ndim != 1 or not np.issubdtype(mapped.dtype, np.integer):
@@ -188,8 +189,7 @@ def _token_file(path: Path) -> TokenFile:
 
 
 def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
+    AutoTokenizer = need("transformers", "train").AutoTokenizer
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a hostile folder can raise anything

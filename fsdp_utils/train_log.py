@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fsdp_utils._extras import need
 from fsdp_utils.distributed import get_rank
 
 __all__ = ["Journal"]
@@ -36,7 +37,7 @@ class Journal:
         self._active = get_rank() == 0
         if not self._active:
             return
-        from tqdm import tqdm
+        tqdm = need("tqdm", "train").tqdm
 
         directory.mkdir(parents=True, exist_ok=True)
         self._bar = tqdm(total=steps, initial=step, unit="step", disable=None)  # only in a terminal
@@ -44,6 +45,7 @@ class Journal:
         self._events = _Lines(directory / "events.jsonl", "event", self.say)
         self._writer: Any = None
         if tensorboard:
+            need("tensorboard", "train")
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)

@@ -1,5 +1,6 @@
 """What the tests of the training program train: a small decoder, a rule to learn, and faults to meet."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -156,6 +157,27 @@ def slow() -> Counting:
     """The same data, for a model that takes its time."""
     task = counting()
     task.build = lambda: build(Slow)  # type: ignore[method-assign]
+    return task
+
+
+class Stuck(Decoder):
+    """From its fifth step on it waits in C without end, the GIL released, as for an NCCL kernel."""
+
+    steps = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        self.steps += self.training
+        if self.steps == 5:
+            lock = ctypes.create_string_buffer(128)  # a pthread_mutex_t: zeros are a fresh one
+            for _ in range(2):
+                ctypes.CDLL(None).pthread_mutex_lock(lock)
+        return super().forward(input_ids, labels)
+
+
+def stuck() -> Counting:
+    """The same data, for a model that gets stuck."""
+    task = counting()
+    task.build = lambda: build(Stuck)  # type: ignore[method-assign]
     return task
 
 
