@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -35,13 +35,25 @@ from fsdp_utils.checkpoint import CheckpointError
 from fsdp_utils.child_tuning import ChildTuningAdamW
 from fsdp_utils.distributed import get_rank, get_world_size
 from fsdp_utils.memory import Memory_Maximizer
-from fsdp_utils.train_config import ConfigError, OptimConfig, TrainConfig, mesh_shape, micro_batches, parse
-from fsdp_utils.train_data import Data, load_data, rows_at
-from fsdp_utils.train_group import process_group, same_on_all, sum_of_all, training_device
+from fsdp_utils.train_config import (
+    ConfigError,
+    OptimConfig,
+    TrainConfig,
+    changes,
+    check_ranges,
+    mesh_shape,
+    micro_batches,
+    parse,
+)
+from fsdp_utils.train_data import Data, load_data, must_be_the_same, rows_at
+from fsdp_utils.train_files import DataError
+from fsdp_utils.train_group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
+from fsdp_utils.train_lock import RunLock
 from fsdp_utils.train_log import Journal
-from fsdp_utils.train_model import build_model, flops_per_token, parallelize, peak_flops
+from fsdp_utils.train_model import build_model, parallelize, throughput
 from fsdp_utils.train_saves import Saves, resume
-from fsdp_utils.train_watch import EXIT_REQUEUE, Heartbeat, NotFinite, Stop, check_finite
+from fsdp_utils.train_stop import Stop
+from fsdp_utils.train_watch import EXIT_REQUEUE, Heartbeat, NotFinite, check_finite
 
 __all__ = ["learning_rate", "main", "train"]
 
@@ -77,33 +89,45 @@ def train(config: TrainConfig) -> Progress:
     """
     out = Path(config.out)
     device = training_device(config.parallel.device)
-    with Stop() as stop, Heartbeat(out / "hang", config.timeout_s) as heart:
+    with Heartbeat(out / "hang", config.timeout_s) as heart, Stop(heart) as stop, RunLock(out) as lock:
         heart.at("building")
-        data, model = same_on_all(lambda: _prepare(config))
+        data, model = same_on_all(lambda: _prepare(config, lock))
         model = parallelize(model, config, device)
         optimizer = _optimizer(model, config.optim)
 
         heart.at("loading")
         state, damaged = resume(out / "checkpoints", model, optimizer)
+        must_be_the_same(data, state.get("data"))
+        for group in optimizer.param_groups:  # those of the checkpoint give way
+            group.update(_hyperparameters(config.optim))
         at = Progress(state.get("step", 0), state.get("seen", 0))
+        about = {"config": asdict(config), "data": data.identity}
+        changed = changes(state.get("config", about["config"]), about["config"])
         journal = Journal(out, step=at.step, steps=config.steps, tensorboard=config.tensorboard)
         try:
             for text in damaged:
                 journal.event("damaged", error=text)
                 journal.say(f"passed over a damaged checkpoint: {text}")
-            journal.event("started", step=at.step, world_size=get_world_size(), config=asdict(config))
+            journal.event("started", step=at.step, world_size=get_world_size(), config=about["config"])
+            if changed:
+                journal.say(f"from step {at.step} on with other settings than before: {', '.join(changed)}")
+            if lock.warning:
+                journal.say(lock.warning)
             if config.parallel.precision == "bf16" and not (support := bf16_support(device)):
                 journal.say(f"bf16 will be slow here, or wrong: {support}")
-            saves = Saves(out / "checkpoints", config.keep, at.step if state else None, journal)
+            saves = Saves(out / "checkpoints", config.keep, at.step if state else None, journal, about)
             return _loop(config, model, optimizer, data, at, saves, journal, stop, heart)
         finally:
             journal.close()
 
 
-def _prepare(config: TrainConfig) -> tuple[Data, nn.Module]:
+def _prepare(config: TrainConfig, lock: RunLock) -> tuple[Data, nn.Module]:
     """All that can be refused before the ranks work together."""
+    check_ranges(config)
     micro_batches(config, get_world_size())
     mesh_shape(config, get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())))
+    if get_rank() == 0:
+        lock.take()
     data = load_data(config.data)
     return data, build_model(config.model, data, config.seed)
 
@@ -119,12 +143,22 @@ def _loop(
     stop: Stop,
     heart: Heartbeat,
 ) -> Progress:
-    """Step, tell, evaluate, save, until the last step or the scheduler's signal."""
+    """Step, tell, save, evaluate, until the last step or the scheduler's signal."""
+
+    def evaluate(step: int) -> None:
+        if step % config.eval_every == 0 or step == config.steps:
+            found = _evaluate(config, model, data, heart)
+            journal.metrics(step, **found)
+            if len(data.test) and not found:
+                journal.say(f"step {step}: no eval_loss, as no test sample has a label")
+
     device, count = next(model.parameters()).device, config.data.batch_size
     step, seen = at.step, at.seen
+    if step and not on_rank_0(lambda: journal.told("eval_loss")):
+        evaluate(step)  # the run had ended between the save and the evaluation of this step
     batch = _batch(config, data, seen)
     (labels,) = sum_of_all(sum(batch.labels))
-    measure = _throughput(config, model, data, device)
+    measure = throughput(config, model, data, device)
     memory = Memory_Maximizer(device, verbose=False)
     memory.start()
     model.train()
@@ -137,24 +171,32 @@ def _loop(
         with _profiled(config, step + 1):
             own, norm = _step(config, model, optimizer, batch, labels, step, rate)
         step, seen = step + 1, seen + count
-        batch = _batch(config, data, seen)
-        loss, asked, labels = sum_of_all(own, stop.wanted is not None, sum(batch.labels))
+        following = _batch(config, data, seen)
+        loss, asked, more = sum_of_all(own, stop.wanted is not None, sum(following.labels))
+        check_finite("the loss", loss, own, step, batch.samples)
+        known = loss if labels else None  # a batch without a label has no loss, and its gradient is zero
+        batch, labels = following, more
         seconds = time.perf_counter() - begun
+        if step > at.step + 1:
+            heart.longest_step_s = max(heart.longest_step_s, seconds)
         memory.update(count // get_world_size())
         journal.moved(step)
         if step % config.log_every == 0 or step == config.steps:
-            journal.metrics(step, loss=loss, lr=rate, norm=norm, seconds=seconds, **measure(seconds))
-        if step % config.save_every == 0 and step < config.steps:
-            heart.at(f"saving after step {step}")
+            journal.metrics(step, loss=known, lr=rate, norm=norm, seconds=seconds, **measure(seconds))
+        if step == config.steps:
+            break
+        if step % config.save_every == 0:
+            heart.at(f"saving after step {step}", is_saving=True)
             journal.durable()
             saves.begin(model, optimizer, step, seen=seen)
-        if step % config.eval_every == 0 or step == config.steps:
-            journal.metrics(step, **_evaluate(config, model, data, heart))
-        if asked and step < config.steps:
+        evaluate(step)
+        if asked:
             stopped = _signal(stop.wanted)
-    heart.at(f"saving after step {step}")
+    heart.at(f"saving after step {step}", is_saving=True)
     journal.durable()
     saves.finish(model, optimizer, step, seen=seen)
+    if step == config.steps > at.step:
+        evaluate(step)  # after the save: an evaluation that fails costs no step
     report = memory.stop()
     journal.event("stopped" if stopped else "finished", step=step, signal=stopped, memory=report.to_dict())
     journal.say(str(report))
@@ -188,7 +230,9 @@ def _step(
     for index, (part, weight) in enumerate(zip(batch.parts, batch.labels, strict=True)):
         if number > 1:  # sum gradients between ranks only once, after the last micro-batch
             model.set_requires_gradient_sync(index == number - 1)
-        loss = model(**_to(part, device)).loss * (weight / labels)
+        if not weight:  # a mean over no label is NaN: it counts 0 times with some labels, whatever they are
+            part = {**part, "labels": part["labels"].clamp(min=0)}
+        loss = model(**_to(part, device)).loss * (weight / max(labels, 1))
         (loss * world_size).backward()  # FSDP averages over the ranks, and this loss is a part of a sum
         local += loss.detach()
 
@@ -197,7 +241,7 @@ def _step(
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     own, length = torch.stack([local, norm.to(local)]).tolist()  # waits for the device: once a step
-    check_finite(length, own, step + 1, batch.samples)
+    check_finite("the gradient's norm", length, own, step + 1, batch.samples)
     if config.optim.clip is not None:
         clip_grads_with_norm_(model.parameters(), config.optim.clip, norm)
     for group in optimizer.param_groups:
@@ -233,7 +277,7 @@ def _evaluate(config: TrainConfig, model: nn.Module, data: Data, heart: Heartbea
         if isinstance(unit, FSDPModule):
             unit.reshard()  # what FSDP keeps for a backward that does not come; checkpoints are of shards
     loss, total = sum_of_all(loss, total)
-    return {"eval_loss": loss / total}
+    return {"eval_loss": loss / total} if total else {}
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
@@ -246,29 +290,16 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
 
 
 def _optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    settings = {"lr": config.lr, **_hyperparameters(config)}
     if config.name == "child_tuning":
-        return ChildTuningAdamW(model.parameters(), **settings, reserve_p=config.reserve_p)
+        return ChildTuningAdamW(model.parameters(), **settings)
     return torch.optim.AdamW(model.parameters(), **settings, fused=True)
 
 
-def _throughput(
-    config: TrainConfig, model: nn.Module, data: Data, device: torch.device
-) -> Callable[[float], dict[str, float | None]]:
-    """From the seconds of a step to samples/s, tokens/s and MFU (the part of the devices' peak)."""
-    sample, samples = data.train[torch.zeros(1, dtype=torch.int64)], config.data.batch_size
-    tokens = sample["input_ids"].numel() * samples if "input_ids" in sample else None
-    flops = flops_per_token(model, sample["input_ids"].numel()) if tokens and data.predicts_next else None
-    peak = get_world_size() * (peak_flops(device, config.peak_tflops) or 0)
-
-    def measure(seconds: float) -> dict[str, float | None]:
-        return {
-            "samples_per_s": samples / seconds,
-            "tokens_per_s": tokens / seconds if tokens else None,
-            "mfu": flops * tokens / seconds / peak if flops and tokens and peak else None,
-        }
-
-    return measure
+def _hyperparameters(config: OptimConfig) -> dict[str, Any]:
+    """What the optimizer is told besides the learning rate, which `_step` sets at each step."""
+    settings: dict[str, Any] = {"betas": config.betas, "weight_decay": config.weight_decay}
+    return settings | ({"reserve_p": config.reserve_p} if config.name == "child_tuning" else {})
 
 
 @contextmanager
@@ -293,6 +324,7 @@ def _signal(mine: str | None) -> str:
 
 def _seed(seed: int, device: torch.device) -> None:
     """As torch.manual_seed, which on a CPU takes half a millisecond to note where it was called from."""
+    seed %= 2**63  # torch's seeds have 64 bits
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -331,6 +363,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         # A process group that lost a rank, or a save, can hold up the end of a process.
         faulthandler.dump_traceback_later(_END_S, exit=True)
+        if isinstance(error, DataError):  # this rank alone has seen it
+            print(f"rank {get_rank()}: DataError: {error}", file=sys.stderr, flush=True)
+            return 1
         if not isinstance(error, (ConfigError, CheckpointError, NotFinite)):
             raise
         if get_rank() == 0:  # these are the same on every rank: told once

@@ -7,8 +7,15 @@ Later arguments overrule earlier ones. `--print_config` writes the YAML of a run
 
 import contextlib
 import io
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from fsdp_utils._extras import need
+from fsdp_utils._safe_yaml import YamlError, check_yaml
 
 __all__ = [
     "ConfigError",
@@ -17,10 +24,15 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "TrainConfig",
+    "changes",
+    "check_ranges",
     "mesh_shape",
     "micro_batches",
     "parse",
 ]
+
+_LOADER = "guarded yaml"  # jsonargparse's name for it
+_LONGEST_S = 1e6  # that a wait can take: 11 days, as torch counts in milliseconds
 
 
 class ConfigError(ValueError):
@@ -164,21 +176,59 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
         ConfigError: an unknown setting, a value of another type, a value out of its range, a missing file.
         SystemExit: for --help and --print_config, with 0.
     """
-    import jsonargparse
-
-    parser = jsonargparse.ArgumentParser(prog="fsdp_utils.train", exit_on_error=False)
+    jsonargparse = need("jsonargparse", "train")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    _set_guarded_loader(jsonargparse)
+    parser = jsonargparse.ArgumentParser(prog="fsdp_utils.train", exit_on_error=False, parser_mode=_LOADER)
     parser.add_argument("--config", action="config", help="a YAML file of the settings below")
     parser.add_class_arguments(TrainConfig)
     usage = io.StringIO()
     try:
+        for argument in arguments:
+            name, _, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+            _check_texts(value, name or "command line")
         with contextlib.redirect_stderr(usage):
             found = parser.instantiate(parser.parse_args(arguments))
-    except (jsonargparse.ArgumentError, TypeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"configuration: expected YAML in UTF-8, found a file that is not: {error}"
+        ) from error
+    except (jsonargparse.ArgumentError, TypeError, ValueError, OSError) as error:
         raise ConfigError(f"configuration: {error}") from error
     settings = {name: getattr(found, name) for name in TrainConfig.__dataclass_fields__}
     config = TrainConfig(**settings)
     check_ranges(config)
     return config
+
+
+def _set_guarded_loader(jsonargparse: Any) -> None:
+    """jsonargparse's own way to read YAML, after a look at what it would expand to."""
+    yaml, read = need("yaml", "train"), jsonargparse.get_loader("yaml")
+
+    def load(text: str, path: str = "") -> Any:
+        check_yaml(text, where=str(path) or "a value")
+        found = read(text)
+        _check_texts(found, str(path) or "a value")
+        return found
+
+    jsonargparse.set_loader(_LOADER, load, exceptions=(YamlError, yaml.YAMLError, ValueError))
+
+
+def _check_texts(value: Any, where: str) -> None:
+    """jsonargparse reads each text within a value as YAML again, and not with the loader above [4.53].
+
+    Raises:
+        YamlError: one would expand too far. What is no YAML stays text, and is fine.
+    """
+    if isinstance(value, str):
+        try:
+            check_yaml(value, where=where)
+        except YamlError as error:
+            if not error.is_syntax:
+                raise
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_texts(each, where)
 
 
 def check_ranges(config: TrainConfig) -> None:
@@ -187,6 +237,8 @@ def check_ranges(config: TrainConfig) -> None:
     Raises:
         ConfigError: names the first that is not.
     """
+    for name in _nulls(config):
+        raise ConfigError(f"configuration: expected {name} to have a value, found null. Leave it out instead")
     data, optim = config.data, config.optim
     at_least_1: dict[str, float | None] = {
         "steps": config.steps,
@@ -198,6 +250,7 @@ def check_ranges(config: TrainConfig) -> None:
         "data.micro_batch": data.micro_batch,
         "data.seq_len": data.seq_len,
         "parallel.shard_ranks": config.parallel.shard_ranks,
+        "profile_step": config.profile_step,
     }
     positive: dict[str, float | None] = {
         "hang_s": config.hang_s,
@@ -206,6 +259,7 @@ def check_ranges(config: TrainConfig) -> None:
         "optim.lr": optim.lr,
         "optim.clip": optim.clip,
     }
+    finite = {**positive, "optim.weight_decay": optim.weight_decay}
     fractions = {"data.held_out": data.held_out, "optim.min_lr": optim.min_lr}
 
     def refuse(name: str, wanted: str, value: Any) -> None:
@@ -217,6 +271,20 @@ def check_ranges(config: TrainConfig) -> None:
     for name, value in positive.items():
         if value is not None and not value > 0:
             refuse(name, "greater than 0", value)
+    for name, value in finite.items():
+        if value is not None and not math.isfinite(value):
+            refuse(name, "finite", value)
+    for name in ("hang_s", "timeout_s"):
+        if getattr(config, name) > _LONGEST_S:
+            refuse(name, f"at most {_LONGEST_S:.0f}", getattr(config, name))
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        refuse("optim.betas", "two numbers from 0 to 1, without 1", optim.betas)
+    if not optim.weight_decay >= 0:
+        refuse("optim.weight_decay", "at least 0", optim.weight_decay)
+    if not -(2**63) <= config.seed < 2**63:
+        refuse("seed", "a number of 64 bits, from -2^63 to 2^63 - 1", config.seed)
+    if not config.out:
+        refuse("out", "the name of a directory", config.out)
     for name, value in fractions.items():
         if not 0 <= value <= 1:
             refuse(name, "from 0 to 1", value)
@@ -227,6 +295,28 @@ def check_ranges(config: TrainConfig) -> None:
     if config.model.config is not None and config.model.pretrained is not None:
         both = (config.model.config, config.model.pretrained)
         refuse("one of model.config and model.pretrained", "left out", both)
+
+
+def _nulls(settings: Any, prefix: str = "") -> Iterator[str]:
+    """The settings that are None and must not be: jsonargparse lets null through everywhere."""
+    for name, kind in get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        if value is None and type(None) not in get_args(kind):
+            yield prefix + name
+        elif is_dataclass(value):
+            yield from _nulls(value, f"{prefix}{name}.")
+
+
+def changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """What differs between two configurations, as asdict gives them: "optim.lr 0.1 -> 0.2"."""
+    found = []
+    for name in before.keys() | now.keys():
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += changes(old, new, f"{prefix}{name}.")
+        elif json.dumps(old) != json.dumps(new):  # alike for tuples and lists
+            found.append(f"{prefix}{name} {old} -> {new}")
+    return sorted(found)
 
 
 def micro_batches(config: TrainConfig, world_size: int) -> tuple[int, int]:

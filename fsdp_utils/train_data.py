@@ -6,7 +6,7 @@ fewer ranks goes on with the sample after the last.
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from fsdp_utils._extras import need
 from fsdp_utils.train_config import ConfigError, DataConfig
+from fsdp_utils.train_files import TokenFile, fingerprint_of_array
+from fsdp_utils.train_group import on_rank_0, same_on_all
 
-__all__ = ["Data", "Rows", "load_data", "rows_at"]
+__all__ = ["Data", "Rows", "load_data", "must_be_the_same", "rows_at"]
 
 IGNORED = -100  # a label that the loss of transformers' models leaves out
 
@@ -47,7 +49,7 @@ class TokenRows:
     """Samples that are stretches of text: `length` tokens each, one after the other, within a file."""
 
     def __init__(self, files: list[Any], length: int, places: Tensor | None = None) -> None:
-        self._files, self._length = files, length  # 1-D arrays of token ids, mapped from the disk
+        self._files, self._length = files, length  # of token ids: TokenFiles, or arrays in one dimension
         if places is None:
             counts = [len(file) // length for file in files]
             starts = torch.cat([torch.arange(count) * length for count in counts])
@@ -59,7 +61,7 @@ class TokenRows:
         return len(self._places)
 
     def __getitem__(self, rows: Tensor) -> dict[str, Tensor]:
-        import numpy as np
+        np = need("numpy", "train")
 
         stretches = [
             np.asarray(self._files[number][start : start + self._length], dtype=np.int64)
@@ -86,12 +88,14 @@ class Data:
         train, test: the samples; test may be empty.
         predicts_next: whether the logits at a position are about the label after it (decoders).
         build: makes the model that goes with the data, with the same weights on every rank.
+        identity: what tells these training samples from others: sizes and hashes, by the name of a part.
     """
 
     train: Rows
     test: Rows
     predicts_next: bool
     build: Callable[[], torch.nn.Module] | None = None
+    identity: dict[str, str] = field(default_factory=dict)
 
     def predictions(self, batch: Mapping[str, Tensor]) -> int:
         """How many labels does a batch's mean loss stand for?"""
@@ -129,39 +133,92 @@ def _from_function(source: str) -> Data:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"data.source {source!r}: expected a function to import: {error}") from error
     task = function()
+    identity = {
+        name: fingerprint_of_array(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        for name, tensor in task.train.items()
+    }
     return Data(
         TensorRows(task.train),
         TensorRows(task.test),
         getattr(task, "predicts_next", False),
         getattr(task, "build", None),
+        identity,
     )
 
 
 def _from_folder(folder: Path, config: DataConfig) -> Data:
     np = need("numpy", "train")
 
-    arrays = [np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))]
-    texts = sorted(folder.glob("*.txt"))
-    if texts and config.tokenizer is not None:
-        AutoTokenizer = need("transformers", "train").AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, local_files_only=True)
-        arrays += [np.asarray(tokenizer(path.read_text())["input_ids"], dtype=np.uint32) for path in texts]
-    elif texts:
-        arrays += [np.memmap(path, dtype=np.uint8, mode="r") for path in texts if path.stat().st_size]
-    wrong = [array for array in arrays if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer)]
-    if wrong:
-        raise ConfigError(
-            f"data.source {folder}: expected .npy files of token ids in one dimension, found one of "
-            f"{wrong[0].dtype}{list(wrong[0].shape)}"
+    paths = [*sorted(folder.glob("*.npy")), *sorted(folder.glob("*.txt"))]
+    tokenizer = None
+    if config.tokenizer is not None and any(path.suffix == ".txt" for path in paths):
+        tokenizer = _tokenizer(config.tokenizer)
+    files, identity = [], {}
+    for path in paths:
+        try:
+            if path.suffix == ".npy":
+                file = _token_file(path)
+            elif tokenizer is None:
+                file = TokenFile(path, np.dtype(np.uint8), 0, path.stat().st_size)
+            else:
+                text = path.read_text(encoding="utf-8")
+                file = np.asarray(tokenizer(text)["input_ids"], dtype=np.uint32)
+        except (OSError, ValueError, EOFError) as error:
+            raise ConfigError(f"data.source {folder}: cannot read {path.name}: {error}") from error
+        files.append(file)
+        identity[path.name] = (
+            file.fingerprint() if isinstance(file, TokenFile) else fingerprint_of_array(file)
         )
-    if sum(len(array) // config.seq_len for array in arrays) == 0:
+    if sum(len(file) // config.seq_len for file in files) == 0:
         raise ConfigError(
             f"data.source {folder}: expected .npy or .txt files with a stretch of data.seq_len "
-            f"({config.seq_len}) tokens, found {len(arrays)} files and none so long"
+            f"({config.seq_len}) tokens, found {len(files)} files and none so long"
         )
-    train, test = TokenRows(arrays, config.seq_len).split(config.held_out)
-    return Data(train, test, predicts_next=True)
+    train, test = TokenRows(files, config.seq_len).split(config.held_out)
+    identity["samples, by data.seq_len and data.held_out"] = f"{len(train):,} to train on"
+    return Data(train, test, predicts_next=True, identity=identity)
+
+
+def _token_file(path: Path) -> TokenFile:
+    np = need("numpy", "train")
+
+    mapped = np.lib.format.open_memmap(path, mode="r")  # reads and checks the header
+    if mapped.ndim != 1 or not np.issubdtype(mapped.dtype, np.integer):
+        raise ValueError(f"expected token ids in one dimension, found {mapped.dtype}{list(mapped.shape)}")
+    return TokenFile(path, mapped.dtype, mapped.offset, len(mapped))
+
+
+def _tokenizer(folder: str) -> Any:
+    AutoTokenizer = need("transformers", "train").AutoTokenizer
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a hostile folder can raise anything
+        raise ConfigError(f"data.tokenizer {folder!r}: {type(error).__name__}: {error}") from error
+
+
+def must_be_the_same(data: Data, before: dict[str, str] | None) -> None:
+    """Is this the data that the run has trained on so far, on every rank? A position means nothing in other.
+
+    Args:
+        data: this rank's.
+        before: the identity that the checkpoint holds; None where there is none: then rank 0's data counts.
+
+    Raises:
+        ConfigError: names what differs; the same on every rank.
+    """
+    expected = on_rank_0(lambda: before or data.identity)
+
+    def compare() -> None:
+        for name in sorted(expected.keys() | data.identity.keys()):
+            wanted, found = expected.get(name, "nothing"), data.identity.get(name, "nothing")
+            if wanted != found:
+                whose = "the checkpoint has it" if before else "rank 0 has it"
+                raise ConfigError(
+                    f"data.source, {name}: expected {wanted}, as {whose}, found {found}. Restore it; to "
+                    "train on other data, begin a run with another --out."
+                )
+
+    same_on_all(compare)
 
 
 def rows_at(position: int, count: int, total: int, seed: int) -> Tensor:
@@ -183,4 +240,5 @@ def rows_at(position: int, count: int, total: int, seed: int) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _order(total: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(total, generator=generator)

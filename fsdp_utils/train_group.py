@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdp_utils.distributed import get_local_rank, get_rank, get_world_size
 from fsdp_utils.train_config import ConfigError
 
-__all__ = ["fresh_store", "process_group", "same_on_all", "sum_of_all", "training_device"]
+__all__ = ["fresh_store", "on_rank_0", "process_group", "same_on_all", "sum_of_all", "training_device"]
 
 T = TypeVar("T")
 
@@ -111,3 +111,10 @@ def same_on_all(fn: Callable[[], T]) -> T:
         named = [text if None not in found else f"rank {rank}: {text}" for text, rank in first_with.items()]
         raise ConfigError("\n".join(named))
     return result  # type: ignore[return-value]
+
+
+def on_rank_0(fn: Callable[[], T]) -> T:
+    """What fn returns on rank 0, on every rank. One rank decides, as the others may see the disk later."""
+    answer: list[Any] = [fn() if get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]

@@ -9,6 +9,7 @@ A full disk does not end a run here: that is for the checkpoints to decide. Line
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -39,10 +40,9 @@ class Journal:
         tqdm = need("tqdm", "train").tqdm
 
         directory.mkdir(parents=True, exist_ok=True)
-        _keep_until(directory / "metrics.jsonl", step)
         self._bar = tqdm(total=steps, initial=step, unit="step", disable=None)  # only in a terminal
-        self._metrics = _Lines(directory / "metrics.jsonl", self.say)
-        self._events = _Lines(directory / "events.jsonl", self.say)
+        self._metrics = _Lines(directory / "metrics.jsonl", "step", self.say, until=step)
+        self._events = _Lines(directory / "events.jsonl", "event", self.say)
         self._writer: Any = None
         if tensorboard:
             need("tensorboard", "train")
@@ -50,12 +50,17 @@ class Journal:
 
             self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
+    def told(self, name: str) -> bool:
+        """Does metrics.jsonl have this already for the step that the run goes on from? Ask on rank 0."""
+        return name in self._metrics.told
+
     def metrics(self, step: int, **values: float | None) -> None:
-        """A line about a step; what is not known is left out."""
-        if not self._active:
-            return
+        """A line about a step. What is None is left out; NaN and infinity, which JSON lacks, become null."""
         known = {name: value for name, value in values.items() if value is not None}
-        self._metrics.write({"step": step, **known})
+        if not self._active or not known:
+            return
+        as_json = {name: value if math.isfinite(value) else None for name, value in known.items()}
+        self._metrics.write({"step": step, **as_json})
         self._to_tensorboard(lambda writer: [writer.add_scalar(*pair, step) for pair in known.items()])
         text = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
         if self._bar.disable:
@@ -105,15 +110,54 @@ class Journal:
 
 
 class _Lines:
-    """A file that lines are added to. Those that cannot be written now are tried again with the next."""
+    """A file that lines are added to. Those that cannot be written now are tried again with the next.
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+    A last line that was cut short is cut off. A file with lines that are not a run's gets another name, and
+    nothing of it is lost; the lines that can be read begin the new one.
+
+    Args:
+        path: the file.
+        key: what each line begins with: "step" or "event".
+        say: tells whoever watches.
+        until: lines of later steps are taken out.
+    """
+
+    def __init__(self, path: Path, key: str, say: Callable[[str], None], until: int | None = None) -> None:
         self._path, self._say = path, say
-        if path.exists():  # the last line may have been cut short
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self.told: set[str] = set()  # what the lines of step `until` tell
         self._waiting = b""  # it may begin within a line, whose first part is in the file
-        self._told = False
+        self._said = False
+        if path.exists():
+            self._go_on(key, until)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._try(self._empty)
+
+    def _go_on(self, key: str, until: int | None) -> None:
+        *lines, cut_short = self._path.read_bytes().split(b"\n")
+        start = b'{"%s": ' % key.encode()
+        found = [(line, _parsed(line, key)) for line in lines]
+        broken = [number for number, (_, values) in enumerate(found, 1) if values is None]
+        if not start.startswith(cut_short[: len(start)]):
+            broken.append(len(lines) + 1)
+        kept = []
+        for line, values in found:
+            if values is None:
+                continue
+            if until is not None and values["step"] > until:
+                break
+            if until is not None and values["step"] == until:
+                self.told |= values.keys()
+            kept.append(line + b"\n")
+        if not broken:
+            os.truncate(self._path, sum(map(len, kept)))  # takes no room on the disk
+            return
+        aside = self._path.with_name(f"{self._path.name}.damaged-{time.time_ns()}")
+        self._path.rename(aside)
+        self._waiting = b"".join(kept)
+        self._say(
+            f'{self._path}: expected each line to be JSON with "{key}", line {broken[0]} is not. The file is '
+            f"now {aside.name}; a new one begins with the {len(kept)} lines that can be read"
+        )
 
     def write(self, line: dict[str, Any]) -> None:
         self._waiting += json.dumps(line).encode() + b"\n"
@@ -137,18 +181,16 @@ class _Lines:
         try:
             act()
         except OSError as error:
-            if not self._told:  # once in a start
+            if not self._said:  # once in a start
                 self._say(f"{self._path}: {error.strerror}; the run goes on, its lines wait for room")
-            self._told = True
+            self._said = True
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Cut off the lines of later steps. This takes no room on the disk."""
-    if not path.exists():
-        return
-    kept = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-            break
-        kept += len(line)
-    os.truncate(path, kept)
+def _parsed(line: bytes, key: str) -> dict[str, Any] | None:
+    """What a line tells; None where it is not a line of such a file."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    kind = int if key == "step" else str
+    return values if isinstance(values, dict) and type(values.get(key)) is kind else None

@@ -4,13 +4,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint import CheckpointError, Save, load_distributed, save_distributed, verify_checkpoint
 from fsdp_utils.checkpoint.manifest import committed
-from fsdp_utils.distributed import get_rank
+from fsdp_utils.train_group import on_rank_0
 from fsdp_utils.train_log import Journal
 
 __all__ = ["Saves", "resume"]
@@ -28,7 +27,7 @@ def resume(directory: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dic
         CheckpointError: the newest is whole, but not of this model or this optimizer.
     """
     damaged: list[str] = []
-    while _on_rank_0(lambda: bool(committed(directory))):
+    while on_rank_0(lambda: bool(committed(directory))):
         state, damage = _load_newest(directory, model, optimizer)
         if damage is None:
             return state, damaged
@@ -42,7 +41,7 @@ def _load_newest(
     try:
         return load_distributed(directory, model, optimizer), None
     except CheckpointError:
-        damage = _on_rank_0(lambda: _set_aside_if_damaged(directory))
+        damage = on_rank_0(lambda: _set_aside_if_damaged(directory))
         if damage is None:
             raise
         return {}, damage
@@ -59,14 +58,6 @@ def _set_aside_if_damaged(directory: Path) -> str | None:
     return None
 
 
-def _on_rank_0(fn: Any) -> Any:
-    """What fn returns on rank 0, on every rank. One rank decides, as the others may see the disk later."""
-    answer = [fn() if get_rank() == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0)
-    return answer[0]
-
-
 class Saves:
     """Checkpoints in the background; one that fails is told, and the next is tried all the same.
 
@@ -75,10 +66,13 @@ class Saves:
         keep: how many are kept.
         saved: the step of the newest that is there; None where there is none.
         journal: where failures are told.
+        about: what each checkpoint says of the run.
     """
 
-    def __init__(self, directory: Path, keep: int, saved: int | None, journal: Journal) -> None:
-        self._directory, self._keep, self._journal = directory, keep, journal
+    def __init__(
+        self, directory: Path, keep: int, saved: int | None, journal: Journal, about: dict[str, Any]
+    ) -> None:
+        self._directory, self._keep, self._journal, self._about = directory, keep, journal, about
         self._saved = saved
         self._going_on: tuple[Save, int] | None = None
 
@@ -87,7 +81,14 @@ class Saves:
         self._settle()
         try:
             save = save_distributed(
-                self._directory, model, optimizer, step=step, keep=self._keep, asynchronous=True, **state
+                self._directory,
+                model,
+                optimizer,
+                step=step,
+                keep=self._keep,
+                asynchronous=True,
+                **self._about,
+                **state,
             )
             self._going_on = (save, step)
         except CheckpointError as error:
@@ -101,7 +102,9 @@ class Saves:
         """
         self._settle()
         if self._saved != step:
-            save_distributed(self._directory, model, optimizer, step=step, keep=self._keep, **state)
+            save_distributed(
+                self._directory, model, optimizer, step=step, keep=self._keep, **self._about, **state
+            )
             self._saved = step
             self._journal.event("saved", step=step)
 

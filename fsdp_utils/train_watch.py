@@ -1,4 +1,4 @@
-"""What can end a run early: a scheduler's signal, a number that is none, a rank that hangs.
+"""What can end a run early: a number that is none, a rank that hangs (and a signal: train_stop.py).
 
 Each ends it in words, within a limit, and such that all ranks agree.
 """
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdp_utils.distributed import get_rank, get_world_size
 
-__all__ = ["EXIT_HANG", "EXIT_REQUEUE", "Hang", "Heartbeat", "NotFinite", "Stop", "check_finite"]
+__all__ = ["EXIT_HANG", "EXIT_REQUEUE", "Hang", "Heartbeat", "NotFinite", "check_finite"]
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: come again, and it goes on
 EXIT_HANG = 70  # EX_SOFTWARE
@@ -30,52 +30,26 @@ EXIT_HANG = 70  # EX_SOFTWARE
 _TOLD_WAIT_S = 3.0  # for the ranks that can speak to have written their stacks
 
 
-class Stop:
-    """Has the scheduler asked this rank to stop? SIGTERM (torchrun, scancel) and SIGUSR1 (sbatch --signal).
-
-    The handler only notes it: the ranks agree on the step at which they stop, as not all get the signal at
-    the same time, and with `sbatch --signal=B:...` not all get it.
-    """
-
-    def __init__(self) -> None:
-        self.wanted: str | None = None  # the signal's name
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Stop":
-        if threading.current_thread() is threading.main_thread():  # no other can have handlers
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.wanted = signal.Signals(number).name
-
-
 class NotFinite(FloatingPointError):
-    """The gradient is NaN or infinite. The same on every rank; the optimizer has not used it."""
+    """The gradient or the loss is NaN or infinite. The same on every rank; no checkpoint holds it."""
 
 
-def check_finite(norm: float, loss: float, step: int, rows: list[int]) -> None:
-    """Stop all ranks where the gradient's norm is not a number, and say whose loss it came from.
+def check_finite(what: str, value: float, loss: float, step: int, rows: list[int]) -> None:
+    """Stop all ranks where a number that all of them have is none, and say whose loss it came from.
 
-    All ranks have the same norm, so that they all come here, or none does.
+    All ranks have the same value, so that they all come here, or none does.
 
     Args:
-        norm: of the whole gradient.
-        loss: this rank's own, of this step.
+        what: the value's name.
+        value: the norm of the whole gradient, or the loss of all ranks together.
+        loss: this rank's own part of the loss of this step.
         step: its number.
         rows: the samples that this rank computed.
 
     Raises:
         NotFinite: names the step, the ranks and their samples.
     """
-    if math.isfinite(norm):
+    if math.isfinite(value):
         return
     losses: list[Any] = [None] * get_world_size()
     dist.all_gather_object(losses, (loss, rows))
@@ -86,9 +60,9 @@ def check_finite(norm: float, loss: float, step: int, rows: list[int]) -> None:
         if not math.isfinite(value)
     ]
     raise NotFinite(
-        f"step {step}: the gradient's norm is {norm}; "
+        f"step {step}: {what} is {value}; "
         + ("; ".join(culprits) or "the losses of all ranks are finite, so it became so in backward")
-        + ". The optimizer has not used it; the checkpoints are from before."
+        + ". The step is not saved; the checkpoints are from before."
     )
 
 
@@ -116,16 +90,40 @@ class Heartbeat:
         self._directory, self._limit_s = directory, limit_s
         self._rank, self._world_size = get_rank(), get_world_size()
         self._where, self._when = "start", time.monotonic()
+        self._is_saving = False
+        self.longest_step_s = 0.0  # until now, but for the first of a start
         self._over = threading.Event()
         self._store = dist.PrefixStore("fsdp_utils/train", dist.distributed_c10d._get_default_store())
         self._siblings = [socket.gethostname(), os.getppid()]  # what ranks of one torchrun have in common
 
-    def at(self, where: str, limit_s: float | None = None) -> None:
-        """Training has come here: the limit begins anew. It can be another one from here on."""
+    def at(self, where: str, limit_s: float | None = None, *, is_saving: bool = False) -> None:
+        """Training has come here: the limit begins anew. It can be another one from here on.
+
+        Args:
+            where: in words.
+            limit_s: seconds, for this and what comes after it; None leaves the limit as it is.
+            is_saving: what begins here is a save, which takes its time also where the rank is to stop.
+        """
         self._limit_s = limit_s or self._limit_s
-        self._where, self._when = where, time.monotonic()
+        self._where, self._when, self._is_saving = where, time.monotonic(), is_saving
         # Should C code hold the GIL, the thread below cannot speak; this one needs no GIL.
         faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _TOLD_WAIT_S, exit=True)
+
+    def stuck_s(self, since: float, patience_s: float) -> float | None:
+        """For how long has training not moved? None if it has, or is saving, or may still be at a long step.
+
+        Args:
+            since: the time.monotonic() from which on it counts.
+            patience_s: seconds that it may take; or twice its longest step, where that is longer.
+        """
+        quiet_s = time.monotonic() - max(since, self._when)
+        patience_s = max(patience_s, 2 * self.longest_step_s)
+        return None if self._is_saving or quiet_s < patience_s else quiet_s
+
+    @property
+    def where(self) -> str:
+        """The last place of training, in words."""
+        return self._where
 
     def __enter__(self) -> "Heartbeat":
         faulthandler.enable()  # so that SIGABRT leaves the stacks of all threads, whatever they are in

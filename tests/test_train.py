@@ -1,7 +1,6 @@
 """The training program: the same run however the ranks divide it, stopped, resumed, damaged or refused."""
 
 import contextlib
-import json
 import os
 import re
 import sys
@@ -33,37 +32,7 @@ from fsdp_utils.train_data import load_data, rows_at
 from fsdp_utils.train_log import Journal
 from fsdp_utils.train_watch import NotFinite
 from tests import tiny_training
-
-STEPS = 40
-
-
-def configured(out: Path, source: str = "counting", **changes: Any) -> TrainConfig:
-    data = DataConfig(
-        f"tests.tiny_training:{source}", batch_size=8, micro_batch=changes.pop("micro_batch", None)
-    )
-    optim = OptimConfig(lr=changes.pop("lr", 0.01), warmup=2, name=changes.pop("name", "adamw"))
-    settings = {
-        "steps": STEPS,
-        "save_every": 2,
-        "eval_every": 3,
-        "keep": 9,
-        "hang_s": 20.0,
-        "timeout_s": 30.0,
-    }
-    return TrainConfig(str(out), data, optim=optim, **{**settings, **changes})
-
-
-def metrics(out: Path, name: str = "loss") -> dict[int, float]:
-    """By step; no step may be told twice."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["step"], line[name]) for line in lines if name in line]
-    assert len(dict(found)) == len(found)
-    return dict(found)
-
-
-def events(out: Path) -> list[str]:
-    return [json.loads(line)["event"] for line in (out / "events.jsonl").read_text().splitlines()]
-
+from tests.training_runs import STEPS, configured, events, metrics, run
 
 # ---- what a run is told ----------------------------------------------------------------------------
 
@@ -195,11 +164,6 @@ def test_a_full_disk_costs_no_line_and_ends_nothing(
 
 
 # ---- runs ------------------------------------------------------------------------------------------
-
-
-def run(out: Path, source: str = "counting", **changes: Any) -> dict[int, float]:
-    train(configured(out, source, **changes))
-    return metrics(out)
 
 
 def test_ranks_times_accumulation_gives_the_same_losses(tmp_path: Path) -> None:

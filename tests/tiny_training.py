@@ -1,5 +1,6 @@
 """What the tests of the training program train: a small decoder, a rule to learn, and faults to meet."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -88,6 +89,62 @@ def wider() -> Counting:
     return task
 
 
+def gaps() -> Counting:
+    """Every other training sample has no label at all, nor has any sample of the test."""
+    task = counting()
+    task.train["labels"] = task.train["labels"].clone()
+    task.train["labels"][::2] = -100
+    task.test["labels"] = torch.full_like(task.test["labels"], -100)
+    return task
+
+
+def unlabelled() -> Counting:
+    """No sample has a label."""
+    task = gaps()
+    task.train["labels"] = torch.full_like(task.train["labels"], -100)
+    return task
+
+
+def bad_test() -> Counting:
+    """The test cannot be evaluated: it has a token that the model does not know."""
+    task = counting()
+    task.test["input_ids"] = task.test["input_ids"] + VOCABULARY
+    return task
+
+
+class Divided(Decoder):
+    """Divides by the number of labels itself: without one the gradient is NaN, too."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits, wanted = self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return Output(F.cross_entropy(logits, wanted, reduction="sum") / (wanted != -100).sum())
+
+
+def gaps_divided() -> Counting:
+    """The data of `gaps` for such a model."""
+    task = gaps()
+    task.build = lambda: build(Divided)  # type: ignore[method-assign]
+    return task
+
+
+class Detached(Decoder):
+    """Where the loss is NaN the gradient is not."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        loss = super().forward(input_ids.clamp(max=POISON - 1), labels).loss
+        return Output(loss + float("nan") if (input_ids == POISON).any() else loss)
+
+
+def poisoned_loss() -> Counting:
+    """The bad sample of `poisoned` for such a model."""
+    task = poisoned()
+    task.build = lambda: build(Detached)  # type: ignore[method-assign]
+    return task
+
+
 class Slow(Decoder):
     """Takes a tenth of a second, in which there is time for a fault, and none of a processor's."""
 
@@ -100,6 +157,27 @@ def slow() -> Counting:
     """The same data, for a model that takes its time."""
     task = counting()
     task.build = lambda: build(Slow)  # type: ignore[method-assign]
+    return task
+
+
+class Stuck(Decoder):
+    """From its fifth step on it waits in C without end, the GIL released, as for an NCCL kernel."""
+
+    steps = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        self.steps += self.training
+        if self.steps == 5:
+            lock = ctypes.create_string_buffer(128)  # a pthread_mutex_t: zeros are a fresh one
+            for _ in range(2):
+                ctypes.CDLL(None).pthread_mutex_lock(lock)
+        return super().forward(input_ids, labels)
+
+
+def stuck() -> Counting:
+    """The same data, for a model that gets stuck."""
+    task = counting()
+    task.build = lambda: build(Stuck)  # type: ignore[method-assign]
     return task
 
 
