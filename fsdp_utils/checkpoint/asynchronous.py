@@ -52,7 +52,7 @@ class Save:
     def __init__(self, path: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
         self._path = path
         self._write = write
-        self._error: CheckpointError | None = None
+        self._error: BaseException | None = None
         self._over = threading.Event()
         global _in_flight
         if asynchronous:
@@ -65,7 +65,7 @@ class Save:
     def _run(self) -> None:
         try:
             self._write()
-        except CheckpointError as error:
+        except BaseException as error:  # in a thread, nobody else would hear of it
             self._error = error
         finally:
             del self._write  # and with it the tensors
@@ -84,7 +84,8 @@ class Save:
             timeout: seconds to wait; None for as long as it takes (each of its steps has a limit).
 
         Raises:
-            CheckpointError: it was not saved; says why. Raised once: by this, or by the next save or load.
+            CheckpointError: it was not saved; says why. Raised by every call of this; the next save or load
+                raises it too, unless it was raised here before.
             TimeoutError: it is still going on.
         """
         if not self._over.wait(timeout):
@@ -92,9 +93,8 @@ class Save:
         global _in_flight
         if _in_flight is self:
             _in_flight = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
         return self._path
 
 

@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.agree import Ranks, agree, fingerprint
 from fsdp_utils.checkpoint.asynchronous import settle
-from fsdp_utils.checkpoint.fits import check_own
-from fsdp_utils.checkpoint.names import has_fsdp1
+from fsdp_utils.checkpoint.fits import check_supported
+from fsdp_utils.checkpoint.names import has_fsdp1, optimizer_classes
 from fsdp_utils.checkpoint.plain import digest, pack
 
 
@@ -34,11 +34,12 @@ def enter(
 
     def all_facts() -> dict[str, Any]:
         settle()
-        check_own(model, optimizer)
+        check_supported(model, optimizer)
         found = {
             **facts(),
-            "optimizer": type(optimizer).__name__ if optimizer else None,
+            "optimizer": optimizer_classes(optimizer)[0] if optimizer else None,
             "model": _model_fingerprint(model),
+            "_has_state": bool(optimizer and optimizer.state),
         }
         if state is not None:
             for name, value in state.items():
@@ -48,6 +49,11 @@ def enter(
         return found
 
     return agree(action, all_facts, wait_s=wait_s)
+
+
+def has_state(ranks: Ranks) -> bool:
+    """Does the optimizer have a state on any rank? Collectives follow, so all ranks must know the same."""
+    return any(facts["_has_state"] for facts in ranks.facts)
 
 
 def differing(ranks: Ranks) -> list[str]:

@@ -15,19 +15,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
-from fsdp_utils.checkpoint.entering import differing, enter
+from fsdp_utils.checkpoint.entering import differing, enter, has_state
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.fits import check_model, check_optimizer
-from fsdp_utils.checkpoint.fsdp1 import fill_model, fill_optimizer, shapes, units_of
+from fsdp_utils.checkpoint.fsdp1 import fill_model, flat_state, shapes, units_of
 from fsdp_utils.checkpoint.hashing_file import HashingFile
+from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import FORMAT, Progress, hash_file, sync_directory
+from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_off
 from fsdp_utils.checkpoint.plain import PerRank, pack, reason, unpack
 from fsdp_utils.checkpoint.put import (
     optimizer_buffers,
     put_extra,
-    put_groups,
     put_model,
     put_optimizer,
+    state_by_parameter,
 )
 from fsdp_utils.checkpoint.save import describe
 from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
@@ -54,7 +56,9 @@ def save_full(
         path: of the file, on a disk of rank 0.
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
         optimizer: left out of the file when None.
-        wait_s: seconds to wait for all ranks to enter.
+        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
+            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
+            than the others to read or write its part.
         **state: plain data that training needs to go on, such as the step. What differs between ranks is kept
             for each (see load_full).
 
@@ -64,15 +68,15 @@ def save_full(
     Raises:
         CheckpointError: the same on every rank. A file that was there before still is.
     """
-    path = Path(path).absolute()
+    path, model = Path(path).absolute(), unsharded_wrappers_off(model)
 
     ranks = enter("save_full", model, optimizer, lambda: {"path": str(path)}, state=state, wait_s=wait_s)
     unfinished = path.with_name(f".saving-{path.name}")
-    with ranks.guard():
+    with ranks.guard(), limited(model, wait_s):
         try:
             # Before anything is gathered, because that takes long.
             file = ranks.each(lambda: _create(unfinished) if ranks.rank == 0 else None)
-            snapshot = Snapshot.take(model, optimizer).gathered(ranks.rank)
+            snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks)).gathered(ranks.rank)
             apart = differing(ranks)
             by_rank = ranks.all(lambda: pack({name: state[name] for name in apart}, "state"))
 
@@ -94,6 +98,7 @@ def save_full(
                         **snapshot.extra,
                     },
                     "optimizer": plan and plan.whole(snapshot.tensors),
+                    "optimizer_classes": optimizer_classes(optimizer) if optimizer else [],
                     "state": {name: value for name, value in state.items() if name not in apart},
                     "per_rank": {name: [part[name] for part in parts] for name in apart},
                 }
@@ -131,7 +136,9 @@ def load_full(
         optimizer: over the same parameters in the same groups. None leaves the saved one aside.
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the file with its hash off (for `verify_checkpoint`).
-        wait_s: seconds to wait for all ranks to enter.
+        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
+            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
+            than the others to read or write its part.
 
     Returns:
         The plain state that was saved. A value that differed between ranks comes back to the rank that saved
@@ -142,13 +149,13 @@ def load_full(
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
         otherwise.
     """
-    path = Path(path).absolute()
+    path, model = Path(path).absolute(), unsharded_wrappers_off(model)
 
     def facts() -> dict[str, Any]:
         return {"path": str(path), "cast": cast, "verify": verify}
 
     ranks = enter("load_full", model, optimizer, facts, wait_s=wait_s)
-    with ranks.guard():
+    with ranks.guard(), limited(model, wait_s):
         tensors: dict[str, Tensor] = {}  # on rank 0, in the mapped file
 
         def read() -> dict[str, Any]:
@@ -170,6 +177,7 @@ def load_full(
                 "specs": {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()},
                 "extra": extra,
                 "optimizer": plan,
+                "optimizer_classes": content.get("optimizer_classes", []),
             }
 
         head = ranks.first(read)
@@ -180,7 +188,7 @@ def load_full(
         ranks.each(lambda: check_model(wanted, in_model, head["tied"], cast=cast))
         buffers: dict[str, Tensor] = {}
         if optimizer is not None:
-            ranks.each(lambda: check_optimizer(wanted, model, optimizer, saved))
+            ranks.each(lambda: check_optimizer(wanted, model, optimizer, saved, head["optimizer_classes"]))
             if not units:
                 buffers = ranks.each(lambda: optimizer_buffers(wanted, model, optimizer, saved, specs))
 
@@ -192,8 +200,8 @@ def load_full(
             fill_model(model, units, sent.tensor)
             put_extra(model, head["extra"])
             if optimizer is not None:
-                fill_optimizer(model, units, optimizer, saved, sent.tensor)
-                put_groups(model, optimizer, saved)
+                state = flat_state(model, units, optimizer, saved, sent.tensor)
+                put_optimizer(wanted, model, optimizer, saved, state)
         else:
             for key in [*wanted.tensors, *buffers]:
                 target = wanted.tensors[key] if key in wanted.tensors else buffers[key]
@@ -201,7 +209,8 @@ def load_full(
             wanted.extra = head["extra"]
             put_model(model, wanted)
             if optimizer is not None:
-                put_optimizer(model, optimizer, saved, buffers)
+                state = state_by_parameter(wanted, model, saved, buffers)
+                put_optimizer(wanted, model, optimizer, saved, state)
         ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
     same = head["world_size"] == ranks.world_size
     return head["state"] | {

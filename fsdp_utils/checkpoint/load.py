@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -14,6 +15,8 @@ from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
 from fsdp_utils.checkpoint.entering import enter
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.fits import check_model, check_optimizer
+from fsdp_utils.checkpoint.fsdp1 import flat_state, units_of
+from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import (
     MANIFEST,
     check_hashes,
@@ -25,9 +28,11 @@ from fsdp_utils.checkpoint.manifest import (
     tensor_specs,
 )
 from fsdp_utils.checkpoint.metadata import read_metadata, specs
+from fsdp_utils.checkpoint.names import class_names, unsharded_wrappers_off
 from fsdp_utils.checkpoint.plain import PerRank
-from fsdp_utils.checkpoint.put import optimizer_buffers, put_model, put_optimizer
-from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.put import optimizer_buffers, put_model, put_optimizer, state_by_parameter
+from fsdp_utils.checkpoint.save import is_int
+from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, OptimizerPlan, Snapshot, whole
 from fsdp_utils.checkpoint.storage import (
     Reader,
     TensorsOnly,
@@ -59,7 +64,9 @@ def load_distributed(
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the files with their hashes off (for `verify_checkpoint`). Their
             sizes, and all names, shapes and dtypes, are compared in any case.
-        wait_s: seconds to wait for all ranks to enter.
+        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
+            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
+            than the others to read or write its part.
 
     Returns:
         The plain state that was saved, and "step". A value that differed between ranks comes back to the rank
@@ -70,13 +77,15 @@ def load_distributed(
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
         otherwise.
     """
-    home = Path(directory).absolute()
+    home, model = Path(directory).absolute(), unsharded_wrappers_off(model)
 
     def facts() -> dict[str, Any]:
+        if step != "latest" and not is_int(step):
+            raise CheckpointError(f'expected step to be a whole number or "latest", found {step!r}')
         return {"directory": str(home), "step": step, "cast": cast, "verify": verify}
 
     ranks = enter("load_distributed", model, optimizer, facts, wait_s=wait_s)
-    with ranks.guard():
+    with ranks.guard(), limited(model, wait_s):
         checkpoint = ranks.first(lambda: find(home, step))
         manifest: dict[str, Any] = {}
 
@@ -108,7 +117,7 @@ def load_distributed(
             if optimizer is None:
                 return metadata, state, None
             saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
-            saved = check_optimizer(wanted, model, optimizer, saved)
+            saved = check_optimizer(wanted, model, optimizer, saved, _optimizer_classes(manifest))
             tensors.update(optimizer_buffers(wanted, model, optimizer, saved, found))
             return metadata, state, saved
 
@@ -129,7 +138,16 @@ def load_distributed(
             )
         put_model(model, wanted)
         if optimizer is not None and saved is not None:
-            put_optimizer(model, optimizer, saved, tensors)
+            units = units_of(model)
+            put_optimizer(
+                wanted,
+                model,
+                optimizer,
+                saved,
+                flat_state(model, units, optimizer, saved, lambda key: whole(tensors[key]))
+                if units
+                else state_by_parameter(wanted, model, saved, tensors),
+            )
         ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
     return {**state, "step": manifest["step"]}
 
@@ -143,6 +161,12 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     manifest = read_manifest(checkpoint)
     check_sizes(checkpoint, manifest)
     return manifest
+
+
+def _optimizer_classes(manifest: dict[str, Any]) -> list[str]:
+    """As optimizer_classes(); empty when the checkpoint, an older one, names a class that torch has not."""
+    known = getattr(torch.optim, str(manifest["optimizer"]), None)
+    return manifest.get("optimizer_classes", class_names(known) if isinstance(known, type) else [])
 
 
 def _must_be_same(checkpoint: Path, hashes: list[str]) -> None:

@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
 from fsdp_utils.checkpoint.asynchronous import Save, stage
-from fsdp_utils.checkpoint.entering import differing, enter
+from fsdp_utils.checkpoint.entering import differing, enter, has_state
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import FORMAT, begin, commit, keep_last, write_manifest
 from fsdp_utils.checkpoint.metadata import specs
-from fsdp_utils.checkpoint.names import unwrapped
+from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_off, unwrapped
 from fsdp_utils.checkpoint.plain import pack
 from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, Snapshot
 from fsdp_utils.checkpoint.storage import Writer, not_distributed_is_fine
@@ -57,7 +58,9 @@ def save_distributed(
         asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
             in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
             second copy of this rank's shard, and keeps it for the next save.
-        wait_s: seconds to wait for all ranks to enter.
+        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
+            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
+            than the others to read or write its part.
         **state: plain data that training needs to go on: scheduler.state_dict(), position in the data, random
             number generators. A value that is equal on all ranks is stored once; one that differs is stored
             for each rank and comes back to its rank (see load_distributed).
@@ -68,23 +71,23 @@ def save_distributed(
     Raises:
         CheckpointError: the same on every rank. The checkpoints that were there still are.
     """
-    home = Path(directory).absolute()
+    home, model = Path(directory).absolute(), unsharded_wrappers_off(model)
 
     def facts() -> dict[str, Any]:
-        if not isinstance(step, int) or step < 0:
+        if not is_int(step) or step < 0:
             raise CheckpointError(f"expected step to be a whole number of at least 0, found {step!r}")
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
+        if keep is not None and (not is_int(keep) or keep < 1):
             raise CheckpointError(
                 f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
             )
         return {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
 
     ranks = enter("save_distributed", model, optimizer, facts, state=state, wait_s=wait_s)
-    with ranks.guard():
+    with ranks.guard(), limited(model, wait_s):
         unfinished, final = ranks.first(lambda: begin(home, step))
         with _removed_on_failure(unfinished, ranks):
             ranks.each(lambda: _must_see(unfinished))
-            snapshot = Snapshot.take(model, optimizer)
+            snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks))
             snapshot.tensors |= ranks.each(lambda: _plain_tensors(snapshot, state, ranks))
             if asynchronous:
                 ranks.in_background = True
@@ -95,7 +98,8 @@ def save_distributed(
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "world_size": ranks.world_size,
         "torch": str(torch.__version__),
-        "optimizer": type(optimizer).__name__ if optimizer else None,
+        "optimizer": optimizer_classes(optimizer)[0] if optimizer else None,
+        "optimizer_classes": optimizer_classes(optimizer) if optimizer else [],
         "tied": snapshot.tied,
         **describe(model),
     }
@@ -104,6 +108,11 @@ def save_distributed(
         lambda: _write(ranks, snapshot, unfinished, final, about, keep),
         asynchronous=asynchronous,
     )
+
+
+def is_int(value: object) -> bool:
+    """True and False are ints too, but no steps."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _write(
