@@ -52,23 +52,30 @@ class Save:
     def __init__(self, path: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
         self._path = path
         self._write = write
-        self._error: BaseException | None = None
+        self._problem: str | None = None
         self._over = threading.Event()
         global _in_flight
         if asynchronous:
             _in_flight = self
-            threading.Thread(target=self._run, name=f"save {path.name}").start()
+            try:
+                threading.Thread(target=self._run, name=f"save {path.name}").start()
+            except RuntimeError:  # no more threads; the other ranks count on this one
+                self._run()
         else:
-            self._run()
-            self.wait()
+            write()
+            del self._write  # and with it the tensors
+            self._over.set()
 
     def _run(self) -> None:
         try:
             self._write()
-        except BaseException as error:  # in a thread, nobody else would hear of it
-            self._error = error
+        # Only the text is kept: the frames of an exception hold connections, which other ranks see close.
+        except CheckpointError as error:
+            self._problem = str(error)
+        except BaseException as error:  # nobody else would hear of it
+            self._problem = f"{type(error).__name__}: {error}"
         finally:
-            del self._write  # and with it the tensors
+            del self._write
             self._over.set()
 
     def done(self) -> bool:
@@ -93,8 +100,8 @@ class Save:
         global _in_flight
         if _in_flight is self:
             _in_flight = None
-        if self._error is not None:
-            raise self._error
+        if self._problem is not None:
+            raise CheckpointError(self._problem)
         return self._path
 
 
@@ -117,5 +124,5 @@ def settle() -> None:
 @atexit.register
 def _tell_at_exit() -> None:
     """The interpreter has waited for the thread; if nobody has heard of its error, say it now."""
-    if _in_flight is not None and _in_flight._error is not None:
-        print(f"CheckpointError in an asynchronous save: {_in_flight._error}", file=sys.stderr, flush=True)
+    if _in_flight is not None and _in_flight._problem is not None:
+        print(f"CheckpointError in an asynchronous save: {_in_flight._problem}", file=sys.stderr, flush=True)

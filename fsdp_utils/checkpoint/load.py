@@ -32,6 +32,7 @@ from fsdp_utils.checkpoint.names import class_names, unsharded_wrappers_off
 from fsdp_utils.checkpoint.plain import PerRank
 from fsdp_utils.checkpoint.put import optimizer_buffers, put_model, put_optimizer, state_by_parameter
 from fsdp_utils.checkpoint.save import is_int
+from fsdp_utils.checkpoint.sharded_state import Places, buffers_for, put_back
 from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, OptimizerPlan, Snapshot, whole
 from fsdp_utils.checkpoint.storage import (
     Reader,
@@ -59,7 +60,10 @@ def load_distributed(
     Args:
         directory: as for save_distributed.
         model: with parameters on their devices (not on meta); their values are replaced.
-        optimizer: over the same parameters in the same groups. None leaves the saved one aside.
+        optimizer: of a related class, such as Adam and AdamW, over the same parameters in the same groups.
+            Its settings (lr, betas, weight_decay and all else in param_groups) become those that were saved,
+            as with Optimizer.load_state_dict(): change a setting after loading. None leaves the saved one
+            aside.
         step: of which step; "latest" is the checkpoint that was saved last.
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the files with their hashes off (for `verify_checkpoint`). Their
@@ -69,9 +73,10 @@ def load_distributed(
             than the others to read or write its part.
 
     Returns:
-        The plain state that was saved, and "step". A value that differed between ranks comes back to the rank
-        that saved it, when there are as many ranks as then; otherwise as a PerRank, the list of all values by
-        the rank that saved them.
+        The state that was saved, and "step". A value that differed between ranks comes back to the rank that
+        saved it, when there are as many ranks as then; otherwise as a PerRank, the list of all values by the
+        rank that saved them. A DTensor comes back as a DTensor over the model's mesh, which shards the same
+        dimensions, or as a whole tensor where the model is not sharded by FSDP2.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
@@ -108,12 +113,15 @@ def load_distributed(
             ranks.each(lambda: check_hashes(checkpoint, manifest, mine, threads=ranks.threads()))
 
         tensors = dict(wanted.tensors)
+        places: Places = {}  # of the sharded tensors in the state
 
         def prepare() -> tuple[Metadata, dict[str, Any], OptimizerPlan | None]:
             metadata = read_described(checkpoint, manifest)
             plain = read_plain(checkpoint, metadata, PLAIN)
             wanted.extra = plain["extra"]
             state = _state(checkpoint, metadata, plain, manifest, ranks)
+            places.update(plain.get("sharded", {}))
+            tensors.update(buffers_for(places, found, model))
             if optimizer is None:
                 return metadata, state, None
             saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
@@ -149,7 +157,7 @@ def load_distributed(
                 else state_by_parameter(wanted, model, saved, tensors),
             )
         ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
-    return {**state, "step": manifest["step"]}
+    return {**put_back(state, tensors, places), "step": manifest["step"]}
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
