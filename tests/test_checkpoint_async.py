@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_utils import CheckpointError, load_distributed, save_distributed, save_full, verify_checkpoint
+from fsdp_utils.checkpoint import Save
 from fsdp_utils.checkpoint import save as save_module
 from fsdp_utils.checkpoint.manifest import committed
 from tests.checkpoints import Data, Outcome, build, fingerprint, outcome, rank, train
@@ -170,6 +171,51 @@ def test_destroying_the_process_group_too_early_is_told_and_does_not_hang(
     # rank 0 may have committed before it noticed; what is there is whole
     for one in committed(tmp_path):
         verify_checkpoint(one.path)
+
+
+def test_every_wait_for_a_failed_save_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error", "the disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save_module, "write_manifest", fail)
+        save = save_distributed(tmp_path, nn.Linear(2, 2), step=1, asynchronous=True)
+        for _ in range(3):
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                save.wait()
+        heard = save_distributed(tmp_path, nn.Linear(2, 2), step=2, asynchronous=True)
+        while not heard.done():
+            time.sleep(0.01)
+    with pytest.raises(CheckpointError, match="the asynchronous save before this call failed"):
+        save_distributed(tmp_path, nn.Linear(2, 2), step=3)
+    with pytest.raises(CheckpointError, match="Input/output error"):  # told by the call before this one
+        heard.wait()
+    save_distributed(tmp_path, nn.Linear(2, 2), step=4)
+    assert [one.step for one in committed(tmp_path)] == [4]
+
+
+def test_no_exception_in_the_thread_of_a_save_is_lost(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    save = Save(tmp_path / "never", interrupted, asynchronous=True)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="KeyboardInterrupt"):
+            save.wait()
+
+
+def test_a_save_that_gets_no_thread_is_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("save "):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    save = save_distributed(tmp_path, nn.Linear(2, 2), step=1, asynchronous=True)
+    assert save.done()
+    assert save.wait(1) == tmp_path / "000001-step-1"
 
 
 def test_waiting_can_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,23 +55,30 @@ class Save:
     def __init__(self, path: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
         self._path = path
         self._write = write
-        self._error: CheckpointError | None = None
+        self._problem: str | None = None
         self._over = threading.Event()
         global _in_flight
         if asynchronous:
             _in_flight = self
-            threading.Thread(target=self._run, name=f"save {path.name}").start()
+            try:
+                threading.Thread(target=self._run, name=f"save {path.name}").start()
+            except RuntimeError:  # no more threads; the other ranks count on this one
+                self._run()
         else:
-            self._run()
-            self.wait()
+            write()
+            del self._write  # and with it the tensors
+            self._over.set()
 
     def _run(self) -> None:
         try:
             self._write()
+        # Only the text is kept: the frames of an exception hold connections, which other ranks see close.
         except CheckpointError as error:
-            self._error = error
+            self._problem = str(error)
+        except BaseException as error:  # nobody else would hear of it
+            self._problem = f"{type(error).__name__}: {error}"
         finally:
-            del self._write  # and with it the tensors
+            del self._write
             self._over.set()
 
     def done(self) -> bool:
@@ -87,7 +94,8 @@ class Save:
             timeout: seconds to wait; None for as long as it takes (each of its steps has a limit).
 
         Raises:
-            CheckpointError: it was not saved; says why. Raised once: by this, or by the next save or load.
+            CheckpointError: it was not saved; says why. Raised by every call of this; the next save or load
+                raises it too, unless it was raised here before.
             TimeoutError: it is still going on.
         """
         if not self._over.wait(timeout):
@@ -95,9 +103,8 @@ class Save:
         global _in_flight
         if _in_flight is self:
             _in_flight = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._problem is not None:
+            raise CheckpointError(self._problem)
         return self._path
 
 
@@ -120,5 +127,5 @@ def settle() -> None:
 @atexit.register
 def _tell_at_exit() -> None:
     """The interpreter has waited for the thread; if nobody has heard of its error, say it now."""
-    if _in_flight is not None and _in_flight._error is not None:
-        print(f"CheckpointError in an asynchronous save: {_in_flight._error}", file=sys.stderr, flush=True)
+    if _in_flight is not None and _in_flight._problem is not None:
+        print(f"CheckpointError in an asynchronous save: {_in_flight._problem}", file=sys.stderr, flush=True)

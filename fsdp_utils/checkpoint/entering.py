@@ -1,6 +1,6 @@
 """What every rank must mean alike when it enters a save or a load."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -8,9 +8,10 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.agree import Ranks, agree, fingerprint
 from fsdp_utils.checkpoint.asynchronous import settle
-from fsdp_utils.checkpoint.fits import check_own
-from fsdp_utils.checkpoint.names import has_fsdp1
+from fsdp_utils.checkpoint.fits import check_supported
+from fsdp_utils.checkpoint.names import has_fsdp1, optimizer_classes
 from fsdp_utils.checkpoint.plain import digest, pack
+from fsdp_utils.checkpoint.sharded_state import StateToSave
 
 
 def enter(
@@ -19,14 +20,15 @@ def enter(
     optimizer: Optimizer | None,
     facts: Callable[[], dict[str, Any]],
     *,
-    state: Mapping[str, Any] | None = None,
+    state: StateToSave | None = None,
     wait_s: float,
 ) -> Ranks:
     """Wait for a save in flight and for all ranks, which must want the same of the same model.
 
     Args:
         facts: what else must be the same on all ranks; may raise what is wrong with this rank's arguments.
-        state: plain data that is to be saved; its values may differ between ranks (see `differing`).
+        state: that is to be saved, and is taken apart here; what is plain in it may differ between ranks (see
+            `differing`).
 
     Raises:
         CheckpointError: the same on every rank.
@@ -34,20 +36,31 @@ def enter(
 
     def all_facts() -> dict[str, Any]:
         settle()
-        check_own(model, optimizer)
+        check_supported(model, optimizer)
         found = {
             **facts(),
-            "optimizer": type(optimizer).__name__ if optimizer else None,
+            "optimizer": optimizer_classes(optimizer)[0] if optimizer else None,
             "model": _model_fingerprint(model),
+            "_has_state": bool(optimizer and optimizer.state),
         }
         if state is not None:
-            for name, value in state.items():
+            state.take_out()
+            for name, value in state.plain.items():
                 pack(value, f"state {name!r}")
-            found["state"] = sorted(state)
-            found["_digests"] = {name: digest(value) for name, value in state.items()}
+            found["state"] = sorted(state.plain)
+            found["_digests"] = {name: digest(value) for name, value in state.plain.items()}
+            found["sharded tensors in the state"] = fingerprint(
+                [f"{key} {tensor.dtype} {list(tensor.shape)}" for key, tensor in state.tensors.items()]
+                + [repr(place) for place in state.places.values()]
+            )
         return found
 
     return agree(action, all_facts, wait_s=wait_s)
+
+
+def has_state(ranks: Ranks) -> bool:
+    """Does the optimizer have a state on any rank? Collectives follow, so all ranks must know the same."""
+    return any(facts["_has_state"] for facts in ranks.facts)
 
 
 def differing(ranks: Ranks) -> list[str]:

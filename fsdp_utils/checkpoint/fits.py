@@ -1,20 +1,49 @@
 """Does a checkpoint hold what the model and the optimizer want? Asked before anything is put into them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from fsdp_utils._names import plain_name
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.names import parameter_names
+from fsdp_utils.checkpoint.names import optimizer_classes, parameter_names
 from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
 
 
-def check_own(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Are the parameters of the optimizer those of the model?"""
+def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Is this a model, and an optimizer over its parameters, that can be saved and loaded?
+
+    Raises:
+        CheckpointError: it is not; says what to do.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDP1)]
+    for unit in units:
+        for name, module in unit.named_modules():
+            if isinstance(module, DistributedDataParallel):
+                raise CheckpointError(
+                    f"expected no DistributedDataParallel inside of FSDP1, found {plain_name(name)!r}, of "
+                    "which FSDP1's state dict loses the parameters. Wrap the module in FSDP1 with "
+                    "ShardingStrategy.NO_SHARD instead"
+                )
     if optimizer is None:
         return
+    if not isinstance(optimizer, Optimizer):
+        raise CheckpointError(
+            f"expected one torch.optim.Optimizer or None, found {type(optimizer).__name__}. Give one of "
+            "several optimizers here, and save the others' state_dict() as state, such as "
+            "second=second.state_dict()"
+        )
+    flat = [handle.flat_param for unit in units if (handle := unit._handle) is not None]
+    if any(extension is not None for param in flat for extension in param._param_extensions):
+        raise CheckpointError(
+            "expected FSDP1 around parameters that nothing else shards, found tensor-parallel ones: FSDP1 "
+            "gives the optimizer's state of only one part of each. Use FSDP2 (fully_shard), or save without "
+            "the optimizer"
+        )
     names = parameter_names(model)
     strangers = [param for group in optimizer.param_groups for param in group["params"] if param not in names]
     if strangers:
@@ -82,9 +111,16 @@ def check_model(
 
 
 def check_optimizer(
-    wanted: Snapshot, model: nn.Module, optimizer: Optimizer, saved: OptimizerPlan | None
+    wanted: Snapshot,
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: OptimizerPlan | None,
+    classes: Sequence[str],
 ) -> OptimizerPlan:
-    """The saved optimizer, which is there and over the same parameters in the same groups.
+    """The saved optimizer: it is there, of a related class, and over the same parameters in the same groups.
+
+    Args:
+        classes: names of the saved optimizer's class and of those it is derived from; empty when unknown.
 
     Raises:
         CheckpointError: there is none, or it is of others.
@@ -93,6 +129,12 @@ def check_optimizer(
         raise CheckpointError(
             "expected the state of an optimizer, found none: the checkpoint was saved without one. "
             "Load without the optimizer if it is to start anew."
+        )
+    own = optimizer_classes(optimizer)
+    if classes and not set(classes) & set(own):
+        raise CheckpointError(
+            f"expected the state of {own[0]}, found that of {classes[0]}, which {own[0]} cannot go on from. "
+            f"Load into {classes[0]}, or without the optimizer if it is to start anew."
         )
     names = parameter_names(model)
     expected = [
@@ -109,5 +151,11 @@ def check_optimizer(
             f"found {[len(group) for group in found]} in the checkpoint"
             + (f"; only here: {only[0]}" if only[0] else "")
             + (f"; only in the checkpoint: {only[1]}" if only[1] else "")
+        )
+    if unknown := {wanted.first_name(path[0]) for path in (*saved.paths.values(), *saved.plain)}.difference(
+        *expected
+    ):
+        raise CheckpointError(
+            f"expected the optimizer's state of parameters in its groups, found that of {sorted(unknown)[:3]}"
         )
     return saved

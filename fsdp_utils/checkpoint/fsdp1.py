@@ -57,6 +57,8 @@ def _pieces(unit: Unit, own: set[int]) -> dict[str, _Piece]:
             assert flat._params is not None  # it has views with use_orig_params
             param, offset = flat._params[index], 0
         where = (offset, info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else None
+        if param is not flat and param.shape == unit.shapes[index]:
+            where = None  # on one rank, and with NO_SHARD, the view is the whole parameter
         pieces[name] = _Piece(param, where, here=info.in_shard)
     return pieces
 
@@ -108,17 +110,24 @@ def fill_model(model: nn.Module, units: list[Unit], receive: Callable[[str], Ten
     for unit in units:
         with quiet(), FSDP1.summon_full_params(unit.module, recurse=False):
             for name, inner in unit.names.items():
-                unit.module.module.get_parameter(inner).copy_(receive(MODEL + name))
+                # `.module` would skip a wrapper for activation checkpointing, which is in the name
+                param = unit.module.get_parameter(f"_fsdp_wrapped_module.{inner}")
+                param.copy_(receive(MODEL + name))
 
 
-def fill_optimizer(
+@torch.no_grad()
+def flat_state(
     model: nn.Module,
     units: list[Unit],
     optimizer: Optimizer,
     saved: OptimizerPlan,
     receive: Callable[[str], Tensor],
-) -> None:
-    """Give the optimizer its state; each rank keeps what belongs to its piece of the flat parameters."""
+) -> dict[Tensor, dict[str, Any]]:
+    """The optimizer's state by parameter: what belongs to this rank's piece of the flat parameters.
+
+    Args:
+        receive: gives the whole tensor of a flat name, on every rank.
+    """
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     pieces = {name: piece for unit in units for name, piece in _pieces(unit, own).items()}
     pieces |= {
@@ -135,10 +144,10 @@ def fill_optimizer(
         if value.dim() == 0 or piece.where is None:
             place[what] = value.clone()  # as with FSDP1 itself, one for the whole unit
             continue
-        flat = place.setdefault(what, torch.zeros(piece.param.shape, dtype=value.dtype, device=value.device))
+        device = piece.param.device
+        flat = place.setdefault(what, torch.zeros(piece.param.shape, dtype=value.dtype, device=device))
         piece.put(value, flat)
     for (name, what), value in saved.plain.items():
         if pieces[name].here:
             state.setdefault(pieces[name].param, {})[what] = value
-    optimizer.state.clear()
-    optimizer.state.update(state)
+    return state

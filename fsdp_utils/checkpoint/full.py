@@ -15,21 +15,24 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
-from fsdp_utils.checkpoint.entering import differing, enter
+from fsdp_utils.checkpoint.entering import differing, enter, has_state
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.fits import check_model, check_optimizer
-from fsdp_utils.checkpoint.fsdp1 import fill_model, fill_optimizer, shapes, units_of
+from fsdp_utils.checkpoint.fsdp1 import fill_model, flat_state, shapes, units_of
 from fsdp_utils.checkpoint.hashing_file import HashingFile
+from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import FORMAT, Progress, hash_file, sync_directory
+from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_off
 from fsdp_utils.checkpoint.plain import PerRank, pack, reason, unpack
 from fsdp_utils.checkpoint.put import (
     optimizer_buffers,
     put_extra,
-    put_groups,
     put_model,
     put_optimizer,
+    state_by_parameter,
 )
 from fsdp_utils.checkpoint.save import describe
+from fsdp_utils.checkpoint.sharded_state import StateToSave, buffers_for, put_back
 from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
 
 _CPU = torch.device("cpu")
@@ -54,9 +57,11 @@ def save_full(
         path: of the file, on a disk of rank 0.
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
         optimizer: left out of the file when None.
-        wait_s: seconds to wait for all ranks to enter.
-        **state: plain data that training needs to go on, such as the step. What differs between ranks is kept
-            for each (see load_full).
+        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
+            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
+            than the others to read or write its part.
+        **state: what else training needs to go on, such as the step. What differs between ranks is kept for
+            each; DTensors in it are gathered, and stored under "sharded" (see load_full).
 
     Returns:
         The path.
@@ -64,17 +69,20 @@ def save_full(
     Raises:
         CheckpointError: the same on every rank. A file that was there before still is.
     """
-    path = Path(path).absolute()
+    path, model = Path(path).absolute(), unsharded_wrappers_off(model)
 
-    ranks = enter("save_full", model, optimizer, lambda: {"path": str(path)}, state=state, wait_s=wait_s)
+    taken = StateToSave(state)
+    ranks = enter("save_full", model, optimizer, lambda: {"path": str(path)}, state=taken, wait_s=wait_s)
     unfinished = path.with_name(f".saving-{path.name}")
-    with ranks.guard():
+    with ranks.guard(), limited(model, wait_s):
         try:
             # Before anything is gathered, because that takes long.
             file = ranks.each(lambda: _create(unfinished) if ranks.rank == 0 else None)
-            snapshot = Snapshot.take(model, optimizer).gathered(ranks.rank)
+            snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks))
+            snapshot.tensors |= taken.tensors
+            snapshot = snapshot.gathered(ranks.rank)
             apart = differing(ranks)
-            by_rank = ranks.all(lambda: pack({name: state[name] for name in apart}, "state"))
+            by_rank = ranks.all(lambda: pack({name: taken.plain[name] for name in apart}, "state"))
 
             def write() -> None:
                 assert file is not None
@@ -94,7 +102,9 @@ def save_full(
                         **snapshot.extra,
                     },
                     "optimizer": plan and plan.whole(snapshot.tensors),
-                    "state": {name: value for name, value in state.items() if name not in apart},
+                    "optimizer_classes": optimizer_classes(optimizer) if optimizer else [],
+                    "state": {name: value for name, value in taken.plain.items() if name not in apart},
+                    "sharded": {key: (place, snapshot.tensors[key]) for key, place in taken.places.items()},
                     "per_rank": {name: [part[name] for part in parts] for name in apart},
                 }
                 torch.save(content, file)  # type: ignore[arg-type]
@@ -128,27 +138,29 @@ def load_full(
     Args:
         path: of the file, on a disk of rank 0.
         model: with parameters on their devices (not on meta); their values are replaced.
-        optimizer: over the same parameters in the same groups. None leaves the saved one aside.
+        optimizer: as for load_distributed, which says what becomes of its settings.
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the file with its hash off (for `verify_checkpoint`).
-        wait_s: seconds to wait for all ranks to enter.
+        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
+            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
+            than the others to read or write its part.
 
     Returns:
-        The plain state that was saved. A value that differed between ranks comes back to the rank that saved
-        it, when there are as many ranks as then; otherwise as a PerRank, the list of all values by the rank
-        that saved them.
+        The state that was saved. A value that differed between ranks comes back to the rank that saved it,
+        when there are as many ranks as then; otherwise as a PerRank, the list of all values by the rank that
+        saved them. A DTensor comes back as from load_distributed.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
         otherwise.
     """
-    path = Path(path).absolute()
+    path, model = Path(path).absolute(), unsharded_wrappers_off(model)
 
     def facts() -> dict[str, Any]:
         return {"path": str(path), "cast": cast, "verify": verify}
 
     ranks = enter("load_full", model, optimizer, facts, wait_s=wait_s)
-    with ranks.guard():
+    with ranks.guard(), limited(model, wait_s):
         tensors: dict[str, Tensor] = {}  # on rank 0, in the mapped file
 
         def read() -> dict[str, Any]:
@@ -165,11 +177,15 @@ def load_full(
                 else:
                     extra[name] = value
             tensors.update(state)
+            sharded = content.get("sharded", {})
+            tensors.update({key: tensor for key, (_, tensor) in sharded.items()})
             return {
                 **{key: content[key] for key in ("world_size", "tied", "state", "per_rank")},
                 "specs": {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()},
                 "extra": extra,
                 "optimizer": plan,
+                "sharded": {key: place for key, (place, _) in sharded.items()},
+                "optimizer_classes": content.get("optimizer_classes", []),
             }
 
         head = ranks.first(read)
@@ -180,9 +196,11 @@ def load_full(
         ranks.each(lambda: check_model(wanted, in_model, head["tied"], cast=cast))
         buffers: dict[str, Tensor] = {}
         if optimizer is not None:
-            ranks.each(lambda: check_optimizer(wanted, model, optimizer, saved))
+            ranks.each(lambda: check_optimizer(wanted, model, optimizer, saved, head["optimizer_classes"]))
             if not units:
                 buffers = ranks.each(lambda: optimizer_buffers(wanted, model, optimizer, saved, specs))
+
+        in_state = ranks.each(lambda: buffers_for(head["sharded"], specs, model))
 
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
 
@@ -192,8 +210,8 @@ def load_full(
             fill_model(model, units, sent.tensor)
             put_extra(model, head["extra"])
             if optimizer is not None:
-                fill_optimizer(model, units, optimizer, saved, sent.tensor)
-                put_groups(model, optimizer, saved)
+                state = flat_state(model, units, optimizer, saved, sent.tensor)
+                put_optimizer(wanted, model, optimizer, saved, state)
         else:
             for key in [*wanted.tensors, *buffers]:
                 target = wanted.tensors[key] if key in wanted.tensors else buffers[key]
@@ -201,12 +219,16 @@ def load_full(
             wanted.extra = head["extra"]
             put_model(model, wanted)
             if optimizer is not None:
-                put_optimizer(model, optimizer, saved, buffers)
+                state = state_by_parameter(wanted, model, saved, buffers)
+                put_optimizer(wanted, model, optimizer, saved, state)
+        for key, target in in_state.items():
+            _place(sent.tensor(key, target.device), target)
         ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
     same = head["world_size"] == ranks.world_size
-    return head["state"] | {
+    state = head["state"] | {
         name: values[ranks.rank] if same else PerRank(values) for name, values in head["per_rank"].items()
     }
+    return put_back(state, in_state, head["sharded"])
 
 
 class _Sent:

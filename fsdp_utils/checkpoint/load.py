@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -14,6 +15,8 @@ from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
 from fsdp_utils.checkpoint.entering import enter
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.fits import check_model, check_optimizer
+from fsdp_utils.checkpoint.fsdp1 import flat_state, units_of
+from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import (
     MANIFEST,
     check_hashes,
@@ -25,9 +28,12 @@ from fsdp_utils.checkpoint.manifest import (
     tensor_specs,
 )
 from fsdp_utils.checkpoint.metadata import read_metadata, specs
+from fsdp_utils.checkpoint.names import class_names, unsharded_wrappers_off
 from fsdp_utils.checkpoint.plain import PerRank
-from fsdp_utils.checkpoint.put import optimizer_buffers, put_model, put_optimizer
-from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.put import optimizer_buffers, put_model, put_optimizer, state_by_parameter
+from fsdp_utils.checkpoint.save import is_int
+from fsdp_utils.checkpoint.sharded_state import Places, buffers_for, put_back
+from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, OptimizerPlan, Snapshot, whole
 from fsdp_utils.checkpoint.storage import (
     Reader,
     TensorsOnly,
@@ -54,29 +60,37 @@ def load_distributed(
     Args:
         directory: as for save_distributed.
         model: with parameters on their devices (not on meta); their values are replaced.
-        optimizer: over the same parameters in the same groups. None leaves the saved one aside.
+        optimizer: of a related class, such as Adam and AdamW, over the same parameters in the same groups.
+            Its settings (lr, betas, weight_decay and all else in param_groups) become those that were saved,
+            as with Optimizer.load_state_dict(): change a setting after loading. None leaves the saved one
+            aside.
         step: of which step; "latest" is the checkpoint that was saved last.
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the files with their hashes off (for `verify_checkpoint`). Their
             sizes, and all names, shapes and dtypes, are compared in any case.
-        wait_s: seconds to wait for all ranks to enter.
+        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
+            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
+            than the others to read or write its part.
 
     Returns:
-        The plain state that was saved, and "step". A value that differed between ranks comes back to the rank
-        that saved it, when there are as many ranks as then; otherwise as a PerRank, the list of all values by
-        the rank that saved them.
+        The state that was saved, and "step". A value that differed between ranks comes back to the rank that
+        saved it, when there are as many ranks as then; otherwise as a PerRank, the list of all values by the
+        rank that saved them. A DTensor comes back as a DTensor over the model's mesh, which shards the same
+        dimensions, or as a whole tensor where the model is not sharded by FSDP2.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
         otherwise.
     """
-    home = Path(directory).absolute()
+    home, model = Path(directory).absolute(), unsharded_wrappers_off(model)
 
     def facts() -> dict[str, Any]:
+        if step != "latest" and not is_int(step):
+            raise CheckpointError(f'expected step to be a whole number or "latest", found {step!r}')
         return {"directory": str(home), "step": step, "cast": cast, "verify": verify}
 
     ranks = enter("load_distributed", model, optimizer, facts, wait_s=wait_s)
-    with ranks.guard():
+    with ranks.guard(), limited(model, wait_s):
         checkpoint = ranks.first(lambda: find(home, step))
         manifest: dict[str, Any] = {}
 
@@ -99,16 +113,19 @@ def load_distributed(
             ranks.each(lambda: check_hashes(checkpoint, manifest, mine, threads=ranks.threads()))
 
         tensors = dict(wanted.tensors)
+        places: Places = {}  # of the sharded tensors in the state
 
         def prepare() -> tuple[Metadata, dict[str, Any], OptimizerPlan | None]:
             metadata = read_described(checkpoint, manifest)
             plain = read_plain(checkpoint, metadata, PLAIN)
             wanted.extra = plain["extra"]
             state = _state(checkpoint, metadata, plain, manifest, ranks)
+            places.update(plain.get("sharded", {}))
+            tensors.update(buffers_for(places, found, model))
             if optimizer is None:
                 return metadata, state, None
             saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
-            saved = check_optimizer(wanted, model, optimizer, saved)
+            saved = check_optimizer(wanted, model, optimizer, saved, _optimizer_classes(manifest))
             tensors.update(optimizer_buffers(wanted, model, optimizer, saved, found))
             return metadata, state, saved
 
@@ -129,9 +146,18 @@ def load_distributed(
             )
         put_model(model, wanted)
         if optimizer is not None and saved is not None:
-            put_optimizer(model, optimizer, saved, tensors)
+            units = units_of(model)
+            put_optimizer(
+                wanted,
+                model,
+                optimizer,
+                saved,
+                flat_state(model, units, optimizer, saved, lambda key: whole(tensors[key]))
+                if units
+                else state_by_parameter(wanted, model, saved, tensors),
+            )
         ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
-    return {**state, "step": manifest["step"]}
+    return {**put_back(state, tensors, places), "step": manifest["step"]}
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -143,6 +169,12 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     manifest = read_manifest(checkpoint)
     check_sizes(checkpoint, manifest)
     return manifest
+
+
+def _optimizer_classes(manifest: dict[str, Any]) -> list[str]:
+    """As optimizer_classes(); empty when the checkpoint, an older one, names a class that torch has not."""
+    known = getattr(torch.optim, str(manifest["optimizer"]), None)
+    return manifest.get("optimizer_classes", class_names(known) if isinstance(known, type) else [])
 
 
 def _must_be_same(checkpoint: Path, hashes: list[str]) -> None:

@@ -8,19 +8,48 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp._common_utils import _get_param_to_fqns
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from fsdp_utils._names import plain_name
+
+# The wrapped model in torch.compile's module, and in Lightning Fabric's.
+_INNER = ("_orig_mod", "_forward_module")
+
+
+def unsharded_wrappers_off(model: nn.Module) -> nn.Module:
+    """The model without the wrappers around it that shard nothing: DDP, torch.compile, Lightning Fabric.
+
+    What is inside has the same names, whichever of them are around it and in which order.
+    """
+    while True:
+        children = dict(model.named_children())
+        inner = next((children[name] for name in _INNER if name in children), None)
+        if isinstance(model, DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif inner is not None and not isinstance(model, FSDP1):
+            model = inner
+        else:
+            return model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of the wrappers that are modules of their own."""
-    while True:
-        if isinstance(model, FSDP1 | DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
-            model = inner
-        else:
-            return model
+    while (inner := unsharded_wrappers_off(model)) is not model or isinstance(model, FSDP1):
+        model = inner.module if isinstance(inner, FSDP1) else inner
+    return model
+
+
+def optimizer_classes(optimizer: Optimizer) -> list[str]:
+    """class_names() of an optimizer, or of the one in a wrapper."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's wrapper
+        optimizer = inner
+    return class_names(type(optimizer))
+
+
+def class_names(kind: type) -> list[str]:
+    """The names of that class of optimizers and of those it is derived from, without Optimizer itself."""
+    classes = [one for one in kind.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
+    return [one.__name__ for one in classes]
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -54,9 +83,14 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def clean(model: nn.Module, name: str) -> str:
-    """The name without what wrappers add to it."""
-    plain = plain_name(name)
-    return plain.removeprefix("module.") if isinstance(model, DistributedDataParallel) else plain
+    """The name without what wrappers add to it, also wrappers of a part of the model."""
+    module: object = model
+    parts = []
+    for part in name.split("."):
+        if not (isinstance(module, DistributedDataParallel) and part == "module"):
+            parts.append(part)
+        module = getattr(module, part, None)
+    return plain_name(*parts)
 
 
 def has_fsdp1(model: nn.Module) -> bool:

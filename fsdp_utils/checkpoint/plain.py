@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 
@@ -19,17 +20,22 @@ class PerRank(list[Any]):
 
 def pack(value: Any, what: str) -> bytes:
     """Plain data as bytes; refuses what could not be read back without running code."""
-    buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
-        unpack(buffer.getvalue())
+        return _packed(value)
     except Exception as error:
+        where, culprit = _culprit(value)
+        kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
         raise CheckpointError(
             f"{what}: expected tensors, numbers, strings, None, and lists, tuples, sets and dicts of them, "
-            "found "
-            f"{_culprit(value)}, which cannot be read back safely ({reason(error)}). For NumPy: "
-            "torch.from_numpy(array) or .tolist()"
+            f"found {kind}{where and f' at {where}'}, which cannot be read back safely ({reason(error)})."
+            + _remedy(culprit)
         ) from error
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    unpack(buffer.getvalue())
     return buffer.getvalue()
 
 
@@ -55,16 +61,31 @@ def reason(error: Exception) -> str:
     return next(filter(None, found), type(error).__name__)
 
 
-def _culprit(value: Any, where: str = "") -> str:
+def _culprit(value: Any, where: str = "") -> tuple[str, Any]:
+    """Where in the value the first part is that cannot be packed, and that part."""
+    parts: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
         parts = [(f"{where}[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, list | tuple | set):
         parts = [(f"{where}[{index}]", part) for index, part in enumerate(value)]
-    elif value is None or isinstance(value, Tensor | str | bytes | bool | int | float | complex):
-        return ""
-    else:
-        return f"{type(value).__module__}.{type(value).__qualname__}" + (f" at {where}" if where else "")
-    return next(filter(None, (_culprit(part, path) for path, part in parts)), "")
+    return next((_culprit(part, path) for path, part in parts if not _can_be_packed(part)), (where, value))
+
+
+def _can_be_packed(value: Any) -> bool:
+    try:
+        _packed(value)
+    except Exception:
+        return False
+    return True
+
+
+def _remedy(culprit: Any) -> str:
+    if hasattr(culprit, "state_dict"):
+        return " Save its .state_dict(), and give that to its load_state_dict() after loading"
+    if type(culprit).__module__ == "numpy":
+        scalar = hasattr(culprit, "item") and getattr(culprit, "shape", None) == ()
+        return " Save its .item()" if scalar else " Save torch.from_numpy(array), or its .tolist()"
+    return " Save what it consists of"
 
 
 def digest(value: Any) -> str:
@@ -83,7 +104,8 @@ def digest(value: Any) -> str:
                 yield from lines(part)
             yield "]"
         elif isinstance(value, Tensor):
-            data = value.detach().cpu().contiguous()
+            local = value.to_local() if isinstance(value, DTensor) else value  # a DTensor has no address
+            data = local.detach().cpu().contiguous()
             yield f"{value.dtype}{list(value.shape)}{hashlib.sha256(view(data)).hexdigest()}"
         elif isinstance(value, set | frozenset):
             yield f"{type(value).__name__}{sorted(map(repr, value))}"

@@ -1,15 +1,11 @@
 """The way back: loaded tensors into the model and the optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -91,48 +87,59 @@ def put_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
             module.set_extra_state(extra[name])
 
 
+def state_by_parameter(
+    wanted: Snapshot, model: nn.Module, saved: OptimizerPlan, tensors: Mapping[str, Tensor]
+) -> dict[Tensor, dict[str, Any]]:
+    """The optimizer's state by parameter, from its tensors by flat name, sharded as the parameters are."""
+    params = {name: param for param, names in parameter_names(model).items() for name in names}
+    return {params[wanted.first_name(name)]: state for name, state in saved.whole(tensors)["state"].items()}
+
+
 def put_optimizer(
+    wanted: Snapshot,
     model: nn.Module,
     optimizer: Optimizer,
     saved: OptimizerPlan,
-    tensors: Mapping[str, Tensor],
+    state: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Give the optimizer the state and the hyperparameters that were saved. A collective under FSDP.
+    """Give the optimizer the state and the hyperparameters that were saved, by its load_state_dict().
+
+    torch's set_optimizer_state_dict() would do that too, but takes a step where there is no state yet, mixes
+    the groups up where one of them is empty, and refuses an FSDP1 unit inside of activation checkpointing.
 
     Args:
-        tensors: the state's tensors by flat name, sharded as the parameters are.
+        state: by parameter, in the dtypes that the state is to have.
     """
-    if not saved.paths and not saved.plain:  # saved before its first step
-        optimizer.state.clear()
-        put_groups(model, optimizer, saved)
-        return
-    if not optimizer.state:
-        # Anything there keeps torch from taking a step to have a state that it can then replace.
-        optimizer.state[optimizer.param_groups[0]["params"][0]] = {}
-    state = saved.whole(tensors)
-    with quiet():
-        set_optimizer_state_dict(
-            model,
-            optimizer,
-            state,
-            options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = {param: number for number, param in enumerate(params)}
+    groups = [
+        {**settings, "params": [numbers[param] for param in group["params"]]}
+        for group, settings in zip(
+            optimizer.param_groups, _settings(wanted, model, optimizer, saved), strict=True
         )
-    if not has_fsdp1(model):
-        # Optimizer.load_state_dict converts a state to the dtype of its parameter; it is to be what was
-        # saved.
-        for param, names in parameter_names(model).items():
-            for what, value in state["state"].get(names[0], {}).items():
-                if isinstance(value, Tensor) and optimizer.state[param][what].dtype != value.dtype:
-                    optimizer.state[param][what] = value.to(param.device)
+    ]
+    optimizer.load_state_dict(
+        {"state": {numbers[param]: dict(own) for param, own in state.items()}, "param_groups": groups}
+    )
+    # Optimizer.load_state_dict converts a state to the dtype of its parameter; it is to be what was saved.
+    for param, own in state.items():
+        for what, value in own.items():
+            there = optimizer.state[param].get(what)
+            if isinstance(value, Tensor) and isinstance(there, Tensor) and there.dtype != value.dtype:
+                optimizer.state[param][what] = value.to(param.device)
 
 
-def put_groups(model: nn.Module, optimizer: Optimizer, saved: OptimizerPlan) -> None:
+def _settings(
+    wanted: Snapshot, model: nn.Module, optimizer: Optimizer, saved: OptimizerPlan
+) -> Iterator[dict[str, Any]]:
+    """What was saved of each group besides its parameters, in the order of the optimizer's groups."""
     names = parameter_names(model)
+    by_name = {wanted.first_name(name): group for group in saved.groups for name in group["params"]}
+    empty = (group for group in saved.groups if not group["params"])
     for group in optimizer.param_groups:
-        own = {name for param in group["params"] for name in names[param]}
-        for other in saved.groups:
-            if own & set(other["params"]):
-                group.update({key: value for key, value in other.items() if key != "params"})
+        found = by_name[names[group["params"][0]][0]] if group["params"] else next(empty)
+        # The names of the parameters are this optimizer's own, in its order and of its wrapper.
+        yield {key: value for key, value in found.items() if key not in ("params", "param_names")}
 
 
 def _sharding(tensor: Tensor) -> object:

@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
 from fsdp_utils.checkpoint.asynchronous import Save, stage
-from fsdp_utils.checkpoint.entering import differing, enter
+from fsdp_utils.checkpoint.entering import differing, enter, has_state
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import FORMAT, begin, commit, keep_last, write_manifest
 from fsdp_utils.checkpoint.metadata import specs
-from fsdp_utils.checkpoint.names import unwrapped
+from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_off, unwrapped
 from fsdp_utils.checkpoint.plain import pack
+from fsdp_utils.checkpoint.sharded_state import StateToSave
 from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, Snapshot
 from fsdp_utils.checkpoint.storage import Writer, not_distributed_is_fine
 
@@ -57,10 +59,13 @@ def save_distributed(
         asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
             in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
             second copy of this rank's shard, and keeps it for the next save.
-        wait_s: seconds to wait for all ranks to enter.
-        **state: plain data that training needs to go on: scheduler.state_dict(), position in the data, random
-            number generators. A value that is equal on all ranks is stored once; one that differs is stored
-            for each rank and comes back to its rank (see load_distributed).
+        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
+            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
+            than the others to read or write its part.
+        **state: what else training needs to go on: scheduler.state_dict(), position in the data, random
+            number generators, an average of the weights, the state_dict() of a second optimizer. A value that
+            is equal on all ranks is stored once; one that differs is stored for each rank and comes back to
+            its rank. DTensors in it are stored sharded (see load_distributed).
 
     Returns:
         The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.
@@ -68,24 +73,25 @@ def save_distributed(
     Raises:
         CheckpointError: the same on every rank. The checkpoints that were there still are.
     """
-    home = Path(directory).absolute()
+    home, model = Path(directory).absolute(), unsharded_wrappers_off(model)
 
     def facts() -> dict[str, Any]:
-        if not isinstance(step, int) or step < 0:
+        if not is_int(step) or step < 0:
             raise CheckpointError(f"expected step to be a whole number of at least 0, found {step!r}")
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
+        if keep is not None and (not is_int(keep) or keep < 1):
             raise CheckpointError(
                 f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
             )
         return {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
 
-    ranks = enter("save_distributed", model, optimizer, facts, state=state, wait_s=wait_s)
-    with ranks.guard():
+    taken = StateToSave(state)
+    ranks = enter("save_distributed", model, optimizer, facts, state=taken, wait_s=wait_s)
+    with ranks.guard(), limited(model, wait_s):
         unfinished, final = ranks.first(lambda: begin(home, step))
         with _removed_on_failure(unfinished, ranks):
             ranks.each(lambda: _must_see(unfinished))
-            snapshot = Snapshot.take(model, optimizer)
-            snapshot.tensors |= ranks.each(lambda: _plain_tensors(snapshot, state, ranks))
+            snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks))
+            snapshot.tensors |= ranks.each(lambda: _plain_tensors(snapshot, taken, ranks)) | taken.tensors
             if asynchronous:
                 ranks.in_background = True
                 snapshot.tensors = stage(snapshot.tensors)
@@ -95,7 +101,8 @@ def save_distributed(
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "world_size": ranks.world_size,
         "torch": str(torch.__version__),
-        "optimizer": type(optimizer).__name__ if optimizer else None,
+        "optimizer": optimizer_classes(optimizer)[0] if optimizer else None,
+        "optimizer_classes": optimizer_classes(optimizer) if optimizer else [],
         "tied": snapshot.tied,
         **describe(model),
     }
@@ -104,6 +111,11 @@ def save_distributed(
         lambda: _write(ranks, snapshot, unfinished, final, about, keep),
         asynchronous=asynchronous,
     )
+
+
+def is_int(value: object) -> bool:
+    """True and False are ints too, but no steps."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _write(
@@ -148,18 +160,24 @@ def _write(
         ranks.first(finish)
 
 
-def _plain_tensors(snapshot: Snapshot, state: dict[str, Any], ranks: Ranks) -> dict[str, Tensor]:
+def _plain_tensors(snapshot: Snapshot, state: StateToSave, ranks: Ranks) -> dict[str, Tensor]:
     """What is not a tensor, as the bytes of one: what all ranks share, and what is only this rank's."""
     per_rank = differing(ranks)
     tensors = {}
     if ranks.rank == 0:
-        common = {name: value for name, value in state.items() if name not in per_rank}
+        common = {name: value for name, value in state.plain.items() if name not in per_rank}
         plan = snapshot.optimizer
         optimizer = plan and {"groups": plan.groups, "paths": plan.paths, "plain": plan.plain}
-        plain = {"extra": snapshot.extra, "optimizer": optimizer, "state": common, "per_rank": per_rank}
+        plain = {
+            "extra": snapshot.extra,
+            "optimizer": optimizer,
+            "state": common,
+            "per_rank": per_rank,
+            "sharded": state.places,
+        }
         tensors[PLAIN] = pack(plain, "model or optimizer")
     if per_rank:
-        tensors[f"{PLAIN}.rank{ranks.rank}"] = pack({name: state[name] for name in per_rank}, "state")
+        tensors[f"{PLAIN}.rank{ranks.rank}"] = pack({name: state.plain[name] for name in per_rank}, "state")
     return {key: torch.frombuffer(bytearray(data), dtype=torch.uint8) for key, data in tensors.items()}
 
 

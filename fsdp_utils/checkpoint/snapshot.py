@@ -42,8 +42,14 @@ class Snapshot:
     originals: dict[str, ShardedTensor] = field(default_factory=dict)
 
     @classmethod
-    def take(cls, model: nn.Module, optimizer: Optimizer | None = None) -> "Snapshot":
-        """Look at them. A collective under FSDP."""
+    def take(
+        cls, model: nn.Module, optimizer: Optimizer | None = None, *, stateful: bool = True
+    ) -> "Snapshot":
+        """Look at them. A collective under FSDP.
+
+        Args:
+            stateful: whether the optimizer has a state on any rank; the same on all ranks.
+        """
         with quiet():
             state = get_model_state_dict(model)
         snapshot = cls(tied={alias: name for alias, name in tied_names(model).items() if alias in state})
@@ -58,7 +64,7 @@ class Snapshot:
             else:
                 snapshot.extra[name] = value
         if optimizer is not None:
-            snapshot.optimizer, tensors = OptimizerPlan.of(_optimizer_state(model, optimizer))
+            snapshot.optimizer, tensors = OptimizerPlan.of(_optimizer_state(model, optimizer, stateful))
             snapshot.tensors |= {key: _common(tensor, meshes) for key, tensor in tensors.items()}
         return snapshot
 
@@ -70,9 +76,9 @@ class Snapshot:
         """With whole tensors in the CPU memory of rank 0, and none on the others. A collective under FSDP."""
         tensors = {}
         for key, tensor in self.tensors.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            full = whole(tensor)
             if rank == 0:
-                tensors[key] = whole.detach().cpu()
+                tensors[key] = full.detach().cpu()
         return replace(self, tensors=tensors, originals={})
 
     def nested(self) -> dict[str, Any]:
@@ -112,19 +118,33 @@ class OptimizerPlan:
         return {"state": _tree(leaves), "param_groups": self.groups}
 
 
-def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-    if optimizer.state:
-        with quiet():
-            return get_optimizer_state_dict(model, optimizer)
+def _optimizer_state(model: nn.Module, optimizer: Optimizer, stateful: bool) -> Mapping[str, Any]:
     # Asked for a state that is not there yet, torch would take a step to make one: the run that is merely
-    # saved
-    # would go on with another bias correction.
+    # saved would go on with another bias correction.
+    if stateful:
+        # Under FSDP1 a rank whose shard is all frozen has no state, but takes part in the collectives. An
+        # empty entry, of a parameter of which other ranks have a state, keeps torch from the step.
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        added = [] if optimizer.state else [next((p for p in params if p.requires_grad), params[0])]
+        for param in added:
+            optimizer.state[param] = {}
+        try:
+            with quiet():
+                return get_optimizer_state_dict(model, optimizer)
+        finally:
+            for param in added:
+                del optimizer.state[param]
     names = parameter_names(model)
     groups = [
         {**group, "params": [name for param in group["params"] for name in names[param]]}
         for group in optimizer.param_groups
     ]
     return {"state": {}, "param_groups": groups}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor. A collective of the ranks that share it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _common(tensor: Tensor, meshes: dict[Any, DeviceMesh]) -> Tensor:

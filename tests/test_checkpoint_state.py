@@ -1,0 +1,244 @@
+"""What is saved besides the model and its optimizer: sharded tensors come back as parts."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from fsdp_utils import (
+    CheckpointError,
+    PerRank,
+    load_distributed,
+    load_full,
+    run_on_ranks,
+    save_distributed,
+    save_full,
+    verify_checkpoint,
+)
+from fsdp_utils.checkpoint.names import quiet
+from fsdp_utils.checkpoint.plain import digest
+from tests.checkpoints import Outcome, build, outcome, rank
+from tests.sharded import TwoRanks
+
+ROWS = 5  # do not divide among 2 or 3 ranks
+
+
+def sharded() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Linear(3, ROWS)
+    fully_shard(model)
+    return model
+
+
+def numbers(start: int) -> Tensor:
+    return torch.arange(float(3 * ROWS)).reshape(ROWS, 3) + start
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """An average of the weights, and the state of a second optimizer, with a tuple and values per rank."""
+    mesh = next(model.parameters()).device_mesh  # type: ignore[union-attr]
+    average, moment = (
+        distribute_tensor(numbers(start), mesh, [Shard(0)], src_data_rank=None) for start in (0, 100)
+    )
+    return {
+        "average": {"weight": average, "decay": 0.9},
+        "second": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": moment}}, "param_groups": [{"lr": 1}]},
+        "own": ([average], rank()),
+        "alone": moment,
+    }
+
+
+def save_state(folder: Path) -> list[bool]:
+    model = sharded()
+    state = state_of(model)
+    save_distributed(folder / "now", model, step=1, **state)
+    save = save_distributed(folder / "later", model, step=1, asynchronous=True, **state)
+    with torch.no_grad():
+        state["alone"].to_local().zero_()
+    save.wait()
+    save_full(folder / "full", model, **state_of(model))
+    return [state["average"]["weight"] is not None, "exp_avg" in state["second"]["state"][0]]
+
+
+def load_state(folder: Path, how: str) -> list[tuple[dict[str, Any], dict[str, Tensor], list[str]]]:
+    """What each way of saving gives back: the state without its tensors, these whole, and their types."""
+    model = sharded() if how == "fsdp2" else nn.Linear(3, ROWS)
+    answers = []
+    for name in ("now", "later", "full"):
+        state = (load_full if name == "full" else load_distributed)(folder / name, model)
+        own = [
+            part[0].pop() for part in (state["own"] if isinstance(state["own"], PerRank) else [state["own"]])
+        ]
+        found = {
+            "average": state["average"].pop("weight"),
+            "second": state["second"]["state"][0].pop("exp_avg"),
+            "own": own[-1],
+            "alone": state.pop("alone"),
+        }
+        kinds = [type(tensor).__name__ for tensor in found.values()]
+        if how == "fsdp2":
+            own_weight = next(model.parameters())
+            assert isinstance(own_weight, DTensor)
+            for tensor in found.values():
+                assert tensor.placements == own_weight.placements
+                assert tensor.to_local().shape == own_weight.to_local().shape
+        whole = {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in found.items()}
+        answers.append((state, whole, kinds))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    assert run_on_ranks(save_state, folder) == [[True, True]] * 2, "the caller's state was changed"
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(2, "fsdp2"), (3, "fsdp2"), (1, "plain")])
+def test_dtensors_in_the_state_come_back_as_this_ranks_part(saved: Path, ranks: int, how: str) -> None:
+    for number, answers in enumerate(run_on_ranks(load_state, saved, how, world_size=ranks)):
+        for state, found, kinds in answers:
+            assert kinds == ["DTensor" if how == "fsdp2" else "Tensor"] * 4
+            for key, start in (("average", 0), ("second", 100), ("own", 0), ("alone", 100)):
+                assert torch.equal(found[key], numbers(start)), key
+            assert state["average"] == {"decay": 0.9}
+            assert state["second"] == {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1}]}
+            assert state["own"] == (([], number) if ranks == 2 else [([], 0), ([], 1)])
+
+
+def test_a_checkpoint_with_sharded_state_verifies(saved: Path) -> None:
+    verify_checkpoint(saved / "now")
+    verify_checkpoint(saved / "full")
+
+
+def hybrid(folder: Path) -> list[Tensor]:
+    """Saved over two dimensions of a mesh of which one replicates, loaded over one."""
+    model = sharded()
+    mesh = init_device_mesh("cpu", (1, 2))
+    save_distributed(folder, model, step=1, x=distribute_tensor(numbers(0), mesh, [Replicate(), Shard(0)]))
+    found = load_distributed(folder, model)["x"]
+    assert found.device_mesh.ndim == 1
+    return [found.full_tensor(), found.to_local()]
+
+
+def test_a_hybrid_tensor_loads_over_a_mesh_of_one_dimension(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    for full, local in two_ranks(hybrid, tmp_path):
+        assert torch.equal(full, numbers(0))
+        assert len(local) < ROWS
+
+
+def refused(folder: Path) -> list[Outcome]:
+    model = sharded()
+    mesh = next(model.parameters()).device_mesh  # type: ignore[union-attr]
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    flat = build("fsdp1")[0]
+    with quiet(), FSDP1.state_dict_type(flat, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):
+        parts = flat.state_dict()
+    part = distribute_tensor(numbers(0), mesh, [Shard(0)], src_data_rank=None)
+    differing = {"x": part} if rank() else {"x": torch.ones(2)}
+    two_names = {"a": {"b.c": part}, "a.b": {"c": part}}
+    states: list[dict[str, Any]] = [{"x": [partial]}, {"average": parts}, differing, two_names]
+    return [outcome(lambda state=state: save_distributed(folder, model, step=1, **state)) for state in states]
+
+
+def test_what_cannot_be_saved_as_a_part_is_refused_by_name(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    first, second = two_ranks(refused, tmp_path)
+    assert [one.error for one in first] == [one.error for one in second]
+    partial, parts, differing, two_names = (one.error or "" for one in first)
+    assert "state 'x'[0]: expected a DTensor with placements Shard and Replicate, found P(sum)" in partial
+    assert "state 'average'['embed.weight']: expected a whole tensor or a DTensor, found a Shard" in parts
+    assert "expected the same sharded tensors in the state on all ranks" in differing
+    assert "two sharded tensors in the state have the name 'state.a.b.c'" in two_names
+    assert not list(tmp_path.iterdir())
+
+
+def digests() -> list[str]:
+    model = sharded()
+    mesh = next(model.parameters()).device_mesh  # type: ignore[union-attr]
+    parts = [distribute_tensor(numbers(start), mesh, [Shard(0)], src_data_rank=None) for start in (0, 0, 7)]
+    dist.barrier()
+    return [digest({"x": part}) for part in parts]
+
+
+def test_digests_of_sharded_tensors_tell_their_values_apart(two_ranks: TwoRanks) -> None:
+    for same, again, other in two_ranks(digests):
+        assert same == again != other
+
+
+# ---- what is not plain data ------------------------------------------------------------------------------
+
+
+class Custom:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.float64(1.5), r"found numpy\.float64, which .*\. Save its \.item\(\)"),
+        ({"a": [np.int32(1)]}, r"found numpy\.int32 at \['a'\]\[0\], which .*\. Save its \.item\(\)"),
+        (
+            np.ones(2),
+            r"found numpy\.ndarray, .*\. Save torch\.from_numpy\(array\), or its \.tolist\(\)",
+        ),
+        ({"a": Custom()}, r"found \S+\.Custom at \['a'\], which .*\. Save what it consists of"),
+    ],
+)
+def test_a_value_that_is_no_plain_data_is_named_with_a_remedy(value: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="state 'x': expected tensors, numbers.*" + words):
+        save_full(tmp_path / "f", nn.Linear(2, 2), x=value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_scheduler_is_told_to_give_its_state_dict(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(CheckpointError, match=r"found torch\.optim\.lr_scheduler\.StepLR.*\.state_dict\(\)"):
+        save_distributed(tmp_path, model, optimizer, step=1, scheduler=scheduler)
+    save_distributed(tmp_path, model, optimizer, step=1, scheduler=scheduler.state_dict())
+    assert load_distributed(tmp_path, model)["scheduler"] == scheduler.state_dict()
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_several_optimizers_are_refused_with_a_way_to_save_them(kind: type, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    several: Any = kind([torch.optim.SGD([param], lr=0.1) for param in model.parameters()])
+    words = f"expected one torch.optim.Optimizer or None, found {kind.__name__}.*second=second.state_dict"
+    for call in (
+        lambda: save_distributed(tmp_path / "d", model, several, step=1),
+        lambda: save_full(tmp_path / "f", model, several),
+        lambda: load_distributed(tmp_path / "d", model, several),
+        lambda: load_full(tmp_path / "f", model, several),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", [True, False, 1.0, "1", None, -1, np.int64(1)])
+def test_a_step_is_a_whole_number(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected step to be a whole number of at least 0, found"):
+        save_distributed(tmp_path, nn.Linear(2, 2), step=step)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", [True, 1.0, "1", None])
+def test_a_loaded_step_is_a_whole_number_or_latest(step: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_distributed(tmp_path, model, step=1)
+    with pytest.raises(CheckpointError, match='expected step to be a whole number or "latest", found'):
+        load_distributed(tmp_path, model, step=step)
+
+
+def test_keep_is_a_whole_number(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"expected keep to be a whole number.*found True"):
+        save_distributed(tmp_path, nn.Linear(2, 2), step=1, keep=True)
