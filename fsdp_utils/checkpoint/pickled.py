@@ -74,7 +74,7 @@ def interpret(data: bytes, vocabulary: Vocabulary) -> Any:
         if type(target) is not dict:
             raise Refused(f"entries for a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            target[key if type(key) is str else _key(key)] = value
+            target[key if type(key) is str else check_key(key)] = value
 
     def append(items: list[Any]) -> None:
         if type(stack[-1]) is not list:
@@ -142,7 +142,7 @@ def interpret(data: bytes, vocabulary: Vocabulary) -> Any:
     raise Refused("no end")
 
 
-def _key(key: Any) -> Hashable:
+def check_key(key: Any) -> Hashable:
     """A key whose hash takes little: Python computes a tuple's anew each time, in nested calls."""
     left, parts = _MOST_KEY_PARTS, [key]
     while parts:

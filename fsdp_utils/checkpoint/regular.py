@@ -6,6 +6,8 @@ Opening a pipe waits for a writer, and a device such as /dev/zero has no end.
 import io
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fsdp_utils.checkpoint.errors import CheckpointError
@@ -26,6 +28,18 @@ def open_regular(path: Path) -> io.FileIO:
         os.close(descriptor)
         raise CheckpointError(f"{path}: expected a file, found a directory, a pipe or a device")
     return io.FileIO(descriptor, "rb")
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """What the system says about a file of the checkpoint in that path becomes a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path}: expected to be able to read it, found {error.strerror or error} (did "
+            "another program delete the checkpoint meanwhile?)"
+        ) from error
 
 
 def read_regular(path: Path, *, at_most: int | None = None) -> bytes:

@@ -269,7 +269,8 @@ def read_tensor(checkpoint: Path, metadata: Metadata, key: str) -> Tensor:
         for item in items:  # a file that is too short costs no memory for the tensor
             if (size := item.path.stat().st_size) < item.offset + item.length:
                 raise CheckpointError(
-                    f"{item.path}: expected {item.offset + item.length} bytes at least, for {key}, found {size}"
+                    f"{item.path}: expected {item.offset + item.length} bytes at least, for {key}, found "
+                    f"{size}"
                 )
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         known: dict[bytes, Tensor] = {}
