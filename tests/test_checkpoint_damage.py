@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -301,7 +302,10 @@ def test_the_malicious_checkpoints_would_run_if_they_were_unpickled(
 def test_a_description_that_another_python_has_pickled_is_read(tmp_path: Path) -> None:
     properties = TensorProperties(torch.float32, memory_format=torch.channels_last)
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))
-    written = Metadata({"x": TensorStorageMetadata(properties, torch.Size([3]), [chunk])}, storage_data={})
+    written = Metadata(
+        {"x": TensorStorageMetadata(properties, torch.Size([3]), [chunk])},
+        storage_data={MetadataIndex("x", [0]): _StorageInfo("__0_0.distcp", 0, 1000)},
+    )
     with (tmp_path / ".metadata").open("wb") as file:
         OldPickler(file).dump(written)
     assert b"getattr" in (tmp_path / ".metadata").read_bytes()

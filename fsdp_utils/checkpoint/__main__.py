@@ -14,6 +14,7 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.full import read_full
 from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, read_manifest, tensor_specs
 from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
+from fsdp_utils.checkpoint.regular import readable
 from fsdp_utils.checkpoint.safetensors import export_safetensors, open_model
 from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan
 from fsdp_utils.checkpoint.verify import bytes_of, newest, verify_checkpoint
@@ -33,14 +34,21 @@ def main(arguments: list[str] | None = None) -> int:
             "checkpoint", type=Path, help="a file, a checkpoint, or a directory of checkpoints"
         )
     command.add_argument("out_dir", type=Path)
-    command.add_argument("--shard-gib", type=float, default=4.0, help="largest file, in GiB (default: 4)")
+    command.add_argument("--shard-gib", type=_gib, default=4.0, help="largest file, in GiB (default: 4)")
     options = parser.parse_args(arguments)
     try:
-        {"inspect": _inspect, "verify": _verify, "export": _export}[options.command](options)
+        with readable(options.checkpoint):
+            {"inspect": _inspect, "verify": _verify, "export": _export}[options.command](options)
     except CheckpointError as error:
         print(f"CheckpointError: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _gib(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
+    return value
 
 
 def _inspect(options: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import struct
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
+from fsdp_utils.checkpoint.archive import check_archive
+from fsdp_utils.checkpoint.contents import check_full
 from fsdp_utils.checkpoint.entering import differing, enter, has_state
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.fits import check_model, check_optimizer
@@ -31,6 +32,8 @@ from fsdp_utils.checkpoint.put import (
     put_optimizer,
     state_by_parameter,
 )
+from fsdp_utils.checkpoint.regular import open_regular
+from fsdp_utils.checkpoint.replacing import NewFile
 from fsdp_utils.checkpoint.save import describe
 from fsdp_utils.checkpoint.sharded_state import StateToSave, buffers_for, put_back
 from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
@@ -73,11 +76,11 @@ def save_full(
 
     taken = StateToSave(state)
     ranks = enter("save_full", model, optimizer, lambda: {"path": str(path)}, state=taken, wait_s=wait_s)
-    unfinished = path.with_name(f".saving-{path.name}")
+    created: list[NewFile] = []  # on rank 0
     with ranks.guard(), limited(model, wait_s):
         try:
             # Before anything is gathered, because that takes long.
-            file = ranks.each(lambda: _create(unfinished) if ranks.rank == 0 else None)
+            ranks.each(lambda: created.append(_create(path)) if ranks.rank == 0 else None)
             snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks))
             snapshot.tensors |= taken.tensors
             snapshot = snapshot.gathered(ranks.rank)
@@ -85,7 +88,8 @@ def save_full(
             by_rank = ranks.all(lambda: pack({name: taken.plain[name] for name in apart}, "state"))
 
             def write() -> None:
-                assert file is not None
+                (unfinished,) = created
+                file = HashingFile(unfinished.path, unfinished.descriptor())
                 parts = [unpack(part) for part in by_rank]
                 plan = snapshot.optimizer
                 pack((snapshot.extra, plan and (plan.groups, plan.plain)), "model or optimizer")
@@ -108,16 +112,14 @@ def save_full(
                     "per_rank": {name: [part[name] for part in parts] for name in apart},
                 }
                 torch.save(content, file)  # type: ignore[arg-type]
-                _seal(unfinished, file.finish())
-                unfinished.replace(path)
+                _seal(unfinished.path, file.finish())
+                unfinished.commit()
                 sync_directory(path.parent)
 
             ranks.first(write)
-        except BaseException:
-            if ranks.rank == 0:
-                with suppress(OSError):
-                    unfinished.unlink()
-            raise
+        finally:
+            for unfinished in created:
+                unfinished.discard()
     return path
 
 
@@ -277,9 +279,9 @@ def _place(tensor: Tensor, target: Tensor) -> None:
 # ---- the file --------------------------------------------------------------------------------------
 
 
-def _create(path: Path) -> HashingFile:
+def _create(path: Path) -> NewFile:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return HashingFile(path)
+    return NewFile(path)
 
 
 def _seal(path: Path, written: dict[str, Any]) -> None:
@@ -303,10 +305,10 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
         CheckpointError: it is not, or there is no such file.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - 1024))
-            tail = file.read()
+            tail = file.read(1024)
     except OSError as error:
         raise CheckpointError(
             f"{path}: expected a file that save_full wrote, found none: {error.strerror}"
@@ -334,9 +336,13 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
 def read_full(path: Path) -> dict[str, Any]:
     """What is in the file; tensors stay in it until they are used. Runs nothing that is in it."""
     try:
+        with open_regular(path) as file:
+            check_archive(file)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: expected a file that save_full wrote, found none") from error
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{path}: expected tensors and plain data, found what cannot be read safely and was not run: "
@@ -347,4 +353,5 @@ def read_full(path: Path) -> dict[str, Any]:
             f"{path}: expected a file that save_full wrote (format {FORMAT}), found "
             + (f"the entries {list(content)[:5]}" if isinstance(content, dict) else type(content).__name__)
         )
+    check_full(path, content)
     return content

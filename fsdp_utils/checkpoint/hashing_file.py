@@ -19,12 +19,20 @@ class HashingFile(io.RawIOBase):
 
     A failed write is reported by finish() and not at once: torch's writer, which is C++, does not survive an
     exception in the middle and would hide it.
+
+    Args:
+        path: of a file that is not there yet: a link in its place is not followed.
+        descriptor: of the file, if it is open already. It is closed with this one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
         super().__init__()
         self._path = path
-        self._file = path.open("wb", buffering=_BLOCK // 2)  # a whole block is written without another copy
+        # With half a block as its buffer, a whole block is written without another copy.
+        if descriptor is None:
+            self._file = path.open("xb", buffering=_BLOCK // 2)
+        else:
+            self._file = os.fdopen(descriptor, "wb", buffering=_BLOCK // 2)
         self._sha256 = hashlib.sha256()
         self._bytes = self._synced = 0
         self._error: OSError | None = None

@@ -2,7 +2,6 @@
 
 import io
 import pickle
-import struct
 import sys
 import zipfile
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import IO, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from fsdp_utils.checkpoint.archive import begin_of, check_archive
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.hashing_file import HashingFile
 from fsdp_utils.checkpoint.plain import reason, view
-
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip archive; then its name, and more
 
 
 class Item(NamedTuple):
@@ -54,7 +52,7 @@ def find_bytes(item: Item, file: io.RawIOBase, known: dict[bytes, Tensor]) -> in
     try:
         with zipfile.ZipFile(part) as archive:  # type: ignore[arg-type]
             inside = {one.filename.partition("/")[2]: one for one in archive.infolist()}
-        begin = _begin(part, inside["data/0"]) if "data/0" in inside else 0
+        begin = begin_of(part, inside["data/0"]) if "data/0" in inside else 0
         part.seek(0)
         head = part.read(begin)
         if (found := known.get(head)) is None:
@@ -74,6 +72,7 @@ def find_bytes(item: Item, file: io.RawIOBase, known: dict[bytes, Tensor]) -> in
 
 def _described(part: "Part", inside: dict[str, zipfile.ZipInfo]) -> Tensor:
     """The tensor that the archive describes, without its bytes."""
+    check_archive(part)
     part.seek(0)
     found = torch.load(cast(IO[bytes], part), map_location="meta", weights_only=True)
     if not isinstance(found, Tensor):
@@ -81,19 +80,10 @@ def _described(part: "Part", inside: dict[str, zipfile.ZipInfo]) -> Tensor:
     if not found.is_contiguous() or found.untyped_storage().nbytes() != found.nbytes:
         raise ValueError("a part of another tensor")
     if "byteorder" in inside:
-        part.seek(_begin(part, inside["byteorder"]))
+        part.seek(begin_of(part, inside["byteorder"]))
         if part.read(inside["byteorder"].file_size) != sys.byteorder.encode():
             raise ValueError(f"one that was not saved on a {sys.byteorder}-endian machine")
     return found
-
-
-def _begin(part: "Part", stored: zipfile.ZipInfo) -> int:
-    """Where the bytes of a file in the archive begin."""
-    part.seek(stored.header_offset)
-    magic, name_length, more_length = _LOCAL_HEADER.unpack(part.read(_LOCAL_HEADER.size))
-    if magic != b"PK\3\4" or stored.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"no plain bytes under {stored.filename}")
-    return stored.header_offset + _LOCAL_HEADER.size + name_length + more_length
 
 
 def read_region(

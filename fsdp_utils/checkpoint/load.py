@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
+from fsdp_utils.checkpoint.contents import read_state
 from fsdp_utils.checkpoint.entering import enter
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.fits import check_model, check_optimizer
@@ -117,7 +118,7 @@ def load_distributed(
 
         def prepare() -> tuple[Metadata, dict[str, Any], OptimizerPlan | None]:
             metadata = read_described(checkpoint, manifest)
-            plain = read_plain(checkpoint, metadata, PLAIN)
+            plain = read_state(checkpoint, metadata, manifest["tensors"])
             wanted.extra = plain["extra"]
             state = _state(checkpoint, metadata, plain, manifest, ranks)
             places.update(plain.get("sharded", {}))

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +20,30 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.lock import Lock, Taken
+from fsdp_utils.checkpoint.regular import open_regular, read_regular
+from fsdp_utils.checkpoint.replacing import ABANDONED_S, PREFIX
 
 MANIFEST = "manifest.json"
+LOCK = ".saving-lock"
 FORMAT = 1
+_MOST_BYTES = 1 << 25  # of a manifest; that of 100,000 tensors has half of it
+_ENTRIES: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "saved_at": (str,),
+    "world_size": (int,),
+    "torch": (str,),
+    "optimizer": (str, type(None)),
+    "tied": (dict,),
+    "model": (str,),
+    "config": (dict, type(None)),
+    "files": (dict,),
+    "tensors": (dict,),
+}
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
+# For a program before this one that is about to end; its workers keep its lock for up to 5 s after its death.
+_LOCK_WAIT_S = 10.0
 _BLOCK = 1 << 17  # bytes read at a time; few enough to stay in the processor's cache
 
 Progress = Callable[[int], None]  # is told of each piece of work, in bytes
@@ -65,10 +86,16 @@ def find(directory: Path, step: int | str) -> Path:
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
     """Write it durably, with a hash of its own."""
     text = json.dumps(content, sort_keys=True)
+    # One line for each part: it can be read with `head` and compared with `diff`.
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    whole = "{\n" + ",\n".join([*lines, f'"sha256": "{_sha256(text)}"']) + "\n}\n"
+    if len(whole) > _MOST_BYTES:
+        raise CheckpointError(
+            f"{directory / MANIFEST}: expected a manifest of at most {_MOST_BYTES} bytes, found "
+            f"{len(whole)}, for {len(content['tensors'])} tensors in {len(content['files'])} files"
+        )
     with (directory / MANIFEST).open("w") as file:
-        # One line for each part: it can be read with `head` and compared with `diff`.
-        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-        file.write("{\n" + ",\n".join([*lines, f'"sha256": "{_sha256(text)}"']) + "\n}\n")
+        file.write(whole)
         file.flush()
         os.fsync(file.fileno())
     sync_directory(directory)
@@ -82,21 +109,51 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / MANIFEST
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_regular(path, at_most=_MOST_BYTES))
         expected = content.pop("sha256")
         found = _sha256(json.dumps(content, sort_keys=True))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: expected the manifest of a checkpoint, found no file") from error
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: expected the manifest of a checkpoint, found a damaged one: {type(error).__name__}: "
             f"{error}"
         ) from error
     if found != expected:
         raise CheckpointError(f"{path}: expected a manifest with SHA-256 {expected}, found {found}")
-    if content["format"] != FORMAT:
-        raise CheckpointError(f"{path}: expected format {FORMAT}, found {content['format']}")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: expected format {FORMAT}, found {content.get('format')!r}")
+    if problem := _problem(content):
+        raise CheckpointError(f"{path}: expected the manifest of a checkpoint, found {problem}")
     return content
+
+
+def _problem(content: dict[str, Any]) -> str:
+    """What in a manifest is not what its readers rely on. (A hash that somebody recomputed agrees.)"""
+    for name, kinds in _ENTRIES.items():
+        if name not in content or type(content[name]) not in kinds:
+            found = f"{content[name]!r:.80}" if name in content else "nothing"
+            return f"{found} under {name!r}"
+    if content["step"] < 0 or content["world_size"] < 1:
+        return f"step {content['step']} of {content['world_size']} ranks"
+    for name, entry in content["files"].items():
+        if Path(name).name != name or name == MANIFEST:
+            return f"a file {name!r:.200}, which is not inside of the checkpoint"
+        if not _is(entry, {"bytes": int, "sha256": str}) or entry["bytes"] < 0:
+            return f"{entry!r:.200} for the file {name!r:.200}"
+    for name, entry in content["tensors"].items():
+        if not _is(entry, {"dtype": str, "shape": list}) or entry["dtype"] not in _DTYPES:
+            return f"{entry!r:.200} for the tensor {name!r:.200}"
+        if not all(type(size) is int and 0 <= size < 2**63 for size in entry["shape"]):
+            return f"the shape {entry['shape']!r:.200} for the tensor {name!r:.200}"
+    for alias, name in content["tied"].items():
+        if f"model.{name}" not in content["tensors"]:
+            return f"{alias!r:.200} tied to {name!r:.200}, which is no tensor of it"
+    return ""
+
+
+def _is(entry: Any, kinds: dict[str, type]) -> bool:
+    return type(entry) is dict and all(type(entry.get(name)) is kind for name, kind in kinds.items())
 
 
 def tensor_specs(manifest: dict[str, Any]) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -116,7 +173,8 @@ def check_sizes(checkpoint: Path, manifest: dict[str, Any]) -> None:
     for name, entry in manifest["files"].items():
         path = checkpoint / name
         try:
-            found = path.stat().st_size
+            with open_regular(path) as file:
+                found = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise CheckpointError(
                 f"{path}: expected a file of {entry['bytes']} bytes, found none ({error.strerror})"
@@ -137,7 +195,13 @@ def check_hashes(
 
     def check(name: str) -> None:
         path, expected = checkpoint / name, manifest["files"][name]["sha256"]
-        found = hash_file(path, progress=progress)
+        try:
+            found = hash_file(path, progress=progress)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: expected a file that can be read, found {error.strerror} (did another program "
+                "delete the checkpoint?)"
+            ) from error
         if found != expected:
             raise CheckpointError(
                 f"{path}: expected SHA-256 {expected}, found {found}: it is not what was saved (a damaged "
@@ -155,8 +219,8 @@ def hash_file(
 ) -> str:
     """SHA-256 of a file, or of its first `length` bytes and `end`."""
     sha256, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
-    left = path.stat().st_size if length is None else length
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
+        left = os.fstat(file.fileno()).st_size if length is None else length
         while left and (count := file.readinto(block[: min(left, _BLOCK)])):
             sha256.update(block[:count])
             progress(count)
@@ -180,15 +244,33 @@ def share(files: dict[str, dict[str, Any]], rank: int, world_size: int) -> list[
 # ---- committing and deleting -----------------------------------------------------------------------
 
 
+# on the directories that this process saves into now; the other ranks hold none
+_locks: dict[Path, Lock] = {}
+
+
 def begin(directory: Path, step: int) -> tuple[Path, Path]:
-    """A new directory to save into, and the name that will commit it."""
+    """A new directory to save into, and the name that will commit it.
+
+    Nobody else can save into the same directory until end() or abandon(), or until this process ends.
+
+    Raises:
+        CheckpointError: another program is saving there.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    end(directory)  # a save of this process that failed before anybody could abandon it
+    try:
+        lock = _locks[directory] = Lock(directory / LOCK, wait_s=_LOCK_WAIT_S)
+    except Taken as error:
+        raise CheckpointError(
+            f"{directory}: expected to be the only program that saves there, found {error}, which is saving "
+            "now. Give each training a directory of its own"
+        ) from error
     for leftover in directory.glob(".*-step-*"):  # of saves and deletions that were cut short
-        if leftover.name.startswith((".saving-", ".deleting-")):
+        if leftover.name.startswith((PREFIX, ".deleting-")) and (lock.held or _is_old(leftover)):
             shutil.rmtree(leftover, ignore_errors=True)
     commit = max((one.commit for one in committed(directory)), default=0) + 1
     name = f"{commit:06d}-step-{step}"
-    unfinished = directory / f".saving-{os.urandom(4).hex()}-{name}"
+    unfinished = directory / f"{PREFIX}{os.urandom(4).hex()}-{name}"
     unfinished.mkdir()
     return unfinished, directory / name
 
@@ -197,6 +279,25 @@ def commit(unfinished: Path, final: Path) -> None:
     """From here on it is the latest, whatever happens to the machine."""
     unfinished.rename(final)
     sync_directory(final.parent)
+
+
+def end(directory: Path) -> None:
+    """Let others save into it."""
+    if (lock := _locks.pop(directory, None)) is not None:
+        lock.release()
+
+
+def abandon(unfinished: Path) -> None:
+    """Delete what was not committed, and let others save."""
+    shutil.rmtree(unfinished, ignore_errors=True)
+    end(unfinished.parent)
+
+
+def _is_old(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > ABANDONED_S
+    except OSError:
+        return False
 
 
 def keep_last(directory: Path, count: int) -> None:

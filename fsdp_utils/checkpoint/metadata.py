@@ -1,86 +1,229 @@
-"""DCP's .metadata without running what is in it.
+"""Read DCP's .metadata without running what is in it, and check that it describes whole tensors.
 
-DCP writes the description of a checkpoint as a pickle, and reading a pickle calls whatever it names. Here it
-may name the few classes that such a description consists of, and nothing else.
+DCP writes the description of a checkpoint as a pickle. Here it may consist of the few classes that such a
+description needs, and nothing in it is imported or called (see pickled.py).
 """
 
-import pickle
+from dataclasses import fields
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # private; what storage_data consists of
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,  # private; how a pickle holds a memory format
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from fsdp_utils.checkpoint.chunks import check_chunks
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.pickled import Refused, interpret
+from fsdp_utils.checkpoint.regular import read_regular
 
-_ALLOWED = {
-    "pathlib": {"Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-    "pathlib._local": {"Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+_DESCRIPTION = "torch.distributed.checkpoint.metadata"
+_CLASSES = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+_FIELDS = {cls: {field.name for field in fields(cls)} for cls in (*_CLASSES, _StorageInfo)}
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+class _Call(Enum):
+    """What may be called, besides classes."""
+
+    SIZE = "torch.Size"
+    LAYOUT = "_get_layout"
+    PATH = "a path"
+    MEMORY_FORMAT = "_MEM_FORMAT_ENCODING"
+    GETATTR = "builtins.getattr"
+
+
+class _New(NamedTuple):
+    """A class of which new instances may be made."""
+
+    cls: type
+
+
+_NAMES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): _Call.SIZE,
+    ("torch.serialization", "_get_layout"): _Call.LAYOUT,
+    (_DESCRIPTION, "_MEM_FORMAT_ENCODING"): _Call.MEMORY_FORMAT,
+    # by which some Pythons (3.11.2, Debian 12's, is one) pickle members of an enum
+    ("builtins", "getattr"): _Call.GETATTR,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _New(_StorageInfo),
+    **{(_DESCRIPTION, cls.__name__): _New(cls) for cls in _CLASSES},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        (module, pure + kind): _Call.PATH
+        for module in ("pathlib", "pathlib._local")
+        for pure in ("", "Pure")
+        for kind in ("Path", "PosixPath", "WindowsPath")
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format
-        if name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which no description of a checkpoint needs"
-            )
-        return super().find_class(module, name)
+class _Description:
+    """The vocabulary of one .metadata."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[int, Any] = {}  # instances that were made and have no state yet, by id
+
+    def name(self, module: str, name: str) -> Any:
+        if (module, name) not in _NAMES:
+            raise Refused(f"it names {module}.{name}, which no description of a checkpoint needs")
+        return _NAMES[module, name]
+
+    def call(self, what: Any, arguments: tuple[Any, ...]) -> Any:
+        match what:
+            case _New(cls) if not arguments:
+                made = object.__new__(cls)
+                self._fresh[id(made)] = made
+                return made
+            case _Call.SIZE:
+                (numbers,) = arguments
+                return _size(numbers)
+            case _Call.LAYOUT:
+                return _LAYOUTS[arguments[0]]
+            case _Call.PATH:
+                return "/".join(arguments)
+            case _Call.MEMORY_FORMAT:
+                return _MEM_FORMAT_ENCODING(arguments[0])
+            case _Call.GETATTR:
+                enum, name = arguments
+                if enum is not _Call.MEMORY_FORMAT or name not in _MEM_FORMAT_ENCODING.__members__:
+                    raise Refused(
+                        "it names builtins.getattr for something else than a memory format, which no "
+                        "description of a checkpoint needs"
+                    )
+                return _MEM_FORMAT_ENCODING[name]
+        raise Refused(f"it calls {str(what)[:80]}, which no description of a checkpoint needs")
+
+    def build(self, target: Any, state: Any) -> Any:
+        if self._fresh.pop(id(target), None) is not target:
+            raise Refused(f"it changes a {type(target).__name__} that it has not just made")
+        if isinstance(target, TensorProperties) and type(state) is tuple:
+            target.__setstate__(state)
+            return target
+        if type(state) is not dict or not state.keys() <= _FIELDS[type(target)]:
+            raise Refused(f"it gives a {type(target).__name__} fields that it does not have")
+        for field, value in state.items():
+            object.__setattr__(target, field, value)  # (a MetadataIndex is frozen)
+        return target
+
+    def stored(self, reference: Any) -> Any:
+        raise Refused("it refers to something outside of itself")
 
 
-def _memory_format(enum: Any, name: Any) -> Any:
-    """In place of getattr, by which some Pythons (3.11.2, Debian 12's, is one) pickle members of an enum."""
-    if enum is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise pickle.UnpicklingError(
-            "it names builtins.getattr for something else than a memory format, which no description of a "
-            "checkpoint needs"
-        )
-    return _MEM_FORMAT_ENCODING[name]
+def _size(numbers: Any) -> torch.Size:
+    if type(numbers) not in (tuple, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise Refused("a size that is not made of whole numbers of at least 0")
+    return torch.Size(numbers)
 
 
-def read_metadata(directory: Path, rank: int | None = None) -> Metadata:
-    """What the DCP checkpoint in that directory says that it holds.
+def _check_parts(metadata: Metadata) -> None:
+    """Is everything of the type that it is used as? (What was pickled may be assembled in any way.)"""
 
-    Args:
-        rank: of the ranks' own descriptions (`__<rank>.metadata`, which DCP writes with
-            use_collectives=False) the one to read; None for the common one.
+    def must(value: Any, *kinds: type) -> None:
+        if type(value) not in kinds:
+            raise Refused(f"a {type(value).__name__} in the place of a {kinds[0].__name__}")
 
-    Raises:
-        CheckpointError: it is missing or damaged, or it would do something other than describe.
-    """
-    path = directory / (".metadata" if rank is None else f"__{rank}.metadata")
+    must(metadata, Metadata)
+    must(metadata.state_dict_metadata, dict)
+    must(metadata.storage_data, dict)
+    must(metadata.storage_meta, StorageMeta, type(None))
+    for key, entry in metadata.state_dict_metadata.items():
+        must(key, str)
+        must(entry, TensorStorageMetadata, BytesStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata):
+            must(entry.properties, TensorProperties)
+            must(entry.properties.dtype, torch.dtype)
+            must(entry.size, torch.Size)
+            must(entry.chunks, list)
+            for chunk in entry.chunks:
+                must(chunk, ChunkStorageMetadata)
+                must(chunk.offsets, torch.Size)
+                must(chunk.sizes, torch.Size)
+    for index, where in metadata.storage_data.items():
+        must(index, MetadataIndex)
+        must(index.fqn, str)
+        must(index.offset, torch.Size, type(None))
+        must(where, _StorageInfo)
+        must(where.relative_path, str)
+        must(where.offset, int)
+        must(where.length, int)
+        if where.offset < 0 or where.length < 0:
+            raise Refused(f"it places {index.fqn} before the beginning of a file")
+        if Path(where.relative_path).name != where.relative_path:
+            raise Refused(f"it places {index.fqn} outside of the checkpoint")
+
+
+def _read_one(path: Path) -> Metadata:
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise pickle.UnpicklingError(f"it holds {type(metadata).__name__} and no Metadata")
-        for index, where in metadata.storage_data.items():
-            if Path(where.relative_path).name != where.relative_path:
-                raise pickle.UnpicklingError(f"it places {index.fqn} outside of the checkpoint")
+        metadata = cast(Metadata, interpret(read_regular(path), _Description()))
+        _check_parts(metadata)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path}: expected DCP's description of the checkpoint, found no file"
         ) from error
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
-            f"{path}: expected DCP's description of the checkpoint, found what cannot be one: {error}"
+            f"{path}: expected DCP's description of the checkpoint, found what cannot be one: "
+            f"{error if isinstance(error, Refused) else f'{type(error).__name__}: {error}'}"
         ) from error
     return metadata
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """What the DCP checkpoint in that directory says that it holds. Its chunks make up every tensor, once.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or it would do something other than describe.
+    """
+    metadata = _read_one(directory / ".metadata")
+    check_chunks(directory / ".metadata", metadata)
+    return metadata
+
+
+def read_any_metadata(directory: Path) -> Metadata:
+    """Also of a checkpoint whose ranks have each written a description of their own, `__<rank>.metadata`.
+
+    (DCP does so with use_collectives=False.)
+    """
+    paths = sorted(directory.glob("__*.metadata"))
+    if (directory / ".metadata").exists() or not paths:
+        return read_metadata(directory)
+    whole = _read_one(paths[0])
+    for part in map(_read_one, paths[1:]):
+        for key, entry in part.state_dict_metadata.items():
+            there = whole.state_dict_metadata.setdefault(key, entry)
+            if isinstance(there, TensorStorageMetadata) and isinstance(entry, TensorStorageMetadata):
+                if there.size != entry.size or there.properties.dtype != entry.properties.dtype:
+                    raise CheckpointError(
+                        f"{directory}: expected the descriptions of all ranks to agree, found {key!r} as "
+                        f"{there.properties.dtype} {list(there.size)} and as {entry.properties.dtype} "
+                        f"{list(entry.size)}"
+                    )
+                # a tensor that is not sharded is described by every rank
+                known = {(chunk.offsets, chunk.sizes) for chunk in there.chunks}
+                there.chunks += [one for one in entry.chunks if (one.offsets, one.sizes) not in known]
+        whole.storage_data = part.storage_data | whole.storage_data
+    check_chunks(directory, whole)
+    return whole
 
 
 def specs(metadata: Metadata) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -90,22 +233,3 @@ def specs(metadata: Metadata) -> dict[str, tuple[torch.dtype, torch.Size]]:
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-
-
-def read_any_metadata(directory: Path) -> Metadata:
-    """Also of a checkpoint whose ranks have each written a description of their own."""
-    parts = [
-        read_metadata(directory, int(path.name.split(".")[0].strip("_")))
-        for path in sorted(directory.glob("__*.metadata"))
-    ]
-    if (directory / ".metadata").exists() or not parts:
-        return read_metadata(directory)
-    whole = parts[0]
-    for part in parts[1:]:
-        for key, entry in part.state_dict_metadata.items():
-            there = whole.state_dict_metadata.setdefault(key, entry)
-            if isinstance(there, TensorStorageMetadata) and isinstance(entry, TensorStorageMetadata):
-                # (when they are the same, nothing is missing)
-                there.chunks += [chunk for chunk in entry.chunks if chunk not in there.chunks]
-        whole.storage_data |= part.storage_data
-    return whole

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_utils.checkpoint.archive import check_archive
 from fsdp_utils.checkpoint.errors import CheckpointError
 
 
@@ -50,6 +51,7 @@ def view(tensor: Tensor) -> memoryview:
 
 def unpack(data: bytes) -> Any:
     """The plain data in those bytes, and never anything that runs."""
+    check_archive(io.BytesIO(data))
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.full import read_full
+from fsdp_utils.checkpoint.load import read_described
 from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, read_manifest, tensor_specs
 from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
 from fsdp_utils.checkpoint.plain import view
+from fsdp_utils.checkpoint.regular import readable
+from fsdp_utils.checkpoint.replacing import replacing
 from fsdp_utils.checkpoint.snapshot import MODEL
 from fsdp_utils.checkpoint.storage import read_tensor
 from fsdp_utils.checkpoint.verify import newest, verify_checkpoint
@@ -75,7 +78,10 @@ def export_safetensors(
     Raises:
         CheckpointError: the checkpoint is not what was saved, or holds what safetensors has no word for.
     """
-    source = open_model(newest(Path(checkpoint)), verify=verify)
+    if not 0 < shard_gib < float("inf"):
+        raise CheckpointError(f"expected shard_gib to be above 0, and finite, found {shard_gib}")
+    with readable(Path(checkpoint)):
+        source = open_model(newest(Path(checkpoint)), verify=verify)
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     shards = list(_shards(source.specs, int(shard_gib * 2**30)))
@@ -109,7 +115,8 @@ def open_model(checkpoint: Path, *, verify: bool) -> _Source:
     if verify:
         verify_checkpoint(checkpoint)
     if checkpoint.is_dir():
-        manifest, metadata = read_manifest(checkpoint), read_any_metadata(checkpoint)
+        manifest = read_manifest(checkpoint)
+        metadata = read_described(checkpoint, manifest)
         return _Source(
             _model_specs(tensor_specs(manifest), manifest["tied"]),
             lambda name: read_tensor(checkpoint, metadata, MODEL + name),
@@ -131,6 +138,8 @@ def _model_specs(
     model = {key.removeprefix(MODEL): spec for key, spec in found.items() if key.startswith(MODEL)}
     if not model:
         raise CheckpointError(f"expected tensors under {MODEL!r}, found only {sorted(found)[:5]}")
+    if "__metadata__" in model:
+        raise CheckpointError("found a tensor '__metadata__', a name that safetensors keeps for itself")
     unknown = {name: dtype for name, (dtype, _) in model.items() if dtype not in DTYPE_NAMES}
     if unknown:
         raise CheckpointError(f"expected dtypes that safetensors has, found {unknown}")
@@ -159,23 +168,17 @@ def _write(path: Path, names: list[str], source: _Source, progress: Progress) ->
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight
-    unfinished = path.with_name(f".saving-{path.name}")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for name in names:
-                tensor = source.read(name)
-                file.write(view(tensor))
-                progress(tensor.nbytes)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            tensor = source.read(name)
+            file.write(view(tensor))
+            progress(tensor.nbytes)
 
 
 def _replace(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f".saving-{path.name}")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+    with replacing(path) as file:
+        file.write(content)
 
 
 def _bytes(spec: tuple[torch.dtype, torch.Size]) -> int:

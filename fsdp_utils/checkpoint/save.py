@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from fsdp_utils.checkpoint.asynchronous import Save, stage
 from fsdp_utils.checkpoint.entering import differing, enter, has_state
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.limits import limited
-from fsdp_utils.checkpoint.manifest import FORMAT, begin, commit, keep_last, write_manifest
+from fsdp_utils.checkpoint.manifest import FORMAT, abandon, begin, commit, end, keep_last, write_manifest
 from fsdp_utils.checkpoint.metadata import specs
 from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_off, unwrapped
 from fsdp_utils.checkpoint.plain import pack
@@ -156,6 +155,7 @@ def _write(
                     raise CheckpointError(
                         f"{final} is saved, but older ones cannot be deleted: {error}"
                     ) from error
+            end(final.parent)
 
         ranks.first(finish)
 
@@ -200,7 +200,7 @@ def _removed_on_failure(unfinished: Path, ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            abandon(unfinished)
         raise
 
 

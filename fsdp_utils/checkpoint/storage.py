@@ -19,7 +19,13 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
     _StoragePrefix,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -29,13 +35,13 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
     WriteItem,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.hashing_file import HashingFile
 from fsdp_utils.checkpoint.items import Item, find_bytes, read_region, write_tensor
 from fsdp_utils.checkpoint.plain import reason, unpack, view
+from fsdp_utils.checkpoint.regular import open_regular
 from fsdp_utils.checkpoint.task import Task
 
 
@@ -192,11 +198,11 @@ class Reader(FileSystemReader):
         def look() -> None:
             known: dict[bytes, Tensor] = {}
             for path, requests in by_file.items():
-                with path.open("rb", buffering=0) as file:
+                with open_regular(path) as file:
                     begins.update((r.storage_index, find_bytes(self._item(r), file, known)) for r in requests)
 
         def read(path: Path) -> None:
-            with path.open("rb", buffering=0) as file:
+            with open_regular(path) as file:
                 for request in sorted(by_file[path], key=lambda request: begins[request.storage_index]):
                     if request.type == LoadItemType.BYTE_IO:
                         planner.load_bytes(request, io.BytesIO())
@@ -214,13 +220,22 @@ class Reader(FileSystemReader):
         return future
 
     def _item(self, request: ReadItem) -> Item:
-        where = self.storage_data[request.storage_index]
-        name, offset = request.storage_index.fqn, request.storage_index.offset
-        entry = self._metadata.state_dict_metadata[name]
+        entry = self._metadata.state_dict_metadata[request.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)  # TensorsOnly asks for nothing else
-        (chunk,) = (chunk for chunk in entry.chunks if chunk.offsets == offset)
-        path = Path(self.path) / where.relative_path
-        return Item(path, where.offset, where.length, name, entry.properties.dtype, chunk.sizes)
+        (chunk,) = (chunk for chunk in entry.chunks if chunk.offsets == request.storage_index.offset)
+        return _item(Path(self.path), self._metadata, request.storage_index.fqn, entry, chunk)
+
+
+def _item(
+    checkpoint: Path,
+    metadata: Metadata,
+    name: str,
+    entry: TensorStorageMetadata,
+    chunk: ChunkStorageMetadata,
+) -> Item:
+    where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    path = checkpoint / where.relative_path
+    return Item(path, where.offset, where.length, name, entry.properties.dtype, chunk.sizes)
 
 
 class TensorsOnly(DefaultLoadPlanner):
@@ -249,10 +264,29 @@ def read_tensor(checkpoint: Path, metadata: Metadata, key: str) -> Tensor:
     entry = metadata.state_dict_metadata.get(key)
     if not isinstance(entry, TensorStorageMetadata):
         raise CheckpointError(f"{checkpoint}: expected a tensor {key!r}, found {entry}")
-    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
-    # dcp.load itself takes no_dist only in later versions than 2.6
-    _load_state_dict(tensors, Reader(checkpoint, metadata), no_dist=True, planner=TensorsOnly())
-    return tensors[key]
+    items = [_item(checkpoint, metadata, key, entry, chunk) for chunk in entry.chunks]
+    try:
+        for item in items:  # a file that is too short costs no memory for the tensor
+            if (size := item.path.stat().st_size) < item.offset + item.length:
+                raise CheckpointError(
+                    f"{item.path}: expected {item.offset + item.length} bytes at least, for {key}, found "
+                    f"{size}"
+                )
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        known: dict[bytes, Tensor] = {}
+        for item, chunk in zip(items, entry.chunks, strict=True):
+            target = tensor
+            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                target = target.narrow(dim, offset, length)
+            with open_regular(item.path) as file:
+                begin = find_bytes(item, file, known)
+                read_region(item, begin, file, torch.Size([0] * len(chunk.sizes)), chunk.sizes, target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or checkpoint}: expected a file with a part of {key}, found none that can be "
+            f"read: {error.strerror}"
+        ) from error
+    return tensor
 
 
 def read_plain(checkpoint: Path, metadata: Metadata, key: str) -> Any:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from fsdp_utils.checkpoint.contents import read_state
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.full import read_full, verify_file
 from fsdp_utils.checkpoint.load import read_described
@@ -15,8 +16,7 @@ from fsdp_utils.checkpoint.manifest import (
     find,
     read_manifest,
 )
-from fsdp_utils.checkpoint.snapshot import PLAIN
-from fsdp_utils.checkpoint.storage import read_plain
+from fsdp_utils.checkpoint.regular import readable
 
 
 def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lambda count: None) -> None:
@@ -31,15 +31,18 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
         CheckpointError: names the file, what was expected and what was found.
     """
     path = Path(path)
-    if not path.is_dir():
-        verify_file(path, progress=progress)
-        read_full(path)
-        return
-    for checkpoint in checkpoints_in(path):
-        manifest = read_manifest(checkpoint)
-        check_sizes(checkpoint, manifest)
-        check_hashes(checkpoint, manifest, manifest["files"], threads=os.cpu_count() or 1, progress=progress)
-        read_plain(checkpoint, read_described(checkpoint, manifest), PLAIN)
+    with readable(path):
+        if not path.is_dir():
+            verify_file(path, progress=progress)
+            read_full(path)
+            return
+        for checkpoint in checkpoints_in(path):
+            manifest = read_manifest(checkpoint)
+            check_sizes(checkpoint, manifest)
+            check_hashes(
+                checkpoint, manifest, manifest["files"], threads=os.cpu_count() or 1, progress=progress
+            )
+            read_state(checkpoint, read_described(checkpoint, manifest), manifest["tensors"])
 
 
 def checkpoints_in(path: Path) -> list[Path]:
@@ -54,10 +57,11 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 def bytes_of(path: Path) -> int:
     """How much there is to verify."""
-    if not path.is_dir():
-        return path.stat().st_size if path.exists() else 0
-    files = [file for checkpoint in checkpoints_in(path) for file in checkpoint.iterdir() if file.is_file()]
-    return sum(file.stat().st_size for file in files if file.name != MANIFEST)
+    with readable(path):
+        if not path.is_dir():
+            return path.stat().st_size if path.exists() else 0
+        files = [file for one in checkpoints_in(path) for file in one.iterdir() if file.is_file()]
+        return sum(file.stat().st_size for file in files if file.name != MANIFEST)
 
 
 def newest(path: Path) -> Path:

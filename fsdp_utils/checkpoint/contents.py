@@ -1,0 +1,122 @@
+"""Is the plain data of a checkpoint what its readers rely on? Its hash may have been computed anew."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.snapshot import PLAIN, OptimizerPlan
+from fsdp_utils.checkpoint.storage import read_plain
+
+_DEEPEST = 50  # dicts in dicts of an optimizer's state; torch's own has two
+
+
+def read_state(checkpoint: Path, metadata: Metadata, tensors: Iterable[str]) -> dict[str, Any]:
+    """What save_distributed stored besides tensors.
+
+    Args:
+        tensors: the flat names of those that are in the checkpoint.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    plain = read_plain(checkpoint, metadata, PLAIN)
+    problem = _types(plain, {"extra": (dict,), "state": (dict,), "per_rank": (list,), "optimizer": _OPTIONAL})
+    if not problem and plain["optimizer"] is not None:
+        problem = _plan_problem(plain["optimizer"], set(tensors))
+    if problem:
+        raise CheckpointError(
+            f"{checkpoint}: expected what save_distributed stores under {PLAIN!r}, {problem}"
+        )
+    return plain
+
+
+def check_full(path: Path, content: dict[str, Any]) -> None:
+    """Is it what save_full puts into a file?
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    problem = _types(
+        content,
+        {
+            "world_size": (int,),
+            "about": (dict,),
+            "tied": (dict,),
+            "model": (dict,),
+            "state": (dict,),
+            "per_rank": (dict,),
+            "optimizer": _OPTIONAL,
+        },
+    ) or _types(content["about"], {"model": (str,), "config": _OPTIONAL})
+    if not problem and not all(type(name) is str for name in content["model"]):
+        problem = "found names in the model that are no text"
+    if not problem and not all(content["tied"].get(a) in content["model"] for a in content["tied"]):
+        problem = "found names tied to what is not in the model"
+    size = content["world_size"]
+    if not problem and not all(type(v) is list and len(v) == size for v in content["per_rank"].values()):
+        problem = f"found values that are not those of {size} ranks"
+    if not problem and (optimizer := content["optimizer"]) is not None:
+        problem = _types(optimizer, {"state": (dict,), "param_groups": (list,)})
+        problem = problem or _groups_problem(optimizer["param_groups"]) or _tree_problem(optimizer["state"])
+    if problem:
+        raise CheckpointError(f"{path}: expected what save_full writes, {problem}")
+
+
+_OPTIONAL = (dict, type(None))
+
+
+def _types(value: Any, kinds: dict[str, tuple[type, ...]]) -> str:
+    if type(value) is not dict:
+        return f"found a {type(value).__name__}"
+    for name, some in kinds.items():
+        if name not in value or type(value[name]) not in some:
+            found = f"a {type(value[name]).__name__}" if name in value else "nothing"
+            return f"found {found} under {name!r}"
+    return ""
+
+
+def _plan_problem(plan: dict[str, Any], tensors: set[str]) -> str:
+    if problem := _types(plan, {"groups": (list,), "paths": (dict,), "plain": (dict,)}):
+        return f"{problem} of the optimizer"
+    if plan.keys() != {"groups", "paths", "plain"}:
+        return f"found {sorted(map(str, plan))[:5]} of the optimizer"
+    if not tensors >= plan["paths"].keys():
+        return "found a state of the optimizer that is not in the checkpoint"
+    if not all(
+        type(path) is tuple and 0 < len(path) <= _DEEPEST
+        for path in (*plan["paths"].values(), *plan["plain"])
+    ):
+        return "found a state of the optimizer without a place"
+    if problem := _groups_problem(plan["groups"]):
+        return problem
+    try:
+        OptimizerPlan(**plan).whole(dict.fromkeys(plan["paths"], torch.empty(0)))
+    except Exception as error:
+        return f"found a state of the optimizer in the place of another ({type(error).__name__})"
+    return ""
+
+
+def _groups_problem(groups: list[Any]) -> str:
+    for group in groups:
+        if problem := _types(group, {"params": (list,)}):
+            return f"{problem} of a parameter group"
+        if not all(type(name) is str for name in group["params"]):
+            return "found names of parameters that are no text"
+    return ""
+
+
+def _tree_problem(tree: dict[Any, Any]) -> str:
+    """Dicts that are in several places at once would be as many as there are ways to them."""
+    seen, level = {id(tree)}, [tree]
+    for _ in range(_DEEPEST):
+        level = [value for one in level for value in one.values() if isinstance(value, dict)]
+        if not level:
+            return ""
+        if len(seen | set(map(id, level))) < len(seen) + len(level):
+            return "found a state of the optimizer that is in several places"
+        seen.update(map(id, level))
+    return f"found a state of the optimizer of more than {_DEEPEST} levels"
