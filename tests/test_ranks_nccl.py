@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.notebook import engine, nccl, ranks
+from fsdp_utils.notebook import engine, nccl
+from fsdp_utils.notebook.cell import Cell, _how_it_ended
 from fsdp_utils.notebook.team import SIGKILL
 
 ASSERT = "CUDA error: device-side assert triggered"
@@ -205,8 +206,8 @@ class ImaginedTeam:
         self.replaced = list(dead)
 
 
-def cell_on(team: ImaginedTeam) -> ranks.Cell:
-    cell = object.__new__(ranks.Cell)
+def cell_on(team: ImaginedTeam) -> Cell:
+    cell = object.__new__(Cell)
     cell.team, cell.chosen, cell.outcomes = team, [0, 1], {}  # type: ignore[assignment]
     cell.cut, cell.signalled, cell.interrupted, cell.trouble_at = set(), set(), False, None
     return cell
@@ -232,7 +233,7 @@ def test_ranks_on_gpus_have_time_to_abort_their_communicators(device: str, kille
 
 
 def test_the_end_of_a_rank_by_an_abort_is_explained() -> None:
-    assert "NCCL's watchdog after a time-out" in ranks._how_it_ended(-signal.SIGABRT)
+    assert "NCCL's watchdog after a time-out" in _how_it_ended(-signal.SIGABRT)
 
 
 def test_a_watch_ends_with_its_cell() -> None:

@@ -99,7 +99,7 @@ def test_a_number_that_is_asked_for_is_started(monkeypatch: pytest.MonkeyPatch) 
 
 
 class ImaginedTeam:
-    device = "cuda"
+    device, ended = "cuda", False
 
     def __init__(self, world_size: int | None, *_: object) -> None:
         self.settings = {"unused_gpus": 0 if world_size else 1}
@@ -111,7 +111,7 @@ def test_one_line_says_that_gpus_are_left(
 ) -> None:
     monkeypatch.delitem(os.environ, "FSDP_RANKS", raising=False)
     monkeypatch.setattr(ranks, "Team", ImaginedTeam)
-    monkeypatch.setattr(ranks, "_ipython", lambda: "a notebook")
+    monkeypatch.setattr(ranks, "ipython", lambda: "a notebook")
     monkeypatch.setattr(ranks, "_team", None)
     ranks.start()
     assert capsys.readouterr().out.splitlines() == [

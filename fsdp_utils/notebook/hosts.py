@@ -86,6 +86,7 @@ class RemoteTeam(Crew):
 
     def end(self) -> None:
         """Leave no process behind, here and there."""
+        self.ended = True
         atexit.unregister(self._end_with_kernel)
         if hasattr(self, "client"):
             with contextlib.suppress(Exception):  # those that cannot be reached are left to their launcher

@@ -80,6 +80,7 @@ class Crew(ABC):
 
     client: Any  # of ipyparallel's controller
     settings: dict[str, Any]
+    ended = False  # whether no process is left, so that only ranks.start() helps
 
     @property
     def world_size(self) -> int:
@@ -210,6 +211,7 @@ class Team(Crew):
 
     def end(self) -> None:
         """Leave no process behind."""
+        self.ended = True
         if hasattr(self, "client"):
             self.client.close()
         assert self._nursery.stdin is not None

@@ -1,0 +1,259 @@
+"""One run of a cell: how it ended on each rank, how stuck ranks are freed, and what the reader is told."""
+
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from fsdp_utils.notebook import output
+from fsdp_utils.notebook.excerpt import words
+from fsdp_utils.notebook.hosts import RemoteTeam
+from fsdp_utils.notebook.team import SIGKILL, CallError, Team, result_of, until
+
+CUT_S = 0.2  # after a failure: time for the other ranks to come back by themselves, then they are cut free
+INTERRUPT_S = 0.5  # ... after this those that are in no collective are interrupted
+CUT_INTERRUPTED_S = 1.5  # an interrupted rank cuts itself free; after this the ranks that are back help
+END_S = 10.0  # how long a killed rank may take to be gone
+KILL_S = {"cpu": 3.0, "cuda": 20.0}  # ... and after this, killed; to abort NCCL's communicators takes longer
+
+# What most often is behind the signal that ended a rank.
+OFTEN = {
+    "SIGKILL": " (often: out of memory)",
+    "SIGABRT": " (often: C++ code ended it, such as NCCL's watchdog after a time-out or an error of the GPU)",
+}
+
+
+class RankError(RuntimeError):
+    """A cell failed on a rank, or a rank died. The message says which and why, the details where."""
+
+    def __init__(self, message: str, details: str) -> None:
+        super().__init__(message)
+        self.details = details
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython: the rank's lines instead of the notebook's."""
+        return [f"RankError: {self}", "", *self.details.splitlines()]
+
+
+class Cell:
+    """One run of a cell: what each rank has printed, how it ended there, and what to do about it."""
+
+    def __init__(self, team: Team | RemoteTeam, source: str, chosen: list[int], timeout_s: float) -> None:
+        self.team = team
+        self.chosen = chosen
+        self.timeout_s = timeout_s
+        self.calls = {rank: team.call(rank, "run_cell", source, timeout_s) for rank in chosen}
+        self.printed = {rank: call.metadata for rank, call in self.calls.items()}  # filled while it runs
+        self.outcomes: dict[int, dict[str, Any]] = {}
+        self.trouble_at: float | None = None  # when something first went wrong
+        self.cut: set[int] = set()
+        self.signalled: set[tuple[int, int]] = set()
+        self.interrupted = False
+        streams = ("stdout", "stderr") if _someone_watches() else ()
+        self.live = {stream: output.Live(team.world_size) for stream in streams}
+
+    def run(self) -> None:
+        """Wait for all ranks, show what they printed, and raise what went wrong."""
+        while len(self.outcomes) < len(self.chosen):
+            try:
+                self._look()
+            except KeyboardInterrupt:  # noqa: PERF203 - every round must survive an interrupt
+                self.interrupted = True
+                self.trouble_at = self.trouble_at or time.monotonic()
+        self._show()
+        failures = {rank: outcome for rank, outcome in self.outcomes.items() if not outcome["ok"]}
+        if not failures:
+            return
+        note = self._mend()
+        if self.interrupted:
+            print(note, end="\n" * bool(note))
+            raise KeyboardInterrupt
+        self._raise(failures, note)
+
+    def _look(self) -> None:
+        """One round of waiting."""
+        self._collect()
+        self._free_the_stuck()
+        for stream, live in self.live.items():
+            live.update(self._texts(stream))
+        time.sleep(0.002)
+
+    def _texts(self, stream: str) -> dict[int, str]:
+        texts = {rank: printed[stream] or "" for rank, printed in self.printed.items()}
+        return texts if any(texts.values()) else {}
+
+    def _collect(self) -> None:
+        for rank in self._busy():
+            if not self.calls[rank].ready():
+                continue
+            if _engine_is_gone(self.calls[rank]):
+                self.team.signal([rank], SIGKILL)  # it has ended, or would never answer; the_dead tells
+            else:
+                self.outcomes[rank] = _outcome(self.calls[rank])
+        for rank, code in self.team.the_dead().items():
+            self.outcomes[rank] = {"ok": False, "time": time.time(), "code": code, "where": None}
+        if self.trouble_at is None and not all(outcome["ok"] for outcome in self.outcomes.values()):
+            self.trouble_at = time.monotonic()
+
+    def _busy(self) -> list[int]:
+        return [rank for rank in self.chosen if rank not in self.outcomes]
+
+    def _free_the_stuck(self) -> None:
+        """Once a rank has failed nobody can finish a collective with it: get the others out, gently first."""
+        if self.trouble_at is None or not self._busy():
+            return
+        since = time.monotonic() - self.trouble_at
+        if since > (CUT_INTERRUPTED_S if self.interrupted else CUT_S):
+            for rank in set(self.outcomes) - self.cut:
+                self.cut.add(rank)
+                if "code" not in self.outcomes[rank]:
+                    self.team.call(rank, "cut_group")
+        signals = {
+            signal.SIGINT: 0 if self.interrupted else INTERRUPT_S,
+            SIGKILL: KILL_S[self.team.device],
+        }
+        for number, after_s in signals.items():
+            if since > after_s:
+                again = [rank for rank in self._busy() if (rank, number) not in self.signalled]
+                self.team.signal(again, number)
+                self.signalled.update((rank, number) for rank in again)
+
+    def _show(self) -> None:
+        """Settle the output: text in rank order, then figures and values."""
+        for call in self.calls.values():
+            if call.ready():
+                call.wait_for_output(timeout=5)
+        if any(live.shown or live.drawn for live in self.live.values()):
+            from IPython.display import clear_output
+
+            clear_output(wait=True)
+        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            texts = self._texts(name)
+            if texts:
+                stream.write(output.settle(texts, self.team.world_size))
+                stream.flush()
+        shown = {
+            rank: [*printed["outputs"], *filter(None, [printed["execute_result"]])]
+            for rank, printed in self.printed.items()
+        }
+        output.show_values(shown, self.team.world_size)
+
+    def _mend(self) -> str:
+        """Make the process group whole again where it is not; returns what the reader should know."""
+        dead = [rank for rank, outcome in self.outcomes.items() if "code" in outcome]
+        everyone = range(self.team.world_size)
+        if self.team.device == "cuda":
+            dead += self._end_those_without_gpu([rank for rank in everyone if rank not in dead])
+        if not (dead or self.cut) and all(self.team.ask(everyone, "group_is_whole")):
+            return ""
+        return regroup(self.team, dead)
+
+    def _end_those_without_gpu(self, alive: list[int]) -> list[int]:
+        """Kill the ranks on which every later CUDA call would fail; returns them."""
+        lost = [rank for rank, gone in zip(alive, self.team.ask(alive, "gpu_is_lost"), strict=True) if gone]
+        self.team.signal(lost, SIGKILL)
+        ended: set[int] = set()
+        until(lambda: ended.update(self.team.the_dead()) or ended >= set(lost), END_S, "ranks to end")
+        return sorted(ended)
+
+    def _raise(self, failures: dict[int, dict[str, Any]], note: str) -> NoReturn:
+        """Raise what began it: a rank that died by itself, else the first that raised."""
+        killed_here = {rank for rank, number in self.signalled if number == SIGKILL}
+        codes = {rank: failure["code"] for rank, failure in failures.items() if "code" in failure}
+        died = {rank: code for rank, code in codes.items() if rank not in killed_here}
+        first = min(failures, key=lambda rank: (rank not in died, failures[rank]["time"]))
+        timed_out = [
+            r for r, f in failures.items() if f.get("in_collective") and f["seconds"] >= self.timeout_s
+        ]
+        if (
+            failures[first].get("in_collective") and timed_out
+        ):  # one that waited to the end, not one it took along
+            first = min(timed_out, key=lambda rank: failures[rank]["time"])
+        cause = failures[first]
+        same = sorted(died) or [rank for rank in self.chosen if _alike(self.outcomes[rank], cause)]
+        label = output.who(same, self.team.world_size)
+        details = [] if died else [f"{label}, {cause['text']}", f"{cause['name']}: {cause['message']}", ""]
+        others = [f"{output.who([rank], 0)} {self._stood(rank)}" for rank in self.chosen if rank not in same]
+        details += ["Meanwhile", *others, ""] if others else []
+        if first in timed_out:
+            details += [
+                f"A collective waits at most {self.timeout_s:g} s; %%ranks --timeout SECONDS changes that.",
+                "Has every rank entered it?",
+                "",
+            ]
+        details += [note] if note else []
+        if died:
+            raise death(died, "while it ran this cell", "\n".join(details), self.team.world_size)
+        raise RankError(f"{label} raised {cause['name']}: {cause['message']}", "\n".join(details).rstrip())
+
+    def _stood(self, rank: int) -> str:
+        outcome = self.outcomes[rank]
+        if outcome["ok"]:
+            return "had finished the cell"
+        if "code" in outcome:
+            return "could not be freed and was ended"
+        return f"stood at {outcome['where'] or 'a place unknown'}"
+
+
+def regroup(team: Team | RemoteTeam, dead: Iterable[int]) -> str:
+    """Make the process group anew, with new ranks for the dead; returns what the reader should know."""
+    dead = list(dead)
+    team.regroup(dead)
+    if dead and isinstance(team, RemoteTeam):
+        return "Ranks of a profile are not replaced one by one: all were stopped. Call ranks.start() again."
+    note = "The process group was made anew: models sharded before are void."
+    if dead:
+        return f"{note} The new {output.who(dead, 0)} has no variables yet; the other ranks keep theirs."
+    return f"{note} Ordinary variables are kept."
+
+
+def _engine_is_gone(call: Any) -> bool:
+    """Whether ipyparallel has given up a call because it no longer hears from the engine."""
+    return not call.successful() and getattr(call.exception(), "ename", None) == "EngineError"
+
+
+def _outcome(call: Any) -> dict[str, Any]:
+    """How a cell ended on a rank, also where the rank could not say it: a failed call is an outcome."""
+    try:
+        return result_of(call)
+    except Exception as error:
+        unknown = {"text": "no place known", "where": None, "in_collective": False, "seconds": 0.0}
+        name, message = type(error).__name__, words(error)
+        if isinstance(error, CallError):
+            name, message = error.name, error.message
+        return {"ok": False, "time": time.time(), "name": name, "message": message, **unknown}
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two ranks failed alike; what torch says of a broken connection differs by its ports."""
+    keys = {"ok", "code", "name", "where", "message"} - ({"message"} if other.get("in_collective") else set())
+    return all(one.get(key) == other.get(key) for key in keys)
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "ended, how is known on its host only,"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal has no name
+        name = f"signal {-code}"
+    return f"was killed by {name}{OFTEN.get(name, '')}"
+
+
+def death(dead: Mapping[int, int | None], when: str, details: str, world_size: int) -> RankError:
+    how = "; ".join(f"{output.who([rank], world_size)} {_how_it_ended(code)}" for rank, code in dead.items())
+    return RankError(f"{how} {when}", details)
+
+
+def _someone_watches() -> bool:
+    """Whether a person sees output as it comes: front ends that run a notebook unattended take no input."""
+    kernel = getattr(ipython(), "kernel", None)
+    return bool(kernel and kernel.get_parent().get("content", {}).get("allow_stdin"))
+
+
+def ipython() -> Any:
+    """The notebook's shell, or None outside IPython."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
