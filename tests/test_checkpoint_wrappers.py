@@ -158,6 +158,25 @@ def test_a_part_of_a_model_in_ddp_has_its_names_too(two_ranks: TwoRanks, tmp_pat
     assert two_ranks(a_part_in_ddp, tmp_path) == [True, True]
 
 
+class Holder(nn.Module):
+    """Has a part of its own with the name that DDP gives to what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+def test_a_part_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
+    model = Holder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_full(tmp_path / "f", model, optimizer)
+    saved = torch.load(tmp_path / "f", weights_only=True)
+    assert list(saved["model"]) == saved["optimizer"]["param_groups"][0]["params"]
+    assert list(saved["model"]) == ["module.weight", "module.bias"]
+    load_full(tmp_path / "f", Holder(), None)
+    load_full(tmp_path / "f", model, optimizer)
+
+
 # ---- FSDP1 with frozen parameters --------------------------------------------------------------------------
 
 
