@@ -300,9 +300,9 @@ def scalar_in_the_root() -> nn.Module:
     return model
 
 
-def scalars_in_blocks() -> nn.Module:
+def scalars_in_blocks(blocks: int) -> nn.Module:
     model = HandWritten()
-    model.blocks.append(Block())
+    model.blocks = nn.ModuleList(Block() for _ in range(blocks))
     for block in model.blocks:
         block.scale = nn.Parameter(torch.tensor(1.0))
     return model
@@ -331,8 +331,9 @@ UNSHARDABLE = {
     ),
     "no forward": (lambda: HandWritten().blocks, "expected a model with a forward, found a ModuleList"),
     "scalar": (scalar_in_the_root, r"takes no scalar parameters.*found scale\. Give each the shape \(1,\)"),
-    "scalars": (
-        scalars_in_blocks,
+    "three scalars": (lambda: scalars_in_blocks(3), r"blocks\.1\.scale, blocks\.2\.scale\. Give"),
+    "four scalars": (
+        lambda: scalars_in_blocks(4),
         r"found blocks\.0\.scale, blocks\.1\.scale, blocks\.2\.scale and 1 more\. .*Nothing was changed",
     ),
     "transposed": (transposed, r"not contiguous; found blocks\.2\.extra\."),
@@ -452,6 +453,13 @@ def test_only_the_root_is_a_unit(two_ranks: TwoRanks) -> None:
     message = one_problem(two_ranks, with_fsdp1)
     assert message.startswith("Only the root is a unit")
     assert message.endswith("Pass auto_wrap_policy=wrap_policy(model) to FSDP.")
+
+
+def test_where_nothing_is_a_block_it_is_said_of_parts(two_ranks: TwoRanks) -> None:
+    message = one_problem(two_ranks, lambda: check_sharding(fully_shard(nn.Linear(4, 4))))
+    assert message.endswith("Call fully_shard on each part before the model, or shard(model) instead.")
+    message = one_problem(two_ranks, lambda: check_sharding(fsdp1(nn.Linear(4, 4))))
+    assert message.endswith("Pass auto_wrap_policy=a policy to FSDP.")
 
 
 def test_the_root_was_forgotten(two_ranks: TwoRanks) -> None:
@@ -716,6 +724,28 @@ def test_a_sharded_model_inside_a_training_wrapper_is_no_problem(two_ranks: TwoR
         )
 
     assert two_ranks(fn) == [([], [])] * 2
+
+
+def test_a_problem_is_seen_through_a_training_wrapper_and_not_made_up_for_two_models_in_it(
+    two_ranks: TwoRanks,
+) -> None:
+    def fn() -> tuple[list[str], list[str]]:
+        top_heavy = shard(HandWritten(vocabulary=1000))  # most parameters in its root's unit
+        alone = check_sharding(nn.ModuleDict({"model": top_heavy}))
+        return alone, check_sharding(nn.ModuleDict({"model": top_heavy, "teacher": shard(HandWritten())}))
+
+    for alone, with_teacher in two_ranks(fn):
+        assert len(alone) == 1
+        assert alone[0].startswith("91% of the parameters are in the root's unit")
+        assert with_teacher == []
+
+
+def test_an_optimizer_that_trains_another_model_too_is_no_problem(two_ranks: TwoRanks) -> None:
+    def fn() -> list[str]:
+        model, probe = shard(HandWritten()), nn.Linear(8, 8)
+        return check_sharding(model, torch.optim.SGD([*model.parameters(), *probe.parameters()], lr=0.1))
+
+    assert two_ranks(fn) == [[], []]
 
 
 def test_several_problems_are_all_told(two_ranks: TwoRanks) -> None:
