@@ -1,6 +1,12 @@
 """Checkpoints that somebody made to do harm: refused in words, with nothing run, changed or filled up."""
 
+import io
+import json
+import multiprocessing
+import os
 import pickle
+import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +29,19 @@ from fsdp_utils import (
     CheckpointError,
     export_safetensors,
     load_distributed,
+    load_full,
     save_distributed,
+    save_full,
     verify_checkpoint,
 )
+from fsdp_utils.checkpoint import manifest
+from fsdp_utils.checkpoint.__main__ import main
+from fsdp_utils.checkpoint.manifest import MANIFEST, begin, write_manifest
 from fsdp_utils.checkpoint.metadata import read_metadata
-from tests.test_checkpoint_damage import forge
+from fsdp_utils.checkpoint.pickled import Refused
+from fsdp_utils.checkpoint.plain import unpack
+from fsdp_utils.checkpoint.replacing import NewFile
+from tests.test_checkpoint_damage import forge, reseal
 
 
 @pytest.fixture
@@ -124,10 +138,14 @@ def test_a_description_of_any_protocol_is_read(protocol: int, tmp_path: Path) ->
 # ---- chunks ------------------------------------------------------------------------------------------------
 
 
-def weight(metadata: Metadata) -> TensorStorageMetadata:
-    entry = metadata.state_dict_metadata["model.weight"]
+def entry_of(metadata: Metadata, key: str) -> TensorStorageMetadata:
+    entry = metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     return entry
+
+
+def weight(metadata: Metadata) -> TensorStorageMetadata:
+    return entry_of(metadata, "model.weight")
 
 
 def resize(metadata: Metadata, offsets: list[int], sizes: list[int]) -> None:
@@ -159,8 +177,8 @@ CHUNKS: dict[str, tuple[Callable[[Metadata], object], str]] = {
     ),
     "of more bytes than there are": (
         lambda m: (
-            setattr(m.state_dict_metadata["plain"], "size", torch.Size([2**40])),
-            setattr(m.state_dict_metadata["plain"].chunks[0], "sizes", torch.Size([2**40])),
+            setattr(entry_of(m, "plain"), "size", torch.Size([2**40])),
+            setattr(entry_of(m, "plain").chunks[0], "sizes", torch.Size([2**40])),
         ),
         r"expected the place of 1099511627776 bytes for plain",
     ),
@@ -233,3 +251,162 @@ def test_an_incomplete_checkpoint_of_plain_dcp_is_not_exported(two_ranks: Any, t
     with pytest.raises(CheckpointError, match=r"model\.\w+ \[.*\], each part once"):
         export_safetensors(tmp_path / "c", tmp_path / "out2")
     assert not list((tmp_path / "out2").glob("*"))
+
+
+# ---- the manifest ----------------------------------------------------------------------------------------
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "without step": lambda m: m.pop("step"),
+    "without tensors": lambda m: m.pop("tensors"),
+    "a step that is no number": lambda m: m.update(step="1"),
+    "a step below 0": lambda m: m.update(step=-1),
+    "files in a list": lambda m: m.update(files=list(m["files"])),
+    "a file without a size": lambda m: m["files"][".metadata"].pop("bytes"),
+    "a file elsewhere": lambda m: m["files"].update({"../x": m["files"][".metadata"]}),
+    "a dtype that is a function": lambda m: m["tensors"]["model.weight"].update(dtype="load"),
+    "a shape of text": lambda m: m["tensors"]["model.weight"].update(shape=["4", "3"]),
+    "a shape beyond measure": lambda m: m["tensors"]["model.weight"].update(shape=[2**64]),
+    "tied to nothing": lambda m: m.update(tied={"weight": "nothing"}),
+    "a config that is text": lambda m: m.update(config="x"),
+}
+
+
+@pytest.mark.parametrize("what", MANIFESTS)
+def test_a_forged_manifest_is_refused_before_anything_is_touched(what: str, checkpoint: Path) -> None:
+    content = json.loads((checkpoint / MANIFEST).read_text())
+    del content["sha256"]
+    MANIFESTS[what](content)
+    write_manifest(checkpoint, content)
+    refused(checkpoint, r"manifest\.json: expected the manifest of a checkpoint, found")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", "7" * 10_000, '{"sha256": []}'])
+def test_a_manifest_that_is_none_is_refused(text: str, checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_text(text)
+    refused(checkpoint, r"manifest\.json: expected ")
+
+
+# ---- files that are none, and files that grow --------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes that have a name")
+@pytest.mark.parametrize("name", [".metadata", MANIFEST, "__0_0.distcp"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(name: str, checkpoint: Path) -> None:
+    (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / name)
+    refused(checkpoint, f"{name}: expected a file, found a directory, a pipe or a device")
+
+
+def archive(
+    pickled: bytes, parts: dict[str, bytes] | None = None, *, compression: int = zipfile.ZIP_STORED
+) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", compression) as written:
+        for name, content in {"data.pkl": pickled, **(parts or {})}.items():
+            written.writestr(f"archive/{name}", content)
+    return file.getvalue()
+
+
+BOMBS = {
+    "a size in place of bytes": archive(b"\x80\x02cbuiltins\nbytearray\n" + b"J\0\0\0\x7f\x85R."),
+    "a tensor of a size": archive(b"\x80\x02ctorch\nTensor\n" + b"J\0\0\0\x7f\x85R."),
+    "one that is called in another's name": archive(
+        b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\nNJ\0\0\0\x7f\x85}tR."
+    ),
+    "what was compressed": archive(
+        pickle.dumps("x" * 2**20, 2), {"more": bytes(2**20)}, compression=zipfile.ZIP_DEFLATED
+    ),
+    "a key of keys": archive(b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"K\x01s."),
+    "a storage beyond its end": archive(
+        b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\n"
+        b"X\x01\0\0\x000X\x03\0\0\0cpuM\0\x10tQ.",
+        {"data/0": bytes(16)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_plain_data_takes_no_more_than_its_bytes(what: str) -> None:
+    with pytest.raises(Refused):
+        unpack(BOMBS[what])
+
+
+def test_a_forged_file_is_refused_before_it_is_walked_through(tmp_path: Path) -> None:
+    save_full(tmp_path / "a.pt", nn.Linear(2, 2), x=[1])
+    content = torch.load(tmp_path / "a.pt", weights_only=True)
+    inner: dict[str, Any] = {}
+    for _ in range(60):  # 2 ** 60 ways to the innermost
+        inner = {"a": inner, "b": inner}
+    for name, value in (("optimizer", {"state": inner, "param_groups": []}), ("about", {}), ("tied", [])):
+        reseal(tmp_path / "b.pt", {**content, name: value})
+        with pytest.raises(CheckpointError, match=r"b\.pt: expected what save_full writes, found"):
+            verify_checkpoint(tmp_path / "b.pt")
+        with pytest.raises(CheckpointError, match=r"b\.pt: expected what save_full writes, found"):
+            load_full(tmp_path / "b.pt", nn.Linear(2, 2))
+
+
+def test_a_checkpoint_that_goes_while_it_is_verified_is_told(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected"):
+        verify_checkpoint(checkpoint, progress=lambda count: shutil.rmtree(checkpoint, ignore_errors=True))
+
+
+# ---- two programs in one place -----------------------------------------------------------------------------
+
+
+def hold(directory: Path, ready: Any, end: Any) -> None:
+    begin(directory, 7)
+    ready.set()
+    end.wait(60)
+    os._exit(0)
+
+
+def test_two_programs_do_not_save_into_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = multiprocessing.get_context("forkserver")
+    ready, end = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(tmp_path, ready, end))
+    other.start()
+    assert ready.wait(60)
+    (theirs,) = tmp_path.glob(".saving-*-step-7")
+    monkeypatch.setattr(manifest, "_LOCK_WAIT_S", 0.2)
+    with pytest.raises(
+        CheckpointError, match=rf"only program that saves there, found process {other.pid} on"
+    ):
+        save_distributed(tmp_path, nn.Linear(2, 2), step=1)
+    assert theirs.is_dir(), "what another program was writing has gone"
+    other.kill()  # it does not get to clean up
+    other.join(60)
+    save_distributed(tmp_path, nn.Linear(2, 2), step=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["000001-step-1"]
+
+
+def test_files_are_replaced_under_names_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("as it was")
+    (tmp_path / ".saving-model.pt").symlink_to(tmp_path / "precious")
+    one, other = NewFile(tmp_path / "model.pt"), NewFile(tmp_path / "model.pt")
+    assert one.path != other.path  # and the second has not taken the first for a leftover
+    for new, text in ((one, b"one"), (other, b"other")):
+        with os.fdopen(new.descriptor(), "wb") as file:
+            file.write(text)
+        new.commit()
+    assert (tmp_path / "model.pt").read_text() == "other"
+    leftover = tmp_path / ".saving-00000000-model.pt"
+    leftover.write_text("of a program that was killed")
+    save_full(tmp_path / "model.pt", nn.Linear(2, 2))
+    export_safetensors(tmp_path / "model.pt", tmp_path)
+    assert (tmp_path / "precious").read_text() == "as it was"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".saving-model.pt",
+        "precious",
+        "model.pt",
+        "model.safetensors",
+    }
+
+
+@pytest.mark.parametrize("size", [-1, 0, float("nan"), float("inf")])
+def test_shards_of_no_size_are_refused(size: float, checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected shard_gib to be above 0"):
+        export_safetensors(checkpoint, tmp_path / "out", shard_gib=size)
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", str(checkpoint), str(tmp_path / "out"), "--shard-gib", str(size)])
+    assert not (tmp_path / "out").exists()

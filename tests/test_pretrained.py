@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -344,6 +345,52 @@ def test_a_folder_that_is_none_is_told(tmp_path: Path, files: dict[str, bytes] |
         for name, content in files.items():
             (folder / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=told):
+        load_pretrained(folder, nn.Linear(1, 1))
+
+
+ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data_bytes", "told"),
+    [
+        (json.dumps({"weight": ONE, "bias": ONE}), 4, "from byte 0 on, after one that ends at 4"),
+        (json.dumps({"weight": ONE, "bias": {**ONE, "data_offsets": [8, 12]}}), 12, "from byte 8 on, after"),
+        (
+            json.dumps({"weight": {**ONE, "data_offsets": [4, 8]}}),
+            8,
+            "from byte 4 on, after one that ends at 0",
+        ),
+        (f'{{"weight": {json.dumps(ONE)}, "weight": {json.dumps(ONE)}}}', 4, "'weight' twice"),
+        (
+            json.dumps({"weight": {**ONE, "shape": [2**32, 2**32], "data_offsets": [0, 0]}}),
+            0,
+            "0 bytes for weight",
+        ),
+        (json.dumps({"weight": {**ONE, "shape": [True]}}), 4, "of shape"),
+        ("[" * 50_000, 4, "RecursionError"),
+    ],
+)
+def test_what_safetensors_refuses_is_refused(tmp_path: Path, header: str, data_bytes: int, told: str) -> None:
+    content = len(header).to_bytes(8, "little") + header.encode() + bytes(data_bytes)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    if "twice" not in told:  # which safetensors notices only where the two differ
+        with pytest.raises(SafetensorError):
+            load_file(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=told):
+        load_pretrained(tmp_path, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    "file", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "", "a\0", 7, None]
+)
+def test_the_files_of_an_index_are_in_the_folder(tmp_path: Path, file: object) -> None:
+    save_file({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, tmp_path / "model.safetensors")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    index = {"weight_map": {"weight": file, "bias": file}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"which is not in the folder"):
         load_pretrained(folder, nn.Linear(1, 1))
 
 

@@ -21,7 +21,7 @@ import torch
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.lock import Lock, Taken
-from fsdp_utils.checkpoint.regular import open_regular, read_regular
+from fsdp_utils.checkpoint.regular import is_plain_name, open_regular, read_regular
 from fsdp_utils.checkpoint.replacing import ABANDONED_S, PREFIX
 
 MANIFEST = "manifest.json"
@@ -137,7 +137,7 @@ def _problem(content: dict[str, Any]) -> str:
     if content["step"] < 0 or content["world_size"] < 1:
         return f"step {content['step']} of {content['world_size']} ranks"
     for name, entry in content["files"].items():
-        if Path(name).name != name or name == MANIFEST:
+        if not is_plain_name(name) or name == MANIFEST:
             return f"a file {name!r:.200}, which is not inside of the checkpoint"
         if not _is(entry, {"bytes": int, "sha256": str}) or entry["bytes"] < 0:
             return f"{entry!r:.200} for the file {name!r:.200}"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from fsdp_utils.checkpoint.chunks import check_chunks
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.pickled import Refused, interpret
-from fsdp_utils.checkpoint.regular import read_regular
+from fsdp_utils.checkpoint.regular import is_plain_name, read_regular
 
 _DESCRIPTION = "torch.distributed.checkpoint.metadata"
 _CLASSES = (
@@ -166,7 +166,7 @@ def _check_parts(metadata: Metadata) -> None:
         must(where.length, int)
         if where.offset < 0 or where.length < 0:
             raise Refused(f"it places {index.fqn} before the beginning of a file")
-        if Path(where.relative_path).name != where.relative_path:
+        if not is_plain_name(where.relative_path):
             raise Refused(f"it places {index.fqn} outside of the checkpoint")
 
 

@@ -23,6 +23,7 @@ from fsdp_utils.checkpoint.entering import enter
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.materialise import device_of, is_meta, materialise
 from fsdp_utils.checkpoint.names import has_fsdp1
+from fsdp_utils.checkpoint.regular import open_regular
 from fsdp_utils.checkpoint.safetensors_folder import Entry, read_folder, read_part
 from fsdp_utils.checkpoint.snapshot import MODEL, Snapshot
 
@@ -162,7 +163,7 @@ def _fill(wanted: Snapshot, chosen: dict[str, list[str]], found: dict[str, Entry
 
         def file_of(entry: Entry) -> io.RawIOBase:
             if entry.path not in files:
-                files[entry.path] = stack.enter_context(entry.path.open("rb", buffering=0))
+                files[entry.path] = stack.enter_context(open_regular(entry.path))
             return files[entry.path]
 
         for key in sorted(chosen, key=lambda key: found[chosen[key][0]][:2]):

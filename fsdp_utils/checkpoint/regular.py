@@ -30,6 +30,13 @@ def open_regular(path: Path) -> io.FileIO:
     return io.FileIO(descriptor, "rb")
 
 
+def is_plain_name(name: str) -> bool:
+    """May a file have that name, in the directory itself?"""
+    if name in ("", ".", ".."):
+        return False
+    return Path(name).name == name and name.isprintable()  # no NUL, and no half of a surrogate pair
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """What the system says about a file of the checkpoint in that path becomes a CheckpointError."""

@@ -1,0 +1,1 @@
+"""The parts of attacks.py: what is attacked, how, and how the outcome is told."""

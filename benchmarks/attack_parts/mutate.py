@@ -1,0 +1,125 @@
+"""Seeded changes to bytes, to JSON-like trees and to pickles."""
+
+import copy
+import pickletools
+import random
+from typing import Any
+
+# What somebody could put into a config to have it run, should a value of it ever become part of a program.
+INJECTED = 'x"+__import__("os").system("touch {canary}")+"'
+
+
+def flip_bit(chance: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    place = chance.randrange(len(changed))
+    changed[place] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+def mutate_bytes(chance: random.Random, data: bytes) -> bytes:
+    """One of: bytes changed, cut out, doubled, moved, inserted, or all after a place gone."""
+    a, b = sorted(chance.randrange(len(data) + 1) for _ in range(2))
+    b = min(b, a + chance.choice((1, 4, 64)))
+    match chance.randrange(6):
+        case 0:
+            return data[:a] + chance.randbytes(b - a) + data[b:]
+        case 1:
+            return data[:a] + data[b:]
+        case 2:
+            return data[:b] + data[a:b] * chance.choice((1, 3, 1000)) + data[b:]
+        case 3:
+            c = chance.randrange(len(data) + 1)
+            return data[:a] + data[c : c + b - a] + data[b:]
+        case 4:
+            return data[:a] + chance.choice((b"\xff\xfe", b"\0", b"NaN", b"9" * 5000, b"[" * 5000)) + data[a:]
+    return data[:a]
+
+
+def strange_value(chance: random.Random, canary: str) -> Any:
+    """Something that is probably not what belongs there."""
+    nested: Any = 1
+    for _ in range(chance.choice((1, 30, 300))):
+        nested = [nested] if chance.random() < 0.5 else {"a": nested}
+    simple = [
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        2**31,
+        2**63,
+        2**64,
+        10**30,
+        1e308,
+        -0.5,
+        float("nan"),
+        float("inf"),
+    ]
+    text = ["", "x", "auto", "../../etc/passwd", "x" * 10_000, "\0", "\ud800", "7", "1e400", "none"]
+    text.append(INJECTED.format(canary=canary))
+    return chance.choice([chance.choice(simple), chance.choice(text), [], {}, [1, 2], {"a": 1}, nested])
+
+
+def mutate_tree(chance: random.Random, tree: Any, canary: str) -> Any:
+    """A copy with one to three places changed, deleted, renamed, moved or doubled."""
+    tree = copy.deepcopy(tree)
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        places = list(_places(tree))
+        if not places:
+            return strange_value(chance, canary)
+        parent, key = chance.choice(places)
+        match chance.randrange(6):
+            case 0 | 1 | 2:
+                parent[key] = strange_value(chance, canary)
+            case 3:
+                del parent[key]
+            case 4 if isinstance(parent, dict):
+                parent[chance.choice(("x", "", "__class__", 7, INJECTED.format(canary=canary)))] = parent.pop(
+                    key
+                )
+            case _:
+                other, there = chance.choice(places)
+                if there in other if isinstance(other, dict) else there < len(other):
+                    parent[key] = copy.deepcopy(other[there])
+    return tree
+
+
+def _places(tree: Any) -> Any:
+    """Every (container, key) in it."""
+    level = [tree]
+    while level:
+        one = level.pop()
+        for key in list(one) if isinstance(one, dict) else range(len(one)):
+            yield one, key
+            if isinstance(one[key], dict | list):
+                level.append(one[key])
+
+
+def _name(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def insert_opcodes(chance: random.Random, data: bytes, canary: str) -> bytes:
+    """A pickle with instructions put in between its own: calls, changes to classes, what takes memory."""
+    command = f"touch {canary}".encode()
+    metadata = "torch.distributed.checkpoint.metadata"
+    calls = [
+        _name("posix", "system") + b"X" + len(command).to_bytes(4, "little") + command + b"\x85R0",
+        _name("builtins", "exec") + b"X\1\0\0\0x\x85R0",
+        _name("pathlib", "Path") + b"(N}\x8c\x06rename" + _name("torch", "Size") + b"stb0",
+        _name(metadata, "StorageMeta") + b"(N}\x8c\x07modulesK\x07stb0",
+        _name(metadata, "MetadataIndex") + b"(N}\x8c\x08__hash__Nstb0",
+        _name("builtins", "getattr") + _name("torch", "Size") + b"\x8c\x05numel\x86R0",
+        _name("torch", "Size") + b"]K\xff\x85R0",
+        b"r\xff\xff\xff\x7f",  # LONG_BINPUT into the last place
+        b"\x8d\xff\xff\xff\xff\xff\0\0\0",  # a text of a tebibyte
+        b"(" * chance.choice((1, 1000)),
+        b")" + b"\x85" * chance.choice((1, 100_000)),
+        b"0",
+        b"2",
+        b".",
+    ]
+    ends = [place for _, _, place in pickletools.genops(data) if place]
+    place = chance.choice(ends)
+    return data[:place] + chance.choice(calls) + data[place:]
