@@ -13,15 +13,20 @@ search.best            # the same on every rank
 import html
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
 from fsdp_utils.device_stats import GIB, DeviceStats, device_stats
 from fsdp_utils.distributed import get_rank
-from fsdp_utils.lockstep import OUT_OF_MEMORY, CannotGoOn, Lockstep, PeerFailed, recover
+from fsdp_utils.lockstep import OUT_OF_MEMORY, CannotGoOn, Gradients, Lockstep, PeerFailed, recover
 
 __all__ = ["BatchSizeSearch", "Trial", "find_batch_size"]
+
+_NEARLY = 0.7  # of the fastest speed: a trial's first measurement may be that far from the truth
+_REPETITIONS = 3
+_MARGIN = 0.02  # less is not worth a smaller batch size
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Trial:
     Args:
         batch_size: samples per step and rank.
         outcome: "ok", "retries" or "OOM".
-        samples_per_s: of all ranks together; None after OOM.
+        samples_per_s: of all ranks together; None after OOM. Where the trial was repeated, of the fastest.
         seconds_per_step: on the slowest rank; None after OOM.
         max_reserved_gib: on the fullest rank; None where the device does not say.
         num_alloc_retries: on all ranks together; None where the device does not count them.
@@ -50,8 +55,9 @@ class BatchSizeSearch:
     """What `find_batch_size` found.
 
     Args:
-        best: the batch size per rank that trained the most samples per second without retries; None when
-            there were retries, or no memory, at every batch size that was tried.
+        best: the batch size per rank that trained the most samples per second without retries; of several
+            that are equally fast, as far as can be measured, the largest. None when there were retries, or
+            no memory, at every batch size that was tried.
         trials: every batch size that was tried, in the order in which it was.
     """
 
@@ -110,8 +116,11 @@ def find_batch_size(
 
     NOTE: call it on ALL ranks. It doubles the batch size until a trial runs out of memory or has retries,
     then halves the distance between the largest that did well and the smallest that did not. A trial that
-    runs out of memory on one rank has done so on all. After it the models of the process are reset (FSDP2's
-    state, all gradients), the cache is emptied, and the search goes on.
+    runs out of memory on one rank has done so on all. After it the state of FSDP2's models is reset, the
+    gradients that the trial has made or changed are dropped, the cache is emptied, and the search goes on.
+
+    Speeds vary from trial to trial. Where a larger batch size is nearly as fast as the fastest, the trials of
+    both are repeated, and the larger one is the best unless it is slower by more than the speeds vary.
 
     The steps are real: they train. Call it before the weights are loaded, or load them again afterwards.
 
@@ -167,6 +176,9 @@ def find_batch_size(
             else:
                 fails = size
             size = _next(fits, fails, limit)
+        margin = _MARGIN
+        if len(contenders := _contenders(trials)) > 1:
+            margin = _repeat(trials, contenders, lambda size: _try(step, size, steps, stats, ranks))
     except CannotGoOn as error:
         raise RuntimeError(f"find_batch_size: {error} Found so far:\n{_search(trials)}") from error
     finally:
@@ -174,13 +186,53 @@ def find_batch_size(
             bar.close()
         if ranks is not None:
             ranks.close()
-    return _search(trials)
+    return _search(trials, margin)
 
 
-def _search(trials: list[Trial]) -> BatchSizeSearch:
+def _search(trials: list[Trial], margin: float = _MARGIN) -> BatchSizeSearch:
+    """The largest batch size whose speed is within the margin of the fastest one's."""
     ok = [trial for trial in trials if trial.outcome == "ok"]
-    best = max(ok, key=lambda trial: trial.samples_per_s or 0.0).batch_size if ok else None
-    return BatchSizeSearch(best, tuple(trials))
+    fastest = max((trial.samples_per_s or 0.0 for trial in ok), default=0.0)
+    equal = [t.batch_size for t in ok if (t.samples_per_s or 0.0) >= (1 - margin) * fastest]
+    return BatchSizeSearch(max(equal, default=None), tuple(trials))
+
+
+def _contenders(trials: list[Trial]) -> list[int]:
+    """The fastest batch size, and larger ones that are nearly as fast."""
+    ok = [trial for trial in trials if trial.outcome == "ok"]
+    if not ok:
+        return []
+    fastest = max(ok, key=lambda trial: trial.samples_per_s or 0.0)
+    bound = _NEARLY * (fastest.samples_per_s or 0.0)
+    return [
+        trial.batch_size
+        for trial in ok
+        if trial.batch_size >= fastest.batch_size and (trial.samples_per_s or 0.0) >= bound
+    ]
+
+
+def _repeat(trials: list[Trial], sizes: list[int], run: Callable[[int], Trial]) -> float:
+    """Repeat the trials of these sizes, in turns. Returns the fraction by which speeds vary.
+
+    What else a machine does only makes a trial slower. So the fastest of its repetitions is what counts, and
+    speeds vary by as much as half of the repetitions stay behind it.
+    """
+    place = {trial.batch_size: i for i, trial in enumerate(trials)}
+    speeds = {size: [trials[place[size]].samples_per_s or 0.0] for size in sizes}
+    for _ in range(_REPETITIONS):
+        for size in sizes:
+            known = trials[place[size]]
+            if known.outcome != "ok":
+                continue
+            found = run(size)
+            if found.outcome != "ok":  # it is at the limit, and does not always fit
+                trials[place[size]] = found
+                continue
+            if (found.samples_per_s or 0.0) > max(speeds[size]):
+                trials[place[size]] = found
+            speeds[size].append(found.samples_per_s or 0.0)
+    variation = max(1 - median(found) / max(found) for found in speeds.values())
+    return min(max(variation, _MARGIN), 1 - _NEARLY)
 
 
 def _next(fits: int, fails: int | None, limit: int | None) -> int | None:
@@ -193,6 +245,7 @@ def _next(fits: int, fails: int | None, limit: int | None) -> int | None:
 
 def _try(step: Callable[[int], object], size: int, steps: int, stats: DeviceStats, ranks: Lockstep) -> Trial:
     stats.empty_cache()  # what trials of other sizes left in the cache would not fit this one
+    before = Gradients()
     try:
         with ranks.together():
             step(size)  # fills the allocator's cache
@@ -201,7 +254,7 @@ def _try(step: Callable[[int], object], size: int, steps: int, stats: DeviceStat
     except (*OUT_OF_MEMORY, PeerFailed) as error:
         if isinstance(error, PeerFailed) and not error.out_of_memory:
             raise RuntimeError(f"find_batch_size: step({size}): {error}") from None
-        return _out_of_memory(size, error, stats)
+        return _out_of_memory(size, error, stats, before)
 
     try:
         stats.synchronize()
@@ -216,7 +269,7 @@ def _try(step: Callable[[int], object], size: int, steps: int, stats: DeviceStat
                 f"out of memory at batch size {size} in a timed step, though two like it went well: "
                 "there the ranks do not ask each other, and are now at different places."
             ) from error
-        return _out_of_memory(size, error, stats)
+        return _out_of_memory(size, error, stats, before)
 
     all_ranks = ranks.gather(mine)
     seconds = max(rank_seconds for rank_seconds, _ in all_ranks)
@@ -232,8 +285,8 @@ def _try(step: Callable[[int], object], size: int, steps: int, stats: DeviceStat
     )
 
 
-def _out_of_memory(size: int, error: BaseException, stats: DeviceStats) -> Trial:
-    recover(error)
+def _out_of_memory(size: int, error: BaseException, stats: DeviceStats, before: Gradients) -> Trial:
+    recover(error, before)
     stats.empty_cache()
     return Trial(size, "OOM")
 

@@ -7,6 +7,7 @@ FSDP2 then trains on, with wrong gradients and without a word.
 
 import gc
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -157,11 +158,54 @@ class _AskBeforeCollectives(TorchDispatchMode):
             self._ranks.exchange(state)
 
 
-def recover(error: BaseException) -> None:
-    """Undo what an exception in the middle of a training step leaves behind, in all models of this process.
+class Gradients:
+    """The gradients that exist when it is created, to tell later which ones a training step has left."""
+
+    def __init__(self) -> None:
+        self._known = {
+            (id(owner), name): (weakref.ref(gradient), _versions(gradient))
+            for owner, name, gradient in _gradients()
+        }
+
+    def drop_others(self) -> None:
+        """Drop the gradients of this process that were made or changed since."""
+        for owner, name, gradient in list(_gradients()):
+            known, versions = self._known.get((id(owner), name), (None, None))
+            if known is None or known() is not gradient or versions != _versions(gradient):
+                setattr(owner, name, None)
+
+
+def _gradients() -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """Each gradient, with the object and the name of the attribute that hold it."""
+    for tensor in _alive(torch.Tensor):
+        with suppress(RuntimeError):  # a view of FSDP1's whose base was changed in place does not tell
+            if tensor.is_leaf and tensor.grad is not None:
+                yield tensor, "grad", tensor.grad
+    if dist.is_available():
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+        for parameter in _alive(FSDPParam):
+            # of microbatches before the one that failed; in torch 2.15 it is the grad of a tensor, as above
+            accumulated = vars(parameter).get("unsharded_accumulated_grad")
+            if accumulated is not None:
+                yield parameter, "unsharded_accumulated_grad", accumulated
+
+
+def _versions(gradient: torch.Tensor) -> list[int]:
+    """They change with each operation in place. FSDP2 adds to the local part of a gradient."""
+    parts = (gradient, getattr(gradient, "_local_tensor", gradient))
+    return [part._version for part in parts if not part.is_inference()]
+
+
+def recover(error: BaseException, before: Gradients) -> None:
+    """Undo what an exception in the middle of a training step leaves behind in the models of this process.
 
     Call it on every rank that the exception, or a PeerFailed, has stopped. It drops what the frames of the
-    exception hold, all gradients, and the state in which FSDP2's units were.
+    exception hold, the gradients that the step has made or changed, and the state that FSDP2's units were in.
+
+    Args:
+        error: The exception.
+        before: The gradients that there were when the step began.
 
     Raises:
         CannotGoOn: there is a model that cannot be reset: FSDP1 that was interrupted, or FSDP2 in a torch
@@ -173,23 +217,16 @@ def recover(error: BaseException) -> None:
         link = link.__context__
     gc.collect()
 
-    for tensor in _alive(torch.Tensor):
-        # reset_iter_state does not do this [torch 2.13]: the unit whose backward was interrupted keeps the
-        # gradients it had so far, out of reach of zero_grad(), and adds them to those of the next step.
-        if tensor.is_leaf and tensor.grad is not None:
-            tensor.grad = None
+    # reset_iter_state does not do this [torch 2.13]: the unit whose backward was interrupted keeps the
+    # gradients it had so far, out of reach of zero_grad(), and adds them to those of the next step.
+    before.drop_others()
     if dist.is_available():
         _reset_fsdp()
 
 
 def _reset_fsdp() -> None:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    for parameter in _alive(FSDPParam):
-        # of microbatches before the one that failed; in torch 2.15 it is the grad of a tensor, as above
-        if "unsharded_accumulated_grad" in vars(parameter):
-            parameter.unsharded_accumulated_grad = None
     for module in _alive(FSDPModule):
         # Of an FSDP2 model only the root can be reset; before its first forward nobody is root.
         if not module._get_fsdp_state()._is_root:

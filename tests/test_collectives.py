@@ -358,18 +358,22 @@ def test_recording_changes_neither_losses_nor_operations(two_ranks):
             assert any(name.startswith("c10d::") for name in plain[1])
 
 
-def times() -> list[tuple[float, float]]:
+def times() -> list[tuple[bool, float, float]]:
     trace = record(fsdp2(Model()))
     assert all(event.seconds is not None for event in trace.events)
-    return [(event.start, event.start + event.seconds) for event in trace.events]
+    return [(event.is_collective, event.start, event.start + event.seconds) for event in trace.events]
 
 
 def test_on_cpu_nothing_overlaps_and_everything_ends(two_ranks):
-    for spans in two_ranks(times):
-        # a callback comes from gloo's thread: it may be a little late, never so late as the next collective
-        starts = [start for start, _ in spans]
-        assert starts == sorted(starts)
-        assert all(end >= start for start, end in spans)
+    for events in two_ranks(times):
+        assert all(end >= start for _, start, end in events)
+        assert [start for _, start, _ in events] == sorted(start for _, start, _ in events)
+        # What is computed ends where the next event begins. That a collective has ended is told by a callback
+        # in gloo's thread, which may be a little late, but never so late as the next collective.
+        for position, (is_collective, _, end) in enumerate(events):
+            following = [e for e in events[position + 1 :] if e[0] or not is_collective]
+            if following:
+                assert end <= following[0][1], position
 
 
 def test_the_fake_group_records_one_rank_of_many():
