@@ -55,8 +55,9 @@ def read(config: Mapping[str, Any]) -> Translation:
     above = dict(config)
     _section(above.pop("zero_optimization", {}), ZERO, translation, name="zero_optimization")
     communication = above.get("communication_data_type", "auto")
+    enabled: list[str] = []
     for name in ("bf16", "fp16"):
-        keys = {"enabled": Key(_precision(name, communication), FSDP2), **PRECISION}
+        keys = {"enabled": Key(_precision(name, communication, enabled), FSDP2), **PRECISION}
         _section(above.pop(name, {}), keys, translation, name=name)
     _section(above, ABOVE, translation)
     return translation
@@ -127,11 +128,12 @@ def _device(value: Any) -> str:
     return one_of(value.get("device", "cpu"), ("CPU", "NVME", "NONE"))
 
 
-def _precision(name: str, communication: Any) -> Any:
+def _precision(name: str, communication: Any, enabled: list[str]) -> Any:
     def read(value: Any, translation: Translation) -> Words:
         if not is_on(value):
             return Same("nothing: it is off")
-        if translation.param_dtype is not None:
+        enabled.append(name)
+        if len(enabled) > 1:
             raise TranslationError("expected one of bf16 and fp16, found both enabled")
         reduce = dtype(name if communication in ("auto", None) else communication)
         return settings.precision(dtype(name), reduce, translation)
