@@ -39,7 +39,7 @@ ENDED_S = 5.0  # for the ranks that hang to have told it and ended
 START_S = 90.0  # for the ranks to start, import and load, on a busy machine
 LIMIT_S = HANG_S + ENDED_S + START_S  # for the run to go on after a fault
 DISK_MIB = 64
-SOURCE = "fsdp_utils.notebook.tasks:dates_llama"  # what is trained, and on what
+SOURCE = "fsdp_utils.lessons.tasks:dates_llama"  # what is trained, and on what
 
 
 @dataclass

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.machine import describe, limits, table
 from fsdp_utils import Memory_Maximizer
-from fsdp_utils.device_stats import AllocatorStats
+from fsdp_utils.memory.device_stats import AllocatorStats
 
 CALLS = 200  # in a row, per round
 UPDATE_US = 50.0  # the limit, on the CPU

@@ -31,10 +31,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.machine import describe, limits, table
-from fsdp_utils import run_on_ranks, train
-from fsdp_utils.train_config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from fsdp_utils.train_data import Data, load_data, rows_at
-from fsdp_utils.train_model import build_model
+from fsdp_utils import run_on_ranks
+from fsdp_utils.train import loop
+from fsdp_utils.train.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from fsdp_utils.train.data import Data, load_data, rows_at
+from fsdp_utils.train.model import build_model
 
 COST = 1.03  # the limit: the program's step, against the bare loop's
 STEP_S = 0.100  # for steps of at least that
@@ -68,7 +69,7 @@ def settings(folder: Path, name: str) -> TrainConfig:
 
 def by_the_program(config: TrainConfig, data: Data, model: nn.Module) -> list[float]:
     """fsdp_utils.train with all that it does: metrics, heartbeat, memory, signals, the last checkpoint."""
-    train.train(config)
+    loop.train(config)
     lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 

@@ -10,20 +10,20 @@ __version__ = "0.1.0"
 
 # public name -> the module that holds it
 _MODULE_OF = {
-    "record_allocations": "allocation_trace",
+    "record_allocations": "allocator",
     "simulate_allocator": "allocator",
-    "BatchSizeSearch": "batch_size",
-    "find_batch_size": "batch_size",
-    "Bf16Support": "bf16",
-    "bf16_support": "bf16",
+    "BatchSizeSearch": "memory",
+    "find_batch_size": "memory",
+    "Bf16Support": "precision",
+    "bf16_support": "precision",
     "ChildTuningAdamW": "child_tuning",
     "fisher_mask": "child_tuning",
     "CheckpointError": "checkpoint",
     "PerRank": "checkpoint",
-    "export_safetensors": "checkpoint",
+    "export_safetensors": "pretrained",
     "load_distributed": "checkpoint",
     "load_full": "checkpoint",
-    "load_pretrained": "checkpoint",
+    "load_pretrained": "pretrained",
     "save_distributed": "checkpoint",
     "save_full": "checkpoint",
     "verify_checkpoint": "checkpoint",
@@ -41,10 +41,10 @@ _MODULE_OF = {
     "Plan": "planner",
     "plan": "planner",
     "search": "planner",
-    "check_sharding": "wrapping",
-    "shard": "wrapping",
-    "transformer_block_classes": "wrapping",
-    "wrap_policy": "wrapping",
+    "check_sharding": "sharding",
+    "shard": "sharding",
+    "transformer_block_classes": "sharding",
+    "wrap_policy": "sharding",
 }
 __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll] -- checkers read __init__.pyi
 

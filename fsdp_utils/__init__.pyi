@@ -1,17 +1,11 @@
 """The public names with their types, for type checkers; __init__.py loads each when it is first used."""
 
-from fsdp_utils.allocation_trace import record_allocations as record_allocations
+from fsdp_utils.allocator import record_allocations as record_allocations
 from fsdp_utils.allocator import simulate_allocator as simulate_allocator
-from fsdp_utils.batch_size import BatchSizeSearch as BatchSizeSearch
-from fsdp_utils.batch_size import find_batch_size as find_batch_size
-from fsdp_utils.bf16 import Bf16Support as Bf16Support
-from fsdp_utils.bf16 import bf16_support as bf16_support
 from fsdp_utils.checkpoint import CheckpointError as CheckpointError
 from fsdp_utils.checkpoint import PerRank as PerRank
-from fsdp_utils.checkpoint import export_safetensors as export_safetensors
 from fsdp_utils.checkpoint import load_distributed as load_distributed
 from fsdp_utils.checkpoint import load_full as load_full
-from fsdp_utils.checkpoint import load_pretrained as load_pretrained
 from fsdp_utils.checkpoint import save_distributed as save_distributed
 from fsdp_utils.checkpoint import save_full as save_full
 from fsdp_utils.checkpoint import verify_checkpoint as verify_checkpoint
@@ -25,15 +19,21 @@ from fsdp_utils.distributed import get_world_size as get_world_size
 from fsdp_utils.distributed import rank0_first as rank0_first
 from fsdp_utils.distributed import run_on_ranks as run_on_ranks
 from fsdp_utils.distributed import sampler as sampler
+from fsdp_utils.memory import BatchSizeSearch as BatchSizeSearch
 from fsdp_utils.memory import Memory_Maximizer as Memory_Maximizer
 from fsdp_utils.memory import MemoryReport as MemoryReport
+from fsdp_utils.memory import find_batch_size as find_batch_size
 from fsdp_utils.migration import translate as translate
 from fsdp_utils.planner import Plan as Plan
 from fsdp_utils.planner import plan as plan
 from fsdp_utils.planner import search as search
-from fsdp_utils.wrapping import check_sharding as check_sharding
-from fsdp_utils.wrapping import shard as shard
-from fsdp_utils.wrapping import transformer_block_classes as transformer_block_classes
-from fsdp_utils.wrapping import wrap_policy as wrap_policy
+from fsdp_utils.precision import Bf16Support as Bf16Support
+from fsdp_utils.precision import bf16_support as bf16_support
+from fsdp_utils.pretrained import export_safetensors as export_safetensors
+from fsdp_utils.pretrained import load_pretrained as load_pretrained
+from fsdp_utils.sharding import check_sharding as check_sharding
+from fsdp_utils.sharding import shard as shard
+from fsdp_utils.sharding import transformer_block_classes as transformer_block_classes
+from fsdp_utils.sharding import wrap_policy as wrap_policy
 
 __version__: str

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_utils import shard
 from fsdp_utils.checkpoint import asynchronous
-from fsdp_utils.checkpoint.snapshot import Snapshot
+from fsdp_utils.checkpoint.state import Snapshot
 
 pytestmark = [
     pytest.mark.skipif(

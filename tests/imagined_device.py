@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from fsdp_utils.device_stats import GIB, Reading
+from fsdp_utils.memory.device_stats import GIB, Reading
 
 
 class ImaginedDevice:

@@ -7,11 +7,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_utils import shard
-from fsdp_utils.planner import items
-from fsdp_utils.planner.items import Recording
+from fsdp_utils.planner import work_items
 from fsdp_utils.planner.memory import moments_of
 from fsdp_utils.planner.models import source_of
-from fsdp_utils.planner.one_rank import Setting, mesh_of, run_steps
+from fsdp_utils.planner.simulated_rank import Setting, mesh_of, run_steps
+from fsdp_utils.planner.work_items import Recording
 
 SETTING = Setting(8, 2, 16, "full", "fsdp2", "bf16", "none", "adamw", 4)
 
@@ -64,7 +64,7 @@ def tokens(batch_size: int, seq_len: int | None) -> torch.Tensor:
 def most_by_category(recording: Recording) -> dict[str, float]:
     """GiB, each category at its own peak in the second step."""
     moments = [moment for moment in moments_of(recording) if moment.step == 2]
-    return {category: max(m.gib.get(category, 0.0) for m in moments) for category in items.CATEGORIES}
+    return {category: max(m.gib.get(category, 0.0) for m in moments) for category in work_items.CATEGORIES}
 
 
 RANKS = 3  # by which none of Net's sizes divides: the shards of the last rank are smaller
@@ -90,9 +90,9 @@ def train_really() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     model(tokens(2, None)).float().mean().backward()
     optimizer.step()
     counted = {
-        items.PARAMETERS: [p.to_local() for p in model.parameters()],
-        items.GRADIENTS: [p.grad.to_local() for p in model.parameters()],
-        items.OPTIMIZER: [
+        work_items.PARAMETERS: [p.to_local() for p in model.parameters()],
+        work_items.GRADIENTS: [p.grad.to_local() for p in model.parameters()],
+        work_items.OPTIMIZER: [
             getattr(t, "_local_tensor", t) for state in optimizer.state.values() for t in state.values()
         ],
     }

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.allocation_trace import Event, Trace, record_allocations
+from fsdp_utils.allocator.trace import Event, Trace, record_allocations
 
 MIB = 2**20
 

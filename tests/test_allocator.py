@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.allocation_trace import Event, Trace, record_allocations
-from fsdp_utils.allocator import Simulation, simulate_allocator
-from fsdp_utils.allocator_rules import Block, ExpandableAllocator, SegmentAllocator
+from fsdp_utils.allocator.rules import Block, ExpandableAllocator, SegmentAllocator
+from fsdp_utils.allocator.simulate import Simulation, simulate_allocator
+from fsdp_utils.allocator.trace import Event, Trace, record_allocations
 
 MIB = 2**20
 GIB = 2**30

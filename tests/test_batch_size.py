@@ -11,7 +11,7 @@ from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 from fsdp_utils import find_batch_size
-from fsdp_utils.batch_size import BatchSizeSearch, Trial
+from fsdp_utils.memory.batch_size import BatchSizeSearch, Trial
 from tests.imagined_device import ImaginedDevice
 
 # On the imagined device 16 fits, 17 works with retries, 18 is out of memory.

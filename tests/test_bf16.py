@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_utils import bf16, bf16_support, run_on_ranks
-from fsdp_utils.bf16_facts import DeviceFacts, judge, judge_nccl, look
+from fsdp_utils import bf16_support, run_on_ranks
+from fsdp_utils.precision import bf16
+from fsdp_utils.precision.facts import DeviceFacts, judge, judge_nccl, look
 from tests.sharded import TwoRanks
 
 GPUS = {
@@ -59,8 +60,8 @@ def a_gpu(name: str, cuda: str | None = "12.8", nccl: Any = (2, 27, 5), there: b
 def a_cpu(**capabilities: bool) -> Any:
     """torch as it would answer on a CPU with these instructions."""
     with (
-        patch("fsdp_utils.bf16_facts._cpu_capabilities", lambda: capabilities),
-        patch("fsdp_utils.bf16_facts._cpu_name", lambda: "a CPU"),
+        patch("fsdp_utils.precision.facts._cpu_capabilities", lambda: capabilities),
+        patch("fsdp_utils.precision.facts._cpu_name", lambda: "a CPU"),
     ):
         yield
 

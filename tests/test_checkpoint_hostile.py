@@ -39,7 +39,7 @@ from fsdp_utils.checkpoint.__main__ import main
 from fsdp_utils.checkpoint.manifest import MANIFEST, begin, write_manifest
 from fsdp_utils.checkpoint.metadata import read_metadata
 from fsdp_utils.checkpoint.pickled import Refused
-from fsdp_utils.checkpoint.plain import unpack
+from fsdp_utils.checkpoint.plain_data import unpack
 from fsdp_utils.checkpoint.replacing import NewFile
 from tests.test_checkpoint_damage import forge, reseal
 

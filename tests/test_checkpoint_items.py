@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fsdp_utils import CheckpointError, load_distributed, save_distributed
 from fsdp_utils.checkpoint.hashing_file import HashingFile
-from fsdp_utils.checkpoint.items import Item, Part, find_bytes, read_region, write_tensor
 from fsdp_utils.checkpoint.manifest import hash_file
+from fsdp_utils.checkpoint.tensor_archive import Item, Part, find_bytes, read_region, write_tensor
 
 TENSORS = [
     torch.arange(30, dtype=torch.float32).reshape(5, 6),

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils import CheckpointError, load_distributed, save_distributed, verify_checkpoint
-from fsdp_utils._run_on_ranks import _PRELOAD
 from fsdp_utils.checkpoint.manifest import committed
+from fsdp_utils.distributed.launch import _PRELOAD
 
 MOMENTS = 20
 WAIT_S = 10.0  # for a rank that was killed before it entered

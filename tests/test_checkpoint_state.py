@@ -24,7 +24,7 @@ from fsdp_utils import (
     verify_checkpoint,
 )
 from fsdp_utils.checkpoint.names import quiet
-from fsdp_utils.checkpoint.plain import digest
+from fsdp_utils.checkpoint.plain_data import digest
 from tests.checkpoints import Outcome, build, outcome, rank
 from tests.sharded import TwoRanks
 

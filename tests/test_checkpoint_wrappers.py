@@ -27,8 +27,8 @@ from fsdp_utils import (
 )
 from fsdp_utils.checkpoint.fsdp1 import Unit, flat_state
 from fsdp_utils.checkpoint.names import quiet
-from fsdp_utils.checkpoint.put import put_optimizer
-from fsdp_utils.checkpoint.snapshot import OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.restore import put_optimizer
+from fsdp_utils.checkpoint.state import OptimizerPlan, Snapshot
 from tests.checkpoints import Block, Data, Net, Outcome, build, outcome, rank, train
 from tests.sharded import TwoRanks, fsdp1
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_utils import ChildTuningAdamW, load_distributed, save_distributed
-from fsdp_utils.child_masks import PAGE, threshold
-from fsdp_utils.child_tuning import MASK
+from fsdp_utils.child_tuning.optimizer import MASK
+from fsdp_utils.child_tuning.random_masks import PAGE, threshold
 from tests.children import WRAPPERS, loss_of, net, on_ranks, train, weights
 from tests.children import batch as batch_of
 from tests.sharded import TwoRanks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_utils import ChildTuningAdamW
-from fsdp_utils.child_masks import PAGE, draw, keys, table, threshold
+from fsdp_utils.child_tuning.random_masks import PAGE, draw, keys, table, threshold
 
 _64 = 2**64 - 1
 

@@ -383,7 +383,7 @@ def test_an_exception_class_made_in_a_function_arrives_as_itself(two_ranks: TwoR
 def test_of_several_failures_the_earliest_is_raised_even_if_it_takes_longer_to_tell(
     two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: int
 ) -> None:
-    monkeypatch.setattr("fsdp_utils._run_on_ranks._BLAME_S", 30.0)  # however slow this machine is
+    monkeypatch.setattr("fsdp_utils.distributed.launch._BLAME_S", 30.0)  # however slow this machine is
     happened = tmp_path / "happened"
 
     class SlowToTell(Exception):

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from benchmarks import gpu_parts
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 CLAIM = {
     "id": "twice-as-fast",

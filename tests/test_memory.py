@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_utils import Memory_Maximizer, MemoryReport, run_on_ranks
-from fsdp_utils.device_stats import GIB, AllocatorStats, NoStats, ProcessStats, Reading, device_stats
+from fsdp_utils.memory.device_stats import GIB, AllocatorStats, NoStats, ProcessStats, Reading, device_stats
 from tests.imagined_device import ImaginedDevice
 
 # On the imagined device 16 fits, 17 works with retries, 18 is out of memory.
@@ -623,5 +623,7 @@ def test_the_figure_of_no_steps_is_empty_and_no_error():
 
 
 def test_importing_does_not_import_matplotlib():
-    code = "import sys, fsdp_utils.memory, fsdp_utils.batch_size; sys.exit('matplotlib' in sys.modules)"
+    code = (
+        "import sys, fsdp_utils.memory, fsdp_utils.memory.batch_size; sys.exit('matplotlib' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

@@ -17,15 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu_parts import planner as recorded_planner
 from fsdp_utils import Plan, plan, run_on_ranks, search
-from fsdp_utils.allocator import simulate_allocator
-from fsdp_utils.planner import GPUS, items
+from fsdp_utils.allocator.simulate import simulate_allocator
+from fsdp_utils.planner import GPUS, work_items
 from fsdp_utils.planner.accuracy import accuracy
-from fsdp_utils.planner.items import Recording, Send
+from fsdp_utils.planner.extrapolation import RECORDED, extend
 from fsdp_utils.planner.memory import trace_of
 from fsdp_utils.planner.models import source_of
-from fsdp_utils.planner.one_rank import record_one_rank
-from fsdp_utils.planner.repeat import RECORDED, extend
-from fsdp_utils.planner.step_time import collective_s
+from fsdp_utils.planner.roofline import collective_s
+from fsdp_utils.planner.simulated_rank import record_one_rank
+from fsdp_utils.planner.work_items import Recording, Send
 from tests.planner_net import (
     RANKS,
     REAL,
@@ -94,7 +94,7 @@ def test_a_real_rank_holds_what_the_simulated_one_holds(name: str, really: Any) 
     simulated = most_by_category(extend(record_one_rank(source, REAL[name], RECORDED, tokens), source.stacks))
     for category, size in really[0][name].items():
         # gloo reduces in a copy of its own, which NCCL does not make
-        if category != items.REDUCE_BUFFERS:
+        if category != work_items.REDUCE_BUFFERS:
             assert simulated[category] == pytest.approx(size, rel=0.03, abs=64 / 2**30), category
 
 
@@ -103,7 +103,7 @@ def test_what_is_at_rest_on_a_real_rank_is_what_the_plan_says(really: Any) -> No
     for category, size in really[1].items():
         assert planned.at_rest[category] == pytest.approx(size, rel=0.03), category
     whole = sum(p.numel() for p in Net().parameters()) * 4 / 2**30
-    assert really[1][items.PARAMETERS] > 1.01 * whole / RANKS  # rank 0 has more than its part
+    assert really[1][work_items.PARAMETERS] > 1.01 * whole / RANKS  # rank 0 has more than its part
 
 
 # ---- what a plan says --------------------------------------------------------------------------------
@@ -127,8 +127,10 @@ def test_a_plan_tells_memory_by_category_and_by_moment(planned: Plan) -> None:
     assert planned.parameters == sum(p.numel() for p in LlamaForCausalLM(LLAMA).parameters())
     assert {moment.label.phase for moment in planned.moments} == {"forward", "backward", "optimizer", "other"}
     in_forward = [m for m in planned.moments if m.label.phase == "forward" and m.step == 2]
-    assert all(m.gib[items.GATHERED] > 0 for m in in_forward[:-1])
-    assert all(items.REDUCE_BUFFERS not in m.gib and items.WHOLE_GRADIENTS not in m.gib for m in in_forward)
+    assert all(m.gib[work_items.GATHERED] > 0 for m in in_forward[:-1])
+    assert all(
+        work_items.REDUCE_BUFFERS not in m.gib and work_items.WHOLE_GRADIENTS not in m.gib for m in in_forward
+    )
     assert 0 < planned.timing.exposed_s < planned.step_s
     assert planned.tokens_per_s == pytest.approx(16 * 32 / planned.step_s)
     assert "simulated" in str(planned)
@@ -174,7 +176,7 @@ def test_what_is_offloaded_lies_on_the_host() -> None:
     kept, offloaded = plan(Net(), **options), plan(Net(), **options, offload=True)
     assert offloaded.host_gib == pytest.approx(sum(kept.at_rest.values()))
     assert offloaded.peak_allocated_gib < kept.peak_allocated_gib
-    assert not set(items.AT_REST) & set(offloaded.breakdown)
+    assert not set(work_items.AT_REST) & set(offloaded.breakdown)
 
 
 def test_the_model_of_the_caller_stays_as_it_was() -> None:
@@ -245,7 +247,7 @@ def test_the_lesson_shows_a_recording_and_holds_it_against_the_limits(
     assert isinstance(show, ast.Expr)
 
     def run(found: dict[str, Any] | None) -> str:
-        monkeypatch.setattr("fsdp_utils.notebook.recorded.load", lambda *_, **__: found)
+        monkeypatch.setattr("fsdp_utils.lessons.recorded.load", lambda *_, **__: found)
         names: dict[str, Any] = {}
         exec(cell, names)
         return eval(compile(ast.Expression(show.value), "lesson 14", "eval"), names).data

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, T5Config
 
 from fsdp_utils import Plan, plan
-from fsdp_utils.planner import items
+from fsdp_utils.planner import work_items
 from fsdp_utils.planner.__main__ import main
 from tests.planner_net import Block, Net, WithoutRoot, of_width, tokens
 
@@ -139,10 +139,10 @@ def test_a_root_without_parameters_gathers_nothing(api: str) -> None:
         WithoutRoot(), world_size=2, batch_size=2, precision="bf16_reduce_fp32", api=api, inputs=of_width
     )
     parameters = sum(p.numel() for p in WithoutRoot().parameters())
-    assert planned.at_rest[items.PARAMETERS] == pytest.approx(4 * parameters / 2 / 2**30, rel=0.03)
+    assert planned.at_rest[work_items.PARAMETERS] == pytest.approx(4 * parameters / 2 / 2**30, rel=0.03)
     in_forward = [m for m in planned.moments if m.label.phase == "forward" and m.step == 2]
-    assert all(items.GATHERED not in m.gib for m in in_forward if m.label.unit == "(root)")
-    assert any(items.GATHERED in m.gib for m in in_forward)
+    assert all(work_items.GATHERED not in m.gib for m in in_forward if m.label.unit == "(root)")
+    assert any(work_items.GATHERED in m.gib for m in in_forward)
 
 
 # ---- what a folder brings with it ----------------------------------------------------------------------

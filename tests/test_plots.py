@@ -6,7 +6,7 @@ import matplotlib as mpl
 import pytest
 from PIL import Image
 
-from fsdp_utils.notebook import plots
+from fsdp_utils.lessons import plots
 
 SHARDS = {"weight": [2, 2], "bias": [1, 1]}
 # each takes a number that it draws

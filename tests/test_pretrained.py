@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_utils import CheckpointError, load_pretrained, run_on_ranks
-from fsdp_utils.checkpoint.materialise import materialise
+from fsdp_utils.pretrained.meta_init import materialise
 from tests.checkpoints import WORDS, Block, Net, outcome
 
 WIDTH, LAYERS = 1024, 16  # 64 MiB of parameters, 32 MiB for each of two ranks

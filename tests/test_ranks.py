@@ -322,7 +322,7 @@ def test_an_interrupted_start_leaves_no_process(another: Callable[..., Notebook]
     children = psutil.Process(notebook.manager.provisioner.pid).children(recursive=True)  # type: ignore[union-attr]
     orphans = [process for process in psutil.process_iter() if process.ppid() == 1]
     there = [process for process in (*children, *orphans) if process.status() != psutil.STATUS_ZOMBIE]
-    assert not any("fsdp_utils.notebook.nursery" in process.cmdline() for process in there)
+    assert not any("fsdp_utils.notebook.fork_server" in process.cmdline() for process in there)
 
 
 def test_in_a_script_start_names_what_to_use_instead() -> None:

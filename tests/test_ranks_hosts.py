@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from benchmarks import two_hosts
-from fsdp_utils.notebook.team import until
+from fsdp_utils.notebook.local_cluster import until
 from tests.notebook_kernel import Notebook
 
 NEAR, FAR = "10.78.0.1", "10.78.0.2"

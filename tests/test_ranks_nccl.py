@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import ErrorType
 from fsdp_utils import run_on_ranks
 from fsdp_utils.notebook import engine, nccl
 from fsdp_utils.notebook.cell import Cell, _how_it_ended
-from fsdp_utils.notebook.team import SIGKILL
+from fsdp_utils.notebook.local_cluster import SIGKILL
 
 ASSERT = "CUDA error: device-side assert triggered"
 

@@ -10,7 +10,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from fsdp_utils.notebook import nursery, ranks
+from fsdp_utils.notebook import fork_server, ranks
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_where_nvml_does_not_answer_another_process_asks_the_driver(
     asked = tmp_path / "asked"
     script = f'echo "$2" > {asked}; echo a warning; echo 5'
     monkeypatch.setattr(sys, "executable", fake_python(tmp_path, script))
-    assert nursery.count_gpus() == 5
+    assert fork_server.count_gpus() == 5
     assert asked.read_text() == "import torch; print(torch.cuda.device_count())\n"
     driver.assert_not_called()
 
@@ -46,14 +46,14 @@ def test_where_nvml_does_not_answer_another_process_asks_the_driver(
 def test_where_nvml_answers_nobody_asks_the_driver(driver: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
     with patch.object(subprocess, "run", side_effect=AssertionError):
-        assert nursery.count_gpus() == 2
+        assert fork_server.count_gpus() == 2
     driver.assert_not_called()
 
 
 def test_a_build_of_torch_for_the_cpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     with patch.object(subprocess, "run", side_effect=AssertionError):
-        assert nursery.count_gpus() == 0
+        assert fork_server.count_gpus() == 0
 
 
 def test_a_driver_that_crashes_is_told_with_what_it_said(
@@ -61,13 +61,13 @@ def test_a_driver_that_crashes_is_told_with_what_it_said(
 ) -> None:
     monkeypatch.setattr(sys, "executable", fake_python(tmp_path, "echo the driver is too old >&2; exit 1"))
     with pytest.raises(RuntimeError, match=r"the driver is too old\nTo use the CPU alone"):
-        nursery.count_gpus()
+        fork_server.count_gpus()
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, gpus: int, **asked: Any) -> dict[str, Any]:
-    monkeypatch.setattr(nursery, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(fork_server, "count_gpus", lambda: gpus)
     settings = {"world_size": None, "device": None, **asked}
-    nursery.resolve(settings)
+    fork_server.resolve(settings)
     return settings
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from fsdp_utils.notebook import recorded
+from fsdp_utils.lessons import recorded
 
 RECORDING = {
     "device": "NVIDIA H200",

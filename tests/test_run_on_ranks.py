@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_utils import get_rank, run_on_ranks
-from fsdp_utils._rank_process import START_LIMIT_S, Job, _be_rank
+from fsdp_utils.distributed.rank_process import START_LIMIT_S, Job, _be_rank
 
 TwoRanks = Callable[..., list[Any]]
 
@@ -153,7 +153,7 @@ def test_death_by_a_real_time_signal_is_named(two_ranks: TwoRanks) -> None:
 def test_a_keeper_that_does_not_answer_is_not_waited_for(
     two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_utils._run_on_ranks._EXIT_S", 0.3)
+    monkeypatch.setattr("fsdp_utils.distributed.launch._EXIT_S", 0.3)
 
     def fn() -> tuple[int, int]:
         os.kill(os.getppid(), signal.SIGSTOP)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from fsdp_utils.notebook import tasks
+from fsdp_utils.lessons import tasks
 
 TASKS = {"vit": tasks.digits_vit, "t5": tasks.dates_t5, "llama": tasks.dates_llama}
 

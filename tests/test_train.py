@@ -16,8 +16,7 @@ from benchmarks import chaos
 from fsdp_utils import get_rank, run_on_ranks
 from fsdp_utils.checkpoint import CheckpointError
 from fsdp_utils.checkpoint.manifest import committed
-from fsdp_utils.train import Progress, learning_rate, train
-from fsdp_utils.train_config import (
+from fsdp_utils.train.config import (
     ConfigError,
     DataConfig,
     ModelConfig,
@@ -28,9 +27,10 @@ from fsdp_utils.train_config import (
     micro_batches,
     parse,
 )
-from fsdp_utils.train_data import load_data, rows_at
-from fsdp_utils.train_log import Journal
-from fsdp_utils.train_watch import NotFinite
+from fsdp_utils.train.data import load_data, rows_at
+from fsdp_utils.train.loop import Progress, learning_rate, train
+from fsdp_utils.train.metrics import Journal
+from fsdp_utils.train.watchdog import NotFinite
 from tests import tiny_training
 from tests.training_runs import STEPS, configured, events, metrics, run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_utils.train_config import ConfigError, DataConfig, TrainConfig, check_ranges, parse
+from fsdp_utils.train.config import ConfigError, DataConfig, TrainConfig, check_ranges, parse
 
 GOOD = "out: a\ndata: {source: x}\n"
 BOMB = "\n".join(

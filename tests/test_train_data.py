@@ -14,10 +14,10 @@ import torch
 
 from fsdp_utils import get_rank, run_on_ranks
 from fsdp_utils.checkpoint.manifest import committed
-from fsdp_utils.train import train
-from fsdp_utils.train_config import ConfigError, DataConfig, ModelConfig, TrainConfig
-from fsdp_utils.train_data import load_data
-from fsdp_utils.train_files import DataError, TokenFile, fingerprint
+from fsdp_utils.train.config import ConfigError, DataConfig, ModelConfig, TrainConfig
+from fsdp_utils.train.data import load_data
+from fsdp_utils.train.files import DataError, TokenFile, fingerprint
+from fsdp_utils.train.loop import train
 from tests.training_runs import configured, metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,7 +210,7 @@ def test_a_file_that_is_none_is_named(
     else:
         np.save(tmp_path / name, content, allow_pickle=True)
     monkeypatch.setattr(
-        "fsdp_utils.train_data._tokenizer", lambda folder: None if name == "a.npy" else str.split
+        "fsdp_utils.train.data._tokenizer", lambda folder: None if name == "a.npy" else str.split
     )
     with pytest.raises(ConfigError, match=f"data.source .*{told}"):
         load_data(DataConfig(str(tmp_path), tokenizer="any", seq_len=2))

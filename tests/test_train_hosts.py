@@ -17,7 +17,7 @@ from benchmarks import two_hosts
 STEPS = 12
 LIMIT_S = 60.0
 PROGRAM = ["-m", "fsdp_utils.train", f"--steps={STEPS}", "--save_every=3", "--eval_every=100"]
-PROGRAM += ["--data.source=fsdp_utils.notebook.tasks:dates_llama", "--parallel.device=cpu", "--hang_s=30"]
+PROGRAM += ["--data.source=fsdp_utils.lessons.tasks:dates_llama", "--parallel.device=cpu", "--hang_s=30"]
 
 
 class TwoHosts:

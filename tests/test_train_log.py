@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_utils.train_log import Journal
+from fsdp_utils.train.metrics import Journal
 
 LINES = [b'{"step": 1, "loss": 3.0}', b'{"step": 2, "loss": 2.0}', b'{"step": 2, "eval_loss": 2.5}']
 LATER = b'{"step": 3, "loss": 1.0}'

@@ -9,9 +9,9 @@ import torch
 
 from fsdp_utils import run_on_ranks
 from fsdp_utils.checkpoint.manifest import committed
-from fsdp_utils.train import train
-from fsdp_utils.train_data import rows_at
-from fsdp_utils.train_watch import NotFinite
+from fsdp_utils.train.data import rows_at
+from fsdp_utils.train.loop import train
+from fsdp_utils.train.watchdog import NotFinite
 from tests import tiny_training
 from tests.training_runs import configured, events, metrics, run
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_utils.train_config import ConfigError, ModelConfig
-from fsdp_utils.train_data import Data, TensorRows
-from fsdp_utils.train_model import build_model, flops_per_token, peak_flops
+from fsdp_utils.train.config import ConfigError, ModelConfig
+from fsdp_utils.train.data import Data, TensorRows
+from fsdp_utils.train.model import build_model, flops_per_token, peak_flops
 
 DATA = Data(TensorRows({}), TensorRows({}), True)
 LLAMA = {

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp_utils import run_on_ranks, train_lock
-from fsdp_utils import train as program
-from fsdp_utils.train_config import ConfigError, OptimConfig, TrainConfig, changes
-from fsdp_utils.train_lock import RunLock
-from fsdp_utils.train_log import Journal
+from fsdp_utils import run_on_ranks
+from fsdp_utils.train import lock
+from fsdp_utils.train import loop as program
+from fsdp_utils.train.config import ConfigError, OptimConfig, TrainConfig, changes
+from fsdp_utils.train.lock import RunLock
+from fsdp_utils.train.metrics import Journal
 from tests.training_runs import configured, events, metrics, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,7 +89,7 @@ def test_changes_are_named() -> None:
 
 
 def begin(out: Path) -> dict[str, Any]:
-    train_lock._PATIENCE_S = 0.5
+    lock._PATIENCE_S = 0.5
     begun = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         run(out, steps=2)
@@ -130,7 +131,7 @@ time.sleep(60)
 def test_a_killed_owner_leaves_no_lock_though_a_child_of_it_lives_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_lock, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.5)
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)],
         stdout=subprocess.PIPE,

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_utils.checkpoint.manifest import committed
-from fsdp_utils.train_stop import Stop
-from fsdp_utils.train_watch import Heartbeat
+from fsdp_utils.train.stop import Stop
+from fsdp_utils.train.watchdog import Heartbeat
 from tests.training_runs import metrics
 
 ROOT = Path(__file__).resolve().parent.parent

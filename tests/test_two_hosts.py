@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import two_hosts
-from fsdp_utils.collectives.events import Event
+from fsdp_utils.collectives.trace import Event
 
 
 @pytest.fixture

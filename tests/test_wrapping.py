@@ -15,14 +15,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from fsdp_utils import (
-    check_sharding,
-    run_on_ranks,
-    shard,
-    transformer_block_classes,
-    wrap_policy,
-    wrapping,
-)
+from fsdp_utils import check_sharding, run_on_ranks, shard, transformer_block_classes, wrap_policy
+from fsdp_utils.sharding import wrapping
 from tests.sharded import (
     HAND_WRITTEN,
     Block,

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fsdp_utils.train import train
-from fsdp_utils.train_config import DataConfig, OptimConfig, TrainConfig
+from fsdp_utils.train.config import DataConfig, OptimConfig, TrainConfig
+from fsdp_utils.train.loop import train
 
 STEPS = 40
 

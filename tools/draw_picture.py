@@ -6,7 +6,7 @@ python tools/draw_picture.py
 import sys
 from pathlib import Path
 
-from fsdp_utils.notebook import plots
+from fsdp_utils.lessons import plots
 
 PICTURE = Path(__file__).resolve().parent.parent / "notebooks" / "one_unit.png"
 

@@ -190,7 +190,7 @@ def _parsed(folder: Path, chance: random.Random) -> Verdict:
 
 
 def _parse(folder: Path, content: bytes) -> Verdict:
-    from fsdp_utils.train_config import ConfigError, TrainConfig, parse
+    from fsdp_utils.train.config import ConfigError, TrainConfig, parse
 
     path = folder / "train.yaml"
     path.write_bytes(content)

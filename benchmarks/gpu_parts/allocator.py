@@ -16,14 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.gpu_parts import Done, Result, Setting, workload
-from fsdp_utils.allocation_trace import Trace, record_allocations
-from fsdp_utils.allocator import Simulation, simulate_allocator
+from fsdp_utils.allocator.simulate import Simulation, simulate_allocator
+from fsdp_utils.allocator.trace import Trace, record_allocations
 
 USES = (
     "benchmarks/gpu_parts/workload.py",
-    "fsdp_utils/allocation_trace.py",
-    "fsdp_utils/allocator.py",
-    "fsdp_utils/allocator_rules.py",
+    "fsdp_utils/allocator/trace.py",
+    "fsdp_utils/allocator/simulate.py",
+    "fsdp_utils/allocator/rules.py",
 )
 GROUP = workload.GROUP
 LENGTHS = (640, 896, 768, 1024, 704, 960)  # of the sequences, step by step

@@ -13,11 +13,11 @@ from benchmarks.gpu_parts import Done, Result, Setting, workload
 
 USES = (
     "benchmarks/child_tuning.py",
-    "fsdp_utils/child_tuning.py",
-    "fsdp_utils/child_masks.py",
-    "fsdp_utils/child_scratch.py",
-    "fsdp_utils/child_given.py",
-    "fsdp_utils/child_kernel.py",
+    "fsdp_utils/child_tuning/optimizer.py",
+    "fsdp_utils/child_tuning/random_masks.py",
+    "fsdp_utils/child_tuning/masked_step.py",
+    "fsdp_utils/child_tuning/fixed_mask.py",
+    "fsdp_utils/child_tuning/fused_kernel.py",
 )
 GROUP = None
 SHAPES = ((20, 1024), (1000, 64), (20, 4096))

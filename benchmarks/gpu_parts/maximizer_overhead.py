@@ -15,8 +15,8 @@ from fsdp_utils import Memory_Maximizer
 
 USES = (
     "benchmarks/gpu_parts/workload.py",
-    "fsdp_utils/memory.py",
-    "fsdp_utils/device_stats.py",
+    "fsdp_utils/memory/maximizer.py",
+    "fsdp_utils/memory/device_stats.py",
 )
 GROUP = None
 STEP_S = 0.010

@@ -21,11 +21,11 @@ from fsdp_utils.planner import GPU, GPUS
 
 USES = (
     "benchmarks/gpu_parts/workload.py",
-    "fsdp_utils/allocator_rules.py",
-    "fsdp_utils/planner/one_rank.py",
+    "fsdp_utils/allocator/rules.py",
+    "fsdp_utils/planner/simulated_rank.py",
     "fsdp_utils/planner/recorder.py",
-    "fsdp_utils/planner/repeat.py",
-    "fsdp_utils/planner/step_time.py",
+    "fsdp_utils/planner/extrapolation.py",
+    "fsdp_utils/planner/roofline.py",
 )
 GROUP = workload.GROUP
 POLICIES = {

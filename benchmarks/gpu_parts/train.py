@@ -12,20 +12,21 @@ import torch.distributed as dist
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from benchmarks.gpu_parts import Done, Result, Setting, workload
-from fsdp_utils import Memory_Maximizer, train
-from fsdp_utils.train_config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from fsdp_utils.train_data import Data, TensorRows
-from fsdp_utils.train_group import process_group
-from fsdp_utils.train_model import NAMED, build_model, flops_per_token, parallelize, peak_flops
+from fsdp_utils import Memory_Maximizer
+from fsdp_utils.train import loop
+from fsdp_utils.train.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from fsdp_utils.train.data import Data, TensorRows
+from fsdp_utils.train.group import process_group
+from fsdp_utils.train.model import NAMED, build_model, flops_per_token, parallelize, peak_flops
 
 USES = (
     "benchmarks/gpu_parts/workload.py",
-    "fsdp_utils/device_stats.py",
-    "fsdp_utils/memory.py",
-    "fsdp_utils/memory_advice.py",
-    "fsdp_utils/train.py",
-    "fsdp_utils/train_model.py",
-    "fsdp_utils/wrapping.py",
+    "fsdp_utils/memory/device_stats.py",
+    "fsdp_utils/memory/maximizer.py",
+    "fsdp_utils/memory/advice.py",
+    "fsdp_utils/train/loop.py",
+    "fsdp_utils/train/model.py",
+    "fsdp_utils/sharding/wrapping.py",
 )
 GROUP = None
 MFU = 0.45  # the limit: on an H200, with compile, at least that
@@ -66,14 +67,14 @@ def _measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
         model: Any = build_model(config.model, data, config.seed)
     model.set_attn_implementation(setting["attention"])
     model = parallelize(model, config, device)
-    optimizer = train._optimizer(model, config.optim)
+    optimizer = loop._optimizer(model, config.optim)
     maximizer, losses = Memory_Maximizer(device, verbose=False), []
 
     def step() -> None:
         at = len(losses)
-        rate = train.learning_rate(at, config.optim, config.steps)
-        batch = train._batch(config, data, at * size)
-        loss, _ = train._step(config, model, optimizer, batch, sum(batch.labels), at, rate)
+        rate = loop.learning_rate(at, config.optim, config.steps)
+        batch = loop._batch(config, data, at * size)
+        loss, _ = loop._step(config, model, optimizer, batch, sum(batch.labels), at, rate)
         losses.append(loss)
         maximizer.update(size)
 
@@ -101,7 +102,7 @@ def _measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "losses": [losses[0], losses[-1]],
         "step_s": spread,
-        **train._throughput(config, model, data, device)(spread["median"]),
+        **loop._throughput(config, model, data, device)(spread["median"]),
         "peak_allocated_gib": report.max_allocated_gib,
         "peak_reserved_gib": report.max_reserved_gib,
         "memory_maximizer": report.to_dict(),

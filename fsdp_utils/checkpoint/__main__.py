@@ -15,9 +15,9 @@ from fsdp_utils.checkpoint.full import read_full
 from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, read_manifest, tensor_specs
 from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
 from fsdp_utils.checkpoint.regular import readable
-from fsdp_utils.checkpoint.safetensors import export_safetensors, open_model
-from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan
+from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan
 from fsdp_utils.checkpoint.verify import bytes_of, newest, verify_checkpoint
+from fsdp_utils.pretrained.export import export_safetensors, open_model
 
 
 def main(arguments: list[str] | None = None) -> int:

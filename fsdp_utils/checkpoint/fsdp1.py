@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.names import clean, quiet, tied_names
-from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
 
 
 @dataclass

@@ -13,30 +13,30 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
 from fsdp_utils.checkpoint.archive import check_archive
+from fsdp_utils.checkpoint.arguments import differing, enter, has_state
 from fsdp_utils.checkpoint.contents import check_full
-from fsdp_utils.checkpoint.entering import differing, enter, has_state
+from fsdp_utils.checkpoint.coordination import WAIT_S, Ranks
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.fits import check_model, check_optimizer
 from fsdp_utils.checkpoint.fsdp1 import fill_model, flat_state, shapes, units_of
 from fsdp_utils.checkpoint.hashing_file import HashingFile
 from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import FORMAT, Progress, hash_file, sync_directory
 from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_off
-from fsdp_utils.checkpoint.plain import PerRank, pack, reason, unpack
-from fsdp_utils.checkpoint.put import (
+from fsdp_utils.checkpoint.plain_data import PerRank, pack, reason, unpack
+from fsdp_utils.checkpoint.regular import open_regular
+from fsdp_utils.checkpoint.replacing import NewFile
+from fsdp_utils.checkpoint.restore import (
     optimizer_buffers,
     put_extra,
     put_model,
     put_optimizer,
     state_by_parameter,
 )
-from fsdp_utils.checkpoint.regular import open_regular
-from fsdp_utils.checkpoint.replacing import NewFile
 from fsdp_utils.checkpoint.save import describe
 from fsdp_utils.checkpoint.sharded_state import StateToSave, buffers_for, put_back
-from fsdp_utils.checkpoint.snapshot import MODEL, OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.validate import check_model, check_optimizer
 
 _CPU = torch.device("cpu")
 _END_OF_ZIP = b"PK\x05\x06"

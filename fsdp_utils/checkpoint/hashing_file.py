@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fsdp_utils.checkpoint.task import Task
+from fsdp_utils.checkpoint.background import Task
 
 # Bytes that are written and then hashed at a time: few enough for both to find them in the processor's cache.
 _BLOCK = 1 << 17

@@ -11,11 +11,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
+from fsdp_utils.checkpoint.arguments import enter
 from fsdp_utils.checkpoint.contents import read_state
-from fsdp_utils.checkpoint.entering import enter
+from fsdp_utils.checkpoint.coordination import WAIT_S, Ranks
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.fits import check_model, check_optimizer
 from fsdp_utils.checkpoint.fsdp1 import flat_state, units_of
 from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import (
@@ -30,11 +29,11 @@ from fsdp_utils.checkpoint.manifest import (
 )
 from fsdp_utils.checkpoint.metadata import read_metadata, specs
 from fsdp_utils.checkpoint.names import class_names, unsharded_wrappers_off
-from fsdp_utils.checkpoint.plain import PerRank
-from fsdp_utils.checkpoint.put import optimizer_buffers, put_model, put_optimizer, state_by_parameter
+from fsdp_utils.checkpoint.plain_data import PerRank
+from fsdp_utils.checkpoint.restore import optimizer_buffers, put_model, put_optimizer, state_by_parameter
 from fsdp_utils.checkpoint.save import is_int
 from fsdp_utils.checkpoint.sharded_state import Places, buffers_for, put_back
-from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, OptimizerPlan, Snapshot, whole
+from fsdp_utils.checkpoint.state import MODEL, PLAIN, OptimizerPlan, Snapshot, whole
 from fsdp_utils.checkpoint.storage import (
     Reader,
     TensorsOnly,
@@ -42,6 +41,7 @@ from fsdp_utils.checkpoint.storage import (
     not_distributed_is_fine,
     read_plain,
 )
+from fsdp_utils.checkpoint.validate import check_model, check_optimizer
 
 
 def load_distributed(

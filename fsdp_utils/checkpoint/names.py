@@ -10,7 +10,7 @@ from torch.distributed.fsdp._common_utils import _get_param_to_fqns
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fsdp_utils._names import plain_name
+from fsdp_utils.sharding.names import plain_name
 
 # The wrapped model in torch.compile's module, and in Lightning Fabric's.
 _INNER = ("_orig_mod", "_forward_module")

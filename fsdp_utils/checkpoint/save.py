@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.agree import WAIT_S, Ranks
+from fsdp_utils.checkpoint.arguments import differing, enter, has_state
 from fsdp_utils.checkpoint.asynchronous import Save, stage
-from fsdp_utils.checkpoint.entering import differing, enter, has_state
+from fsdp_utils.checkpoint.coordination import WAIT_S, Ranks
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import FORMAT, abandon, begin, commit, end, keep_last, write_manifest
 from fsdp_utils.checkpoint.metadata import specs
 from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_off, unwrapped
-from fsdp_utils.checkpoint.plain import pack
+from fsdp_utils.checkpoint.plain_data import pack
 from fsdp_utils.checkpoint.sharded_state import StateToSave
-from fsdp_utils.checkpoint.snapshot import MODEL, PLAIN, Snapshot
+from fsdp_utils.checkpoint.state import MODEL, PLAIN, Snapshot
 from fsdp_utils.checkpoint.storage import Writer, not_distributed_is_fine
 
 # A shared directory may show another host's new file a little late.

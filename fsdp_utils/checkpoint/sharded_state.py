@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.plain import PerRank
+from fsdp_utils.checkpoint.plain_data import PerRank
 
 STATE = "state."
 

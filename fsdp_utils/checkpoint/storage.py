@@ -37,12 +37,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp_utils.checkpoint.background import Task
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.hashing_file import HashingFile
-from fsdp_utils.checkpoint.items import Item, find_bytes, read_region, write_tensor
-from fsdp_utils.checkpoint.plain import reason, unpack, view
+from fsdp_utils.checkpoint.plain_data import reason, unpack, view
 from fsdp_utils.checkpoint.regular import open_regular
-from fsdp_utils.checkpoint.task import Task
+from fsdp_utils.checkpoint.tensor_archive import Item, find_bytes, read_region, write_tensor
 
 
 class _HashingFileSystem(FileSystem):

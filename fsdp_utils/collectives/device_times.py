@@ -12,7 +12,7 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import DeviceType, profiler
 
-from fsdp_utils.collectives.events import COMPUTE, Event, Trace
+from fsdp_utils.collectives.trace import COMPUTE, Event, Trace
 
 MARK = "fsdp_utils.mark "  # and its number
 TAKEN = (

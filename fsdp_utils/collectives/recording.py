@@ -17,10 +17,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp_utils.collectives.calls import Call, listen_to_calls, when_done
+from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls, when_done
 from fsdp_utils.collectives.device_times import DeviceTimes
-from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, ROOT, WITHIN, Event, Trace
-from fsdp_utils.collectives.hooks import as_it_is, in_backward, listen
+from fsdp_utils.collectives.fsdp_hooks import as_it_is, in_backward, listen
+from fsdp_utils.collectives.trace import BETWEEN, BUCKET, COMPUTE, FREE, ROOT, WITHIN, Event, Trace
 from fsdp_utils.collectives.units import (
     Unit,
     compute_device,

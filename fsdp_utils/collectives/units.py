@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_utils._names import plain_name
-from fsdp_utils.collectives.events import ROOT
+from fsdp_utils.collectives.trace import ROOT
+from fsdp_utils.sharding.names import plain_name
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,4 @@
-"""What only the lessons need: ranks, small tasks, figures, exercises."""
+"""Real ranks in a notebook: cells under `%%ranks` run on every rank.
 
-import importlib
-from typing import Any
-
-from fsdp_utils._extras import need
-
-# what a module imports at its top, which `from fsdp_utils.notebook import ...` then names where it is missing
-_NEEDS = {
-    "lesson": ("yaml", "IPython"),
-    "plots": ("matplotlib", "IPython"),
-    "recorded": ("yaml", "IPython"),
-    "tasks": ("transformers",),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEEDS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for module in _NEEDS[name]:
-        need(module, "notebooks")
-    return importlib.import_module(f"{__name__}.{name}")
+`from fsdp_utils.notebook import ranks`, then `ranks.start(4)`. Needs the extra [notebooks].
+"""

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from fsdp_utils.notebook import output
-from fsdp_utils.notebook.excerpt import words
-from fsdp_utils.notebook.hosts import RemoteTeam
-from fsdp_utils.notebook.team import SIGKILL, CallError, Team, result_of, until
+from fsdp_utils.notebook.local_cluster import SIGKILL, CallError, Team, result_of, until
+from fsdp_utils.notebook.remote_cluster import RemoteTeam
+from fsdp_utils.notebook.tracebacks import words
 
 CUT_S = 0.2  # after a failure: time for the other ranks to come back by themselves, then they are cut free
 INTERRUPT_S = 0.5  # ... after this those that are in no collective are interrupted

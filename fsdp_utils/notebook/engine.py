@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from fsdp_utils._group_timeout import set_group_timeout
-from fsdp_utils.notebook import excerpt, nccl
+from fsdp_utils.distributed.group_timeout import set_group_timeout
+from fsdp_utils.notebook import nccl, tracebacks
 from fsdp_utils.notebook.nccl import gpu_is_lost as gpu_is_lost  # called by the notebook, as all below
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
@@ -237,7 +237,7 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
         signal.signal(signal.SIGINT, previous if callable(previous) else signal.SIG_IGN)
     if error is None:
         return {"ok": True}
-    found = excerpt.describe(error, source)
+    found = tracebacks.describe(error, source)
     if at_the_end:
         found |= {"where": AT_THE_END, "text": f"at {AT_THE_END}"}
     found["in_collective"] |= isinstance(error, nccl.CollectiveError)
@@ -261,7 +261,7 @@ def answer(function: str, *args: Any) -> dict[str, Any]:
     try:
         return {"value": cloudpickle.dumps(globals()[function](*args), protocol=pickle.DEFAULT_PROTOCOL)}
     except BaseException as error:  # an expression of the reader's may raise SystemExit as well
-        return {"name": type(error).__name__, "message": excerpt.words(error)}
+        return {"name": type(error).__name__, "message": tracebacks.words(error)}
 
 
 def _portable(value: Any) -> Any:

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_utils.notebook.cell import Cell, RankError, death, ipython, regroup
-from fsdp_utils.notebook.hosts import RemoteTeam
-from fsdp_utils.notebook.nursery import LESSON_BATCH
-from fsdp_utils.notebook.team import CallError, Team
+from fsdp_utils.notebook.fork_server import LESSON_BATCH
+from fsdp_utils.notebook.local_cluster import CallError, Team
+from fsdp_utils.notebook.remote_cluster import RemoteTeam
 
 TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
 LONGEST_TIMEOUT_S = 1e6  # eleven days; torch's clocks overflow long after

@@ -17,9 +17,9 @@ from fsdp_utils.planner.gpus import GPUS
 
 def main(arguments: list[str]) -> int:
     # here: as a command, what torch is made of is loaded after the collector is switched off
-    from fsdp_utils.planner.one_rank import APIS, CHECKPOINTING, OPTIMIZERS, PRECISIONS, STRATEGIES
     from fsdp_utils.planner.planning import plan
     from fsdp_utils.planner.searching import search
+    from fsdp_utils.planner.simulated_rank import APIS, CHECKPOINTING, OPTIMIZERS, PRECISIONS, STRATEGIES
 
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_utils.planner",

@@ -2,16 +2,21 @@
 
 from typing import TYPE_CHECKING
 
-from fsdp_utils.planner import items
+from fsdp_utils.planner import work_items
 from fsdp_utils.planner.memory import size_text
 
 if TYPE_CHECKING:
     from fsdp_utils.planner.planning import Plan
 
 _GROUPS = {
-    "activations": (items.ACTIVATIONS, items.TEMPORARIES, items.INPUTS),
-    "sharded": items.AT_REST,
-    "whole": (items.GATHERED, items.GATHER_BUFFERS, items.WHOLE_GRADIENTS, items.REDUCE_BUFFERS),
+    "activations": (work_items.ACTIVATIONS, work_items.TEMPORARIES, work_items.INPUTS),
+    "sharded": work_items.AT_REST,
+    "whole": (
+        work_items.GATHERED,
+        work_items.GATHER_BUFFERS,
+        work_items.WHOLE_GRADIENTS,
+        work_items.REDUCE_BUFFERS,
+    ),
 }
 
 

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from fsdp_utils.allocation_trace import GIB, Event, Trace
-from fsdp_utils.planner.items import AT_REST, Alloc, Free, Label, Recording, Step
+from fsdp_utils.allocator.trace import GIB, Event, Trace
+from fsdp_utils.planner.work_items import AT_REST, Alloc, Free, Label, Recording, Step
 
 
 def size_text(gib: float, digits: int = 1) -> str:

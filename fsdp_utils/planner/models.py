@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._pytree import tree_leaves
 
-from fsdp_utils._blocks import outermost, transformer_block_classes, unwrapped
 from fsdp_utils._extras import need
+from fsdp_utils.sharding.blocks import outermost, transformer_block_classes, unwrapped
 
 MOST_MODULES = 50_000  # of a model that is built here; Llama 3.1 405B has 1,900
 MOST_LAYERS = 10_000  # in a config.json: transformers makes lists of that length

@@ -5,14 +5,15 @@ import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fsdp_utils.allocator import simulate_allocator
+from fsdp_utils.allocator.simulate import simulate_allocator
 from fsdp_utils.planner.accuracy import accuracy
 from fsdp_utils.planner.advice import advice
+from fsdp_utils.planner.extrapolation import RECORDED, Irregular, extend
 from fsdp_utils.planner.gpus import GPU, find_gpu
-from fsdp_utils.planner.items import Recording
 from fsdp_utils.planner.memory import Moment, at_rest_gib, moments_of, size_text, trace_of
 from fsdp_utils.planner.models import Inputs, Source, source_of
-from fsdp_utils.planner.one_rank import (
+from fsdp_utils.planner.roofline import Timing, time_of
+from fsdp_utils.planner.simulated_rank import (
     APIS,
     CHECKPOINTING,
     OPTIMIZERS,
@@ -22,8 +23,7 @@ from fsdp_utils.planner.one_rank import (
     no_collection,
     record_one_rank,
 )
-from fsdp_utils.planner.repeat import RECORDED, Irregular, extend
-from fsdp_utils.planner.step_time import Timing, time_of
+from fsdp_utils.planner.work_items import Recording
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -177,7 +177,7 @@ def plan(
 
     Two training steps of rank 0 run on fake tensors in a `fake` process group of that many ranks, through
     PyTorch's own FSDP. Each list of equal blocks is run with four and written out for all of them, which is
-    checked (`fsdp_utils.planner.repeat`). What is allocated goes through the simulation of the CUDA
+    checked (`fsdp_utils.planner.extrapolation`). What is allocated goes through the simulation of the CUDA
     allocator; what is computed and sent goes through a roofline and a replay (`step_time`).
 
     Args:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from fsdp_utils._extras import need
-from fsdp_utils.planner.items import CATEGORIES
+from fsdp_utils.planner.work_items import CATEGORIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fsdp_utils.allocation_trace import Event, Recorder, listening
-from fsdp_utils.collectives.calls import Call, listen_to_calls
-from fsdp_utils.collectives.events import ROOT
-from fsdp_utils.collectives.hooks import in_backward, listen
+from fsdp_utils.allocator.trace import Event, Recorder, listening
+from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
+from fsdp_utils.collectives.fsdp_hooks import in_backward, listen
+from fsdp_utils.collectives.trace import ROOT
 from fsdp_utils.collectives.units import Unit, find_units
-from fsdp_utils.planner import items
-from fsdp_utils.planner.items import Alloc, Free, Gone, Label, Recording, Send, Step, Work
+from fsdp_utils.planner import work_items
+from fsdp_utils.planner.work_items import Alloc, Free, Gone, Label, Recording, Send, Step, Work
 
 aten = torch.ops.aten
 # what the CPU computes attention with, in the place of the GPU's flash attention
@@ -140,7 +140,7 @@ class StepRecorder(Recorder):
         if phase == "backward" and module in self._units:
             self._reducing = True
             self._between_steps = module == ROOT
-            self.now_for(_whole_gradients(self._units[module]), items.WHOLE_GRADIENTS)
+            self.now_for(_whole_gradients(self._units[module]), work_items.WHOLE_GRADIENTS)
 
     def freed(self, unit: str) -> None:
         self._add(Gone(unit))
@@ -183,20 +183,24 @@ class StepRecorder(Recorder):
         """What a tensor is for, by when it was made."""
         if self._working_for:
             if self._reducing:
-                return items.REDUCE_BUFFERS
+                return work_items.REDUCE_BUFFERS
             unit = self._units.get(self._working_for[-1])
             if unit is None:
                 # a root without parameters of its own: FSDP gathers nothing for it, it casts the inputs
-                return items.ACTIVATIONS
+                return work_items.ACTIVATIONS
             if unit.fsdp1:
                 # it gathers from the rank's shard, in the dtype of computation
-                return items.GATHERED if event.size >= self._whole_bytes[unit.name] else items.GATHER_BUFFERS
-            return items.GATHERED if event.stream == 0 else items.GATHER_BUFFERS
+                return (
+                    work_items.GATHERED
+                    if event.size >= self._whole_bytes[unit.name]
+                    else work_items.GATHER_BUFFERS
+                )
+            return work_items.GATHERED if event.stream == 0 else work_items.GATHER_BUFFERS
         if self._label.phase == "optimizer":
-            return items.TEMPORARIES
+            return work_items.TEMPORARIES
         if in_backward() and not torch.is_grad_enabled():  # it is enabled where a checkpoint computes again
-            return items.TEMPORARIES
-        return items.ACTIVATIONS
+            return work_items.TEMPORARIES
+        return work_items.ACTIVATIONS
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = func._overloadpacket

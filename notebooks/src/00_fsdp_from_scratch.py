@@ -5,7 +5,7 @@
 # yourself, in some thirty lines. Then you see PyTorch's own do the same, with the same losses.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -28,7 +28,8 @@ lesson.card(
 # your machine has two or more GPUs, the ranks use those, and nothing else in this lesson changes.
 
 # %%
-from fsdp_utils.notebook import plots, ranks
+from fsdp_utils.lessons import plots
+from fsdp_utils.notebook import ranks
 
 ranks.start()
 
@@ -286,7 +287,7 @@ torch.testing.assert_close(by_hand, alone, rtol=1e-5, atol=1e-5)
 
 # %%
 # %%ranks
-from fsdp_utils.notebook.meter import Meter
+from fsdp_utils.lessons.meter import Meter
 
 
 def measure(forward, parameters):

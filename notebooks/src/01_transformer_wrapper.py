@@ -6,7 +6,7 @@
 # what each other answer costs.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -26,7 +26,8 @@ lesson.card(
 # ## Four ranks
 
 # %%
-from fsdp_utils.notebook import plots, ranks
+from fsdp_utils.lessons import plots
+from fsdp_utils.notebook import ranks
 
 ranks.start(preload=["torch._dynamo", "transformers.models.llama.modeling_llama"])   # slow to import
 
@@ -37,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fsdp_utils.notebook import tasks
+from fsdp_utils.lessons import tasks
 
 rank, world = dist.get_rank(), dist.get_world_size()
 on_gpu = torch.cuda.is_available()                    # ranks on the CPU see no GPU
@@ -151,7 +152,7 @@ plots.units(dict(ranks.get("sizes")[0]))
 
 # %% tags=["measure"]
 # %%ranks
-from fsdp_utils.notebook.meter import Meter
+from fsdp_utils.lessons.meter import Meter
 
 batch = dates.batch(0, size=3 * world, rank=rank, world_size=world, device=device)     # ids: i64[3, 30]
 

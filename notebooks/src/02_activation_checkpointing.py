@@ -6,7 +6,7 @@
 # is needed, and find out what that costs.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -23,7 +23,8 @@ lesson.card(
 )
 
 # %%
-from fsdp_utils.notebook import plots, ranks
+from fsdp_utils.lessons import plots
+from fsdp_utils.notebook import ranks
 
 ranks.start(preload=["torch._dynamo", "sklearn.datasets"])            # slow to import
 
@@ -197,7 +198,7 @@ from dataclasses import dataclass
 
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from fsdp_utils.notebook.meter import Meter
+from fsdp_utils.lessons.meter import Meter
 
 aten = torch.ops.aten
 attention = "_scaled_dot_product_flash_attention_for_cpu"

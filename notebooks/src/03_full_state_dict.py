@@ -5,7 +5,7 @@
 # together first. In this lesson you do that, break it in five ways, and mend each.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -23,7 +23,8 @@ lesson.card(
 )
 
 # %%
-from fsdp_utils.notebook import plots, ranks
+from fsdp_utils.lessons import plots
+from fsdp_utils.notebook import ranks
 
 ranks.start(device="cpu")    # also where there are GPUs: this lesson hangs on purpose
 
@@ -179,7 +180,7 @@ plots.shards(
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils._pytree import tree_leaves
 
-from fsdp_utils.notebook.meter import Meter
+from fsdp_utils.lessons.meter import Meter
 
 
 def tensors(tree):

@@ -6,7 +6,7 @@
 # its all-gathers under each setting, and replay what that order is worth.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -31,7 +31,8 @@ lesson.card(
 # %%
 from IPython.display import Image
 
-from fsdp_utils.notebook import plots, ranks
+from fsdp_utils.lessons import plots
+from fsdp_utils.notebook import ranks
 
 ranks.start()
 

@@ -7,7 +7,7 @@
 # that zone.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -47,7 +47,7 @@ ranks.start(preload=["torch.distributed.fsdp", "torch._dynamo", "sklearn.dataset
 
 # %%
 import torch
-from fsdp_utils.allocation_trace import record_allocations
+from fsdp_utils import record_allocations
 
 MIB, GIB = 2**20, 2**30
 
@@ -63,7 +63,7 @@ with record_allocations() as trace:
 # Now replay it. **This is a simulation:** no GPU takes part.
 
 # %%
-from fsdp_utils.allocator import simulate_allocator
+from fsdp_utils import simulate_allocator
 
 
 def show(result):
@@ -196,7 +196,7 @@ assert real.events == fake.events
 
 # %%
 from dataclasses import replace
-from fsdp_utils.allocation_trace import Trace
+from fsdp_utils.allocator.trace import Trace
 
 with FakeTensorMode():
     smallest, middle, largest = (record(size).events for size in (16, 24, 32))
@@ -255,7 +255,7 @@ assert regimes == sorted(regimes, key=order.index)                  # ... and in
 # and 26 have retries in each of the eight steps, while those of 24, at the edge, end after the third.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import plots
+from fsdp_utils.lessons import plots
 
 fig, panels = plots.figure(3, width=10.0, height=3.4)
 for axes, size in zip(panels, (20, 25, 28)):
@@ -359,7 +359,7 @@ assert max(fits) < automatic <= max(runs)
 
 # %%
 from fsdp_utils import find_batch_size
-from fsdp_utils.device_stats import Reading
+from fsdp_utils.memory.device_stats import Reading
 
 
 class SimulatedGPU:

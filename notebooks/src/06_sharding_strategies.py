@@ -6,7 +6,7 @@
 # both, for six strategies, on the same model with the same result.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -25,7 +25,8 @@ lesson.card(
 )
 
 # %%
-from fsdp_utils.notebook import plots, ranks, recorded
+from fsdp_utils.lessons import plots, recorded
+from fsdp_utils.notebook import ranks
 
 ranks.start()
 

@@ -6,7 +6,7 @@
 # for FSDP2 and FSDP1. What the lesson says about dtypes, an output shows.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -24,7 +24,8 @@ lesson.card(
 )
 
 # %%
-from fsdp_utils.notebook import plots, ranks
+from fsdp_utils.lessons import plots
+from fsdp_utils.notebook import ranks
 
 ranks.start()
 
@@ -38,7 +39,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_utils.notebook.meter import ALL_GATHERS, REDUCE_SCATTERS
+from fsdp_utils.lessons.meter import ALL_GATHERS, REDUCE_SCATTERS
 
 torch.set_num_threads(1)
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -477,7 +478,7 @@ assert support.ready == (support.compute == "native" and support.network is not 
 # the same judgement. NCCL needs version 2.10 for bf16.
 
 # %% tags=["checker"]
-from fsdp_utils.bf16_facts import DeviceFacts, judge, judge_nccl
+from fsdp_utils.precision.facts import DeviceFacts, judge, judge_nccl
 
 gpus = {"Tesla V100": (7, 0), "Tesla T4": (7, 5), "A100": (8, 0), "L4": (8, 9), "H100": (9, 0)}
 answers = {}

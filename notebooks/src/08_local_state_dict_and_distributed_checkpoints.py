@@ -6,7 +6,7 @@
 # another number, save while the training goes on, and damage checkpoints to see who notices.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.notebook import plots
+from fsdp_utils.lessons import plots
 
 world = int(os.environ.get("FSDP_RANKS", 4))
 folder = Path(tempfile.mkdtemp())
@@ -658,7 +658,7 @@ assert not marker.exists()
 # %%
 def train_llama(directory):
     from fsdp_utils import shard
-    from fsdp_utils.notebook import tasks
+    from fsdp_utils.lessons import tasks
 
     rank, world = dist.get_rank(), dist.get_world_size()
     task = tasks.dates_llama()

@@ -6,7 +6,7 @@
 # kill one of its ranks, and go on with another number of ranks. The loss curve will have no seam.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -41,8 +41,9 @@ import psutil
 import torch
 from IPython.display import Markdown, display
 
-from fsdp_utils import run_on_ranks, shard, train, train_config, train_data, train_watch
-from fsdp_utils.notebook import plots, recorded
+from fsdp_utils import run_on_ranks, shard
+from fsdp_utils.train import loop, config, data, watchdog
+from fsdp_utils.lessons import plots, recorded
 
 world = min(3, int(os.environ.get("FSDP_RANKS", 4)))
 fewer = world - 1
@@ -145,8 +146,8 @@ sys.path.insert(0, str(folder))
 # %%
 def refused(*arguments):
     try:
-        train_config.parse(["--config", str(folder / "run.yaml"), "--out", "x", *arguments])
-    except train_config.ConfigError as error:
+        config.parse(["--config", str(folder / "run.yaml"), "--out", "x", *arguments])
+    except config.ConfigError as error:
         print(error)
     else:
         raise AssertionError("it was accepted")
@@ -173,7 +174,7 @@ refused("--optim.warmup", "41")
 # </details>
 
 # %%
-source(train._batch, train._step)
+source(loop._batch, loop._step)
 
 # %% [markdown]
 # Four things in it are easily missed:
@@ -186,7 +187,7 @@ source(train._batch, train._step)
 # - The samples follow from how many were seen before: the position in the data is one number.
 
 # %%
-source(train.learning_rate, train_data.rows_at)
+source(loop.learning_rate, data.rows_at)
 
 # %% [markdown]
 # ### Clipping, measured
@@ -234,7 +235,7 @@ assert max(utils_0, utils_1) < plain
 # once.
 
 # %%
-source(train._evaluate)
+source(loop._evaluate)
 
 # %% [markdown]
 # ## Start it, and watch
@@ -312,9 +313,9 @@ assert 15 <= before[-1][0] < 40
 # used before:
 
 # %%
-from fsdp_utils import train_group
+from fsdp_utils.train import group
 
-source(train_group.fresh_store)
+source(group.fresh_store)
 
 # %% [markdown]
 # ## Go on, with one rank less
@@ -400,7 +401,7 @@ if fewer > 1:
 #   can mend.
 
 # %%
-source(train_watch.check_finite)
+source(watchdog.check_finite)
 
 # %% [markdown]
 # Does it lose work? `benchmarks/chaos.py` does all that to one run, in random order, and damages its newest

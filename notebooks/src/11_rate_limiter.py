@@ -6,7 +6,7 @@
 # lesson you watch it at work, replay what it prevents, and see why `fully_shard` has no such option.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -23,7 +23,8 @@ lesson.card(
 )
 
 # %%
-from fsdp_utils.notebook import plots, ranks
+from fsdp_utils.lessons import plots
+from fsdp_utils.notebook import ranks
 
 ranks.start()
 
@@ -183,7 +184,7 @@ assert 1.01 < slowest < 1.05
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_utils.notebook.meter import ALL_GATHERS
+from fsdp_utils.lessons.meter import ALL_GATHERS
 
 
 class Listener(TorchDispatchMode):
@@ -300,7 +301,7 @@ print(f"{len(silent.log)} all_gathers, as with the limiter; no waits, and no eve
 # %%ranks
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_utils.notebook.meter import Meter
+from fsdp_utils.lessons.meter import Meter
 
 
 def fsdp2():

@@ -7,7 +7,7 @@
 # an error.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -24,7 +24,8 @@ lesson.card(
 )
 
 # %%
-from fsdp_utils.notebook import plots, ranks
+from fsdp_utils.lessons import plots
+from fsdp_utils.notebook import ranks
 
 ranks.start(device="cpu", preload=["transformers.models.llama.modeling_llama"])    # slow to import
 
@@ -115,7 +116,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_utils import shard
-from fsdp_utils.notebook import tasks
+from fsdp_utils.lessons import tasks
 
 transformers.utils.logging.disable_progress_bar()
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -496,7 +497,7 @@ print("rates:", model.rates[:3].tolist())
 # %%ranks
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_utils.notebook.meter import Meter
+from fsdp_utils.lessons.meter import Meter
 
 
 def train(model, steps=2):

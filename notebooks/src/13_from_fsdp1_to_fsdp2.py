@@ -6,7 +6,7 @@
 # each idea of the lessons before stands in both ways of writing, and each pair has to give the same losses.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[

@@ -6,7 +6,7 @@
 # memory. All memory and all times here are **simulated**, unless a cell says that it measures.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import lesson
+from fsdp_utils.lessons import lesson
 
 lesson.card(
     learn=[
@@ -68,7 +68,7 @@ print(on_8)
 # **Simulated:** each step of the curve is the highest point within one block's forward or backward.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.notebook import plots
+from fsdp_utils.lessons import plots
 
 fig, (axes,) = plots.figure(width=9.6, height=3.4)
 on_8.plot(axes)
@@ -229,7 +229,7 @@ for kind, nbytes in counted.items():
 # %% tags=["recordings"] jupyter={"source_hidden": true}
 from IPython.display import Markdown
 
-from fsdp_utils.notebook import recorded
+from fsdp_utils.lessons import recorded
 
 recording = recorded.load("planner")
 page = ""

@@ -1,0 +1,173 @@
+"""How much memory would PyTorch's CUDA allocator reserve for this trace, and would it run out?
+
+A simulation: it replays a trace of allocations (`fsdp_utils.allocator.trace`) through the rules of
+PyTorch's caching allocator (`fsdp_utils.allocator.rules`), under a memory limit, without a GPU. It tells
+"reserved" from "allocated", and shows the three regimes of a growing batch: it fits; it fits only because the
+allocator gives its cache back and asks again (`num_alloc_retries`, each a wait for the GPU); it runs out.
+
+Simplified: a free is complete at once, where `record_stream` on a GPU delays it until the other stream is
+done; cudaMalloc fails exactly at the limit; memory that is not PyTorch's (CUDA context, NCCL) must be taken
+off the limit by the caller; the allocator's options other than expandable segments keep their defaults.
+
+Source: c10/cuda/CUDACachingAllocator.cpp; https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from fsdp_utils._extras import need
+from fsdp_utils.allocator.rules import Block, ExpandableAllocator, SegmentAllocator
+from fsdp_utils.allocator.trace import GIB, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The allocation that could not be served. Sizes in GiB, at the moment of failure."""
+
+    event: int  # index into the trace's events
+    step: int  # training steps begun before it; 0 is before the first
+    name: str  # the operator that asked
+    stream: int
+    requested_gib: float
+    allocated_gib: float
+    reserved_gib: float
+
+
+@dataclass
+class Simulation:
+    """What the simulated allocator did; `allocated` and `reserved` are in bytes, after each event."""
+
+    limit_gib: float | None
+    expandable_segments: bool
+    allocated: list[int] = field(default_factory=list, repr=False)
+    reserved: list[int] = field(default_factory=list, repr=False)
+    steps: list[int] = field(default_factory=list)  # the event at which each step begins
+    retries: list[int] = field(default_factory=list)  # the events that needed a retry
+    num_device_alloc: int = 0  # calls of cudaMalloc, or pages mapped
+    num_device_free: int = 0
+    out_of_memory: OutOfMemory | None = None
+
+    @property
+    def num_alloc_retries(self) -> int:
+        """As in `torch.cuda.memory_stats()`: allocations tried again after giving the cache back."""
+        return len(self.retries)
+
+    @property
+    def num_ooms(self) -> int:
+        """1 when the program would have raised OutOfMemoryError: the replay ends there."""
+        return int(self.out_of_memory is not None)
+
+    @property
+    def retries_by_step(self) -> list[int]:
+        """Retries within each training step."""
+        bounds = [*self.steps, len(self.allocated)]
+        return [sum(begin <= retry < end for retry in self.retries) for begin, end in pairwise(bounds)]
+
+    @property
+    def peak_allocated_gib(self) -> float:
+        """As `torch.cuda.max_memory_allocated()`, in GiB."""
+        return max(self.allocated, default=0) / GIB
+
+    @property
+    def peak_reserved_gib(self) -> float:
+        """As `torch.cuda.max_memory_reserved()`, in GiB."""
+        return max(self.reserved, default=0) / GIB
+
+    @property
+    def regime(self) -> str:
+        """ "fits", "retries" or "out of memory"."""
+        return "out of memory" if self.out_of_memory else "retries" if self.retries else "fits"
+
+    def __str__(self) -> str:
+        limit = "no limit" if self.limit_gib is None else f"limit {self.limit_gib:.2f} GiB"
+        segments = ", expandable segments" if self.expandable_segments else ""
+        text = (
+            f"simulated allocator ({limit}{segments}): {self.regime}; {self.num_alloc_retries} retries; peak "
+            f"reserved {self.peak_reserved_gib:.2f} GiB, peak allocated {self.peak_allocated_gib:.2f} GiB"
+        )
+        if (oom := self.out_of_memory) is not None:
+            text += (
+                f"; in step {oom.step} {oom.name or 'a request'} asked for {oom.requested_gib:.3f} GiB, with "
+                f"{oom.allocated_gib:.2f} allocated and {oom.reserved_gib:.2f} reserved"
+            )
+        return text
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw reserved and allocated memory over the events, retries and the out-of-memory marked.
+
+        Args:
+            ax: where to draw; a new figure by default.
+
+        Returns:
+            The axes.
+        """
+        need("matplotlib", "notebooks")
+        import matplotlib.pyplot as plt
+
+        if ax is None:
+            _, ax = plt.subplots(figsize=(8, 3.2), layout="constrained")
+        reserved = [size / GIB for size in self.reserved]
+        ax.fill_between(range(len(reserved)), reserved, step="post", alpha=0.25, label="reserved")
+        ax.plot([size / GIB for size in self.allocated], drawstyle="steps-post", lw=1, label="allocated")
+        if self.limit_gib is not None:
+            ax.axhline(self.limit_gib, color="black", lw=1, ls="--", label="limit")
+        for step in self.steps:
+            ax.axvline(step, color="grey", lw=0.5, ls=":")
+        if self.retries:
+            heights = [reserved[event] for event in self.retries]
+            ax.plot(self.retries, heights, "v", color="tab:red", label=f"retry ({self.num_alloc_retries})")
+        if self.out_of_memory:
+            ax.axvline(self.out_of_memory.event, color="tab:red", lw=2, label="out of memory")
+        title = "simulated allocator" + (", expandable segments" if self.expandable_segments else "")
+        ax.set(xlabel="allocations and frees", ylabel="GiB", ylim=(0, None), title=title)
+        ax.legend(loc="lower right", fontsize="small")
+        return ax
+
+
+def simulate_allocator(
+    trace: Trace, *, limit_gib: float | None = None, expandable_segments: bool = False
+) -> Simulation:
+    """Replay a trace through the rules of PyTorch's CUDA caching allocator: a simulation, no GPU takes part.
+
+    Args:
+        trace: from `record_allocations` or `Trace.from_snapshot`.
+        limit_gib: memory that PyTorch may reserve, in GiB; unlimited by default.
+        expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+
+    Returns:
+        Memory over the events, peaks, retries, and where it ran out if it did. The replay ends there.
+
+    Raises:
+        ValueError: the limit is not positive.
+    """
+    if limit_gib is not None and not limit_gib > 0:
+        raise ValueError(f"simulate_allocator: expected a positive limit_gib, found {limit_gib!r}")
+    result = Simulation(limit_gib, expandable_segments)
+    limit = None if limit_gib is None else int(limit_gib * GIB)
+    allocator = (ExpandableAllocator if expandable_segments else SegmentAllocator)(limit)
+    held: dict[int, Block] = {}
+    for index, event in enumerate(trace.events):
+        if event.kind == "step":
+            result.steps.append(index)
+        elif event.kind == "free":
+            allocator.free(held.pop(event.block))
+        else:
+            retries_before = allocator.retries
+            block = allocator.malloc(event.size, event.stream)
+            if allocator.retries > retries_before:
+                result.retries.append(index)
+            if block:
+                held[event.block] = block
+            else:
+                sizes = (event.size / GIB, allocator.allocated / GIB, allocator.reserved / GIB)
+                result.out_of_memory = OutOfMemory(index, len(result.steps), event.name, event.stream, *sizes)
+        result.allocated.append(allocator.allocated)
+        result.reserved.append(allocator.reserved)
+        if result.out_of_memory:
+            break
+    result.num_device_alloc, result.num_device_free = allocator.device_allocs, allocator.device_frees
+    return result

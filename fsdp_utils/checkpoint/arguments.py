@@ -1,0 +1,80 @@
+"""What every rank must mean alike when it enters a save or a load."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint.asynchronous import settle
+from fsdp_utils.checkpoint.coordination import Ranks, agree, fingerprint
+from fsdp_utils.checkpoint.names import has_fsdp1, optimizer_classes
+from fsdp_utils.checkpoint.plain_data import digest, pack
+from fsdp_utils.checkpoint.sharded_state import StateToSave
+from fsdp_utils.checkpoint.validate import check_supported
+
+
+def enter(
+    action: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    facts: Callable[[], dict[str, Any]],
+    *,
+    state: StateToSave | None = None,
+    wait_s: float,
+) -> Ranks:
+    """Wait for a save in flight and for all ranks, which must want the same of the same model.
+
+    Args:
+        facts: what else must be the same on all ranks; may raise what is wrong with this rank's arguments.
+        state: that is to be saved, and is taken apart here; what is plain in it may differ between ranks (see
+            `differing`).
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
+
+    def all_facts() -> dict[str, Any]:
+        settle()
+        check_supported(model, optimizer)
+        found = {
+            **facts(),
+            "optimizer": optimizer_classes(optimizer)[0] if optimizer else None,
+            "model": _model_fingerprint(model),
+            "_has_state": bool(optimizer and optimizer.state),
+        }
+        if state is not None:
+            state.take_out()
+            for name, value in state.plain.items():
+                pack(value, f"state {name!r}")
+            found["state"] = sorted(state.plain)
+            found["_digests"] = {name: digest(value) for name, value in state.plain.items()}
+            found["sharded tensors in the state"] = fingerprint(
+                [f"{key} {tensor.dtype} {list(tensor.shape)}" for key, tensor in state.tensors.items()]
+                + [repr(place) for place in state.places.values()]
+            )
+        return found
+
+    return agree(action, all_facts, wait_s=wait_s)
+
+
+def has_state(ranks: Ranks) -> bool:
+    """Does the optimizer have a state on any rank? Collectives follow, so all ranks must know the same."""
+    return any(facts["_has_state"] for facts in ranks.facts)
+
+
+def differing(ranks: Ranks) -> list[str]:
+    """The names in the state whose values are not the same on all ranks."""
+    digests = [facts["_digests"] for facts in ranks.facts]
+    return [name for name in sorted(digests[0]) if len({one[name] for one in digests}) > 1]
+
+
+def _model_fingerprint(model: nn.Module) -> str:
+    """The same on ranks that hold parts of the same model."""
+    flat = has_fsdp1(model)  # its parameters are pieces, of other shapes on other ranks
+    return fingerprint(
+        [
+            f"{name} {tensor.dtype} {None if flat else list(tensor.shape)}"
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        ]
+    )

@@ -1,0 +1,161 @@
+"""Does a checkpoint hold what the model and the optimizer want? Asked before anything is put into them."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.names import optimizer_classes, parameter_names
+from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
+from fsdp_utils.sharding.names import plain_name
+
+
+def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Is this a model, and an optimizer over its parameters, that can be saved and loaded?
+
+    Raises:
+        CheckpointError: it is not; says what to do.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDP1)]
+    for unit in units:
+        for name, module in unit.named_modules():
+            if isinstance(module, DistributedDataParallel):
+                raise CheckpointError(
+                    f"expected no DistributedDataParallel inside of FSDP1, found {plain_name(name)!r}, of "
+                    "which FSDP1's state dict loses the parameters. Wrap the module in FSDP1 with "
+                    "ShardingStrategy.NO_SHARD instead"
+                )
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise CheckpointError(
+            f"expected one torch.optim.Optimizer or None, found {type(optimizer).__name__}. Give one of "
+            "several optimizers here, and save the others' state_dict() as state, such as "
+            "second=second.state_dict()"
+        )
+    flat = [handle.flat_param for unit in units if (handle := unit._handle) is not None]
+    if any(extension is not None for param in flat for extension in param._param_extensions):
+        raise CheckpointError(
+            "expected FSDP1 around parameters that nothing else shards, found tensor-parallel ones: FSDP1 "
+            "gives the optimizer's state of only one part of each. Use FSDP2 (fully_shard), or save without "
+            "the optimizer"
+        )
+    names = parameter_names(model)
+    strangers = [param for group in optimizer.param_groups for param in group["params"] if param not in names]
+    if strangers:
+        raise CheckpointError(
+            f"expected an optimizer over the model's parameters, found {len(strangers)} of others, such as "
+            "one of "
+            f"shape {list(strangers[0].shape)}. Make the optimizer after the model is wrapped"
+        )
+
+
+def check_model(
+    wanted: Snapshot,
+    found: Mapping[str, tuple[torch.dtype, torch.Size]],
+    tied: Mapping[str, str],
+    *,
+    cast: bool,
+) -> None:
+    """Does the checkpoint hold exactly this model?
+
+    Args:
+        wanted: of the model that is to be loaded.
+        found: dtype and shape of what the checkpoint holds under "model.", tied names included.
+        tied: which names were tied when it was saved.
+        cast: another dtype is no mistake.
+
+    Raises:
+        CheckpointError: with the first few differences.
+    """
+    problems = []
+    for key, tensor in wanted.tensors.items():
+        if not key.startswith(MODEL):
+            continue
+        if key not in found:
+            problems.append(f"{key}: expected by the model, found nothing in the checkpoint")
+            continue
+        dtype, shape = found[key]
+        if tensor.is_meta:
+            problems.append(
+                f"{key}: the model's parameter is on the meta device; call model.to_empty() first"
+            )
+        if shape != tensor.shape:
+            problems.append(
+                f"{key}: expected shape {list(tensor.shape)} (the model's), found {list(shape)} in the "
+                "checkpoint"
+            )
+        if dtype != tensor.dtype and not cast:
+            problems.append(
+                f"{key}: expected {tensor.dtype} (the model's), found {dtype} in the checkpoint; "
+                "cast=True converts it"
+            )
+    for key in found:
+        name = key.removeprefix(MODEL)
+        if name in wanted.tied:
+            if tied.get(name, name) != tied.get(wanted.tied[name], wanted.tied[name]):
+                problems.append(
+                    f"{key}: expected one tensor under this name and {wanted.tied[name]!r} (tied in the "
+                    "model), "
+                    "found two in the checkpoint"
+                )
+        elif key not in wanted.tensors:
+            problems.append(f"{key}: in the checkpoint, expected by nothing in the model")
+    if problems:
+        shown = problems[:5] + ([f"... and {len(problems) - 5} more"] if len(problems) > 5 else [])
+        raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(shown))
+
+
+def check_optimizer(
+    wanted: Snapshot,
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: OptimizerPlan | None,
+    classes: Sequence[str],
+) -> OptimizerPlan:
+    """The saved optimizer: it is there, of a related class, and over the same parameters in the same groups.
+
+    Args:
+        classes: names of the saved optimizer's class and of those it is derived from; empty when unknown.
+
+    Raises:
+        CheckpointError: there is none, or it is of others.
+    """
+    if saved is None:
+        raise CheckpointError(
+            "expected the state of an optimizer, found none: the checkpoint was saved without one. "
+            "Load without the optimizer if it is to start anew."
+        )
+    own = optimizer_classes(optimizer)
+    if classes and not set(classes) & set(own):
+        raise CheckpointError(
+            f"expected the state of {own[0]}, found that of {classes[0]}, which {own[0]} cannot go on from. "
+            f"Load into {classes[0]}, or without the optimizer if it is to start anew."
+        )
+    names = parameter_names(model)
+    expected = [
+        {name for param in group["params"] for name in names[param]} for group in optimizer.param_groups
+    ]
+    found = [{wanted.first_name(name) for name in group["params"]} for group in saved.groups]
+    if sorted(map(sorted, expected)) != sorted(map(sorted, found)):
+        only = [
+            sorted(set().union(*a) - set().union(*b))[:3] for a, b in ((expected, found), (found, expected))
+        ]
+        raise CheckpointError(
+            f"expected an optimizer with parameter groups of {[len(group) for group in expected]} "
+            "parameters, "
+            f"found {[len(group) for group in found]} in the checkpoint"
+            + (f"; only here: {only[0]}" if only[0] else "")
+            + (f"; only in the checkpoint: {only[1]}" if only[1] else "")
+        )
+    if unknown := {wanted.first_name(path[0]) for path in (*saved.paths.values(), *saved.plain)}.difference(
+        *expected
+    ):
+        raise CheckpointError(
+            f"expected the optimizer's state of parameters in its groups, found that of {sorted(unknown)[:3]}"
+        )
+    return saved

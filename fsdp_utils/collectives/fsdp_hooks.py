@@ -1,0 +1,255 @@
+"""When does FSDP work for which unit, and when does that unit compute?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import _runtime_utils as fsdp1_runtime
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_utils.collectives.trace import ROOT
+from fsdp_utils.collectives.units import Unit, fsdp2_state
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hide it from nobody."""
+    return function
+
+
+class Listener(Protocol):
+    """Who is told what FSDP does."""
+
+    def enter(self, unit: str) -> None:
+        """FSDP itself works for that unit from here on, and possibly for another one in between."""
+        ...
+
+    def leave(self, unit: str) -> None:
+        """It is done."""
+        ...
+
+    def enter_forward(self) -> None:
+        """The model is called."""
+        ...
+
+    def leave_forward(self) -> None:
+        """The call of the model is over."""
+        ...
+
+    def begin(self, module: str, phase: str) -> None:
+        """The computation of that unit, or of the model itself, begins. In backward, possibly told twice."""
+        ...
+
+    def end(self, module: str, phase: str) -> None:
+        """It is over. Possibly told twice."""
+        ...
+
+    def freed(self, unit: str) -> None:
+        """The whole parameters of that unit, if it has any, are given up."""
+        ...
+
+
+def in_backward() -> bool:
+    """Is autograd going backward in this thread?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def listen(
+    model: nn.Module, units: list[Unit], listener: Listener, hidden: Wrapper = as_it_is
+) -> Iterator[None]:
+    """Tell the listener what FSDP does with these units, for as long as the context lasts.
+
+    `hidden` is applied to each function that is called from outside, to keep torch.compile out of it.
+
+    torch has no public hooks for all of this. FSDP1 goes through `_pre_backward_hook`, `_post_backward_hook`
+    and `_post_backward_reshard_only_hook` of `torch.distributed.fsdp._runtime_utils` and through
+    `FlatParamHandle.unshard` and `reshard`; FSDP2 through `FSDPState._pre_backward` and methods of
+    `FSDPParamGroup`. All of them run as before, with the listener told around them; for other models, nothing
+    is told.
+    """
+    handles = {part: unit.name for unit in units if unit.fsdp1 for part in unit.parts}
+    groups = {part: unit.name for unit in units if not unit.fsdp1 for part in unit.parts}
+    states = {fsdp2_state(unit.modules[0]): unit.name for unit in units if not unit.fsdp1}
+    wrappers = {
+        **(_around_fsdp1(handles, listener) if handles else {}),
+        **(_around_fsdp2(groups, states, listener) if groups else {}),
+    }
+    originals = {(owner, name): getattr(owner, name) for owner, name in wrappers}
+    hooks: list[RemovableHandle] = []
+    try:
+        _hook_model(model, units, listener, hidden, hooks)
+        for unit in units:
+            for module in unit.modules:
+                _hook_computation(module, unit.name, listener, hidden, hooks)
+        for (owner, name), original in originals.items():
+            setattr(owner, name, hidden(wrappers[owner, name](original)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+
+
+def _hook_model(
+    model: nn.Module,
+    units: list[Unit],
+    listener: Listener,
+    hidden: Wrapper,
+    hooks: list[RemovableHandle],
+) -> None:
+    """When the model is called, and when its own computation begins and ends, forward and backward."""
+    hooks.append(model.register_forward_pre_hook(hidden(lambda *_: listener.enter_forward()), prepend=True))
+    if not any(unit.name == ROOT for unit in units):
+        _hook_computation(model, ROOT, listener, hidden, hooks)
+
+    def forward_is_over(_module: nn.Module, _args: Any, output: Any) -> None:
+        listener.leave_forward()
+        if units:
+            return  # FSDP tells; a model without parameters of its own has nothing to compute in backward
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        if outputs:
+            begins = hidden(lambda _: _begin_backward(ROOT, listener))
+            hooks.append(register_multi_grad_hook(outputs, begins, mode="any"))
+
+    hooks.append(model.register_forward_hook(hidden(forward_is_over), always_call=True))
+
+
+def _begin_backward(unit: str, listener: Listener) -> None:
+    listener.begin(unit, "backward")
+    if unit == ROOT:  # it ends with the whole of backward, if not before
+        end = functools.partial(listener.end, unit, "backward")
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore
+
+
+def _hook_computation(
+    module: nn.Module, name: str, listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
+) -> None:
+    """When a unit computes in forward: not while the hooks of FSDP before and after it run."""
+    inner = module
+    if isinstance(module, FSDP):
+        inner = module._fsdp_wrapped_module
+    elif isinstance(module, DistributedDataParallel):
+        inner = module.module
+
+    running = 0
+
+    def begins(*_: Any) -> None:
+        nonlocal running
+        running += 1
+        listener.leave(name)
+        listener.begin(name, "forward")
+
+    def ends(*_: Any) -> None:
+        nonlocal running
+        if running:  # else it never began: another hook has raised an error before
+            running -= 1
+            listener.end(name, "forward")
+            listener.enter(name)
+
+    before = module.register_forward_pre_hook(hidden(lambda *_: listener.enter(name)), prepend=True)
+    hooks += (
+        before,
+        inner.register_forward_pre_hook(hidden(begins)),
+        inner.register_forward_hook(hidden(ends), prepend=True, always_call=True),
+        module.register_forward_hook(hidden(lambda *_: listener.leave(name)), always_call=True),
+    )
+
+
+def _around_fsdp1(handles: dict[Any, str], listener: Listener) -> dict[tuple[Any, str], Wrapper]:
+    def before_backward(_state: Any, _module: Any, handle: Any, *_: Any) -> str | None:
+        return None if getattr(handle, "_ran_pre_backward_hook", False) else handles.get(handle)
+
+    def after_backward(_state: Any, handle: Any, *_: Any) -> str | None:
+        return handles.get(handle)
+
+    def freed(handle: Any, free_unsharded_flat_param: bool) -> str | None:
+        return handles.get(handle) if free_unsharded_flat_param else None
+
+    within = _within(listener, lambda handle, *_: handles.get(handle))
+    return {
+        (FlatParamHandle, "pre_unshard"): within,
+        (FlatParamHandle, "unshard"): within,
+        (FlatParamHandle, "reshard"): _freeing(listener, freed),
+        (fsdp1_runtime, "_pre_backward_hook"): _within(listener, before_backward, begins=True),
+        (fsdp1_runtime, "_post_backward_hook"): _within(listener, after_backward, ends=True),
+        # of a unit whose parameters are all frozen
+        (fsdp1_runtime, "_post_backward_reshard_only_hook"): _within(listener, after_backward, ends=True),
+    }
+
+
+def _around_fsdp2(
+    groups: dict[Any, str], states: dict[Any, str], listener: Listener
+) -> dict[tuple[Any, str], Wrapper]:
+    def group_of(group: Any, *_: Any) -> str | None:
+        return groups.get(group)
+
+    def state_of(state: Any, *_: Any) -> str | None:
+        return states.get(state)
+
+    def freed(group: Any) -> str | None:
+        return None if group.is_unsharded else groups.get(group)
+
+    within = _within(listener, group_of)
+    return {
+        (FSDPParamGroup, "unshard"): within,
+        (FSDPParamGroup, "wait_for_unshard"): within,
+        (FSDPParamGroup, "reshard"): _freeing(listener, freed),
+        (FSDPParamGroup, "post_backward"): _within(listener, group_of, ends=True),
+        (FSDPState, "_pre_backward"): _within(listener, state_of, begins=True),
+    }
+
+
+def _within(
+    listener: Listener, unit_of: Callable[..., str | None], *, begins: bool = False, ends: bool = False
+) -> Wrapper:
+    """FSDP works for a unit while the function runs; after it, or until it, the unit computes in backward."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            unit = unit_of(*args)
+            if unit is None:
+                return original(*args, **kwargs)
+            if ends:
+                listener.end(unit, "backward")
+            listener.enter(unit)
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                listener.leave(unit)
+            if begins:
+                _begin_backward(unit, listener)
+            return result
+
+        return call
+
+    return wrapper
+
+
+def _freeing(listener: Listener, unit_of: Callable[..., str | None]) -> Wrapper:
+    """A unit's whole parameters may be given up when the function has run."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if unit := unit_of(*args, **kwargs):
+                listener.freed(unit)
+            return result
+
+        return call
+
+    return wrapper

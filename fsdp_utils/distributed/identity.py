@@ -1,0 +1,185 @@
+"""Who am I among the ranks, and who goes first? With right answers when there is only one process.
+
+`run_on_ranks` (in launch.py) makes the ranks themselves, for scripts, tests and notebooks.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+from fsdp_utils.distributed.rank_errors import pack_error, unpack_error
+
+__all__ = [
+    "get_local_rank",
+    "get_node_rank",
+    "get_rank",
+    "get_world_size",
+    "rank0_first",
+    "sampler",
+]
+
+# How often a rank that waits in rank0_first looks whether rank 0 is done.
+_POLL_S = 0.05
+
+
+def get_rank() -> int:
+    """Which of all ranks is this process?
+
+    Returns:
+        The rank in the process group once there is one. Before that, the rank that the launcher gave
+        to this process (torchrun's RANK, else Slurm's srun), because that is the rank it will have.
+        0 in a process that nobody launched as a rank.
+    """
+    return dist.get_rank() if _has_group() else _launched()[0]
+
+
+def get_world_size() -> int:
+    """How many ranks are there?
+
+    Returns:
+        The size of the process group once there is one, else the number of processes that the launcher
+        started (WORLD_SIZE, else Slurm's srun), else 1.
+    """
+    return dist.get_world_size() if _has_group() else _launched()[1]
+
+
+def get_local_rank() -> int:
+    """Which rank is this process on its own host, and so which of the host's GPUs is its own?
+
+    Returns:
+        LOCAL_RANK (torchrun) or SLURM_LOCALID (srun). Where neither is set all ranks are taken to be
+        on one host: the answer is `get_rank()`, which is 0 when not distributed.
+    """
+    return _first_int("LOCAL_RANK", "SLURM_LOCALID", default=get_rank())
+
+
+def get_node_rank() -> int:
+    """Which host, counted from 0, is this process on?
+
+    Returns:
+        GROUP_RANK (torchrun) or SLURM_NODEID (srun), else 0.
+    """
+    return _first_int("GROUP_RANK", "SLURM_NODEID", default=0)
+
+
+@contextmanager
+def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
+    """Let rank 0 do something before the others do it too, such as filling a cache that all read.
+
+    Every rank of the default process group must enter it. Rank 0 runs the body while the others wait;
+    then the others run it, all at once. In a single process the body simply runs.
+
+    Args:
+        timeout: seconds that the others wait for rank 0 at most.
+
+    Raises:
+        Exception: on the other ranks, what rank 0 raised in the body (a RuntimeError with its type and
+            message where that exception cannot be sent); their body is not run.
+        TimeoutError: on the other ranks, when rank 0 is not done in time.
+        RuntimeError: this process was launched as one of several ranks but has no process group yet,
+            so there is nothing to wait with.
+    """
+    if not _has_group():
+        if get_world_size() > 1:
+            raise RuntimeError(
+                f"rank0_first: launched as rank {get_rank()} of {get_world_size()}, but there is no process "
+                "group to wait with. Call torch.distributed.init_process_group() first."
+            )
+        yield
+        return
+
+    # The store and not a collective: the wait then has its own limit, can be interrupted, works alike
+    # with nccl and gloo, and does not hold up a GPU.
+    store = dist.distributed_c10d._get_default_store()
+    turn = store.add(f"fsdp_utils/rank0_first/turn/{get_rank()}", 1)  # the how-manieth time on this rank
+    done = f"fsdp_utils/rank0_first/done/{turn}"
+    if get_rank() == 0:
+        try:
+            yield
+        except BaseException as error:
+            store.set(done, pack_error(error).hex())
+            raise
+        store.set(done, "")
+        return
+
+    limit = time.monotonic() + timeout
+    while not store.check([done]):
+        if time.monotonic() > limit:
+            raise TimeoutError(
+                f"rank0_first: rank {get_rank()} waited {timeout:g} s and rank 0 was not done. If its "
+                "work takes longer, pass a larger timeout. If rank 0 never came here: every rank must."
+            )
+        time.sleep(_POLL_S)
+    if failure := store.get(done):
+        raise unpack_error(bytes.fromhex(failure.decode()), "rank 0, in rank0_first")
+    yield
+
+
+def sampler(
+    dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+) -> DistributedSampler:
+    """Which samples does this rank see? For `DataLoader(dataset, sampler=sampler(dataset))`.
+
+    The same class in every case, so that `set_epoch(epoch)` is always there: call it before each epoch,
+    or each epoch has the same order. The order of the whole dataset depends on seed and epoch alone,
+    not on the number of ranks: rank r of n takes every n-th sample of it, beginning with the r-th.
+
+    Args:
+        dataset: anything with a length and an index.
+        shuffle: False for evaluation.
+        seed: must be the same on every rank.
+        drop_last: leave out the last samples where they do not divide among the ranks. When False
+            some samples are given twice instead, so that all ranks take equally many steps.
+
+    Returns:
+        The sampler of this rank; of the whole dataset when not distributed.
+
+    Raises:
+        TypeError: the dataset has no length (an IterableDataset splits itself, in `__iter__`).
+    """
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"sampler: expected a dataset with a length, found {type(dataset).__name__}. An iterable dataset "
+            "takes no sampler: split it by get_rank() and get_world_size() in its __iter__."
+        )
+    return DistributedSampler(
+        dataset,
+        num_replicas=get_world_size(),
+        rank=get_rank(),
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+    )
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _launched() -> tuple[int, int]:
+    """Rank and number of ranks that the launcher told this process, (0, 1) when none did.
+
+    Both or nothing: a RANK without a WORLD_SIZE means something else. For Slurm it is the task count of
+    the srun step that counts: SLURM_NTASKS is also set in a batch script or a shell that is no rank.
+    """
+    for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        if rank in os.environ and world_size in os.environ:
+            return _first_int(rank, default=0), _first_int(world_size, default=1)
+    return 0, 1
+
+
+def _first_int(*names: str, default: int) -> int:
+    for name in names:
+        if name in os.environ:
+            try:
+                return int(os.environ[name])
+            except ValueError:
+                raise ValueError(
+                    f"environment variable {name}: expected an integer, found {os.environ[name]!r}"
+                ) from None
+    return default

@@ -1,0 +1,234 @@
+"""How full is the device while it trains, and does that cost time?
+
+    mm = Memory_Maximizer()
+    mm.start()
+    for batch in loader:
+        train(batch)
+        mm.update(samples=len(batch))
+    report = mm.stop()
+
+A device that is almost full still runs, but slower: when an allocation fails, the caching allocator gives
+back all that it holds in reserve and asks again (a retry). Nobody sees it unless somebody counts.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_utils.distributed.identity import get_rank, get_world_size
+from fsdp_utils.memory.device_stats import DeviceStats, device_stats
+from fsdp_utils.memory.report import MemoryReport, RankMemory, Step
+
+__all__ = ["MemoryReport", "Memory_Maximizer"]
+
+_LATE_S = 1.0  # how long stop() waits for a rank that has not even started
+_POLL_S = 0.02
+_NUMBER = "fsdp_utils/memory/number"  # in the store: the number of the next measurement
+
+
+class Memory_Maximizer:
+    """How much of the device does training use, on every rank, and did it have to retry allocations?
+
+    Create it, `start()` before the first step, `update()` after each, `stop()` after the last; or use it as
+    a context manager, which starts and stops. Best created on all ranks. Where only some create it, the
+    report covers those and says so: no rank waits for one that takes no part.
+
+    It resets the device's peak statistics, which belong to the whole process: read peaks from the report, not
+    from `torch.cuda.max_memory_allocated()`. Several may measure at the same time, such as one for each step
+    inside one for the epoch: each has its own peaks and counts.
+
+    Args:
+        device: what to measure; None for the current accelerator, or the CPU where there is none. On the CPU
+            it is the resident memory of the process. Also anything with the methods of
+            `fsdp_utils.memory.device_stats.DeviceStats`.
+        verbose: print the report at stop(), on the first of the ranks that take part.
+        timeout: seconds that stop() waits for ranks that have started and not stopped.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | DeviceStats | None = None,
+        *,
+        verbose: bool = True,
+        timeout: float = 30.0,
+    ) -> None:
+        self.report: MemoryReport | None = None  # of the last stop()
+        self._device = device
+        self._verbose = verbose
+        self._timeout = timeout
+        self._stats: DeviceStats | None = None  # while it measures
+        self._steps: list[Step] = []
+
+    def start(self) -> None:
+        """Begin to measure. Peaks and counters begin anew: nothing of an earlier trial is counted."""
+        # Not when created: only now is it certain which device is this rank's and whether there is a group.
+        self._stats = device_stats(self._device)
+        self._peers = _Peers()
+        self._steps = []
+        self._stats.synchronize()
+        self._stats.reset()
+        self._retries = self._ooms = 0  # as of the last reading
+        self._begun = self._last = self._stats.now()
+
+    def update(self, samples: int | None = None) -> None:
+        """Note what the step that just ended has used.
+
+        Seconds are the host's, which runs ahead of an accelerator: those of a single step may be off, their
+        sum is not.
+
+        Args:
+            samples: how many samples this rank trained on in the step, for the throughput.
+
+        Raises:
+            RuntimeError: start() was not called before.
+        """
+        if self._stats is None:
+            raise RuntimeError("Memory_Maximizer.update() before start(): call start() before the first step")
+        self._steps.append(self._step(self._stats, samples))
+
+    def stop(self) -> MemoryReport:
+        """End the measurement, bring the ranks together, and tell.
+
+        Returns:
+            The report over the ranks that took part. `rank` and `history` are this rank's, the rest is the
+            same on all. Where start() was not called it says that nothing was measured.
+        """
+        return self._finish(self._timeout)
+
+    def __enter__(self) -> "Memory_Maximizer":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        # After an exception the others may never come to their stop(), and the device may be stuck in a
+        # kernel that waits for them: this rank tells, and waits for neither.
+        self._finish(self._timeout if error is None else 0.0, synchronize=error is None)
+
+    def _step(self, stats: DeviceStats, samples: int | None) -> Step:
+        reading, now = stats.read(), stats.now()
+        retries = ooms = None
+        if reading.retries is not None and reading.ooms is not None:
+            # Where a counter has gone back, somebody else has reset it.
+            retries = reading.retries - self._retries if reading.retries >= self._retries else reading.retries
+            ooms = reading.ooms - self._ooms if reading.ooms >= self._ooms else reading.ooms
+            self._retries, self._ooms = reading.retries, reading.ooms
+        seconds, self._last = now - self._last, now
+        return Step(reading.reserved, reading.allocated, reading.live, retries, ooms, seconds, samples)
+
+    def _finish(self, timeout: float, *, synchronize: bool = True) -> MemoryReport:
+        if self._stats is None:  # not running
+            if self.report is None:
+                unmeasured = _sum_up(device_stats(self._device), [], [], 0.0)
+                self._tell([unmeasured], get_world_size(), ["start() was not called: nothing was measured"])
+            assert self.report is not None
+            return self.report
+
+        stats, self._stats = self._stats, None
+        waiting = stats.now()
+        if synchronize:
+            stats.synchronize()
+        # What was still under way belongs to the steps; what the host did since the last update() does not.
+        seconds = self._last - self._begun + stats.now() - waiting
+        after = self._step(stats, None)  # memory that was used since the last step counts, too
+        mine = _sum_up(stats, self._steps, [*self._steps, after], seconds)
+        ranks, notes = self._peers.exchange(mine, timeout)
+        return self._tell(ranks, self._peers.world_size, notes + [stats.remark] * bool(stats.remark))
+
+    def _tell(self, ranks: list[RankMemory], world_size: int, notes: list[str]) -> MemoryReport:
+        self.report = MemoryReport(tuple(ranks), world_size, tuple(self._steps), get_rank(), tuple(notes))
+        if self._verbose and ranks[0].rank == get_rank():
+            print(self.report)
+        return self.report
+
+
+def _sum_up(stats: DeviceStats, steps: Sequence[Step], seen: Sequence[Step], seconds: float) -> RankMemory:
+    """What this rank tells the others: of its steps, and of all that was seen from start() to stop()."""
+    samples = [step.samples for step in steps if step.samples is not None]
+    return RankMemory(
+        rank=get_rank(),
+        device=stats.name,
+        kind=stats.kind,
+        total=stats.total,
+        reserved=max(_known(step.reserved for step in seen), default=None),
+        allocated=max(_known(step.allocated for step in seen), default=None),
+        live=steps[-1].live if steps else None,
+        retries=sum(_known(step.retries for step in seen)) if seen and seen[-1].retries is not None else None,
+        ooms=sum(_known(step.ooms for step in seen)) if seen and seen[-1].ooms is not None else None,
+        steps=len(steps),
+        steps_with_retries=sum(1 for step in steps if step.retries),
+        seconds=seconds,
+        samples=sum(samples) if samples and len(samples) == len(steps) else None,
+        batch=max(samples, default=None),
+    )
+
+
+def _known(values: Iterable[int | None]) -> list[int]:
+    return [value for value in values if value is not None]
+
+
+class _Peers:
+    """The ranks that measure the same stretch of training, brought together by the process group's store.
+
+    The store and not a collective: a rank that takes no part would make a collective hang, and waiting here
+    has a limit of its own. Measurements are numbered: those that overlap on several ranks share a number.
+    """
+
+    def __init__(self) -> None:
+        self.world_size = get_world_size()
+        self._store: Any = None
+        # A `fake` group has one real rank and a store that stores nothing.
+        if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
+            self._store = dist.distributed_c10d._get_default_store()
+            self._number = self._store.add(_NUMBER, 0)
+            self._store.set(self._key("started", get_rank()), "")
+
+    def exchange(self, mine: RankMemory, timeout: float) -> tuple[list[RankMemory], list[str]]:
+        """What each rank that takes part has measured, and what is to be said about those that do not."""
+        if self._store is None:
+            alone = [f"rank {mine.rank} only: there was no process group, or a fake one, to ask the others"]
+            return [mine], alone * (self.world_size > 1)
+        try:
+            self._store.set(self._key("told", mine.rank), json.dumps(asdict(mine)))
+            started = self._wait_for("started", range(self.world_size), min(timeout, _LATE_S))
+            told = self._wait_for("told", started, timeout)
+            # From here on a start(), on whichever rank, begins another measurement.
+            self._store.compare_set(_NUMBER, str(self._number), str(self._number + 1))
+            ranks = [RankMemory(**json.loads(self._store.get(self._key("told", rank)))) for rank in told]
+        except RuntimeError as error:  # such as: the process that keeps the store is gone
+            return [mine], [
+                f"only rank {mine.rank} is in this report: the others cannot be reached ({error})"
+            ]
+        notes = []
+        if absent := sorted({*range(self.world_size)} - {*started}):
+            notes.append(f"{_ranks(absent)} took no part: no start() there")
+        if silent := sorted({*started} - {*told}):
+            notes.append(
+                f"{_ranks(silent)} did not come to stop() within {timeout:g} s and so are not included"
+            )
+        return ranks, notes
+
+    def _wait_for(self, what: str, ranks: Sequence[int], timeout: float) -> list[int]:
+        """Those of the ranks that have set the key in time."""
+        limit = time.monotonic() + timeout
+        while not self._store.check([self._key(what, rank) for rank in ranks]):
+            if time.monotonic() > limit:
+                return [rank for rank in ranks if self._store.check([self._key(what, rank)])]
+            time.sleep(_POLL_S)
+        return list(ranks)
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"fsdp_utils/memory/{self._number}/{what}/{rank}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

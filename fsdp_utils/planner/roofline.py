@@ -1,0 +1,121 @@
+"""How long does a step take, and how much of its communication does nothing hide? A calculation, not a run.
+
+Each kernel takes as long as its operations or its bytes, whichever takes longer (a roofline). Each collective
+takes its bytes divided by the slowest link on its way, and a latency for each hop of the ring. Who waits for
+whom is replayed by `fsdp_utils.collectives.replay`. Left out: the time to launch kernels, waits for data, and
+whatever slows down communication and computation that run at the same time. So an eager step is longer in
+truth, most of all where kernels are small. It is no bound for a compiled one: torch.compile fuses kernels,
+which then read and write less than is counted here.
+
+Source: S. Williams et al., "Roofline", 2009; for the latencies src/graph/tuning.cc of NVIDIA/nccl (commit
+01afd20): the base latency and the latency of a hop, for the algorithm "ring" and the protocol "simple".
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_utils.collectives.replay import Replay, replay
+from fsdp_utils.collectives.trace import COMPUTE, FREE, Event
+from fsdp_utils.planner.gpus import GPU
+from fsdp_utils.planner.work_items import Gone, Label, Recording, Send, Step, Work
+
+BASE_S = 8.4e-6
+HOP_S = {"NVLink": 3.4e-6, "PCIe": 5.7e-6, "network": 9.6e-6}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One step of one rank.
+
+    Args:
+        step_s: all of it.
+        compute_s: in which something is computed.
+        exposed_s: in which something is sent and nothing computed.
+        model_flop: operations that the model needs, forward and backward, without what is computed twice;
+            attention counted without its mask, as is usual for MFU.
+        replay: when what happens.
+    """
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    model_flop: int
+    replay: Replay
+
+
+def time_of(recording: Recording, gpu: GPU, *, ranks_per_host: int, offload_ratio: float = 0.0) -> Timing:
+    """The time of the last step that is recorded.
+
+    Args:
+        recording: of the whole model.
+        gpu: its rates and links.
+        ranks_per_host: that share the host's network.
+        offload_ratio: 0 where nothing is offloaded; else bytes of a parameter on the host per byte gathered.
+    """
+    events: list[Event] = []
+    forward_flop = 0
+    beside = 0.0  # kernels on the streams of communication, before the next collective
+    computing: list[Work] = []
+    computing_label = Label("")
+
+    def add(kind: str, unit: str, phase: str, seconds: float) -> None:
+        events.append(Event(len(events), kind, unit, phase, seconds=seconds))
+
+    def compute() -> None:
+        if computing:
+            seconds = sum(_kernel_s(work, gpu) for work in computing)
+            add(COMPUTE, computing_label.unit, computing_label.phase, seconds)
+            computing.clear()
+
+    for label, entries in _last_step(recording):
+        compute()
+        computing_label = label
+        for entry in entries:
+            if isinstance(entry, Work):
+                if label.phase == "forward":
+                    forward_flop += entry.flop
+                if label.phase == "optimizer" and offload_ratio:
+                    continue  # the host does that
+                if entry.stream == 0:
+                    computing.append(entry)
+                else:
+                    beside += _kernel_s(entry, gpu)
+            elif isinstance(entry, Send):
+                compute()
+                seconds = beside + collective_s(entry, gpu, ranks_per_host)
+                seconds += offload_ratio * entry.nbytes / entry.ranks / (gpu.host_link_gb_s * 1e9)
+                add(entry.kind, entry.unit, label.phase, seconds)
+                beside = 0.0
+            elif isinstance(entry, Gone):
+                compute()
+                add(FREE, entry.unit, label.phase, 0.0)
+    compute()
+    # an all-gather waits for the unit before the last: FSDP1's limiter; FSDP2 waits for its last copy-out
+    replayed = replay(events, limit_units=2)
+    return Timing(replayed.step_s, replayed.compute_s, replayed.exposed_s, 3 * forward_flop, replayed)
+
+
+def collective_s(send: Send, gpu: GPU, ranks_per_host: int) -> float:
+    """How long does a ring of that many ranks take?"""
+    if send.ranks == 1:
+        return 0.0
+    rounds = 2 if send.kind == "all_reduce" else 1
+    hosts = -(-send.ranks // send.ranks_per_host)
+    speed = gpu.link_gb_s
+    if hosts > 1:
+        # the ring leaves the host over all its network cards; rings side by side share them
+        shared = gpu.network_gb_s * send.ranks_per_host / ranks_per_host
+        speed = min(speed, shared) if send.ranks_per_host > 1 else shared
+    hops, hops_between = send.ranks - 1, (hosts - 1 if hosts > 1 else 0)
+    latency = BASE_S + rounds * ((hops - hops_between) * HOP_S[gpu.link] + hops_between * HOP_S["network"])
+    return latency + rounds * hops / send.ranks * send.nbytes / (speed * 1e9)
+
+
+def _kernel_s(work: Work, gpu: GPU) -> float:
+    tflops = (gpu.reached_tflops or gpu.half_tflops) if work.half else gpu.fp32_tflops
+    return max((work.flop - work.masked) / (tflops * 1e12), work.nbytes / (gpu.memory_gb_s * 1e9))
+
+
+def _last_step(recording: Recording) -> list[tuple[Label, list[Any]]]:
+    begins = [n for n, (_, entries) in enumerate(recording) if any(isinstance(e, Step) for e in entries)]
+    return recording[begins[-1] :]

@@ -1,0 +1,246 @@
+"""Two training steps of one rank out of many, on tensors without memory: what is allocated, done and sent?"""
+
+import gc
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    _flat_param,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from fsdp_utils.collectives.units import find_units
+from fsdp_utils.planner import work_items
+from fsdp_utils.planner.models import Inputs, Source, batch_of, build, loss_of, running
+from fsdp_utils.planner.recorder import recording_steps
+from fsdp_utils.planner.work_items import Recording
+from fsdp_utils.sharding.blocks import transformer_block_classes
+from fsdp_utils.sharding.wrapping import shard, wrap_policy
+
+STRATEGIES = ("full", "grad_op", "hybrid")
+APIS = ("fsdp2", "fsdp1")
+# by name: dtype of the parameters at rest, of the computation, of the reduction of gradients
+PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]] = {
+    "fp32": (None, None, None),
+    "bf16": (None, torch.bfloat16, None),
+    "bf16_reduce_fp32": (None, torch.bfloat16, torch.float32),
+    "pure_bf16": (torch.bfloat16, None, None),
+}
+CHECKPOINTING = ("none", "full")
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, fused=True),
+    "adamw_one_by_one": partial(torch.optim.AdamW, foreach=False),
+    # DTensor has no fused SGD; foreach, the default on a GPU, changes parameters in place and takes as much
+    "sgd": partial(torch.optim.SGD, foreach=False),
+    "sgd_momentum": partial(torch.optim.SGD, momentum=0.9, foreach=False),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the job is to be run."""
+
+    world_size: int
+    batch_size: int  # of one rank
+    seq_len: int | None
+    strategy: str
+    api: str
+    precision: str
+    checkpointing: str
+    optimizer: str
+    ranks_per_host: int
+
+
+def record_one_rank(source: Source, setting: Setting, blocks: int | None, inputs: Inputs | None) -> Recording:
+    """Rank 0's recording, with so many blocks of each stack; None for all.
+
+    Raises:
+        RuntimeError: there is a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "plan: there is a process group already, and the simulation needs one of its own. Plan before "
+            "init_process_group(), or after destroy_process_group()."
+        )
+    with _fake_group(setting.world_size):
+        mesh = mesh_of(setting)
+        with FakeTensorMode(), _as_on_a_gpu(), no_collection(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # returned a view: no matter here
+            return run_steps(source, setting, blocks, inputs, mesh)
+
+
+def run_steps(
+    source: Source, setting: Setting, blocks: int | None, inputs: Inputs | None, mesh: DeviceMesh
+) -> Recording:
+    """Two training steps of this rank, recorded; on real tensors too, where no mode makes them fake."""
+    model = _sharded(build(source, blocks, PRECISIONS[setting.precision][0]), setting, mesh)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(f"plan: expected parameters that need a gradient, found none in {source.name}")
+    optimizer = OPTIMIZERS[setting.optimizer](trained)
+    units = sorted((unit.name for unit in find_units(model)), key=len, reverse=True)
+    with recording_steps(model, setting.ranks_per_host) as recorder:
+        for tensors, category in (
+            (model.named_parameters(), work_items.PARAMETERS),
+            (model.named_buffers(), work_items.BUFFERS),
+        ):
+            for name, tensor in tensors:
+                plain = name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+                unit = next((unit for unit in units if plain.startswith(f"{unit}.")), work_items.ROOT)
+                recorder.existing(tensor, category, unit)
+        for _ in range(2):
+            recorder.begin_step()
+            with recorder.making(work_items.INPUTS):
+                batch = batch_of(source, model, setting.batch_size, setting.seq_len, inputs)
+            with running(source, "forward pass"):
+                loss = loss_of(model, batch)
+            recorder.phase("backward")
+            with running(source, "backward pass"):
+                loss.backward()
+            recorder.phase("other")
+            recorder.now_for((_local(p.grad) for p in model.parameters()), work_items.GRADIENTS)
+            recorder.phase("optimizer")
+            optimizer.step()
+            recorder.now_for(tree_leaves(dict(optimizer.state)), work_items.OPTIMIZER)
+            recorder.phase("other")
+            optimizer.zero_grad()
+            del batch, loss
+        return recorder.finish()
+
+
+def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
+    _, compute, reduce = PRECISIONS[setting.precision]
+    blocks = tuple(transformer_block_classes(model))
+    if setting.api == "fsdp2":
+        _checkpoint(model, setting, blocks)
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce) if compute else None
+        return shard(model, mesh=mesh, strategy=setting.strategy, mp_policy=policy)
+    kinds = {
+        "full": ShardingStrategy.FULL_SHARD,
+        "grad_op": ShardingStrategy.SHARD_GRAD_OP,
+        "hybrid": ShardingStrategy.HYBRID_SHARD,
+    }
+    model = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=wrap_policy(model),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+        device_mesh=mesh,
+        sharding_strategy=kinds[setting.strategy],
+        mixed_precision=MixedPrecision(param_dtype=compute, reduce_dtype=reduce) if compute else None,
+    )
+    _checkpoint(model, setting, blocks)  # after the wrapping, so that it goes inside each unit
+    _lazy_init(model, model)  # else the first forward does it, in one go for all units
+    return model
+
+
+def _checkpoint(model: nn.Module, setting: Setting, blocks: tuple[type[nn.Module], ...]) -> None:
+    if setting.checkpointing == "full":
+        apply_activation_checkpointing(
+            model,
+            checkpoint_wrapper_fn=partial(checkpoint_wrapper, preserve_rng_state=False),
+            check_fn=lambda module: isinstance(module, blocks),
+        )
+
+
+def mesh_of(setting: Setting) -> DeviceMesh:
+    if setting.strategy != "hybrid":
+        return init_device_mesh("cpu", (setting.world_size,))
+    hosts = setting.world_size // setting.ranks_per_host
+    return init_device_mesh("cpu", (hosts, setting.ranks_per_host), mesh_dim_names=("replicate", "shard"))
+
+
+@contextmanager
+def _fake_group(world_size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
+        # before torch 2.11 these are not registered with torch itself
+        importlib.import_module("torch.distributed._tools.fake_collectives")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Do what takes the memory that it takes on a GPU, and does not take longer with more ranks."""
+    attention = F.scaled_dot_product_attention
+
+    def without_dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # the CPU has no flash attention with dropout, and would keep the whole matrix
+        if len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        kwargs.pop("dropout_p", None)
+        return attention(*args, **kwargs)
+
+    def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        # FSDP2 takes a chunk for each rank, of which this rank needs the first
+        length = min(-(-tensor.size(dim) // num_chunks), tensor.size(dim))
+        return [tensor.narrow(dim, 0, length)] * num_chunks
+
+    with (
+        patch.object(F, "scaled_dot_product_attention", without_dropout),
+        patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
+        # FSDP1 asks by the address of the data, which a fake tensor has not
+        patch.object(
+            _flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0
+        ),
+        patch.object(
+            _flat_param,
+            "_same_storage",
+            lambda a, b: _storage(a) == _storage(b),
+        ),
+    ):
+        yield
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """What is freed is freed when its last reference goes, not when Python looks for cycles.
+
+    It also saves time: what a plan makes is kept, some 100,000 entries, and to look through it is in vain.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata

@@ -1,0 +1,79 @@
+"""What one rank does in a step: memory, work and messages, in the order of the program."""
+
+from typing import Any, NamedTuple
+
+from fsdp_utils.collectives.trace import ROOT
+
+# What memory is used for.
+PARAMETERS, BUFFERS = "parameters", "buffers"
+GRADIENTS, OPTIMIZER = "gradients", "optimizer state"
+GATHERED, GATHER_BUFFERS = "gathered parameters", "buffers of all-gathers"
+WHOLE_GRADIENTS, REDUCE_BUFFERS = "whole gradients", "buffers of reductions"
+ACTIVATIONS, TEMPORARIES, INPUTS = "activations", "temporaries", "inputs"
+CATEGORIES: tuple[str, ...] = (
+    PARAMETERS,
+    GRADIENTS,
+    OPTIMIZER,
+    BUFFERS,
+    INPUTS,
+    ACTIVATIONS,
+    GATHERED,
+    WHOLE_GRADIENTS,
+    GATHER_BUFFERS,
+    REDUCE_BUFFERS,
+    TEMPORARIES,
+)
+AT_REST: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER)  # sharded; on the host, if they are offloaded
+
+
+class Label(NamedTuple):
+    """When: "start", "forward", "backward", "optimizer" or "other"; and for which FSDP unit."""
+
+    phase: str
+    unit: str = ROOT
+
+
+class Alloc(NamedTuple):
+    block: int
+    size: int  # bytes
+    stream: int
+    name: str  # of the operator
+    category: str
+
+
+class Free(NamedTuple):
+    block: int
+
+
+class Work(NamedTuple):
+    """One kernel: operations of matrix products, and the bytes that it reads and writes."""
+
+    flop: int
+    masked: int  # of these, what causal attention leaves out
+    half: bool  # in 16 bits
+    nbytes: int
+    stream: int
+
+
+class Send(NamedTuple):
+    """One collective."""
+
+    kind: str
+    unit: str
+    nbytes: int  # of the whole
+    ranks: int
+    ranks_per_host: int  # that take part
+
+
+class Gone(NamedTuple):
+    """The whole parameters of a unit are given up."""
+
+    unit: str
+
+
+class Step(NamedTuple):
+    """A training step begins."""
+
+
+Item = Alloc | Free | Work | Send | Gone | Step
+Recording = list[tuple[Label, list[Any]]]  # items, cut where the label changes

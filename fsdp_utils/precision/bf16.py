@@ -1,0 +1,229 @@
+"""Can this machine train in bf16?
+
+    python -m fsdp_utils.bf16
+    torchrun --nproc-per-node 8 -m fsdp_utils.bf16       the network too
+
+prints the answer with its reasons and exits with 0 for yes, with 1 for no.
+"""
+
+import argparse
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_utils.distributed.failures import CannotGoOn, Lockstep
+from fsdp_utils.distributed.identity import get_local_rank
+from fsdp_utils.precision.facts import Compute, judge, judge_nccl, look
+
+__all__ = ["Bf16Support", "bf16_support"]
+
+LIMIT_S = 60.0  # that a rank waits for the others, and for the all-reduce
+_ORDER: list[Compute] = ["none", "emulated", "native"]
+
+
+@dataclass(frozen=True)
+class Bf16Support:
+    """The answer of `bf16_support`; the same on every rank, and true only if all ranks can.
+
+    Attributes:
+        ready: train in bf16. The hardware computes in it, and nothing speaks against the network.
+        compute: "native": the hardware computes in it. "emulated": tensors in bf16 work, but the hardware
+            does not compute in it, or nothing tells that it does. "none": they do not work. The least of
+            all ranks.
+        network: whether an all-reduce in bf16 over all ranks gave the right sum. None where that was not
+            tried, because there is no process group for the device.
+        reasons: what was found, in words, with what to do where it speaks against bf16.
+        device: what was looked at, e.g. "NVIDIA H200"; the names of all ranks' devices, each once.
+    """
+
+    ready: bool
+    compute: Compute
+    network: bool | None
+    reasons: tuple[str, ...]
+    device: str
+
+    def __bool__(self) -> bool:
+        return self.ready
+
+    def __str__(self) -> str:
+        network = {True: "works", False: "fails", None: "not tried"}[self.network]
+        head = f"{self.device}: {'ready' if self.ready else 'not ready'} for bf16"
+        return "\n".join(
+            [f"{head} (compute: {self.compute}, network: {network})", *(f"- {text}" for text in self.reasons)]
+        )
+
+
+def bf16_support(device: torch.device | str | None = None) -> Bf16Support:
+    """Can this machine, or this whole process group, train in bf16?
+
+    Where there is a process group, every rank must call it: the ranks compare what they found and then sum
+    a tensor in bf16 over a group of their own, so that the training's group stays as it was.
+
+    Args:
+        device: None for the current accelerator, or the CPU where there is none.
+
+    Returns:
+        The answer, the same on every rank. It does not raise for lack of a device, a driver, or a rank:
+        the reasons then say what is missing. A rank waits 60 s for the others at most.
+
+    Source: torch.cuda.is_bf16_supported also says yes where bf16 is emulated, unless it is called with
+        including_emulation=False; CUDA C++ Programming Guide, "Compute Capabilities".
+    """
+    if device is None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device(device or "cpu")
+    facts = look(device)
+    compute, reasons = judge(facts)
+    mine = {
+        "compute": compute,
+        "reasons": reasons,
+        "nccl": judge_nccl(facts),
+        "device": facts.name or facts.kind,
+    }
+    try:
+        return _agree(mine, device)
+    except CannotGoOn as error:
+        reason = f"{error} So nothing is known about the network."
+        return Bf16Support(False, compute, False, (*reasons, reason), mine["device"])
+
+
+def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
+    ranks = Lockstep(LIMIT_S)
+    try:
+        found = ranks.gather(mine)
+        compute = min((each["compute"] for each in found), key=_ORDER.index)
+        reasons = _told([each["reasons"] for each in found])
+        against = _told([[each["nccl"]] if each["nccl"] else [] for each in found])
+        network: bool | None = None
+        if against and _backend(device) in (None, "nccl"):
+            network = False
+            reasons += against
+        elif compute == "none":
+            reasons.append("The network was not tried: first all ranks must compute in bf16.")
+        elif why_not := _not_to_be_tried(device):
+            reasons.append(why_not)
+        else:
+            problems = ranks.gather(_all_reduce(device))
+            network = not any(problems)
+            reasons += _told([[problem] if problem else [] for problem in problems]) or [
+                f"An all-reduce in bf16 over {len(found)} rank{'s' * (len(found) > 1)} "
+                f"({_backend(device)}) gave the right sum."
+            ]
+    finally:
+        ranks.close()
+    names = ", ".join(dict.fromkeys(each["device"] for each in found))
+    return Bf16Support(compute == "native" and network is not False, compute, network, tuple(reasons), names)
+
+
+def _backend(device: torch.device) -> str | None:
+    """The backend that sends this device's tensors; "" if there is none, None without a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    for pair in dist.get_backend_config().split(","):
+        kind, _, backend = pair.partition(":")
+        if kind == device.type:
+            return backend
+    return ""
+
+
+def _not_to_be_tried(device: torch.device) -> str:
+    match _backend(device):
+        case None:
+            return (
+                "The network was not tried: there is no process group. Where there are several ranks, call "
+                "init_process_group() first, or run `torchrun … -m fsdp_utils.bf16`."
+            )
+        case "":
+            return (
+                f"The network was not tried: the process group sends no {device.type} tensors. Call "
+                f"init_process_group with a backend for {device.type}."
+            )
+        case "fake":
+            return "The network was not tried: the process group is a fake one."
+    return ""
+
+
+def _all_reduce(device: torch.device) -> str:
+    """Sum ones in bf16 over all ranks; returns what went wrong. A collective, over a group of its own."""
+    try:
+        group: Any = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+    except Exception as error:
+        return _failed(error)
+    problem = ""
+    try:
+        problem = _sum_of_ones(group, device)
+    except Exception as error:
+        problem = _failed(error)
+    with suppress(Exception):
+        if problem:
+            # Destroying an NCCL group waits for its kernels, and the one that is stuck never ends. Aborting
+            # ends the kernel, and closes the connections: that tells the others if this rank failed alone.
+            # Private: ProcessGroup.abort() is public, but leaves the group registered, and
+            # destroy_process_group() would wait for it at the end of the program.
+            dist.distributed_c10d._abort_process_group(group)
+        else:
+            dist.destroy_process_group(group)
+    return problem
+
+
+def _sum_of_ones(group: Any, device: torch.device) -> str:
+    """What is wrong with the sum; empty when nothing is."""
+    ones = torch.ones(1024, dtype=torch.bfloat16, device=device)
+    work = dist.all_reduce(ones, group=group, async_op=True)
+    limit = time.monotonic() + LIMIT_S / 2  # before the group's own, at which NCCL ends the process
+    while work is not None and not work.is_completed():
+        if time.monotonic() > limit:
+            return f"An all-reduce in bf16 did not end within {LIMIT_S / 2:g} s. Check the network."
+        time.sleep(0.001)
+    if work is not None:
+        work.wait()
+    size = dist.get_world_size()
+    low, high = float(ones.min()), float(ones.max())
+    if abs(low - size) > size / 64 or abs(high - size) > size / 64:  # bf16 has 8 significant bits
+        return f"An all-reduce of ones in bf16 over {size} ranks gave {low:g} to {high:g}. Reduce in fp32."
+    return ""
+
+
+def _failed(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
+    return f"An all-reduce in bf16 fails: {text}. Reduce in fp32 (reduce_dtype=torch.float32)."
+
+
+def _told(by_rank: list[list[str]]) -> list[str]:
+    """What the ranks have to say, the same thing once, with the ranks that say it unless it is all."""
+    ranks: dict[str, list[int]] = {}
+    for rank, texts in enumerate(by_rank):
+        for text in texts:
+            ranks.setdefault(text, []).append(rank)
+    return [
+        text if len(who) == len(by_rank) else f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text}"
+        for text, who in ranks.items()
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the answer; 0 for yes, 1 for no."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp_utils.bf16", description="Can this machine train in bf16?"
+    )
+    parser.add_argument("--device", help="cuda, cpu, …; the accelerator by default, or the CPU without one")
+    device = parser.parse_args(arguments).device
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    if launched:
+        if device in (None, "cuda") and torch.cuda.is_available():
+            torch.cuda.set_device(get_local_rank())
+        dist.init_process_group(timeout=timedelta(seconds=LIMIT_S))
+    try:
+        support = bf16_support(device)
+        if not launched or dist.get_rank() == 0:
+            print(support)
+    finally:
+        if launched:
+            dist.destroy_process_group()
+    return 0 if support else 1

@@ -1,0 +1,186 @@
+"""export_safetensors: a checkpoint as the folder that transformers' from_pretrained reads.
+
+Source of the format: https://huggingface.co/docs/safetensors (eight bytes with the length of the header, the
+header in JSON, the tensors' bytes), and of the index: transformers' sharded checkpoints.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.full import read_full
+from fsdp_utils.checkpoint.load import read_described
+from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, read_manifest, tensor_specs
+from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
+from fsdp_utils.checkpoint.plain_data import view
+from fsdp_utils.checkpoint.regular import readable
+from fsdp_utils.checkpoint.replacing import replacing
+from fsdp_utils.checkpoint.state import MODEL
+from fsdp_utils.checkpoint.storage import read_tensor
+from fsdp_utils.checkpoint.verify import newest, verify_checkpoint
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class _Source(NamedTuple):
+    """A checkpoint's model."""
+
+    specs: dict[str, tuple[torch.dtype, torch.Size]]  # by name, without tied ones
+    read: Callable[[str], Tensor]  # one whole tensor, in CPU memory
+    config: dict[str, Any] | None  # of a transformers model
+
+
+def export_safetensors(
+    checkpoint: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    shard_gib: float = 4.0,
+    verify: bool = True,
+    progress: Progress = lambda count: None,
+) -> Path:
+    """Write the model of a checkpoint as safetensors, in one process that never holds more than one tensor.
+
+    The folder gets model.safetensors, or several numbered ones and model.safetensors.index.json. The
+    config.json of a transformers model is written too: it was saved with the checkpoint. Add the tokenizer
+    with `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again.
+
+    Args:
+        checkpoint: a file of save_full, a checkpoint of save_distributed or a directory of them (then the
+            last one is taken), or a checkpoint of plain DCP that has its model under "model" (not verified).
+        out_dir: made if it is not there; what has the same name is replaced.
+        shard_gib: begin another file where one would become larger than this.
+        verify: False takes the checkpoint's hashes on trust.
+        progress: told of each piece of work, in bytes of tensors written.
+
+    Returns:
+        out_dir.
+
+    Raises:
+        CheckpointError: the checkpoint is not what was saved, or holds what safetensors has no word for.
+    """
+    if not 0 < shard_gib < float("inf"):
+        raise CheckpointError(f"expected shard_gib to be above 0, and finite, found {shard_gib}")
+    with readable(Path(checkpoint)):
+        source = open_model(newest(Path(checkpoint)), verify=verify)
+    out = Path(out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    shards = list(_shards(source.specs, int(shard_gib * 2**30)))
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = (
+            "model.safetensors"
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
+        _write(out / file, names, source, progress)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(_bytes(source.specs[name]) for name in weight_map)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _replace(out / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+    if source.config is not None:
+        _replace(out / "config.json", json.dumps(source.config, indent=2).encode())
+    return out
+
+
+def open_model(checkpoint: Path, *, verify: bool) -> _Source:
+    """The model in a checkpoint of any kind."""
+    if checkpoint.is_dir() and not (checkpoint / MANIFEST).exists():  # of plain DCP
+        metadata = read_any_metadata(checkpoint)
+        return _Source(
+            _model_specs(specs(metadata), tied={}),
+            lambda name: read_tensor(checkpoint, metadata, MODEL + name),
+            None,
+        )
+    if verify:
+        verify_checkpoint(checkpoint)
+    if checkpoint.is_dir():
+        manifest = read_manifest(checkpoint)
+        metadata = read_described(checkpoint, manifest)
+        return _Source(
+            _model_specs(tensor_specs(manifest), manifest["tied"]),
+            lambda name: read_tensor(checkpoint, metadata, MODEL + name),
+            manifest["config"],
+        )
+    content = read_full(checkpoint)
+    model: dict[str, Any] = content["model"]
+    tensors = {MODEL + name: (t.dtype, t.shape) for name, t in model.items() if isinstance(t, Tensor)}
+    return _Source(
+        _model_specs(tensors, content["tied"]),
+        lambda name: model[name].contiguous(),
+        content["about"]["config"],
+    )
+
+
+def _model_specs(
+    found: dict[str, tuple[torch.dtype, torch.Size]], tied: dict[str, str]
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    model = {key.removeprefix(MODEL): spec for key, spec in found.items() if key.startswith(MODEL)}
+    if not model:
+        raise CheckpointError(f"expected tensors under {MODEL!r}, found only {sorted(found)[:5]}")
+    if "__metadata__" in model:
+        raise CheckpointError("found a tensor '__metadata__', a name that safetensors keeps for itself")
+    unknown = {name: dtype for name, (dtype, _) in model.items() if dtype not in DTYPE_NAMES}
+    if unknown:
+        raise CheckpointError(f"expected dtypes that safetensors has, found {unknown}")
+    return {name: spec for name, spec in model.items() if name not in tied}
+
+
+def _shards(found: dict[str, tuple[torch.dtype, torch.Size]], limit: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    filled = 0
+    for name, spec in found.items():
+        if names and filled + _bytes(spec) > limit:
+            yield names
+            names, filled = [], 0
+        names.append(name)
+        filled += _bytes(spec)
+    yield names
+
+
+def _write(path: Path, names: list[str], source: _Source, progress: Progress) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        dtype, shape = source.specs[name]
+        end = offset + _bytes(source.specs[name])
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            tensor = source.read(name)
+            file.write(view(tensor))
+            progress(tensor.nbytes)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    with replacing(path) as file:
+        file.write(content)
+
+
+def _bytes(spec: tuple[torch.dtype, torch.Size]) -> int:
+    dtype, shape = spec
+    return shape.numel() * dtype.itemsize

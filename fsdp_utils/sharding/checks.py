@@ -1,0 +1,146 @@
+"""What is wrong with how a model was wrapped, in words."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
+from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.units import Unit, sizes_of, units_of, within
+
+# A unit that gathers more than this share of the parameters at once undoes most of what sharding saves.
+HALF = 0.5
+
+
+def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
+    """What is wrong with how this model was wrapped?
+
+    Only looks: no collective, no change, so it may be called on one rank.
+
+    Args:
+        model: after FSDP1 or FSDP2 was applied.
+        optimizer: the one that is to train it.
+
+    Returns:
+        A sentence or two for each problem and what to do about it; empty when nothing is wrong. Only
+        transformers models tell which weights are tied.
+    """
+    units, loose = units_of(model)
+    if not units:
+        return [
+            "The model is not sharded: no module in it is an FSDP unit. Call shard(model), or fully_shard."
+        ]
+    fsdp2 = isinstance(units[0].module, FSDPModule)
+    return [
+        *_check_units(model, units, loose, fsdp2),
+        *_check_ties(model, units, fsdp2),
+        *_check_mixed_requires_grad(units),
+        *(_check_optimizer(model, optimizer, fsdp2) if optimizer is not None else []),
+    ]
+
+
+def _check_units(model: nn.Module, units: list[Unit], loose: dict[str, int], fsdp2: bool) -> list[str]:
+    """The first thing that is wrong with what is in which unit; the rest would follow from it."""
+    if loose:
+        what_to_do = "Call fully_shard(model) after its parts." if fsdp2 else "Wrap the whole model in FSDP."
+        return [
+            f"{len(loose)} parameters are in no unit (such as {next(iter(loose))}): they are not sharded and "
+            f"their gradients are not averaged over the ranks. {what_to_do}"
+        ]
+    try:
+        classes = transformer_block_classes(model)
+    except ValueError:
+        classes = set()
+    names = " and ".join(sorted(cls.__name__ for cls in classes)) or "part"
+    what_to_do = (
+        f"Call fully_shard on each {names} before the model, or shard(model) instead."
+        if fsdp2
+        else f"Pass auto_wrap_policy={'wrap_policy(model)' if classes else 'a policy'} to FSDP."
+    )
+    if len(units) == 1:
+        return [
+            "Only the root is a unit: the whole model is gathered at once, so in backward each rank holds "
+            "all parameters and all gradients whole. Sharding saves memory only on the optimizer's state, "
+            f"and between the steps. {what_to_do}"
+        ]
+    root = units[0]
+    if root.name and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
+        return []  # several models side by side: no root to speak of
+    sizes = sizes_of(units)
+    blocks = dict(outermost(model, tuple(classes))) if classes else {}
+    in_root = [name for name in blocks if _share(within(name, root.sizes), within(name, sizes)) > SMALL]
+    if in_root:
+        return [
+            f"{len(in_root)} of {len(blocks)} blocks ({names}) are not units, such as {in_root[0]}: they are "
+            "gathered with the root and stay gathered. If a class was named for wrapping, it was not theirs. "
+            f"{what_to_do}"
+        ]
+    of_blocks = {name: size for block in blocks for name, size in within(block, sizes).items()}
+    for unit in units[1:]:
+        held = [block for block in blocks if within(block, unit.sizes)]
+        share = _share({name: size for name, size in unit.sizes.items() if name in of_blocks}, of_blocks)
+        # Blocks that share a parameter have to be in one unit.
+        if share > HALF and len(by_shared_parameters([blocks[block] for block in held])) > 1:
+            return [
+                f"{len(held)} of {len(blocks)} blocks ({names}) are in one unit, {unit.name}, which gathers "
+                f"{share:.0%} of all blocks' parameters at once. {what_to_do}"
+            ]
+    if (share := _share(root.sizes, sizes)) > HALF:
+        largest = max(root.sizes, key=root.sizes.__getitem__)
+        return [
+            f"{share:.0%} of the parameters are in the root's unit, which stays gathered through forward and "
+            f"backward; the largest is {largest}. Make its module a unit too, before the root."
+        ]
+    return []
+
+
+def _share(part: dict[str, int], whole: dict[str, int]) -> float:
+    return sum(part.values()) / max(1, sum(whole.values()))
+
+
+def _check_ties(model: nn.Module, units: list[Unit], fsdp2: bool) -> list[str]:
+    unit_of = {name: unit.name or "the root" for unit in units for name in unit.sizes}
+    pairs = {
+        tuple(sorted((plain_name(prefix, target), plain_name(prefix, source))))
+        for prefix, module in model.named_modules()
+        # transformers: which names are one parameter. Under one unit only one of them is left.
+        for target, source in getattr(module, "all_tied_weights_keys", {}).items()
+    }
+    what_to_do = "fully_shard([a, b])" if fsdp2 else "FSDP around a module that holds both"
+    return [
+        f"{a} and {b} are tied but in two units ({unit_of[a]} and {unit_of[b]}), so they are no longer one "
+        "parameter: each would train on its own (from 2.13 on, torch refuses to run such an FSDP2 model). "
+        f"Leave both modules to the root's unit, or make them one unit: {what_to_do}."
+        for a, b in sorted(pairs)
+        if a in unit_of and b in unit_of
+    ]
+
+
+def _check_mixed_requires_grad(units: list[Unit]) -> list[str]:
+    messages = []
+    for unit in units:
+        handle = getattr(unit.module, "_handle", None)  # of FSDP1; FSDP2 minds each parameter by itself
+        parameters = (handle.flat_param._params or []) if handle is not None else []
+        frozen = sum(not parameter.requires_grad for parameter in parameters)
+        if 0 < frozen < len(parameters):
+            messages.append(
+                f"The unit {unit.name or 'of the root'} mixes {frozen} frozen parameters with "
+                f"{len(parameters) - frozen} trained ones: FSDP1 holds and sends gradients for all of them. "
+                "Wrap the frozen modules in units of their own, or use FSDP2."
+            )
+    return messages
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, fsdp2: bool) -> list[str]:
+    of_model = set(model.parameters())
+    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    # Between forward and backward FSDP2 has the whole parameters in the model; what the optimizer should
+    # hold are the sharded ones, which are DTensors.
+    strangers = [p for p in given - of_model if not (fsdp2 and isinstance(p, DTensor))]
+    if not strangers or all(p in given for p in of_model if p.requires_grad):
+        return []
+    return [
+        f"The optimizer holds {len(strangers)} parameters that are not in the model, as they are from before "
+        "sharding: its steps change nothing. Build the optimizer after sharding, from model.parameters()."
+    ]

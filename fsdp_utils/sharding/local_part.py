@@ -1,0 +1,128 @@
+"""Where in the whole parameter does the part lie that this rank holds?
+
+Asked by everything that must come out alike however the model is sharded: masks, Fisher information.
+"""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_utils.sharding.names import plain_name
+
+_FLAT = "_flat_param"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter of the model inside FSDP1's flat one, as far as this rank holds it."""
+
+    name: str  # within its FSDP unit
+    shape: torch.Size
+    offset: int  # of this rank's part, in elements of the whole parameter
+    start: int  # of this rank's part, in elements of this rank's flat parameter
+    numel: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's part of a parameter: `numel` elements that follow each other from `offset` on.
+
+    For a tensor that is split along another dimension than the first they do not follow each other in the
+    whole parameter; then they are counted as if the ranks' parts lay one after the other.
+    """
+
+    shape: torch.Size  # of the whole parameter
+    offset: int
+    numel: int
+    members: tuple[Member, ...] = ()  # of FSDP1's flat parameter
+
+    @property
+    def padding(self) -> int:
+        """How many of the elements, at the end, are none of the parameter's: FSDP1 makes its parts equal."""
+        return min(self.numel, max(0, self.offset + self.numel - self.shape.numel()))
+
+
+def places(params: Sequence[Tensor]) -> list[Place]:
+    """Where the part of each parameter lies that this rank holds."""
+    fsdp1: dict[int, Place] = {}
+    if any(getattr(p, "_fsdp_flattened", False) or getattr(p, "_is_flat_param", False) for p in params):
+        fsdp1 = _fsdp1_places()
+    return [
+        _dtensor_place(p) if isinstance(p, DTensor) else fsdp1.get(id(p)) or Place(p.shape, 0, p.numel())
+        for p in params
+    ]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, over the same memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def as_dtensor(part: Tensor, like: DTensor) -> DTensor:
+    """The distributed tensor of which each rank gives its part, sharded as another one."""
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def member_names(name: str, place: Place) -> list[str]:
+    """The names of the parameters inside FSDP1's flat one, which is called `name`."""
+    unit = plain_name(name).removesuffix(_FLAT)
+    return [unit + member.name for member in place.members]
+
+
+def _dtensor_place(param: DTensor) -> Place:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    offset = sum(
+        offset * prod(shape[:dim]) * prod(param.shape[dim + 1 :]) for dim, offset in enumerate(offsets)
+    )
+    return Place(param.shape, offset, param._local_tensor.numel())
+
+
+def _fsdp1_places() -> dict[int, Place]:
+    """By id, all parameters of the process's FSDP1 models: an optimizer has only them, not the model."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
+    found: dict[int, Place] = {}
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), FSDP1)]
+    for module in modules:
+        handle: Any = module._handle
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        members = _sharded_members(flat) if handle.uses_sharded_strategy else _whole_members(flat)
+        numel = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
+        shape = flat._unpadded_unsharded_size
+        found[id(flat)] = Place(
+            shape, handle.rank * numel if handle.uses_sharded_strategy else 0, numel, members
+        )
+        for param, member in zip(flat._params or (), members, strict=False):
+            found[id(param)] = Place(member.shape, member.offset, member.numel)
+    return found
+
+
+def _sharded_members(flat: Any) -> tuple[Member, ...]:
+    return tuple(
+        Member(name, shape, info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard)
+        if info.in_shard
+        else Member(name, shape, 0, 0, 0)
+        for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
+    )
+
+
+def _whole_members(flat: Any) -> tuple[Member, ...]:
+    """With NO_SHARD, which is also what one rank alone has."""
+    members, start, inner = [], 0, iter(zip(flat._fqns, flat._shapes, strict=True))
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            members.append(Member(*next(inner), 0, start, numel))
+        start += numel
+    return tuple(members)

@@ -1,0 +1,7 @@
+"""torchrun ... -m fsdp_utils.train: see `fsdp_utils.train.loop`."""
+
+import sys
+
+from fsdp_utils.train.loop import main
+
+sys.exit(main())

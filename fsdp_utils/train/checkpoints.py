@@ -1,0 +1,121 @@
+"""The run's checkpoints: written while it goes on, and resumed from the newest that is whole."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint import CheckpointError, Save, load_distributed, save_distributed, verify_checkpoint
+from fsdp_utils.checkpoint.manifest import committed
+from fsdp_utils.train.group import on_rank_0
+from fsdp_utils.train.metrics import Journal
+
+__all__ = ["Saves", "resume"]
+
+
+def resume(directory: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """Load the newest checkpoint that is whole, on any number of ranks. Every rank calls it.
+
+    A damaged one is given another name and left for inspection, so that nobody comes back to it.
+
+    Returns:
+        The state that was saved, {} where there is no checkpoint; and what is to be told about damaged ones.
+
+    Raises:
+        CheckpointError: the newest is whole, but not of this model or this optimizer.
+    """
+    damaged: list[str] = []
+    while on_rank_0(lambda: bool(committed(directory))):
+        state, damage = _load_newest(directory, model, optimizer)
+        if damage is None:
+            return state, damaged
+        damaged.append(damage)
+    return {}, damaged
+
+
+def _load_newest(
+    directory: Path, model: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, Any], str | None]:
+    try:
+        return load_distributed(directory, model, optimizer), None
+    except CheckpointError:
+        damage = on_rank_0(lambda: _set_aside_if_damaged(directory))
+        if damage is None:
+            raise
+        return {}, damage
+
+
+def _set_aside_if_damaged(directory: Path) -> str | None:
+    newest = committed(directory)[-1].path
+    try:
+        verify_checkpoint(newest)
+    except CheckpointError as error:
+        # The step may be saved again under the same name, and damaged again: one name for each time.
+        newest.rename(newest.with_name(f"damaged-{newest.name}-{time.time_ns()}"))
+        return str(error)
+    return None
+
+
+class Saves:
+    """Checkpoints in the background; one that fails is told, and the next is tried all the same.
+
+    Args:
+        directory: where they are.
+        keep: how many are kept.
+        saved: the step of the newest that is there; None where there is none.
+        journal: where failures are told.
+        about: what each checkpoint says of the run.
+    """
+
+    def __init__(
+        self, directory: Path, keep: int, saved: int | None, journal: Journal, about: dict[str, Any]
+    ) -> None:
+        self._directory, self._keep, self._journal, self._about = directory, keep, journal, about
+        self._saved = saved
+        self._going_on: tuple[Save, int] | None = None
+
+    def begin(self, model: nn.Module, optimizer: Optimizer, step: int, **state: Any) -> None:
+        """Save in the background. A failure, of this save or of the one before, does not end the run."""
+        self._settle()
+        try:
+            save = save_distributed(
+                self._directory,
+                model,
+                optimizer,
+                step=step,
+                keep=self._keep,
+                asynchronous=True,
+                **self._about,
+                **state,
+            )
+            self._going_on = (save, step)
+        except CheckpointError as error:
+            self._journal.event("failed to save", step=step, error=str(error))
+
+    def finish(self, model: nn.Module, optimizer: Optimizer, step: int, **state: Any) -> None:
+        """Save before the run ends, if this step is not saved yet.
+
+        Raises:
+            CheckpointError: it is not saved, and so the run must not end as if it were.
+        """
+        self._settle()
+        if self._saved != step:
+            save_distributed(
+                self._directory, model, optimizer, step=step, keep=self._keep, **self._about, **state
+            )
+            self._saved = step
+            self._journal.event("saved", step=step)
+
+    def _settle(self) -> None:
+        if self._going_on is None:
+            return
+        (save, step), self._going_on = self._going_on, None
+        try:
+            save.wait()
+        except CheckpointError as error:
+            self._journal.event("failed to save", step=step, error=str(error))
+        else:
+            self._saved = step
+            self._journal.event("saved", step=step)

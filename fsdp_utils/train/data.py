@@ -1,0 +1,244 @@
+"""Which samples does a rank see at a step? A function of the seed and of how many were seen before.
+
+So the position in the data is one number, the same for any number of ranks: a run that is resumed on more or
+fewer ranks goes on with the sample after the last.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_utils._extras import need
+from fsdp_utils.train.config import ConfigError, DataConfig
+from fsdp_utils.train.files import TokenFile, fingerprint_of_array
+from fsdp_utils.train.group import on_rank_0, same_on_all
+
+__all__ = ["Data", "Rows", "load_data", "must_be_the_same", "rows_at"]
+
+IGNORED = -100  # a label that the loss of transformers' models leaves out
+
+
+class Rows(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Tensor) -> dict[str, Tensor]: ...
+
+
+class TensorRows:
+    """Samples that lie in tensors, one in each row."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(next(iter(self._tensors.values())))
+
+    def __getitem__(self, rows: Tensor) -> dict[str, Tensor]:
+        return {name: tensor[rows] for name, tensor in self._tensors.items()}
+
+
+class TokenRows:
+    """Samples that are stretches of text: `length` tokens each, one after the other, within a file."""
+
+    def __init__(self, files: list[Any], length: int, places: Tensor | None = None) -> None:
+        self._files, self._length = files, length  # of token ids: TokenFiles, or arrays in one dimension
+        if places is None:
+            counts = [len(file) // length for file in files]
+            starts = torch.cat([torch.arange(count) * length for count in counts])
+            numbers = torch.repeat_interleave(torch.arange(len(files)), torch.tensor(counts))
+            places = torch.stack([numbers, starts], dim=1)
+        self._places = places  # i64[samples, 2]: which file, and where in it
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, rows: Tensor) -> dict[str, Tensor]:
+        np = need("numpy", "train")
+
+        stretches = [
+            np.asarray(self._files[number][start : start + self._length], dtype=np.int64)
+            for number, start in self._places[rows].tolist()
+        ]
+        tokens = torch.from_numpy(np.stack(stretches))  # i64[rows, length]
+        return {"input_ids": tokens, "labels": tokens}
+
+    def split(self, held_out: float) -> tuple["TokenRows", "TokenRows"]:
+        """All but every n-th sample, for training, and those, for evaluation."""
+        every = max(2, round(1 / held_out)) if held_out else len(self) + 1
+        test = torch.arange(len(self)) % every == every - 1
+        return (
+            TokenRows(self._files, self._length, self._places[~test]),
+            TokenRows(self._files, self._length, self._places[test]),
+        )
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run learns from.
+
+    Attributes:
+        train, test: the samples; test may be empty.
+        predicts_next: whether the logits at a position are about the label after it (decoders).
+        build: makes the model that goes with the data, with the same weights on every rank.
+        identity: what tells these training samples from others: sizes and hashes, by the name of a part.
+    """
+
+    train: Rows
+    test: Rows
+    predicts_next: bool
+    build: Callable[[], torch.nn.Module] | None = None
+    identity: dict[str, str] = field(default_factory=dict)
+
+    def predictions(self, batch: Mapping[str, Tensor]) -> int:
+        """How many labels does a batch's mean loss stand for?"""
+        labels = batch["labels"]
+        if self.predicts_next:
+            labels = labels[:, 1:]
+        return int((labels != IGNORED).sum())
+
+
+def load_data(config: DataConfig) -> Data:
+    """The data that the configuration names.
+
+    Raises:
+        ConfigError: there is no such function or folder, or not enough in it.
+    """
+    folder = Path(config.source)
+    if folder.is_dir():
+        data = _from_folder(folder, config)
+    elif ":" in config.source:
+        data = _from_function(config.source)
+    else:
+        raise ConfigError(f'data.source: expected a folder or "module:function", found {config.source!r}')
+    if len(data.train) < config.batch_size:
+        raise ConfigError(
+            f"data.source {config.source!r}: expected at least data.batch_size ({config.batch_size}) samples "
+            f"to train on, found {len(data.train)}"
+        )
+    return data
+
+
+def _from_function(source: str) -> Data:
+    module, _, name = source.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"data.source {source!r}: expected a function to import: {error}") from error
+    task = function()
+    identity = {
+        name: fingerprint_of_array(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        for name, tensor in task.train.items()
+    }
+    return Data(
+        TensorRows(task.train),
+        TensorRows(task.test),
+        getattr(task, "predicts_next", False),
+        getattr(task, "build", None),
+        identity,
+    )
+
+
+def _from_folder(folder: Path, config: DataConfig) -> Data:
+    np = need("numpy", "train")
+
+    paths = [*sorted(folder.glob("*.npy")), *sorted(folder.glob("*.txt"))]
+    tokenizer = None
+    if config.tokenizer is not None and any(path.suffix == ".txt" for path in paths):
+        tokenizer = _tokenizer(config.tokenizer)
+    files, identity = [], {}
+    for path in paths:
+        try:
+            if path.suffix == ".npy":
+                file = _token_file(path)
+            elif tokenizer is None:
+                file = TokenFile(path, np.dtype(np.uint8), 0, path.stat().st_size)
+            else:
+                text = path.read_text(encoding="utf-8")
+                file = np.asarray(tokenizer(text)["input_ids"], dtype=np.uint32)
+        except (OSError, ValueError, EOFError) as error:
+            raise ConfigError(f"data.source {folder}: cannot read {path.name}: {error}") from error
+        files.append(file)
+        identity[path.name] = (
+            file.fingerprint() if isinstance(file, TokenFile) else fingerprint_of_array(file)
+        )
+    if sum(len(file) // config.seq_len for file in files) == 0:
+        raise ConfigError(
+            f"data.source {folder}: expected .npy or .txt files with a stretch of data.seq_len "
+            f"({config.seq_len}) tokens, found {len(files)} files and none so long"
+        )
+    train, test = TokenRows(files, config.seq_len).split(config.held_out)
+    identity["samples, by data.seq_len and data.held_out"] = f"{len(train):,} to train on"
+    return Data(train, test, predicts_next=True, identity=identity)
+
+
+def _token_file(path: Path) -> TokenFile:
+    np = need("numpy", "train")
+
+    mapped = np.lib.format.open_memmap(path, mode="r")  # reads and checks the header
+    if mapped.ndim != 1 or not np.issubdtype(mapped.dtype, np.integer):
+        raise ValueError(f"expected token ids in one dimension, found {mapped.dtype}{list(mapped.shape)}")
+    return TokenFile(path, mapped.dtype, mapped.offset, len(mapped))
+
+
+def _tokenizer(folder: str) -> Any:
+    AutoTokenizer = need("transformers", "train").AutoTokenizer
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a hostile folder can raise anything
+        raise ConfigError(f"data.tokenizer {folder!r}: {type(error).__name__}: {error}") from error
+
+
+def must_be_the_same(data: Data, before: dict[str, str] | None) -> None:
+    """Is this the data that the run has trained on so far, on every rank? A position means nothing in other.
+
+    Args:
+        data: this rank's.
+        before: the identity that the checkpoint holds; None where there is none: then rank 0's data counts.
+
+    Raises:
+        ConfigError: names what differs; the same on every rank.
+    """
+    expected = on_rank_0(lambda: before or data.identity)
+
+    def compare() -> None:
+        for name in sorted(expected.keys() | data.identity.keys()):
+            wanted, found = expected.get(name, "nothing"), data.identity.get(name, "nothing")
+            if wanted != found:
+                whose = "the checkpoint has it" if before else "rank 0 has it"
+                raise ConfigError(
+                    f"data.source, {name}: expected {wanted}, as {whose}, found {found}. Restore it; to "
+                    "train on other data, begin a run with another --out."
+                )
+
+    same_on_all(compare)
+
+
+def rows_at(position: int, count: int, total: int, seed: int) -> Tensor:
+    """The numbers of the next samples: i64[count]. Each epoch goes through all of them in a new order.
+
+    Args:
+        position: how many samples were seen before, by all ranks together.
+        count: how many are wanted; they may lie in two epochs.
+        total: how many samples there are.
+    """
+    taken: list[Tensor] = []
+    while count:
+        epoch, start = divmod(position, total)
+        taken.append(_order(total, seed, epoch)[start : start + count])
+        position += len(taken[-1])
+        count -= len(taken[-1])
+    return torch.cat(taken)
+
+
+@lru_cache(maxsize=2)
+def _order(total: int, seed: int, epoch: int) -> Tensor:
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(total, generator=generator)

@@ -1,0 +1,120 @@
+"""From the processes that torchrun started to a process group, also when they were started anew."""
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp_utils.distributed.identity import get_local_rank, get_rank, get_world_size
+from fsdp_utils.train.config import ConfigError
+
+__all__ = ["fresh_store", "on_rank_0", "process_group", "same_on_all", "sum_of_all", "training_device"]
+
+T = TypeVar("T")
+
+_ECHO_S = 2.0  # a rank that fails because another one did lets the other be heard first
+_POLL_S = 0.02
+
+
+def training_device(wanted: str) -> torch.device:
+    """This rank's accelerator for "auto", where there is one, else the CPU."""
+    if wanted == "cpu" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, get_local_rank())
+
+
+@contextmanager
+def process_group(device: torch.device, timeout_s: float) -> Iterator[None]:
+    """The process group of the ranks that torchrun started; of a single one where nobody did.
+
+    Tensors on the CPU go by gloo, also where the model is on GPUs: what the ranks tell each other at each
+    step then waits for no GPU.
+    """
+    limit, backend, store = timedelta(seconds=timeout_s), "gloo", dist.HashStore()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    if "WORLD_SIZE" in os.environ:
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        store = fresh_store(store, get_rank(), get_world_size(), timeout_s)
+    dist.init_process_group(backend, store=store, rank=get_rank(), world_size=get_world_size(), timeout=limit)
+    try:
+        yield
+    except Exception as error:
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):
+            time.sleep(_ECHO_S)  # it may be the echo of another rank's end
+        raise
+    dist.destroy_process_group()
+
+
+def fresh_store(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """A part of the store that only the ranks of this start use, and nobody used before.
+
+    torchrun keeps one store for all of its restarts [torch 2.13], so that restarted ranks find the addresses
+    of those that are gone. Here rank 0 makes lists of who is there, by names that are new at each start; a
+    list counts once everybody on it has confirmed it, which those that are gone cannot do.
+
+    Raises:
+        TimeoutError: not all ranks came in time.
+    """
+    store, me = dist.PrefixStore("fsdp_utils/start", store), uuid.uuid4().hex
+    store.set(f"here/{rank}", me)
+    here = [f"here/{other}" for other in range(world_size)]
+    roster: dict[str, Any] = {"names": []}
+    limit = time.monotonic() + timeout_s
+    while time.monotonic() < limit:
+        if rank == 0 and store.check(here):
+            names = [store.get(key).decode() for key in here]
+            if names != roster["names"]:
+                roster = {"id": uuid.uuid4().hex, "names": names}
+                store.set("roster", json.dumps(roster))
+        elif rank != 0 and store.check(["roster"]):
+            roster = json.loads(store.get("roster"))
+        if len(roster["names"]) == world_size and roster["names"][rank] == me:
+            store.set(f"confirmed/{roster['id']}/{rank}", "")
+            if store.check([f"confirmed/{roster['id']}/{other}" for other in range(world_size)]):
+                return dist.PrefixStore(roster["id"], store)
+        time.sleep(_POLL_S)
+    raise TimeoutError(f"rank {rank}: not all {world_size} ranks started within {timeout_s:g} s")
+
+
+# ---- what the ranks tell each other ----------------------------------------------------------------
+
+
+def sum_of_all(*values: float) -> list[float]:
+    """Of each value, the sum of what the ranks give."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def same_on_all(fn: Callable[[], T]) -> T:
+    """What fn returns; if it is refused on any rank, the same ConfigError on all."""
+    result, problem = None, None
+    try:
+        result = fn()
+    except ConfigError as error:
+        problem = str(error)
+    found: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(found, problem)
+    first_with = {text: rank for rank, text in reversed([*enumerate(found)]) if text}
+    if first_with:
+        named = [text if None not in found else f"rank {rank}: {text}" for text, rank in first_with.items()]
+        raise ConfigError("\n".join(named))
+    return result  # type: ignore[return-value]
+
+
+def on_rank_0(fn: Callable[[], T]) -> T:
+    """What fn returns on rank 0, on every rank. One rank decides, as the others may see the disk later."""
+    answer: list[Any] = [fn() if get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]

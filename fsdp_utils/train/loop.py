@@ -1,0 +1,378 @@
+"""A training program that does not lose work: FSDP2 from a laptop to a cluster, on the pieces of fsdp_utils.
+
+    torchrun --nproc-per-node 2 -m fsdp_utils.train --out runs/a \\
+        --data.source fsdp_utils.lessons.tasks:dates_llama --steps 200
+
+Started again it goes on from its newest whole checkpoint, on any number of ranks. SIGTERM and SIGUSR1 make it
+save and leave with exit code 75. `train_config.py` tells every setting; this file is the story: `train` sets
+up, `_loop` trains, `_step` and `_evaluate` are what each of its turns does.
+"""
+
+import faulthandler
+import gc
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint import CheckpointError
+from fsdp_utils.child_tuning.optimizer import ChildTuningAdamW
+from fsdp_utils.distributed.identity import get_rank, get_world_size
+from fsdp_utils.memory.maximizer import Memory_Maximizer
+from fsdp_utils.precision.bf16 import bf16_support
+from fsdp_utils.train.checkpoints import Saves, resume
+from fsdp_utils.train.config import (
+    ConfigError,
+    OptimConfig,
+    TrainConfig,
+    changes,
+    check_ranges,
+    mesh_shape,
+    micro_batches,
+    parse,
+)
+from fsdp_utils.train.data import Data, load_data, must_be_the_same, rows_at
+from fsdp_utils.train.files import DataError
+from fsdp_utils.train.group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
+from fsdp_utils.train.lock import RunLock
+from fsdp_utils.train.metrics import Journal
+from fsdp_utils.train.model import build_model, parallelize, throughput
+from fsdp_utils.train.stop import Stop
+from fsdp_utils.train.watchdog import EXIT_REQUEUE, Heartbeat, NotFinite, check_finite
+
+__all__ = ["learning_rate", "main", "train"]
+
+_END_S = 60.0  # from a failure to the end of its process, at most
+
+
+class Batch(NamedTuple):
+    """One rank's share of the samples of a step."""
+
+    samples: list[int]  # their numbers
+    parts: list[dict[str, Tensor]]  # the micro-batches
+    labels: list[int]  # how many each of them predicts
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    step: int  # steps of the optimizer that are done
+    seen: int  # samples that were trained on, by all ranks together
+    stopped: str | None = None  # the signal that ended it before its last step
+
+
+def train(config: TrainConfig) -> Progress:
+    """Train as configured, from where the run's directory stands. Every rank of a process group calls it.
+
+    Returns:
+        How far the run came.
+
+    Raises:
+        ConfigError: it cannot begin; the same on every rank.
+        CheckpointError: the newest checkpoint is of another model, or the last save failed.
+        NotFinite: the gradient is NaN or infinite; names ranks and samples.
+    """
+    out = Path(config.out)
+    device = training_device(config.parallel.device)
+    with Heartbeat(out / "hang", config.timeout_s) as heart, Stop(heart) as stop, RunLock(out) as lock:
+        heart.at("building")
+        data, model = same_on_all(lambda: _prepare(config, lock))
+        model = parallelize(model, config, device)
+        optimizer = _optimizer(model, config.optim)
+
+        heart.at("loading")
+        state, damaged = resume(out / "checkpoints", model, optimizer)
+        must_be_the_same(data, state.get("data"))
+        for group in optimizer.param_groups:  # those of the checkpoint give way
+            group.update(_hyperparameters(config.optim))
+        at = Progress(state.get("step", 0), state.get("seen", 0))
+        about = {"config": asdict(config), "data": data.identity}
+        changed = changes(state.get("config", about["config"]), about["config"])
+        journal = Journal(out, step=at.step, steps=config.steps, tensorboard=config.tensorboard)
+        try:
+            for text in damaged:
+                journal.event("damaged", error=text)
+                journal.say(f"passed over a damaged checkpoint: {text}")
+            journal.event("started", step=at.step, world_size=get_world_size(), config=about["config"])
+            if changed:
+                journal.say(f"from step {at.step} on with other settings than before: {', '.join(changed)}")
+            if lock.warning:
+                journal.say(lock.warning)
+            if config.parallel.precision == "bf16" and not (support := bf16_support(device)):
+                journal.say(f"bf16 will be slow here, or wrong: {support}")
+            saves = Saves(out / "checkpoints", config.keep, at.step if state else None, journal, about)
+            return _loop(config, model, optimizer, data, at, saves, journal, stop, heart)
+        finally:
+            journal.close()
+
+
+def _prepare(config: TrainConfig, lock: RunLock) -> tuple[Data, nn.Module]:
+    """All that can be refused before the ranks work together."""
+    check_ranges(config)
+    micro_batches(config, get_world_size())
+    mesh_shape(config, get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())))
+    if get_rank() == 0:
+        lock.take()
+    data = load_data(config.data)
+    return data, build_model(config.model, data, config.seed)
+
+
+def _loop(
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Data,
+    at: Progress,
+    saves: Saves,
+    journal: Journal,
+    stop: Stop,
+    heart: Heartbeat,
+) -> Progress:
+    """Step, tell, save, evaluate, until the last step or the scheduler's signal."""
+
+    def evaluate(step: int) -> None:
+        if step % config.eval_every == 0 or step == config.steps:
+            found = _evaluate(config, model, data, heart)
+            journal.metrics(step, **found)
+            if len(data.test) and not found:
+                journal.say(f"step {step}: no eval_loss, as no test sample has a label")
+
+    device, count = next(model.parameters()).device, config.data.batch_size
+    step, seen = at.step, at.seen
+    if step and not on_rank_0(lambda: journal.told("eval_loss")):
+        evaluate(step)  # the run had ended between the save and the evaluation of this step
+    batch = _batch(config, data, seen)
+    (labels,) = sum_of_all(sum(batch.labels))
+    measure = throughput(config, model, data, device)
+    memory = Memory_Maximizer(device, verbose=False)
+    memory.start()
+    model.train()
+    stopped = None
+    while step < config.steps and stopped is None:
+        # The first step takes longer than all others: FSDP sets itself up, blocks are compiled.
+        heart.at(f"step {step + 1}", config.timeout_s if step == at.step else config.hang_s)
+        begun = time.perf_counter()
+        rate = learning_rate(step, config.optim, config.steps)
+        with _profiled(config, step + 1):
+            own, norm = _step(config, model, optimizer, batch, labels, step, rate)
+        step, seen = step + 1, seen + count
+        following = _batch(config, data, seen)
+        loss, asked, more = sum_of_all(own, stop.wanted is not None, sum(following.labels))
+        check_finite("the loss", loss, own, step, batch.samples)
+        known = loss if labels else None  # a batch without a label has no loss, and its gradient is zero
+        batch, labels = following, more
+        seconds = time.perf_counter() - begun
+        if step > at.step + 1:
+            heart.longest_step_s = max(heart.longest_step_s, seconds)
+        memory.update(count // get_world_size())
+        journal.moved(step)
+        if step % config.log_every == 0 or step == config.steps:
+            journal.metrics(step, loss=known, lr=rate, norm=norm, seconds=seconds, **measure(seconds))
+        if step == config.steps:
+            break
+        if step % config.save_every == 0:
+            heart.at(f"saving after step {step}", is_saving=True)
+            journal.durable()
+            saves.begin(model, optimizer, step, seen=seen)
+        evaluate(step)
+        if asked:
+            stopped = _signal(stop.wanted)
+    heart.at(f"saving after step {step}", is_saving=True)
+    journal.durable()
+    saves.finish(model, optimizer, step, seen=seen)
+    if step == config.steps > at.step:
+        evaluate(step)  # after the save: an evaluation that fails costs no step
+    report = memory.stop()
+    journal.event("stopped" if stopped else "finished", step=step, signal=stopped, memory=report.to_dict())
+    journal.say(str(report))
+    return Progress(step, seen, stopped)
+
+
+def _batch(config: TrainConfig, data: Data, seen: int) -> Batch:
+    """This rank's share of the batch that follows when so many samples have been seen."""
+    world_size = get_world_size()
+    number, size = micro_batches(config, world_size)
+    rows = rows_at(seen, config.data.batch_size, len(data.train), config.seed).view(number, world_size, size)
+    mine = rows[:, get_rank()]  # i64[micro-batches, samples]
+    parts = [data.train[part] for part in mine]
+    return Batch(mine.flatten().tolist(), parts, [data.predictions(part) for part in parts])
+
+
+def _step(
+    config: TrainConfig, model: Any, optimizer: Optimizer, batch: Batch, labels: float, step: int, rate: float
+) -> tuple[float, float]:
+    """One step of the optimizer: this rank's part of the loss, and the norm of the whole gradient.
+
+    The sum of the parts is the mean over the `labels` labels of the whole batch, of all ranks and
+    micro-batches together. So its gradient does not depend on how the batch was divided.
+    """
+    device = next(model.parameters()).device
+    rank, world_size, number = get_rank(), get_world_size(), len(batch.parts)
+
+    # Dropout's numbers follow from the place in the run, so that a resumed run draws the same ones.
+    _seed((config.seed * 1_000_003 + step) * 65_537 + rank, device)
+    local = torch.zeros((), device=device)
+    for index, (part, weight) in enumerate(zip(batch.parts, batch.labels, strict=True)):
+        if number > 1:  # sum gradients between ranks only once, after the last micro-batch
+            model.set_requires_gradient_sync(index == number - 1)
+        if not weight:  # a mean over no label is NaN: it counts 0 times with some labels, whatever they are
+            part = {**part, "labels": part["labels"].clamp(min=0)}
+        loss = model(**_to(part, device)).loss * (weight / max(labels, 1))
+        (loss * world_size).backward()  # FSDP averages over the ranks, and this loss is a part of a sum
+        local += loss.detach()
+
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = get_total_norm(grads)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    own, length = torch.stack([local, norm.to(local)]).tolist()  # waits for the device: once a step
+    check_finite("the gradient's norm", length, own, step + 1, batch.samples)
+    if config.optim.clip is not None:
+        clip_grads_with_norm_(model.parameters(), config.optim.clip, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return own, length
+
+
+@torch.no_grad()
+def _evaluate(config: TrainConfig, model: nn.Module, data: Data, heart: Heartbeat) -> dict[str, float]:
+    """The mean loss over all test samples, each counted once, on any number of ranks.
+
+    Each rank must run equally many batches, as each of them gathers parameters from all ranks. Where a rank
+    has none left it runs a sample again and does not count it.
+    """
+    if not len(data.test):
+        return {}
+    device, rank, world_size = next(model.parameters()).device, get_rank(), get_world_size()
+    _, size = micro_batches(config, world_size)
+    total = loss = 0.0
+    model.eval()
+    for start in range(0, len(data.test), size * world_size):
+        heart.at("evaluating")
+        rows = torch.arange(start, min(start + size * world_size, len(data.test)))[rank::world_size]
+        batch = data.test[rows if len(rows) else torch.zeros(1, dtype=torch.int64)]
+        weight = data.predictions(batch) if len(rows) else 0
+        mean = model(**_to(batch, device)).loss.item()
+        if weight:
+            total, loss = total + weight, loss + mean * weight
+    model.train()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # what FSDP keeps for a backward that does not come; checkpoints are of shards
+    loss, total = sum_of_all(loss, total)
+    return {"eval_loss": loss / total} if total else {}
+
+
+def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
+    """The rate of a step, counted from 0: a function of the step alone, so nothing of it is to be saved."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    done = (step - config.warmup) / max(1, steps - config.warmup)
+    fall = {"none": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[config.decay]
+    return config.lr * (config.min_lr + (1 - config.min_lr) * fall)
+
+
+def _optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    settings = {"lr": config.lr, **_hyperparameters(config)}
+    if config.name == "child_tuning":
+        return ChildTuningAdamW(model.parameters(), **settings)
+    return torch.optim.AdamW(model.parameters(), **settings, fused=True)
+
+
+def _hyperparameters(config: OptimConfig) -> dict[str, Any]:
+    """What the optimizer is told besides the learning rate, which `_step` sets at each step."""
+    settings: dict[str, Any] = {"betas": config.betas, "weight_decay": config.weight_decay}
+    return settings | ({"reserve_p": config.reserve_p} if config.name == "child_tuning" else {})
+
+
+@contextmanager
+def _profiled(config: TrainConfig, step: int) -> Iterator[None]:
+    """A trace of the step that is to be profiled, on rank 0, for Perfetto or chrome://tracing."""
+    if step != config.profile_step or get_rank() != 0:
+        yield
+        return
+    from torch.profiler import profile
+
+    with profile(record_shapes=True) as profiler:
+        yield
+    profiler.export_chrome_trace(str(Path(config.out) / f"trace-step-{step}.json"))
+
+
+def _signal(mine: str | None) -> str:
+    """The signal that some rank was sent; the same answer on every rank."""
+    found: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(found, mine)
+    return next(name for name in found if name is not None)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """As torch.manual_seed, which on a CPU takes half a millisecond to note where it was called from."""
+    seed %= 2**63  # torch's seeds have 64 bits
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+# ---- the program -----------------------------------------------------------------------------------
+
+
+@record  # writes torchelastic's error file, from which torchrun tells which rank failed first, and how
+def _run(arguments: list[str] | None) -> Progress:
+    config, problem = None, None
+    try:
+        config = parse(arguments)
+    except ConfigError as error:
+        problem = error
+
+    def configured() -> TrainConfig:
+        if problem is not None:
+            raise problem
+        assert config is not None
+        return config
+
+    device = training_device(config.parallel.device if config else "cpu")
+    with process_group(device, config.timeout_s if config else 60):
+        return train(same_on_all(configured))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The program's exit code: 0 finished, 75 stopped by a signal and saved, 1 failed, 2 not begun."""
+    try:
+        progress = _run(arguments)
+    except Exception as error:
+        # A process group that lost a rank, or a save, can hold up the end of a process.
+        faulthandler.dump_traceback_later(_END_S, exit=True)
+        if isinstance(error, DataError):  # this rank alone has seen it
+            print(f"rank {get_rank()}: DataError: {error}", file=sys.stderr, flush=True)
+            return 1
+        if not isinstance(error, (ConfigError, CheckpointError, NotFinite)):
+            raise
+        if get_rank() == 0:  # these are the same on every rank: told once
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ConfigError) else 1
+    gc.freeze()  # no garbage among what was imported: the process ends a second sooner
+    if progress is not None and progress.stopped:
+        print(json.dumps({"stopped": progress.stopped, "step": progress.step}), flush=True)
+        return EXIT_REQUEUE
+    return 0

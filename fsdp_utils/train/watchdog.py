@@ -1,0 +1,204 @@
+"""What can end a run early: a number that is none, a rank that hangs (and a signal: train_stop.py).
+
+Each ends it in words, within a limit, and such that all ranks agree.
+"""
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from fsdp_utils.distributed.identity import get_rank, get_world_size
+
+__all__ = ["EXIT_HANG", "EXIT_REQUEUE", "Hang", "Heartbeat", "NotFinite", "check_finite"]
+
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: come again, and it goes on
+EXIT_HANG = 70  # EX_SOFTWARE
+
+_TOLD_WAIT_S = 3.0  # for the ranks that can speak to have written their stacks
+
+
+class NotFinite(FloatingPointError):
+    """The gradient or the loss is NaN or infinite. The same on every rank; no checkpoint holds it."""
+
+
+def check_finite(what: str, value: float, loss: float, step: int, rows: list[int]) -> None:
+    """Stop all ranks where a number that all of them have is none, and say whose loss it came from.
+
+    All ranks have the same value, so that they all come here, or none does.
+
+    Args:
+        what: the value's name.
+        value: the norm of the whole gradient, or the loss of all ranks together.
+        loss: this rank's own part of the loss of this step.
+        step: its number.
+        rows: the samples that this rank computed.
+
+    Raises:
+        NotFinite: names the step, the ranks and their samples.
+    """
+    if math.isfinite(value):
+        return
+    losses: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(losses, (loss, rows))
+    culprits = [
+        f"the loss of rank {rank} is {value} (samples {', '.join(map(str, numbers[:8]))}"
+        f"{' and more' if len(numbers) > 8 else ''})"
+        for rank, (value, numbers) in enumerate(losses)
+        if not math.isfinite(value)
+    ]
+    raise NotFinite(
+        f"step {step}: {what} is {value}; "
+        + ("; ".join(culprits) or "the losses of all ranks are finite, so it became so in backward")
+        + ". The step is not saved; the checkpoints are from before."
+    )
+
+
+class Hang(RuntimeError):
+    """Some rank has not moved for longer than the limit."""
+
+
+class Heartbeat:
+    """Is every rank still moving? If one is not: the stacks of all ranks that can speak, then the end.
+
+    A thread on each rank tells the others, through the process group's store, where its training is. When
+    its own training has not moved for the limit, or another rank says so, it writes the stacks of all of its
+    threads to `directory`, waits for the other ranks to do the same, names those that did not, and ends the
+    process. A hang thus becomes a failure, after which torchrun can start the ranks anew.
+
+    A rank of this host that does not answer, as it was stopped or C code holds its GIL, is ended by SIGABRT:
+    it leaves its stacks on its stderr, where torchrun would wait 30 s for it and then kill it without.
+
+    Args:
+        directory: where the stacks go; shared by all ranks.
+        limit_s: seconds, until `at` is given another limit.
+    """
+
+    def __init__(self, directory: Path, limit_s: float) -> None:
+        self._directory, self._limit_s = directory, limit_s
+        self._rank, self._world_size = get_rank(), get_world_size()
+        self._where, self._when = "start", time.monotonic()
+        self._is_saving = False
+        self.longest_step_s = 0.0  # until now, but for the first of a start
+        self._over = threading.Event()
+        self._store = dist.PrefixStore("fsdp_utils/train", dist.distributed_c10d._get_default_store())
+        self._siblings = [socket.gethostname(), os.getppid()]  # what ranks of one torchrun have in common
+
+    def at(self, where: str, limit_s: float | None = None, *, is_saving: bool = False) -> None:
+        """Training has come here: the limit begins anew. It can be another one from here on.
+
+        Args:
+            where: in words.
+            limit_s: seconds, for this and what comes after it; None leaves the limit as it is.
+            is_saving: what begins here is a save, which takes its time also where the rank is to stop.
+        """
+        self._limit_s = limit_s or self._limit_s
+        self._where, self._when, self._is_saving = where, time.monotonic(), is_saving
+        # Should C code hold the GIL, the thread below cannot speak; this one needs no GIL.
+        faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _TOLD_WAIT_S, exit=True)
+
+    def stuck_s(self, since: float, patience_s: float) -> float | None:
+        """For how long has training not moved? None if it has, or is saving, or may still be at a long step.
+
+        Args:
+            since: the time.monotonic() from which on it counts.
+            patience_s: seconds that it may take; or twice its longest step, where that is longer.
+        """
+        quiet_s = time.monotonic() - max(since, self._when)
+        patience_s = max(patience_s, 2 * self.longest_step_s)
+        return None if self._is_saving or quiet_s < patience_s else quiet_s
+
+    @property
+    def where(self) -> str:
+        """The last place of training, in words."""
+        return self._where
+
+    def __enter__(self) -> "Heartbeat":
+        faulthandler.enable()  # so that SIGABRT leaves the stacks of all threads, whatever they are in
+        self.at(self._where)
+        threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self._over.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._limit_s / 10)):
+            quiet_s = time.monotonic() - self._when
+            try:
+                self._store.set(f"beat/{self._rank}", self._beat())
+                if quiet_s > self._limit_s:
+                    self._store.set("hang", "")
+                if self._store.check(["hang"]):
+                    self._tell(quiet_s)
+            except RuntimeError:  # the store is gone: the run is ending, and torchrun sees to it
+                return
+
+    def _beat(self) -> str:
+        return json.dumps([time.time(), self._where, self._siblings, os.getpid()])
+
+    def _tell(self, quiet_s: float) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not keep this from its end
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with (self._directory / f"stack-of-rank-{self._rank}.txt").open("w") as stacks:
+                stacks.write(f"rank {self._rank}, {self._where}: has not moved for {quiet_s:.0f} s\n\n")
+                stacks.flush()
+                faulthandler.dump_traceback(stacks, all_threads=True)
+        report, silent = self._report(quiet_s)
+        error = Hang(report)
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
+        print(f"[rank {self._rank}] Hang: {error}", file=sys.stderr, flush=True)
+        for pid in silent:
+            _abort(pid)
+        os._exit(EXIT_HANG)
+
+    def _report(self, quiet_s: float) -> tuple[str, list[int]]:
+        """What is known of all ranks, once those that can speak have written their stacks.
+
+        Returns:
+            It in words, and the processes of this host that do not answer.
+        """
+        self._store.set(f"told/{self._rank}", "")
+        told, limit = {self._rank}, time.monotonic() + _TOLD_WAIT_S
+        while len(told) < self._world_size and time.monotonic() < limit:
+            time.sleep(0.05)
+            told = {rank for rank in range(self._world_size) if self._store.check([f"told/{rank}"])}
+        silent, pids = [], []
+        for rank in sorted({*range(self._world_size)} - told):
+            seen = "it was never heard of"
+            if self._store.check([f"beat/{rank}"]):
+                when, where, siblings, pid = json.loads(self._store.get(f"beat/{rank}"))
+                seen = f"last heard of {time.time() - when:.0f} s ago, {where}"
+                if siblings == self._siblings:
+                    pids.append(pid)
+                    seen += "; ended now, with its stacks on its stderr"
+            silent.append(f"rank {rank} does not answer: {seen}")
+        text = (
+            f"at {self._where}, no move for {quiet_s:.0f} s. "
+            + ("; ".join(silent) or "All ranks answer, so none is stopped or gone: compare their stacks")
+            + f". Stacks: {self._directory}"
+        )
+        return text, pids
+
+
+def _abort(pid: int) -> None:
+    """End a process with its stacks, also a stopped one: that gets the first signal with the second."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGABRT)
+        os.kill(pid, signal.SIGCONT)
