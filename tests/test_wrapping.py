@@ -651,6 +651,15 @@ def test_a_unit_of_fsdp1_mixes_frozen_and_trained_parameters(two_ranks: TwoRanks
     assert two_ranks(lambda: check_sharding(shard(mixed()))) == [[], []]
 
 
+def test_a_unit_of_fsdp1_that_is_wholly_frozen_is_no_problem(two_ranks: TwoRanks) -> None:
+    def fn() -> list[str]:
+        model = HandWritten()
+        model.blocks[1].requires_grad_(False)
+        return check_sharding(fsdp1(model, auto_wrap_policy=wrap_policy(model), use_orig_params=True))
+
+    assert two_ranks(fn) == [[], []]
+
+
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step changed the model."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
