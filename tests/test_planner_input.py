@@ -81,7 +81,7 @@ class Stubborn(nn.Module):
     ("model", "options", "sentence"),
     [
         (LLAMA, {"gpu": "H1000"}, "expected gpu out of A10, A100-40"),
-        (LLAMA, {"strategy": "zero3"}, "expected strategy out of full, grad_op, hybrid, found 'zero3'"),
+        (LLAMA, {"strategy": "zero9"}, "expected strategy out of full, grad_op, hybrid, found 'zero9'"),
         (LLAMA, {"world_size": 5000, "batch_size": 5000}, "a world_size from 1 to 4096, found 5000"),
         (LLAMA, {"batch_size": 20}, "a batch_size that 16 ranks can share, such as 32, found 20"),
         (LLAMA, {"world_size": 12, "batch_size": 12}, "multiples of 8, the ranks_per_host, found 12"),
@@ -225,11 +225,11 @@ def test_the_command_searches_with_what_is_given(tmp_path: Path, capsys: pytest.
     [
         ("--world-size 2 --batch-size 3", "a batch_size that 2 ranks can share, such as 4, found 3"),
         ("--world-size 2 --batch-size 2 --gpu H1000", "expected gpu out of A10, A100-40"),
-        ("--world-size 2 --batch-size 2 --strategy zero3", "expected strategy out of full, grad_op, hybrid"),
+        ("--world-size 2 --batch-size 2 --strategy zero9", "expected strategy out of full, grad_op, hybrid"),
         ("--search 2 --gpu H1000", "expected gpu out of A10, A100-40"),
         ("--search 12", "multiples of 8, the ranks_per_host, found 12"),
         ("--search 2 --batch-size 3", "a batch_size that 2 ranks can share, such as 4, found 3"),
-        ("--search 2 --strategy zero3", "expected strategy out of full, grad_op, hybrid"),
+        ("--search 2 --strategy zero9", "expected strategy out of full, grad_op, hybrid"),
         ("--search 2 --tokens-per-s nan", "search: expected tokens_per_s to be a number above 0"),
     ],
 )

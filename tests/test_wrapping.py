@@ -140,8 +140,10 @@ def test_the_strategy_decides_what_stays_gathered_after_forward(two_ranks: TwoRa
         model(**hand_written_batch())
         return [isinstance(parameter, DTensor) for parameter in model.blocks.parameters()]
 
-    assert all(all(sharded) for sharded in two_ranks(fn, "full"))
-    assert not any(any(sharded) for sharded in two_ranks(fn, "grad_op"))
+    for freed in ("full", "FULL_SHARD", "zero3"):
+        assert all(all(sharded) for sharded in two_ranks(fn, freed))
+    for kept in ("grad_op", "SHARD_GRAD_OP", "zero2"):
+        assert not any(any(sharded) for sharded in two_ranks(fn, kept))
 
 
 def test_the_strategy_holds_for_a_model_inside_another_fsdp_model_too(two_ranks: TwoRanks) -> None:
@@ -270,8 +272,8 @@ def test_shard_refuses_what_it_cannot_do_with_what_to_do(two_ranks: TwoRanks) ->
         square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         messages = []
         for options in (
-            {"strategy": "FULL_SHARD"},
-            {"strategy": "hybrid"},
+            {"strategy": "NO_SHARD"},
+            {"strategy": "HYBRID_SHARD"},
             {"strategy": "hybrid", "mesh": flat},
             {"strategy": "full", "mesh": square},
         ):
@@ -281,7 +283,10 @@ def test_shard_refuses_what_it_cannot_do_with_what_to_do(two_ranks: TwoRanks) ->
         return messages
 
     for unknown, no_mesh, flat, square in two_ranks(fn):
-        assert unknown == 'shard: expected strategy "full", "grad_op" or "hybrid", found \'FULL_SHARD\''
+        assert unknown == (
+            'shard: expected strategy "full", "grad_op" or "hybrid" (or FULL_SHARD, zero3, '
+            "SHARD_GRAD_OP, zero2, HYBRID_SHARD), found 'NO_SHARD'"
+        )
         assert no_mesh == flat
         assert flat.startswith('shard: strategy "hybrid" expects a 2-D mesh, found a 1-D one.')
         assert "init_device_mesh" in flat

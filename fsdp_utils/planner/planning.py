@@ -24,6 +24,7 @@ from fsdp_utils.planner.simulated_rank import (
     record_one_rank,
 )
 from fsdp_utils.planner.work_items import Recording
+from fsdp_utils.sharding.wrapping import strategy_named
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -186,7 +187,7 @@ def plan(
         world_size: ranks, 1 to 4096.
         batch_size: samples in a step, of all ranks together.
         seq_len: tokens of a sample, for models that read tokens.
-        strategy: "full", "grad_op" or "hybrid", as for `fsdp_utils.shard`.
+        strategy: "full", "grad_op" or "hybrid", or another spelling that `fsdp_utils.shard` takes.
         gpu: a name out of `fsdp_utils.planner.GPUS`, or a GPU.
         api: "fsdp2" (fully_shard) or "fsdp1" (FullyShardedDataParallel).
         precision: "fp32"; "bf16": fp32 parameters, computes and reduces in bf16; "bf16_reduce_fp32": reduces
@@ -223,7 +224,7 @@ def plan(
             world_size,
             batch_size,
             seq_len,
-            strategy,
+            strategy_named(strategy),
             api,
             precision,
             checkpointing,

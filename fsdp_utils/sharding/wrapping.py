@@ -1,8 +1,8 @@
 """Which modules become FSDP units?
 
 A unit is what FSDP gathers, computes and frees in one piece. For a transformer the right unit is the
-block: gathered one by one, only a block or two need whole parameters at a time. `_blocks.py` finds the
-blocks, `_check_sharding.py` finds what went wrong.
+block: gathered one by one, only a block or two need whole parameters at a time. `blocks.py` finds the
+blocks, `checks.py` finds what went wrong.
 """
 
 from collections.abc import Iterator
@@ -27,6 +27,20 @@ from fsdp_utils.sharding.checks import check_sharding
 from fsdp_utils.sharding.names import plain_name
 
 __all__ = ["check_sharding", "shard", "transformer_block_classes", "wrap_policy"]
+
+# What FSDP1 and DeepSpeed call the strategies
+_SPELLINGS = {
+    "FULL_SHARD": "full",
+    "zero3": "full",
+    "SHARD_GRAD_OP": "grad_op",
+    "zero2": "grad_op",
+    "HYBRID_SHARD": "hybrid",
+}
+
+
+def strategy_named(spelling: str) -> str:
+    """ "full", "grad_op" or "hybrid" for that spelling; what is none, as it is."""
+    return _SPELLINGS.get(spelling, spelling) if isinstance(spelling, str) else spelling
 
 
 def wrap_policy(model: nn.Module) -> ModuleWrapPolicy:
@@ -54,9 +68,10 @@ def shard(
     Args:
         model: changed in place.
         mesh: 1-D, or for "hybrid" 2-D with named dimensions (replicate, shard). None is 1-D over all ranks.
-        strategy: "full": parameters are freed after a block's forward and gathered again in backward
-            (FULL_SHARD, ZeRO-3). "grad_op": they stay until backward (SHARD_GRAD_OP, ZeRO-2). "hybrid":
-            as "full" within the mesh's second dimension, replicated over the first (HYBRID_SHARD).
+        strategy: "full": parameters are freed after a block's forward and gathered again in backward.
+            "grad_op": they stay until backward. "hybrid": as "full" within the mesh's second dimension,
+            replicated over the first. Or the same by FSDP1's names ("FULL_SHARD", "SHARD_GRAD_OP",
+            "HYBRID_SHARD") or DeepSpeed's ("zero3", "zero2").
         mp_policy: mixed precision, for every unit.
         offload_policy: CPUOffloadPolicy(...), for every unit.
 
@@ -68,8 +83,12 @@ def shard(
             is sharded already, or has parameters that FSDP2 cannot shard. The model is then as it was.
         RuntimeError: there is no process group; this torch trains FSDP2 wrongly on ranks without a GPU.
     """
+    strategy = strategy_named(strategy)
     if strategy not in ("full", "grad_op", "hybrid"):
-        raise ValueError(f'shard: expected strategy "full", "grad_op" or "hybrid", found {strategy!r}')
+        raise ValueError(
+            f'shard: expected strategy "full", "grad_op" or "hybrid" (or {", ".join(_SPELLINGS)}), '
+            f"found {strategy!r}"
+        )
     if not dist.is_initialized():
         raise RuntimeError(
             "shard: there is no process group. Start the program with torchrun and call "
