@@ -2,9 +2,10 @@
 
 import json
 import os
+import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,7 +16,15 @@ import torch.distributed as dist
 from fsdp_utils.distributed.identity import get_local_rank, get_rank, get_world_size
 from fsdp_utils.train.config import ConfigError
 
-__all__ = ["fresh_store", "on_rank_0", "process_group", "same_on_all", "sum_of_all", "training_device"]
+__all__ = [
+    "fresh_store",
+    "on_rank_0",
+    "process_group",
+    "same_on_all",
+    "share_interface",
+    "sum_of_all",
+    "training_device",
+]
 
 T = TypeVar("T")
 
@@ -24,12 +33,47 @@ _POLL_S = 0.02
 
 
 def training_device(wanted: str) -> torch.device:
-    """This rank's accelerator for "auto", where there is one, else the CPU."""
+    """This rank's accelerator for "auto", where there is one, else the CPU.
+
+    Raises:
+        ConfigError: the host has fewer accelerators than ranks.
+    """
     if wanted == "cpu" or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
-    return torch.device(accelerator.type, get_local_rank())
+    index, count = get_local_rank(), torch.accelerator.device_count()
+    if count == 1 and "LOCAL_RANK" not in os.environ:
+        index = 0  # srun without torchrun, which shows each task a GPU of its own
+    if index >= count:
+        raise ConfigError(
+            f"parallel.device: expected a {accelerator.type} device for each rank of a host, found {count} "
+            f"and rank {index} of the host. Start {count} ranks on it, or set parallel.device to cpu."
+        )
+    return torch.device(accelerator.type, index)
+
+
+def share_interface(environment: MutableMapping[str, str], interfaces: Iterable[str]) -> None:
+    """Let gloo and NCCL use the same network interface, where the user has named one for either.
+
+    With GPUs both are used, and each chooses by itself: gloo by the host's name, NCCL by the interface's. On
+    hosts with several networks, one named and one not may end in different ones, where the ranks never meet.
+
+    Args:
+        environment: GLOO_SOCKET_IFNAME (names) and NCCL_SOCKET_IFNAME (beginnings of names; "=" before names,
+            "^" before what is left out) are read, and the one that is missing is set.
+        interfaces: the names of this host's.
+    """
+    gloo, nccl = environment.get("GLOO_SOCKET_IFNAME"), environment.get("NCCL_SOCKET_IFNAME")
+    if gloo and not nccl:
+        environment["NCCL_SOCKET_IFNAME"] = f"={gloo}"
+    if nccl and not gloo and not nccl.startswith("^"):
+        is_name, wanted = nccl.startswith("="), nccl.removeprefix("=").split(",")
+        found = [
+            each for each in interfaces if any(each == w if is_name else each.startswith(w) for w in wanted)
+        ]
+        if found:
+            environment["GLOO_SOCKET_IFNAME"] = found[0]
 
 
 @contextmanager
@@ -38,10 +82,22 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[None]:
 
     Tensors on the CPU go by gloo, also where the model is on GPUs: what the ranks tell each other at each
     step then waits for no GPU.
+
+    Raises:
+        ConfigError: this is one of several ranks, and nothing says where the others are.
     """
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing and get_world_size() > 1:
+        raise ConfigError(
+            f"expected torchrun to have started the {get_world_size()} ranks, found {', '.join(missing)} not "
+            "set. Under Slurm, srun starts one torchrun on each node, as in examples/train.sbatch."
+        )
     limit, backend, store = timedelta(seconds=timeout_s), "gloo", dist.HashStore()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
+        share_interface(os.environ, [name for _, name in socket.if_nameindex()])
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     if "WORLD_SIZE" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", timeout=limit))

@@ -368,7 +368,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         if not isinstance(error, (ConfigError, CheckpointError, NotFinite)):
             raise
-        if get_rank() == 0:  # these are the same on every rank: told once
+        if get_rank() == 0 or not dist.is_initialized():  # in a group the same on every rank: told once
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     gc.freeze()  # no garbage among what was imported: the process ends a second sooner
