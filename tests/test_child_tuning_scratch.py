@@ -31,7 +31,7 @@ def signed(value: int) -> int:
 
 
 def drawn(seed: int, step: int, element: int) -> int:
-    """The number of an element of the model, as child_masks.py defines it, in Python's integers."""
+    """The number of an element of the model, as random_masks.py defines it, in Python's integers."""
     page, entry = divmod(element, PAGE)
     key = mixed(mixed(mixed(seed & _64) ^ step) ^ page)
     return signed((key & 0xFFFFFFFF) + (key >> 32 | 1) * (int(TABLE[entry]) & 0xFFFFFFFF))

@@ -19,16 +19,16 @@ def translate():
     translate("config.yaml")
 
 def allocator():
-    from fsdp_utils.allocation_trace import Trace
+    from fsdp_utils.allocator.trace import Trace
     from fsdp_utils import simulate_allocator
     simulate_allocator(Trace()).plot()
 
 def report():
-    from fsdp_utils.memory_report import MemoryReport
+    from fsdp_utils.memory.report import MemoryReport
     MemoryReport.plot(None)
 
 def collectives():
-    from fsdp_utils.collectives.events import Trace
+    from fsdp_utils.collectives.trace import Trace
     Trace.plot(None)
 
 def replay():
@@ -49,36 +49,36 @@ def planner():
     plan(".", world_size=2, batch_size=2)
 
 def log():
-    from fsdp_utils.train_log import Journal
+    from fsdp_utils.train.metrics import Journal
     Journal(Path("."), step=0, steps=1, tensorboard=True)
 
 def model():
-    from fsdp_utils.train_model import _transformers_config
+    from fsdp_utils.train.model import _transformers_config
     _transformers_config("config.json", "model.config")
 
 def data():
-    from fsdp_utils.train_data import _from_folder
+    from fsdp_utils.train.data import _from_folder
     _from_folder(Path("."), None)
 
 def digits():
-    from fsdp_utils.notebook import tasks
+    from fsdp_utils.lessons import tasks
     tasks.digits_vit()
 
 def lesson():
-    from fsdp_utils.notebook import lesson
+    from fsdp_utils.lessons import lesson
 
 def plots():
-    from fsdp_utils.notebook import plots
+    from fsdp_utils.lessons import plots
 
 def recorded():
-    from fsdp_utils.notebook import recorded
+    from fsdp_utils.lessons import recorded
 
 def tasks():
-    from fsdp_utils.notebook import tasks
+    from fsdp_utils.lessons import tasks
 
 def ranks():
     from types import SimpleNamespace
-    from fsdp_utils.notebook.team import Team
+    from fsdp_utils.notebook.local_cluster import Team
     Team._connect(SimpleNamespace(settings={"directory": "."}))
 
 for name, blocked in json.loads(sys.argv[1]):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fsdp_utils import train
-from fsdp_utils.train_config import ConfigError
-from fsdp_utils.train_group import share_interface, training_device
+from fsdp_utils.train.config import ConfigError
+from fsdp_utils.train.group import share_interface, training_device
 
 
 def imagine(monkeypatch: pytest.MonkeyPatch, gpus: int, **environment: str) -> None:

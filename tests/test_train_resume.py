@@ -114,8 +114,8 @@ def test_a_second_run_in_a_directory_is_refused_on_all_ranks_and_changes_nothing
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from fsdp_utils.train_lock import RunLock
-from fsdp_utils.train_log import Journal
+from fsdp_utils.train.lock import RunLock
+from fsdp_utils.train.metrics import Journal
 RunLock(Path(sys.argv[1])).take()
 if os.fork() == 0:  # a child that outlives its parent
     os.setsid()

@@ -4,7 +4,7 @@
         --data.source fsdp_utils.lessons.tasks:dates_llama --steps 200
 
 Started again it goes on from its newest whole checkpoint, on any number of ranks. SIGTERM and SIGUSR1 make it
-save and leave with exit code 75. `train_config.py` tells every setting; this file is the story: `train` sets
+save and leave with exit code 75. `config.py` tells every setting; this file is the story: `train` sets
 up, `_loop` trains, `_step` and `_evaluate` are what each of its turns does.
 """
 

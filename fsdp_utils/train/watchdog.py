@@ -1,4 +1,4 @@
-"""What can end a run early: a number that is none, a rank that hangs (and a signal: train_stop.py).
+"""What can end a run early: a number that is none, a rank that hangs (and a signal: stop.py).
 
 Each ends it in words, within a limit, and such that all ranks agree.
 """
