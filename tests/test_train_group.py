@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdp_utils import train
+from fsdp_utils.train import loop
 from fsdp_utils.train.config import ConfigError
 from fsdp_utils.train.group import share_interface, training_device
 
@@ -48,7 +48,7 @@ def test_more_ranks_than_devices_are_refused_by_the_rank_that_has_none(
     imagine(monkeypatch, gpus, RANK="7", WORLD_SIZE="8", **environment)
     with pytest.raises(ConfigError, match=rf"expected a cuda device for each rank.*found {gpus} and rank"):
         training_device("auto")
-    assert train.main(["--out=x", "--data.source=x"]) == 2
+    assert loop.main(["--out=x", "--data.source=x"]) == 2
     assert "ConfigError: parallel.device: expected a cuda device" in capfd.readouterr().err
 
 
@@ -56,7 +56,7 @@ def test_ranks_of_srun_alone_are_told_to_take_torchrun(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     imagine(monkeypatch, 0, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2", SLURM_LOCALID="1")
-    assert train.main(["--out=x", "--data.source=x"]) == 2
+    assert loop.main(["--out=x", "--data.source=x"]) == 2
     told = capfd.readouterr().err
     assert "expected torchrun to have started the 2 ranks, found RANK, WORLD_SIZE, MASTER_ADDR" in told
 
