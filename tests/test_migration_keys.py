@@ -239,3 +239,30 @@ def test_precision() -> None:
 def test_what_does_not_go_is_said(config: dict[str, Any], said: str) -> None:
     with pytest.raises(TranslationError, match=said):
         translate(config)
+
+
+def test_what_is_off_or_needs_nothing_is_not_lost() -> None:
+    for found in (
+        composers(data_parallel_shard_degree=-1),
+        composers(data_parallel_shard_degree=4, data_parallel_replicate_degree=-1),
+        composers(state_dict_type="sharded"),
+        deepspeeds(zero_hpz_partition_size=1, mics_shard_size=-1),
+        translate({"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}),
+        translate({"precision": "fp32", "parallelism_config": {"fsdp": {}, "tp": {}}}),
+        translate({"precision": "fp32", "fsdp_config": {}, "tp_config": None}),
+    ):
+        assert found.without_counterpart == []
+
+
+def test_words_of_settings_with_several_values() -> None:
+    def words(found: Translation, key: str) -> str:
+        return next(row.fsdp2 for row in found.rows if row.key.endswith(key))
+
+    assert "full_state_dict=True" in words(composers(state_dict_type="full"), "state_dict_type")
+    assert "checkpoint.save" in words(composers(state_dict_type="sharded"), "state_dict_type")
+    assert "also cuts the parameters" in words(deepspeeds(stage=2), "stage")
+    assert words(deepspeeds(), "stage") == "reshard_after_forward=True"
+    as_text = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": "False"}}
+    assert not translate(as_text).offload
+    as_text["fsdp_config"] = {"fsdp_offload_params": "TRUE"}
+    assert translate(as_text).offload
