@@ -83,7 +83,7 @@ def test_a_file_that_changes_under_a_run_is_told_by_its_name(tmp_path: Path, cha
 PROGRAM = """
 import os, sys, threading, time
 from pathlib import Path
-from fsdp_utils import train
+from fsdp_utils.train import loop
 
 def cut():
     while not Path("run/metrics.jsonl").exists() or '"step": 3,' not in Path("run/metrics.jsonl").read_text():
@@ -91,7 +91,7 @@ def cut():
     os.truncate("data/a.npy", 1000)
 
 threading.Thread(target=cut, daemon=True).start()
-sys.exit(train.main(["--config", "run.yaml"]))
+sys.exit(loop.main(["--config", "run.yaml"]))
 """
 
 

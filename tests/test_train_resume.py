@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.train import lock
+from fsdp_utils.train import lock as run_lock
 from fsdp_utils.train import loop as program
 from fsdp_utils.train.config import ConfigError, OptimConfig, TrainConfig, changes
 from fsdp_utils.train.lock import RunLock
@@ -89,7 +89,7 @@ def test_changes_are_named() -> None:
 
 
 def begin(out: Path) -> dict[str, Any]:
-    lock._PATIENCE_S = 0.5
+    run_lock._PATIENCE_S = 0.5
     begun = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         run(out, steps=2)
@@ -131,7 +131,7 @@ time.sleep(60)
 def test_a_killed_owner_leaves_no_lock_though_a_child_of_it_lives_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(run_lock, "_PATIENCE_S", 0.5)
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -202,11 +202,11 @@ def test_an_owner_that_left_no_name_is_still_one(tmp_path: Path, content: str) -
 
 def test_two_programs_one_after_the_other(tmp_path: Path) -> None:
     """Exit codes and what is left, of a whole second program while the first is at it."""
-    code = "import sys; from fsdp_utils import train, train_lock; train_lock._PATIENCE_S = 0.5; "
+    code = "import sys; from fsdp_utils.train import lock, loop; lock._PATIENCE_S = 0.5; "
     command = [
         sys.executable,
         "-c",
-        code + "sys.exit(train.main())",
+        code + "sys.exit(loop.main())",
         f"--out={tmp_path}",
         "--parallel.device=cpu",
     ]

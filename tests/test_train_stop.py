@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def stopped_after_4_steps(out: Path, task: str, stuck_s: float) -> tuple[int, float, str]:
     """Exit code, seconds from SIGTERM to the end, and stderr of a program of one rank."""
-    code = f"import sys; from fsdp_utils import train, train_stop; train_stop._STUCK_S = {stuck_s}; "
-    command = [sys.executable, "-c", code + "sys.exit(train.main())", f"--out={out}", "--save_every=2"]
+    code = f"import sys; from fsdp_utils.train import loop, stop; stop._STUCK_S = {stuck_s}; "
+    command = [sys.executable, "-c", code + "sys.exit(loop.main())", f"--out={out}", "--save_every=2"]
     command += [f"--data.source=tests.tiny_training:{task}", "--data.batch_size=8", "--parallel.device=cpu"]
     program = subprocess.Popen(
         [*command, "--steps=500"],

@@ -17,7 +17,7 @@ from fsdp_utils.train import loop
 from fsdp_utils.train.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from fsdp_utils.train.data import Data, TensorRows
 from fsdp_utils.train.group import process_group
-from fsdp_utils.train.model import NAMED, build_model, flops_per_token, parallelize, peak_flops
+from fsdp_utils.train.model import NAMED, build_model, flops_per_token, parallelize, peak_flops, throughput
 
 USES = (
     "benchmarks/gpu_parts/workload.py",
@@ -102,7 +102,7 @@ def _measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "losses": [losses[0], losses[-1]],
         "step_s": spread,
-        **loop._throughput(config, model, data, device)(spread["median"]),
+        **throughput(config, model, data, device)(spread["median"]),
         "peak_allocated_gib": report.max_allocated_gib,
         "peak_reserved_gib": report.max_reserved_gib,
         "memory_maximizer": report.to_dict(),

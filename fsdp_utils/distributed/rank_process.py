@@ -75,7 +75,7 @@ def _be_rank(rank: int, job: Job) -> None:
     )
     # gloo and NCCL take their interface from here, and would otherwise listen on others.
     if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
-        os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
+        os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=f"={loopback}")
     if job.device == "cpu":
         # Nothing on a rank of the CPU may choose the GPU, as a bare fully_shard would. HIP (ROCm) takes an
         # empty list for none given.
