@@ -42,8 +42,8 @@ NAMED = {
 _MOST_BYTES, _MOST_LAYERS = 1_000_000, 1_000  # of a config.json: ten times what any model has
 
 # Dense bf16, in TFLOP/s, by a part of the device's name; the first that fits counts. SXM and A100 as in
-# planner/gpus.py, with its sources; NVL and PCIe: half of the rates with sparsity (1,671 and 1,513) in NVIDIA's
-# data sheets, not checked at their source.
+# planner/gpus.py, with its sources; NVL and PCIe: half of the rates with sparsity (1,671 and 1,513) in
+# NVIDIA's data sheets, not checked at their source.
 _PEAK_TFLOPS = {
     "H200 NVL": 835.0,
     "H200": 989.0,
