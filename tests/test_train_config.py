@@ -50,6 +50,15 @@ def refusal(arguments: list[str]) -> str:
         (GOOD + "optim: {weight_decay: -0.1}\n", r"optim\.weight_decay to be at least 0, found -0.1"),
         (GOOD + "optim: {betas: [0.9, 1.0]}\n", r"optim\.betas to be two numbers from 0 to 1"),
         (GOOD + "profile_step: 0\n", "profile_step to be at least 1"),
+        (GOOD + "steps: 0\n", "steps to be at least 1, found 0"),
+        (GOOD + "peak_tflops: 0\n", "peak_tflops to be greater than 0, found 0"),
+        (GOOD + "optim: {reserve_p: 0.0}\n", r"optim\.reserve_p to be greater than 0 and at most 1, found 0"),
+        (
+            GOOD + "optim: {reserve_p: 1.01}\n",
+            r"optim\.reserve_p to be .* at most 1, found 1",
+        ),
+        (GOOD + "optim: {min_lr: 1.01}\n", r"optim\.min_lr to be from 0 to 1, found 1"),
+        (GOOD + "optim: {warmup: -1}\n", r"optim\.warmup to be from 0 to steps .100., found -1"),
         ("[1, 2]", "Unexpected config"),
         ("", "Unexpected config"),
     ],
@@ -77,6 +86,19 @@ def test_aliases_in_measure_are_fine(tmp_path: Path) -> None:
     config = parse(["--config", str(file), "--data.tokenizer", "a: b: *c"])  # a text that is no YAML
     assert (config.data.source, config.data.tokenizer, config.seed) == ("a", "a: b: *c", -7)
     assert (config.optim.lr, config.optim.betas) == (1e-4, (0.5, 0.6))
+
+
+def test_the_ends_of_each_range_are_in_it() -> None:
+    least = ["--steps=1", "--optim.min_lr=0", "--data.held_out=0", "--optim.weight_decay=0", "--keep=1"]
+    most = [
+        "--optim.min_lr=1",
+        "--data.held_out=1",
+        "--optim.reserve_p=1",
+        "--optim.warmup=100",
+        "--timeout_s=1e6",
+    ]
+    for arguments in (least, most, [f"--seed={2**63 - 1}"], [f"--seed={-(2**63)}"]):
+        parse(["--out=a", "--data.source=x", *arguments])
 
 
 def test_a_configuration_from_python_is_checked_alike() -> None:

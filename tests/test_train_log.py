@@ -49,6 +49,13 @@ def test_what_is_not_a_runs_is_set_aside_and_no_byte_of_it_lost(
     assert "damaged-" in told
 
 
+def test_what_could_be_read_is_in_the_new_file_at_once(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*LINES, b"[]", b""]))
+    journal = Journal(tmp_path, step=2, steps=9, tensorboard=False)
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == LINES
+    journal.close()
+
+
 def test_events_are_never_taken_out(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b'{"event": "started", "step": 7}\nmine\n')
     journal = Journal(tmp_path, step=2, steps=9, tensorboard=False)

@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_utils.train.config import ConfigError, ModelConfig
+from fsdp_utils.train.config import ConfigError, DataConfig, ModelConfig, TrainConfig
 from fsdp_utils.train.data import Data, TensorRows
-from fsdp_utils.train.model import build_model, flops_per_token, peak_flops
+from fsdp_utils.train.model import build_model, flops_per_token, peak_flops, throughput
 
 DATA = Data(TensorRows({}), TensorRows({}), True)
 LLAMA = {
@@ -167,3 +167,18 @@ def test_a_gpu_s_rate_is_that_of_its_variant(
     assert peak_flops(torch.device("cuda", 0), None) == (None if tflops is None else tflops * 1e12)
     assert peak_flops(torch.device("cuda", 0), 7.0) == 7e12
     assert peak_flops(torch.device("cpu"), None) is None
+
+
+def test_throughput_is_told_of_the_whole_batch() -> None:
+    """A batch of 4 samples of 16 tokens in half a second, on one rank of 0.001 TFLOP/s."""
+    rows = TensorRows({"input_ids": torch.zeros(8, 16, dtype=torch.int64)})
+    model, device = KINDS["llama"](), torch.device("cpu")
+    config = TrainConfig("x", DataConfig("x", batch_size=4), peak_tflops=0.001)
+    told = throughput(config, model, Data(rows, rows, True), device)(0.5)
+    flops = flops_per_token(model, 16) or 0
+    assert told == pytest.approx({"samples_per_s": 8, "tokens_per_s": 128, "mfu": flops * 128 / 1e9})
+    told = throughput(config, model, Data(rows, rows, False), device)(0.5)  # no decoder
+    assert told == {"samples_per_s": 8, "tokens_per_s": 128, "mfu": None}
+    images = TensorRows({"pixels": torch.zeros(8, 3)})
+    told = throughput(config, model, Data(images, images, True), device)(0.5)
+    assert told == {"samples_per_s": 8, "tokens_per_s": None, "mfu": None}

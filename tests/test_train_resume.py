@@ -1,6 +1,7 @@
 """What a run keeps when it goes on, what it takes from the new settings, and that it is alone."""
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -76,7 +77,7 @@ def test_changed_settings_of_the_optimizer_hold_from_there_on_and_are_told(resum
 
 def test_nothing_is_told_where_nothing_has_changed(resumed: dict[str, Any]) -> None:
     for scene in ("first", "same"):
-        assert not [line for line in resumed[scene][0] if "other settings" in line]
+        assert not [line for line in resumed[scene][0] if "other settings" in line or "bf16" in line]
 
 
 def test_changes_are_named() -> None:
@@ -189,6 +190,13 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path, kind: str) -> 
     ):
         lock.take()
     assert "mine" in {file.read_text() for file in (tmp_path / "elsewhere", out) if file.is_file()}
+
+
+def test_the_owner_s_name_takes_the_place_of_a_longer_one(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("x" * 1000)
+    with RunLock(tmp_path) as lock:
+        lock.take()
+        assert json.loads((tmp_path / ".lock").read_text())["process"] == os.getpid()
 
 
 @pytest.mark.parametrize("content", ["", "null", "[1]", '{"process": 1}', "\0"])

@@ -34,6 +34,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(8, VOCABULARY, bias=width == 8)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        if self.training != torch.is_grad_enabled():
+            raise RuntimeError("dropout is for training, where there are gradients, and not for evaluation")
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x)

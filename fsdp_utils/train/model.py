@@ -41,8 +41,9 @@ NAMED = {
 
 _MOST_BYTES, _MOST_LAYERS = 1_000_000, 1_000  # of a config.json: ten times what any model has
 
-# Dense bf16, in TFLOP/s, by a part of the device's name; the first that fits counts. Half of what NVIDIA's
-# data sheets state with sparsity: 1,979 for SXM, 1,671 for NVL, 1,513 for the H100 PCIe, 624 for the A100.
+# Dense bf16, in TFLOP/s, by a part of the device's name; the first that fits counts. SXM and A100 as in
+# planner/gpus.py, with its sources; NVL and PCIe: half of the rates with sparsity (1,671 and 1,513) in
+# NVIDIA's data sheets, not checked at their source.
 _PEAK_TFLOPS = {
     "H200 NVL": 835.0,
     "H200": 989.0,
