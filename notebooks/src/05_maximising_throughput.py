@@ -354,8 +354,9 @@ assert max(fits) < automatic <= max(runs)
 #
 # `find_batch_size` does that. It doubles the batch size until a trial fails, then halves the distance. A
 # trial fails on an out-of-memory error, **and on a retry**. Of the others it takes the fastest, and of those
-# that are equally fast within the noise the largest. It works on any device with five methods, so you can watch it on the simulated one. Its clock is made up: every step
-# takes a second, as if a larger batch cost nothing. That is the best case for large batches.
+# that are equally fast within the noise the largest. It works on any device with five methods, so you can
+# watch it on the simulated one. Its clock is made up: every step takes a second, as if a larger batch cost
+# nothing. That is the best case for large batches.
 
 # %%
 from fsdp_utils import find_batch_size
