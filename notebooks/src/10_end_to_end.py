@@ -42,7 +42,7 @@ import torch
 from IPython.display import Markdown, display
 
 from fsdp_utils import run_on_ranks, shard
-from fsdp_utils.train import loop, config, data, watchdog
+from fsdp_utils.train import config, data, loop, watchdog
 from fsdp_utils.lessons import plots, recorded
 
 world = min(3, int(os.environ.get("FSDP_RANKS", 4)))
@@ -127,7 +127,7 @@ def sums():
 '''
 (folder / "sums.py").write_text(sums)
 
-config = """
+settings = """
 data: {source: "sums:sums", batch_size: 24}
 optim: {lr: 0.003, warmup: 5}
 steps: 40
@@ -136,7 +136,7 @@ eval_every: 20
 """
 # GPUs, where there is one for each rank
 device = "auto" if torch.accelerator.is_available() and torch.accelerator.device_count() >= world else "cpu"
-(folder / "run.yaml").write_text(config + f"parallel: {{device: {device}}}")
+(folder / "run.yaml").write_text(settings + f"parallel: {{device: {device}}}")
 sys.path.insert(0, str(folder))
 
 # %% [markdown]
