@@ -212,8 +212,8 @@ class ChildTuningAdamW(AdamW):
             )
         elif has_complex:
             raise ValueError(
-                f"ChildTuningAdamW: expected real parameters, found complex ones in parameter group "
-                f"{number}; AdamW's fused kernel, which masked steps use, has none. Take mode=None for their group."
+                f"ChildTuningAdamW: expected real parameters, found complex ones in group {number}. "
+                "AdamW's fused kernel, which masked steps use, takes none: use mode=None for their group."
             )
         elif params:
             # one tensor for all: of a number, each addition on the CPU would make a tensor of its own
