@@ -42,7 +42,7 @@ import torch
 def fail(*arguments, **options): raise AssertionError("asked at import")
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = fail
 torch.accelerator.is_available = torch.accelerator.current_accelerator = torch._C._get_accelerator = fail
-import fsdp_utils._rank_server
+import fsdp_utils.distributed.preload
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
