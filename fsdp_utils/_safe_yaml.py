@@ -76,13 +76,29 @@ def _measure(yaml: Any, events: Iterator[Any], where: str) -> None:
     sizes = [0]  # of the document, and of the collections that are open
     anchors: list[str | None] = [None]  # their names
     known: dict[str, int] = {}
+    keys: list[set[str] | None] = [None]  # of the mappings that are open; None for a list
+    counts = [0]  # of keys and values that each has so far
     for event in events:
         line = event.start_mark.line + 1
+        if isinstance(event, yaml.NodeEvent):
+            section, is_key = keys[-1], counts[-1] % 2 == 0
+            counts[-1] += 1
+            if section is not None and is_key and isinstance(event, yaml.ScalarEvent):
+                if event.value in section and event.value != "<<":  # PyYAML would keep the last silently
+                    raise YamlError(
+                        f"{where}, line {line}: expected each key once in a section, found "
+                        f"{event.value[:100]!r} again. Leave out the one that is not meant."
+                    )
+                section.add(event.value)
         if isinstance(event, yaml.CollectionStartEvent):
             sizes.append(1)
             anchors.append(event.anchor)
+            keys.append(set() if isinstance(event, yaml.MappingStartEvent) else None)
+            counts.append(0)
         elif isinstance(event, yaml.CollectionEndEvent):
             size, anchor = sizes.pop(), anchors.pop()
+            keys.pop()
+            counts.pop()
             if anchor is not None:
                 known[anchor] = size
             sizes[-1] += size

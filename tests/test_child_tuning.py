@@ -275,6 +275,70 @@ def test_missing_sparse_empty_and_oddly_laid_out_gradients() -> None:
         torch.testing.assert_close(ours.state[p]["exp_avg"][kept], torch.full((int(kept.sum()),), 0.2))
 
 
+def conv_steps(fmt: torch.memory_format, mode: str, state: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 5, 4, bias=False).to(memory_format=fmt)
+    mask = {"weight": torch.rand(conv.weight.shape) < 0.5}
+    options: Any = {"gradient_mask": mask, "freeze_masked": True} if mode == "task" else {"reserve_p": 1.0}
+    optimizer = ChildTuningAdamW(
+        conv.named_parameters(),
+        lr=0.1,
+        weight_decay=0.1,
+        mode=mode,
+        **options,  # pyright: ignore
+    )
+    if state is not None:
+        optimizer.load_state_dict(state)
+    optimizer.param_groups[0]["reserve_p"] = 1 - 2**-24  # masked steps, in which every element passes
+    for _ in range(3):
+        conv.weight.grad = torch.randn_like(conv.weight, memory_format=torch.contiguous_format)
+        optimizer.step()
+    return conv.weight.detach().contiguous(), optimizer.state_dict()
+
+
+@pytest.mark.parametrize("mode", ["task", "taskfree"])
+def test_a_memory_format_changes_nothing_in_a_state_of_another_either(mode: str) -> None:
+    weight, state = conv_steps(torch.contiguous_format, mode)
+    other, other_state = conv_steps(torch.channels_last, mode)
+    torch.testing.assert_close(other, weight)
+    ways = (torch.contiguous_format, state), (torch.channels_last, state), (torch.channels_last, other_state)
+    expected, *found = [conv_steps(fmt, mode, copy.deepcopy(loaded))[0] for fmt, loaded in ways]
+    for each in found:
+        torch.testing.assert_close(each, expected)
+
+
+@pytest.mark.parametrize("mode", ["task", "taskfree"])
+def test_a_part_of_a_larger_tensor_is_refused_and_what_lies_between_stays(mode: str) -> None:
+    whole = torch.ones(6, 6)
+    p = nn.Parameter(whole[:, ::2])
+    options: Any = {"gradient_mask": {"p": torch.ones(6, 3)}} if mode == "task" else {}
+    optimizer = ChildTuningAdamW([("p", p)], mode=mode, **options)  # pyright: ignore
+    p.grad = torch.ones(6, 3)
+    with pytest.raises(ValueError, match=r"found one of shape \(6, 3\) with strides \(6, 2\)"):
+        optimizer.step()
+    assert torch.equal(whole, torch.ones(6, 6))
+
+
+def test_what_no_step_can_do_is_refused_in_words() -> None:
+    p = nn.Parameter(torch.ones(4))
+    p.grad = torch.ones(4)
+    adamw = torch.optim.AdamW([p], maximize=True)
+    adamw.step()
+    optimizer = ChildTuningAdamW([p], mode=None)
+    optimizer.load_state_dict(adamw.state_dict())
+    with pytest.raises(ValueError, match="expected maximize off, found it on in parameter group 0"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="expected amsgrad off"):
+        ChildTuningAdamW([{"params": [p], "amsgrad": True}]).step()
+    z = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    z.grad = torch.ones_like(z)
+    with pytest.raises(ValueError, match="expected real parameters, found complex ones"):
+        ChildTuningAdamW([z]).step()
+    ChildTuningAdamW([z], mode=None).step()
+    with pytest.raises(ValueError, match=r"expected a whole number as seed, found 1\.5"):
+        ChildTuningAdamW([p], seed=1.5)  # pyright: ignore[reportArgumentType]
+
+
 def test_groups_have_their_own_fraction_and_rate() -> None:
     ps = [parameter(10000) for _ in range(3)]
     optimizer = ChildTuningAdamW(

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp_utils import Memory_Maximizer, MemoryReport, run_on_ranks
-from fsdp_utils.memory.device_stats import GIB, AllocatorStats, NoStats, ProcessStats, Reading, device_stats
+from fsdp_utils.memory.device_stats import (
+    GIB,
+    AllocatorStats,
+    NoStats,
+    ProcessStats,
+    Reading,
+    _Peaks,
+    device_stats,
+)
 from tests.imagined_device import ImaginedDevice
 
 # On the imagined device 16 fits, 17 works with retries, 18 is out of memory.
@@ -521,6 +531,35 @@ def test_measurements_that_overlap_have_their_own_peaks_and_counts(cuda):
     assert (inside.max_reserved_gib, inside.num_alloc_retries) == (10, 2)
     assert [step.allocated for step in outside.history] == [20 * GIB]
     assert (outside.max_reserved_gib, outside.num_alloc_retries) == (20, 7)
+
+
+def test_measurements_may_begin_and_end_in_other_threads_meanwhile():
+    # As likely as rare: threads take turns at nearly every instruction.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    over = threading.Event()
+    device = object()
+
+    def begin_and_end() -> None:
+        while not over.is_set():
+            alive = [_Peaks(device) for _ in range(20)]
+            del alive
+
+    def read() -> None:
+        mine = _Peaks(device)
+        for peak in range(3000):
+            assert mine.read(peak) >= (peak,)
+
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            threads = [pool.submit(begin_and_end), pool.submit(read), pool.submit(read)]
+            try:
+                for each in threads[1:]:
+                    each.result(60)
+            finally:
+                over.set()
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_measurements_of_the_process_that_overlap_have_their_own_peaks():

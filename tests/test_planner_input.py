@@ -258,6 +258,8 @@ def test_the_command_answers_bad_input_with_one_sentence(
         ),
         ('{"model_type": "t5", "num_decoder_layers": 20000}', "num_decoder_layers: expected at most 10,000"),
         ('{"model_type": "vit", "num_labels": 1000000000}', "num_labels: expected at most 1,000,000"),
+        ('{"model_type": "swin", "depths": [2, 20000]}', "depths: expected at most 10,000, found 20,000"),
+        ('{"model_type": "llama", "architectures": 5}', 'could not be built on "meta"'),
         (" " * (16 * 1024**2 + 1), "expected at most 16,777,216 bytes"),
     ],
 )

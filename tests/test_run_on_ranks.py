@@ -188,3 +188,32 @@ def test_a_caller_without_standard_output_is_served(two_ranks: TwoRanks) -> None
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def ends_whoever_unpickles_it(raised: bool) -> Any:
+    class Leaves(Exception):
+        def __reduce__(self) -> Any:
+            return sys.exit, (3,)
+
+    if raised:
+        raise Leaves
+    return Leaves()
+
+
+def test_what_a_rank_sends_does_not_end_the_caller(two_ranks: TwoRanks) -> None:
+    with pytest.raises(RuntimeError, match=r"rank \d of 2: .*Leaves"):
+        two_ranks(ends_whoever_unpickles_it, True)
+    with pytest.raises(RuntimeError, match="what rank 0 returned cannot be read here: SystemExit: 3"):
+        two_ranks(ends_whoever_unpickles_it, False)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+def test_a_timeout_that_is_none_is_refused_in_the_caller(timeout: float) -> None:
+    with pytest.raises(ValueError, match="expected a timeout above 0 and at most 1,000,000 seconds"):
+        run_on_ranks(visible_gpus, timeout=timeout)
+
+
+@pytest.mark.parametrize("world_size", ["2", 2.0, True, 0])
+def test_a_number_of_ranks_that_is_none_is_refused_in_the_caller(world_size: Any) -> None:
+    with pytest.raises(ValueError, match=f"expected world_size of at least 1, found {world_size!r}"):
+        run_on_ranks(visible_gpus, world_size=world_size)

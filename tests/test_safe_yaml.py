@@ -78,3 +78,16 @@ def test_without_pyyaml_it_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "ModuleNotFoundError: fsdp_utils._safe_yaml needs yaml" in done.stderr
     assert "pip install 'fsdp_utils[" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["a: 1\nb: 2\na: 3\n", "x:\n  - {a: 1, 'a': 2}\n", "x: {y: [{a: {}, b: 1, a: []}]}\n"]
+)
+def test_a_key_that_stands_twice_is_refused(text: str) -> None:
+    with pytest.raises(YamlError, match=r"line \d: expected each key once in a section, found 'a' again"):
+        check_yaml(text, where="x.yaml")
+
+
+def test_the_same_key_in_two_sections_and_several_merges_are_read() -> None:
+    text = "a: &a {k: a}\nb: &b {k: a, m: 1}\nc: {<<: *a, <<: *b, k: k}\nd: [a, a, a]\n"
+    assert load_yaml(text, where="x.yaml") == yaml.safe_load(text)

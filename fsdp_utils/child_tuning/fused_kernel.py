@@ -49,12 +49,27 @@ def row(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def laid_out_as(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """The gradients, in memory as the parameters are."""
+def laid_out_as(params: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Gradients or moments, in memory as the parameters are: copies where they are not.
+
+    Raises:
+        ValueError: a parameter's elements do not fill its memory.
+    """
     return [
-        g if g.is_contiguous() and p.is_contiguous() else torch.empty_like(p).copy_(g)
-        for p, g in zip(params, grads, strict=True)
+        t if t.is_contiguous() and p.is_contiguous() else _laid_out_as(p, t)
+        for p, t in zip(params, tensors, strict=True)
     ]
+
+
+def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
+    own = torch.empty_like(param)
+    if own.stride() != param.stride():  # AdamW's kernel would write over what lies between
+        raise ValueError(
+            "ChildTuningAdamW: expected parameters whose elements fill their memory, found one of shape "
+            f"{tuple(param.shape)} with strides {param.stride()}: a part of a larger tensor. Make it one of "
+            "its own: nn.Parameter(tensor.contiguous())."
+        )
+    return tensor if tensor.stride() == param.stride() else own.copy_(tensor)
 
 
 def steps_on(device: torch.device, steps: list[Tensor]) -> list[Tensor]:

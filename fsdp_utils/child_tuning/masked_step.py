@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_utils.child_tuning.fused_kernel import fused_adamw, laid_out_as, row, steps_on
+from fsdp_utils.child_tuning.fused_kernel import fused_adamw, row, steps_on
 from fsdp_utils.child_tuning.random_masks import PAGE, draw, keep, keys, table, threshold
 
 _INTEGER = {4: torch.int32, 8: torch.int64}
@@ -166,14 +166,13 @@ class Plan:
 
         Args:
             group: with AdamW's settings and those of child tuning.
-            tensors: parameters, gradients and both moments; local ones.
+            tensors: parameters, gradients and both moments; local ones, and alike in memory.
             steps: for each parameter how many steps it has taken, with this one.
         """
         params, grads, exp_avgs, exp_avg_sqs = tensors
         bound, kept = threshold(group["reserve_p"])
         divisor = torch.full((), kept, dtype=torch.float32, device=self.device)
         steps = steps_on(self.device, steps)
-        grads = laid_out_as(params, grads)
         k1, k2 = keys(self._pages, group["seed"], group["mask_step"])
         of_draws = zip(k1.split(self._rows), k2.split(self._rows), strict=True)
         for batch in self._batches:

@@ -91,6 +91,8 @@ class ChildTuningAdamW(AdamW):
     ) -> None:
         if mode not in ("taskfree", "task", None):
             raise ValueError(f'ChildTuningAdamW: expected mode "taskfree", "task" or None, found {mode!r}')
+        if type(seed) is not int:
+            raise ValueError(f"ChildTuningAdamW: expected a whole number as seed, found {seed!r}")
         if mode == "task" and not gradient_mask:
             raise ValueError(
                 'ChildTuningAdamW: mode "task" expects gradient_mask, found none. Make one with '
@@ -179,6 +181,12 @@ class ChildTuningAdamW(AdamW):
         return loss
 
     def _step(self, number: int, group: dict[str, Any]) -> None:
+        for name in ("maximize", "amsgrad"):  # in a group that was given, or in a loaded state of AdamW
+            if group[name]:
+                raise ValueError(
+                    f"ChildTuningAdamW: expected {name} off, found it on in parameter group {number}. It has "
+                    "no such setting; take torch.optim.AdamW."
+                )
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         params, grads, exp_avgs, exp_avg_sqs, none, steps = lists
         has_complex = self._init_group(group, *lists)  # pyright: ignore[reportCallIssue]
@@ -202,6 +210,11 @@ class ChildTuningAdamW(AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
+        elif has_complex:
+            raise ValueError(
+                f"ChildTuningAdamW: expected real parameters, found complex ones in group {number}. "
+                "AdamW's fused kernel, which masked steps use, takes none: use mode=None for their group."
+            )
         elif params:
             # one tensor for all: of a number, each addition on the CPU would make a tensor of its own
             torch._foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
@@ -210,11 +223,27 @@ class ChildTuningAdamW(AdamW):
             lists = [params, grads, exp_avgs, exp_avg_sqs]
             if any(isinstance(p, DTensor) for p in params):
                 lists = [[local(t) for t in column] for column in lists]
+            lists[1] = laid_out_as(lists[0], lists[1])
+            for column, name in ((2, "exp_avg"), (3, "exp_avg_sq")):
+                lists[column] = self._moments_laid_out(name, params, lists[0], lists[column])
             if group["mode"] == "task":
                 _step_held(group, lists, steps)
             else:
                 for plan in self._plans(number, params, lists[0]):
                     plan.run(group, (lists[0], lists[1], lists[2], lists[3]), steps)
+
+    def _moments_laid_out(
+        self, name: str, params: list[Tensor], parts: list[Tensor], moments: list[Tensor]
+    ) -> list[Tensor]:
+        """The moments in memory as the parameters are, as the kernel takes them.
+
+        Not so are those of a state that was saved from another memory format, and of masks that were given.
+        """
+        found = laid_out_as(parts, moments)
+        for p, moment, own in zip(params, moments, found, strict=True):
+            if own is not moment:
+                self.state[p][name] = _sharded_as(p, own)
+        return found
 
     # ---- the masks of mode "task" ------------------------------------------------------------------
 
@@ -299,7 +328,7 @@ def _step_held(group: dict[str, Any], lists: list[list[Tensor]], steps: list[Ten
         at = steps_on(device, [steps[i] for i in chosen])
         if group["freeze_masked"] and decay:
             decay_kept(params, exp_avg_sqs, float(group["lr"]) * decay)
-        tensors = params, laid_out_as(params, grads), exp_avgs, exp_avg_sqs
+        tensors = params, grads, exp_avgs, exp_avg_sqs
         fused_adamw({**group, "betas": betas}, tensors, at, 0.0 if group["freeze_masked"] else decay)
 
 

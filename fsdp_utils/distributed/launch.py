@@ -33,6 +33,7 @@ from fsdp_utils.distributed.rank_process import START_LIMIT_S, Job, rank_main
 
 _PRELOAD = ["fsdp_utils.distributed.preload"]
 
+_LONGEST_S = 1e6  # eleven days; faulthandler's clock overflows later
 _BLAME_S = 0.3  # after the first bad news, how long to listen for a failure that happened even earlier
 _EXIT_S = 5.0  # for a rank to leave once its result is here
 
@@ -69,10 +70,12 @@ def run_on_ranks(
         TypeError: fn or args cannot be pickled.
         RuntimeError: there are fewer GPUs than ranks, for device="cuda"; this process is daemonic.
     """
-    if world_size < 1:
-        raise ValueError(f"run_on_ranks: expected world_size of at least 1, found {world_size}")
-    if timeout <= 0:
-        raise ValueError(f"run_on_ranks: expected a timeout above 0 seconds, found {timeout}")
+    if type(world_size) is not int or world_size < 1:
+        raise ValueError(f"run_on_ranks: expected world_size of at least 1, found {world_size!r}")
+    if not 0 < timeout <= _LONGEST_S:  # false for nan, too
+        raise ValueError(
+            f"run_on_ranks: expected a timeout above 0 and at most {_LONGEST_S:,.0f} seconds, found {timeout}"
+        )
     if device not in ("cpu", "cuda"):
         raise ValueError(f'run_on_ranks: expected device "cpu" or "cuda", found {device!r}')
     if device == "cuda" and (gpus := torch.cuda.device_count()) < world_size:
@@ -279,7 +282,9 @@ def _read_stack(path: Path) -> str:
 def _loads(rank: int, result: bytes) -> Any:
     try:
         return pickle.loads(result)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # unpickling runs the caller's code, which may raise SystemExit as well
         raise RuntimeError(
             f"run_on_ranks: what rank {rank} returned cannot be read here: {type(error).__name__}: {error}. "
             "Return plain values and whole tensors (DTensor.full_tensor())."

@@ -29,7 +29,9 @@ def unpack_error(packed: bytes, where: str) -> BaseException:
     body, summary, text = pickle.loads(packed)
     try:
         error = pickle.loads(body)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # unpickling runs the caller's code, which may raise SystemExit as well
         error = None
     # SystemExit and its like would end this process, quietly, for what happened in another.
     if not isinstance(error, BaseException) or isinstance(

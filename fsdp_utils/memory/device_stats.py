@@ -6,6 +6,7 @@ device, so that both can also be shown on a device that is only imagined.
 
 import os
 import sys
+import threading
 import time
 import weakref
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -89,17 +90,20 @@ class _Peaks:
     """
 
     _watching: ClassVar[dict[Any, "weakref.WeakSet[_Peaks]"]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()  # maximizers may be started in several threads
 
     def __init__(self, device: object) -> None:
         self._missed: tuple[int, ...] = ()  # the highest that others have read since this one last read
-        self._watchers = self._watching.setdefault(device, weakref.WeakSet())
-        self._watchers.add(self)
+        with self._lock:
+            self._watchers = self._watching.setdefault(device, weakref.WeakSet())
+            self._watchers.add(self)
 
     def read(self, *peaks: int) -> tuple[int, ...]:
         """The peaks since this one's last reading; `peaks` are those since anybody's last reading."""
-        for watcher in self._watchers:
-            watcher._missed = tuple(map(max, watcher._missed, peaks)) if watcher._missed else peaks
-        found, self._missed = self._missed, ()
+        with self._lock:
+            for watcher in self._watchers:
+                watcher._missed = tuple(map(max, watcher._missed, peaks)) if watcher._missed else peaks
+            found, self._missed = self._missed, ()
         return found
 
 

@@ -185,17 +185,20 @@ def _check_file(file: Path) -> None:
         section = sections.pop()
         for key, value in section.items() if isinstance(section, dict) else ():
             sections.append(value)
+            if not key.endswith(("layers", "n_layer", "num_labels")) and key not in ("depth", "depths"):
+                continue
             most = MOST_LABELS if key == "num_labels" else MOST_LAYERS
-            if key.endswith(("layers", "n_layer", "num_labels")) and isinstance(value, int) and value > most:
-                raise ValueError(f"plan: {file}: {key}: expected at most {most:,}, found {value:,}")
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int) and number > most:
+                    raise ValueError(f"plan: {file}: {key}: expected at most {most:,}, found {number:,}")
 
 
 def _of_config(config: Any) -> Source:
     config = copy.deepcopy(config)
     config.use_cache = False
     _without_kernels(config)
-    whole = _Built(_maker(config))
     try:
+        whole = _Built(_maker(config))
         with _few_modules(config):
             model = whole()
     except Exception as error:
