@@ -109,6 +109,24 @@ def test_no_state_outlives_a_description(
     assert vars(StorageMeta).get("modules") is modules
 
 
+# Each of a hundred tuples holds the one before twice: Python would compute 2**100 hashes.
+ENDLESS = b"K\x01" + b"".join(b"q%cj%c\0\0\0\x86" % (n, n) for n in range(100))
+DCP = "torch.distributed.checkpoint.metadata"
+HASHED = {
+    "a name": b"}" + named(DCP, "MetadataIndex") + b")\x81}X\x03\0\0\0fqn" + ENDLESS + b"sbNs.",
+    "a layout": named("torch.serialization", "_get_layout") + ENDLESS + b"\x85R.",
+    "a memory format": named(DCP, "_MEM_FORMAT_ENCODING") + ENDLESS + b"\x85R.",
+    "a member": named("builtins", "getattr") + named(DCP, "_MEM_FORMAT_ENCODING") + ENDLESS + b"\x86R.",
+}
+
+
+@pytest.mark.parametrize("what", HASHED)
+def test_nothing_is_hashed_that_takes_without_end(what: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + HASHED[what])
+    with pytest.raises(CheckpointError, match="a tuple"):
+        read_metadata(tmp_path)
+
+
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_a_description_of_any_protocol_is_read(protocol: int, tmp_path: Path) -> None:
     chunks = [
@@ -318,6 +336,14 @@ BOMBS = {
         pickle.dumps("x" * 2**20, 2), {"more": bytes(2**20)}, compression=zipfile.ZIP_DEFLATED
     ),
     "a key of keys": archive(b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"K\x01s."),
+    "a size under an older name": archive(b"\x80\x02c__builtin__\nbytearray\n" + b"J\0\0\0\x7f\x85R."),
+    "a key that torch hashes": archive(
+        b"\x80\x02}" + named("torch.distributed.tensor._dtensor_spec", "TensorMeta")
+        + ENDLESS + b"K\x01K\x01\x87\x81K\x01s."
+    ),
+    "a key of keys in a dict of another kind": archive(
+        b"\x80\x02cUserDict\nOrderedDict\n)R" + b")" + b"\x85" * 200_000 + b"K\x01s."
+    ),
     "a storage beyond its end": archive(
         b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\n"
         b"X\x01\0\0\x000X\x03\0\0\0cpuM\0\x10tQ.",
