@@ -1,5 +1,7 @@
 """Checkpoints that somebody made to do harm: refused in words, with nothing run, changed or filled up."""
 
+import contextlib
+import errno
 import io
 import json
 import multiprocessing
@@ -36,6 +38,7 @@ from fsdp_utils import (
 )
 from fsdp_utils.checkpoint import manifest
 from fsdp_utils.checkpoint.__main__ import main
+from fsdp_utils.checkpoint.lock import Lock
 from fsdp_utils.checkpoint.manifest import MANIFEST, begin, write_manifest
 from fsdp_utils.checkpoint.metadata import read_metadata
 from fsdp_utils.checkpoint.pickled import Refused
@@ -436,3 +439,33 @@ def test_shards_of_no_size_are_refused(size: float, checkpoint: Path, tmp_path: 
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(checkpoint), str(tmp_path / "out"), "--shard-gib", str(size)])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", [("nothing", "x"), (), ("number", 0), ("text", 0), ("list", 5)], ids=str)
+def test_a_sharded_tensor_without_a_place_is_refused_before_anything_is_loaded(
+    path: tuple[Any, ...], tmp_path: Path
+) -> None:
+    model = nn.Linear(3, 4)
+    save_full(tmp_path / "f.pt", model, number=1, text="abc", list=[1])
+    content = torch.load(tmp_path / "f.pt")
+    content["sharded"] = {"state.x": ((path, [0]), torch.ones(2))}
+    reseal(tmp_path / "f.pt", content)
+    other = nn.Linear(3, 4)
+    before = other.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"expected a place in the saved state for 'state\.x'"):
+        load_full(tmp_path / "f.pt", other)
+    assert torch.equal(other.weight, before)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no flock")
+def test_a_lock_on_a_full_disk_is_a_lock_that_can_be_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with contextlib.suppress(OSError):
+            Lock(tmp_path / "lock").release()
+    Lock(tmp_path / "lock").release()
