@@ -96,7 +96,7 @@ class _Description:
                 (numbers,) = arguments
                 return _size(numbers)
             case _Call.LAYOUT:
-                return _LAYOUTS[_simple(arguments[0])]
+                return _LAYOUTS[str(_simple(arguments[0]))]
             case _Call.PATH:
                 return "/".join(arguments)
             case _Call.MEMORY_FORMAT:
