@@ -1,5 +1,7 @@
 """Checkpoints that somebody made to do harm: refused in words, with nothing run, changed or filled up."""
 
+import contextlib
+import errno
 import io
 import json
 import multiprocessing
@@ -36,6 +38,7 @@ from fsdp_utils import (
 )
 from fsdp_utils.checkpoint import manifest
 from fsdp_utils.checkpoint.__main__ import main
+from fsdp_utils.checkpoint.lock import Lock
 from fsdp_utils.checkpoint.manifest import MANIFEST, begin, write_manifest
 from fsdp_utils.checkpoint.metadata import read_metadata
 from fsdp_utils.checkpoint.pickled import Refused
@@ -107,6 +110,24 @@ def test_no_state_outlives_a_description(
     refused(checkpoint, r"/\.metadata: expected DCP's description of the checkpoint, found what cannot be")
     assert Path.rename is rename
     assert vars(StorageMeta).get("modules") is modules
+
+
+# Each of a hundred tuples holds the one before twice: Python would compute 2**100 hashes.
+ENDLESS = b"K\x01" + b"".join(b"q%cj%c\0\0\0\x86" % (n, n) for n in range(100))
+DCP = "torch.distributed.checkpoint.metadata"
+HASHED = {
+    "a name": b"}" + named(DCP, "MetadataIndex") + b")\x81}X\x03\0\0\0fqn" + ENDLESS + b"sbNs.",
+    "a layout": named("torch.serialization", "_get_layout") + ENDLESS + b"\x85R.",
+    "a memory format": named(DCP, "_MEM_FORMAT_ENCODING") + ENDLESS + b"\x85R.",
+    "a member": named("builtins", "getattr") + named(DCP, "_MEM_FORMAT_ENCODING") + ENDLESS + b"\x86R.",
+}
+
+
+@pytest.mark.parametrize("what", HASHED)
+def test_nothing_is_hashed_that_takes_without_end(what: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + HASHED[what])
+    with pytest.raises(CheckpointError, match="a tuple"):
+        read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -318,6 +339,14 @@ BOMBS = {
         pickle.dumps("x" * 2**20, 2), {"more": bytes(2**20)}, compression=zipfile.ZIP_DEFLATED
     ),
     "a key of keys": archive(b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"K\x01s."),
+    "a size under an older name": archive(b"\x80\x02c__builtin__\nbytearray\n" + b"J\0\0\0\x7f\x85R."),
+    "a key that torch hashes": archive(
+        b"\x80\x02}" + named("torch.distributed.tensor._dtensor_spec", "TensorMeta")
+        + ENDLESS + b"K\x01K\x01\x87\x81K\x01s."
+    ),
+    "a key of keys in a dict of another kind": archive(
+        b"\x80\x02cUserDict\nOrderedDict\n)R" + b")" + b"\x85" * 200_000 + b"K\x01s."
+    ),
     "a storage beyond its end": archive(
         b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\n"
         b"X\x01\0\0\x000X\x03\0\0\0cpuM\0\x10tQ.",
@@ -410,3 +439,33 @@ def test_shards_of_no_size_are_refused(size: float, checkpoint: Path, tmp_path: 
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(checkpoint), str(tmp_path / "out"), "--shard-gib", str(size)])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", [("nothing", "x"), (), ("number", 0), ("text", 0), ("list", 5)], ids=str)
+def test_a_sharded_tensor_without_a_place_is_refused_before_anything_is_loaded(
+    path: tuple[Any, ...], tmp_path: Path
+) -> None:
+    model = nn.Linear(3, 4)
+    save_full(tmp_path / "f.pt", model, number=1, text="abc", list=[1])
+    content = torch.load(tmp_path / "f.pt")
+    content["sharded"] = {"state.x": ((path, [0]), torch.ones(2))}
+    reseal(tmp_path / "f.pt", content)
+    other = nn.Linear(3, 4)
+    before = other.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"expected a place in the saved state for 'state\.x'"):
+        load_full(tmp_path / "f.pt", other)
+    assert torch.equal(other.weight, before)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no flock")
+def test_a_lock_on_a_full_disk_is_a_lock_that_can_be_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with contextlib.suppress(OSError):
+            Lock(tmp_path / "lock").release()
+    Lock(tmp_path / "lock").release()

@@ -1,5 +1,6 @@
 """What is saved besides the model and its optimizer: sharded tensors come back as parts."""
 
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,22 @@ def test_a_loaded_step_is_a_whole_number_or_latest(step: Any, tmp_path: Path) ->
 def test_keep_is_a_whole_number(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expected keep to be a whole number.*found True"):
         save_distributed(tmp_path, nn.Linear(2, 2), step=1, keep=True)
+
+
+@pytest.mark.parametrize("how", ["distributed", "full"])
+def test_dicts_of_all_kinds_come_back_as_they_were(how: str, tmp_path: Path) -> None:
+    state = {
+        "average": nn.Linear(2, 2).state_dict(),  # an OrderedDict
+        "words": Counter("abc"),
+        "nested": [OrderedDict([((1, 2), {3, 4}), (torch.Size([1]), 1j), (b"x", OrderedDict())])],
+    }
+    model = nn.Linear(2, 2)
+    if how == "full":
+        found = load_full(save_full(tmp_path / "f.pt", model, **state), model)
+    else:
+        save_distributed(tmp_path, model, step=1, **state)
+        found = load_distributed(tmp_path, model)
+    assert type(found["average"]) is OrderedDict
+    torch.testing.assert_close(found["average"], state["average"])
+    assert type(found["words"]) is Counter
+    assert (found["words"], found["nested"]) == (state["words"], state["nested"])

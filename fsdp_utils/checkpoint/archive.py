@@ -9,6 +9,7 @@ import io
 import math
 import struct
 import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # private; torch.load uses these
 from typing import Any, NamedTuple
 
 from fsdp_utils.checkpoint.pickled import Refused, check_key, interpret
@@ -16,7 +17,9 @@ from fsdp_utils.checkpoint.pickled import Refused, check_key, interpret
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip archive; then its name, and more
 _BYTES = ("_codecs", "encode")
 _FROM_TYPE = ("torch._tensor", "_rebuild_from_type_v2")
-_HASHING = (("builtins", "set"), ("collections", "OrderedDict"), ("collections", "Counter"))
+_DICTS = (("collections", "OrderedDict"), ("collections", "Counter"))  # whose entries follow
+_HASHING = (("builtins", "set"), *_DICTS)
+_HASHABLE = (_BYTES, ("torch", "Size"), ("torch", "device"), ("builtins", "complex"))
 
 # of torch.FloatStorage and so on, which say so only with a warning; torch.storage.UntypedStorage counts bytes
 _ITEM_BYTES = {
@@ -39,6 +42,12 @@ class _Made:
     def __init__(self, by: _Name) -> None:
         self.by = by
 
+    def __hash__(self) -> int:
+        """Others that torch.load makes, such as a TensorMeta, may hold tuples whose hash has no end."""
+        if self.by not in _HASHABLE:
+            raise Refused(f"it takes a {self.by.module}.{self.by.name} as a key")
+        return id(self)
+
 
 class _Content:
     """The vocabulary of what torch.save writes. torch.load itself decides which names it accepts."""
@@ -47,6 +56,8 @@ class _Content:
         self._parts = parts  # bytes by name
 
     def name(self, module: str, name: str) -> _Name:
+        # torch.save writes names as before Python 3, such as __builtin__.set; torch.load takes all of those.
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         return _Name(module, name)
 
     def call(self, what: Any, arguments: tuple[Any, ...]) -> Any:
@@ -66,6 +77,10 @@ class _Content:
             for some in arguments:
                 for item in some if isinstance(some, list | tuple) else ():
                     check_key(item)
+                    # the items of a dict are pairs, of which the first is hashed
+                    hash(item[0] if what in _DICTS and type(item) in (list, tuple) and item else item)
+        if what in _DICTS:
+            return {}
         return _Made(what)
 
     def build(self, target: Any, state: Any) -> Any:

@@ -203,6 +203,11 @@ def load_full(
                 buffers = ranks.each(lambda: optimizer_buffers(wanted, model, optimizer, saved, specs))
 
         in_state = ranks.each(lambda: buffers_for(head["sharded"], specs, model))
+        same = head["world_size"] == ranks.world_size
+        state = head["state"] | {
+            name: values[ranks.rank] if same else PerRank(values) for name, values in head["per_rank"].items()
+        }
+        ranks.each(lambda: put_back(state, in_state, head["sharded"]))  # known before anything is loaded
 
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
 
@@ -212,8 +217,8 @@ def load_full(
             fill_model(model, units, sent.tensor)
             put_extra(model, head["extra"])
             if optimizer is not None:
-                state = flat_state(model, units, optimizer, saved, sent.tensor)
-                put_optimizer(wanted, model, optimizer, saved, state)
+                by_param = flat_state(model, units, optimizer, saved, sent.tensor)
+                put_optimizer(wanted, model, optimizer, saved, by_param)
         else:
             for key in [*wanted.tensors, *buffers]:
                 target = wanted.tensors[key] if key in wanted.tensors else buffers[key]
@@ -221,15 +226,11 @@ def load_full(
             wanted.extra = head["extra"]
             put_model(model, wanted)
             if optimizer is not None:
-                state = state_by_parameter(wanted, model, saved, buffers)
-                put_optimizer(wanted, model, optimizer, saved, state)
+                by_param = state_by_parameter(wanted, model, saved, buffers)
+                put_optimizer(wanted, model, optimizer, saved, by_param)
         for key, target in in_state.items():
             _place(sent.tensor(key, target.device), target)
         ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
-    same = head["world_size"] == ranks.world_size
-    state = head["state"] | {
-        name: values[ranks.rank] if same else PerRank(values) for name, values in head["per_rank"].items()
-    }
     return put_back(state, in_state, head["sharded"])
 
 

@@ -123,6 +123,7 @@ def load_distributed(
             state = _state(checkpoint, metadata, plain, manifest, ranks)
             places.update(plain.get("sharded", {}))
             tensors.update(buffers_for(places, found, model))
+            put_back(state, tensors, places)  # to know before anything is loaded that it can be
             if optimizer is None:
                 return metadata, state, None
             saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])

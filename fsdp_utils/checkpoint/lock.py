@@ -56,8 +56,10 @@ class Lock:
                     raise Taken(_owner(path))
                 time.sleep(_POLL_S)
         self._descriptor, self.held = descriptor, bool(locked)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())
+        owner = {"process": os.getpid(), "host": socket.gethostname()}
+        with suppress(OSError):  # a full disk; the lock holds without its owner's name
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps(owner).encode())
 
     def release(self) -> None:
         with suppress(OSError):  # (Windows deletes no open file, and then it stays)

@@ -96,14 +96,14 @@ class _Description:
                 (numbers,) = arguments
                 return _size(numbers)
             case _Call.LAYOUT:
-                return _LAYOUTS[arguments[0]]
+                return _LAYOUTS[str(_simple(arguments[0]))]
             case _Call.PATH:
                 return "/".join(arguments)
             case _Call.MEMORY_FORMAT:
-                return _MEM_FORMAT_ENCODING(arguments[0])
+                return _MEM_FORMAT_ENCODING(_simple(arguments[0]))
             case _Call.GETATTR:
                 enum, name = arguments
-                if enum is not _Call.MEMORY_FORMAT or name not in _MEM_FORMAT_ENCODING.__members__:
+                if enum is not _Call.MEMORY_FORMAT or _simple(name) not in _MEM_FORMAT_ENCODING.__members__:
                     raise Refused(
                         "it names builtins.getattr for something else than a memory format, which no "
                         "description of a checkpoint needs"
@@ -119,12 +119,26 @@ class _Description:
             return target
         if type(state) is not dict or not state.keys() <= _FIELDS[type(target)]:
             raise Refused(f"it gives a {type(target).__name__} fields that it does not have")
+        if isinstance(target, MetadataIndex):  # a key
+            _check_index(state.get("fqn"), state.get("offset"))
         for field, value in state.items():
             object.__setattr__(target, field, value)  # (a MetadataIndex is frozen)
         return target
 
     def stored(self, reference: Any) -> Any:
         raise Refused("it refers to something outside of itself")
+
+
+def _simple(value: Any) -> str | int:
+    """It is looked up, and the hash of a tuple of tuples may take without end."""
+    if type(value) not in (str, int):
+        raise Refused(f"a {type(value).__name__} in the place of a str")
+    return value
+
+
+def _check_index(fqn: Any, offset: Any) -> None:
+    if type(fqn) is not str or type(offset) not in (torch.Size, type(None)):
+        raise Refused(f"a MetadataIndex of a {type(fqn).__name__} and a {type(offset).__name__}")
 
 
 def _size(numbers: Any) -> torch.Size:
@@ -158,8 +172,6 @@ def _check_parts(metadata: Metadata) -> None:
                 must(chunk.sizes, torch.Size)
     for index, where in metadata.storage_data.items():
         must(index, MetadataIndex)
-        must(index.fqn, str)
-        must(index.offset, torch.Size, type(None))
         must(where, _StorageInfo)
         must(where.relative_path, str)
         must(where.offset, int)

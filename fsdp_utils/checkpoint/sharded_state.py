@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.pickled import check_key
 from fsdp_utils.checkpoint.plain_data import PerRank
 
 STATE = "state."
@@ -68,7 +69,11 @@ def _without(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def put_back(state: dict[str, Any], tensors: Mapping[str, Tensor], places: Places) -> dict[str, Any]:
-    """The state with the tensors where StateToSave.take_out() found them."""
+    """The state with the tensors where StateToSave.take_out() found them.
+
+    Raises:
+        CheckpointError: the state has no such place.
+    """
 
     def put(value: Any, path: tuple[Any, ...], tensor: Tensor) -> Any:
         if isinstance(value, PerRank):
@@ -77,12 +82,24 @@ def put_back(state: dict[str, Any], tensors: Mapping[str, Tensor], places: Place
             return tensor
         if isinstance(value, Mapping):
             return {**value, path[0]: put(value[path[0]], path[1:], tensor)}
+        if not isinstance(value, list | tuple) or path[0] not in range(len(value)):
+            raise TypeError(f"a {type(value).__name__}")
         return type(value)(
             put(part, path[1:], tensor) if index == path[0] else part for index, part in enumerate(value)
         )
 
-    for key, (path, _) in places.items():
-        state = put(state, path, tensors[key])
+    key = ""
+    try:
+        for key, (path, _) in places.items():
+            check_key(path)  # forged, its hash might take without end
+            if not path:
+                raise TypeError("no path")
+            state = put(state, path, tensors[key])
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"expected a place in the saved state for {key!r:.200}, found {type(error).__name__}: "
+            f"{error!s:.200}: the checkpoint is damaged or forged"
+        ) from error
     return state
 
 
