@@ -15,6 +15,7 @@ from fsdp_utils.child_tuning.fused_kernel import fused_adamw, laid_out_as, steps
 from fsdp_utils.child_tuning.masked_step import Plan, Scratch
 from fsdp_utils.sharding.local_part import as_dtensor, local, places
 from fsdp_utils.torch_internals.names import disable_dynamo, foreach_add_
+from fsdp_utils.torch_internals.runtime import collect_adamw
 
 __all__ = ["ChildTuningAdamW", "fisher_mask"]
 
@@ -181,7 +182,7 @@ class ChildTuningAdamW(AdamW):
     def _step(self, number: int, group: dict[str, Any]) -> None:
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         params, grads, exp_avgs, exp_avg_sqs, none, steps = lists
-        has_complex = self._init_group(group, *lists)  # pyright: ignore[reportCallIssue]
+        has_complex = collect_adamw(self, group, lists)
         group["mask_step"] += 1
         if group["mode"] is None or (group["mode"] == "taskfree" and group["reserve_p"] == 1):
             adamw(

@@ -34,7 +34,7 @@ def fsdp1_wrapped(module: FSDP1) -> nn.Module:
     return module._fsdp_wrapped_module
 
 
-def registered_flat(handle: FlatParamHandle) -> Tensor:
+def registered_flat(handle: Any) -> Tensor:
     """The handle's flat parameter, or what nn.Module.to has put in its place."""
     return handle._fully_sharded_module._parameters.get(FLAT_PARAM, handle.flat_param)
 
@@ -43,7 +43,7 @@ def fsdp1_offloads(handle: FlatParamHandle) -> bool:
     return handle._offload_params
 
 
-def fsdp1_dtypes(handle: FlatParamHandle) -> tuple[torch.dtype, torch.dtype]:
+def fsdp1_dtypes(handle: Any) -> tuple[torch.dtype, torch.dtype]:
     """Of the parameters at rest, and of the computation."""
     return handle._orig_param_dtype, handle._fwd_bwd_param_dtype
 
@@ -115,7 +115,7 @@ class Flat:
 # FSDP2
 
 
-def fsdp2_state(module: FSDPModule) -> Any:
+def fsdp2_state(module: Any) -> Any:
     """What FSDP2 keeps of a module under fully_shard; modules sharded together, as a list, have one."""
     return module._get_fsdp_state()
 

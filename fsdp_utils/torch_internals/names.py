@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import _foreach_copy_ as foreach_copy_
     from torch import _fused_adamw_ as fused_adamw_
     from torch._C import DispatchKey as DispatchKey
-    from torch._C import _dispatch_library as dispatch_library
     from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
     from torch._compile import _disable_dynamo as disable_dynamo
     from torch._guards import detect_fake_mode as detect_fake_mode
@@ -143,17 +142,15 @@ NAMES: dict[str, Private] = {
     "detect_fake_mode": Private(
         "torch._guards", "detect_fake_mode", "whether it is on; nothing public tells"
     ),
-    "dispatch_library": Private(
+    "DispatchKey": Private(
         "torch._C",
-        "_dispatch_library",
-        "to see collectives pass by. torch.library.Library takes longer for the same, which a recording of "
-        "one short step would feel",
+        "DispatchKey",
+        "to go on to the kernels after the recorder's own, which torch.library.Library has no way to say",
     ),
-    "DispatchKey": Private("torch._C", "DispatchKey", "to go on to the kernels after one's own"),
     "RecordFunctionFast": Private(
         "torch._C._profiler",
         "_RecordFunctionFast",
-        "marks between what is issued; torch.profiler.record_function takes many times as long",
+        "marks between what is issued; torch.profiler.record_function takes 5 µs, this 0.2 to 1.5",
     ),
     "sequence_nr": Private(
         "torch.autograd", "_get_sequence_nr", "the number of the next node: has anything been computed since?"

@@ -55,6 +55,14 @@ def write_archive(value: Tensor, file: Any) -> None:
     archive.write_end_of_file()
 
 
+def collect_adamw(optimizer: torch.optim.AdamW, group: dict[str, Any], lists: list[list[Tensor]]) -> bool:
+    """Make missing state; fill six lists: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps.
+
+    What AdamW.step() does first; only the whole of it is public. Returns whether any of them is complex.
+    """
+    return optimizer._init_group(group, *lists)  # type: ignore[call-arg]
+
+
 # nn.Module's own tables: named_parameters() and its like leave out what is None or there twice, take several
 # times as long, and cannot be written to.
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -117,7 +125,7 @@ def nvml_device_count() -> int:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """What the CPU has for bf16. torch.cpu.get_capabilities, which older torch (2.11) does not have."""
+    """What the CPU has for bf16. torch.cpu.get_capabilities, where torch has it; older ones do not."""
     import torch
 
     if hasattr(torch.cpu, "get_capabilities"):
