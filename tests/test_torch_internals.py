@@ -258,18 +258,18 @@ def test_fake_tensor_mode_and_detect_fake_mode() -> None:
         assert torch.empty(1 << 50).sum().shape == ()  # more than any memory
 
 
-def test_dispatch_key_leaves_a_kernel_out() -> None:
+def test_dispatch_library_adds_a_kernel_and_dispatch_key_leaves_it_out() -> None:
     seen = []
-    library = torch.library.Library("aten", "IMPL", "BackendSelect")
+    library = names.dispatch_library("IMPL", "aten", "BackendSelect", __file__, 0)
     going_on = torch.ops.aten.relu.default.redispatch
 
     def kernel(keys: Any, *args: Any) -> Any:
         seen.append(args)
         return going_on(keys.remove(names.DispatchKey.BackendSelect), *args)
 
-    library.impl("relu", kernel, with_keyset=True)
+    library.impl("relu", "BackendSelect", kernel, True)
     assert torch.relu(torch.tensor(-1.0)) == 0
-    del library
+    library.reset()
     assert torch.relu(torch.tensor(-1.0)) == 0
     assert len(seen) == 1
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_utils.torch_internals.names import DispatchKey
+from fsdp_utils.torch_internals.names import DispatchKey, dispatch_library
 
 # Gets the operation's arguments, and a function that runs it and whose result is to be returned.
 Around = Callable[[tuple[Any, ...], Callable[[], Any]], Any]
@@ -27,7 +27,7 @@ class Kernels:
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
-        self._library: torch.library.Library | None = torch.library.Library(namespace, "IMPL", _KEY)
+        self._library: Any = dispatch_library("IMPL", namespace, _KEY, __file__, 0)
 
     def add(self, names: Iterable[str], around: Callable[[str], Around]) -> None:
         """Have operations pass by; those that this torch does not have are left out.
@@ -36,14 +36,13 @@ class Kernels:
             names: Of the operations, without the namespace.
             around: Gives, for a name, what its calls pass through.
         """
-        assert self._library is not None  # not closed
         for name in names:
             if redispatch := _redispatch(self._namespace, name):
-                self._library.impl(name, _kernel(redispatch, around(name)), with_keyset=True)
+                self._library.impl(name, _KEY, _kernel(redispatch, around(name)), True)
 
     def close(self) -> None:
         """Leave no kernel behind."""
-        self._library = None  # its kernels go with it
+        self._library.reset()
 
 
 @functools.cache

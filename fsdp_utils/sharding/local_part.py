@@ -62,7 +62,9 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, over the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # then it is the part itself, not a new tensor of autograd's
+    if not torch.is_grad_enabled():  # it is the part itself then, and not a new tensor of autograd's
+        return tensor.to_local()
+    with torch.no_grad():
         return tensor.to_local()
 
 
