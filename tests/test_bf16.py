@@ -60,7 +60,7 @@ def a_gpu(name: str, cuda: str | None = "12.8", nccl: Any = (2, 27, 5), there: b
 def a_cpu(**capabilities: bool) -> Any:
     """torch as it would answer on a CPU with these instructions."""
     with (
-        patch("fsdp_utils.precision.facts._cpu_capabilities", lambda: capabilities),
+        patch("fsdp_utils.precision.facts.cpu_capabilities", lambda: capabilities),
         patch("fsdp_utils.precision.facts._cpu_name", lambda: "a CPU"),
     ):
         yield

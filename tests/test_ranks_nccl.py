@@ -34,7 +34,7 @@ def faked_cuda(calls: list[str]) -> Iterator[None]:
         calls.append(f"init {backend}, environment set: {set_before}")
         init("gloo", **settings)
 
-    def abort_process_group() -> None:
+    def abort_process_group(_group: dist.ProcessGroup | None = None) -> None:
         calls.append("abort")
         abort()
 

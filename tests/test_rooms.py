@@ -11,6 +11,7 @@ from tools.draw_imports import BEGIN, PACKAGE, PAGE, drawing, imports, modules, 
 
 # A room imports only rooms of a lower level.
 LEVEL = {
+    "torch_internals": 0,
     "distributed": 1,
     "sharding": 2,
     **dict.fromkeys(

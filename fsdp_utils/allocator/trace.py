@@ -14,11 +14,12 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from fsdp_utils.torch_internals.names import detect_fake_mode, place
+from fsdp_utils.torch_internals.runtime import storage_id
 
 GIB = 2**30
 
@@ -145,7 +146,7 @@ def record_allocations(
 @contextmanager
 def listening(recorder: "Recorder") -> Iterator[None]:
     """Have a recorder see all that is allocated and freed."""
-    resize, infer = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+    resize, infer = torch.UntypedStorage.resize_, getattr(*place("dtensor_shapes"))
 
     @wraps(resize)
     def observed_resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -165,7 +166,7 @@ def listening(recorder: "Recorder") -> Iterator[None]:
         # FSDP empties and refills its unsharded parameters by this method, which no dispatch mode sees
         patch.object(torch.UntypedStorage, "resize_", observed_resize),
         # DTensor works out shapes on fake tensors of the global size: nothing is allocated for those
-        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", muted_infer),
+        patch.object(*place("dtensor_shapes"), muted_infer),
         recorder,
     ):
         yield
@@ -242,7 +243,7 @@ class Recorder(TorchDispatchMode):
         self._watched.clear()
 
     def _update(self, storage: torch.UntypedStorage, name: str) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
         size = storage.nbytes()

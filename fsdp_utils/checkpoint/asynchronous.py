@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.torch_internals.runtime import dtensor_like
 
 # The copies, by name. They are kept for the next save: to get fresh memory from the system takes several
 # times
@@ -44,8 +45,7 @@ def _staged(name: str, tensor: Tensor) -> Tensor:
         _buffers[name] = buffer
     buffer.copy_(local, non_blocking=True)
     if isinstance(tensor, DTensor):
-        # from_local() would move it to the mesh's device
-        return DTensor(buffer, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+        return dtensor_like(buffer, tensor)
     return buffer
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.distributed.group_timeout import set_group_timeout
+from fsdp_utils.torch_internals.groups import default_store, process_groups, set_group_timeout
 
 T = TypeVar("T")
 
@@ -188,7 +188,7 @@ class Ranks:
             while cause is not None:
                 traceback.clear_frames(cause.__traceback__)
                 cause = cause.__cause__ or cause.__context__
-        if group in dist.distributed_c10d._world.pg_map:  # else the program has destroyed all its groups
+        if group in process_groups():  # else the program has destroyed all its groups
             dist.destroy_process_group(group)
         del group
         gc.collect()  # frames and exceptions refer to each other
@@ -197,7 +197,7 @@ class Ranks:
         """The ranks' own group; made once, at a moment when all ranks are known to be here."""
         link = _current_link()
         group = link.group()
-        if group is None or group not in dist.distributed_c10d._world.pg_map:
+        if group is None or group not in process_groups():
             made = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._wait_s))
             assert isinstance(made, dist.ProcessGroup)
             set_group_timeout(made, TRANSFER_LIMIT_S)
@@ -284,7 +284,7 @@ def _meet(ranks: Ranks, mine: str, wait_s: float) -> dict[str, Any]:
 
 
 def _store() -> dist.Store:
-    return dist.PrefixStore("fsdp_utils/checkpoint", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore("fsdp_utils/checkpoint", default_store())
 
 
 def _wait_for(store: dist.Store, key: str, seconds: float) -> bool:

@@ -15,6 +15,9 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.names import clean, quiet, tied_names
 from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
+from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
+from fsdp_utils.torch_internals.names import FLAT_PARAM
+from fsdp_utils.torch_internals.runtime import unsaved_buffers
 
 
 @dataclass
@@ -46,16 +49,16 @@ class _Piece:
 
 def _pieces(unit: Unit, own: set[int]) -> dict[str, _Piece]:
     """By name, for the parameters that the optimizer has (it has either the flat one or the views)."""
-    flat = unit.module._flat_param
+    flat = fsdp1_flat(unit.module)
+    kept = Flat(flat)
     pieces = {}
     for index, name in enumerate(unit.names):
         assert flat is not None
-        info: Any = flat._shard_param_infos[index]
+        info = kept.shards[index]
         if id(flat) in own:
             param, offset = flat, info.offset_in_shard
         else:
-            assert flat._params is not None  # it has views with use_orig_params
-            param, offset = flat._params[index], 0
+            param, offset = kept.params[index], 0  # its view, with use_orig_params
         where = (offset, info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else None
         if param is not flat and param.shape == unit.shapes[index]:
             where = None  # on one rank, and with NO_SHARD, the view is the whole parameter
@@ -68,10 +71,10 @@ def units_of(model: nn.Module) -> list[Unit]:
     units = []
     for path, module in model.named_modules():
         if isinstance(module, FSDP1):
-            flat = module._flat_param
-            inner = flat._fqns if flat is not None else ()
+            flat = fsdp1_flat(module)
+            inner = Flat(flat).names if flat is not None else ()
             names = {clean(model, ".".join(filter(None, (path, name)))): name for name in inner}
-            shapes = list(flat._shapes) if flat is not None else []
+            shapes = list(Flat(flat).shapes) if flat is not None else []
             units.append(Unit(module, names, shapes, flat.dtype if flat is not None else None))
     return units
 
@@ -80,11 +83,11 @@ def outside_of_units(model: nn.Module, units: list[Unit]) -> dict[str, Tensor]:
     """The parameters and buffers of an FSDP1 model that no unit shards, by name."""
     inside = {name for unit in units for name in unit.names} | tied_names(model).keys()
     tensors: dict[str, Tensor] = {
-        clean(model, name): param for name, param in model.named_parameters() if "_flat_param" not in name
+        clean(model, name): param for name, param in model.named_parameters() if FLAT_PARAM not in name
     }
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in unsaved_buffers(module):
                 tensors[clean(model, ".".join(filter(None, (path, name))))] = buffer
     return {name: tensor for name, tensor in tensors.items() if name not in inside}
 

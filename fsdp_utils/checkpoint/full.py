@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.archive import check_archive
@@ -37,6 +36,7 @@ from fsdp_utils.checkpoint.save import describe
 from fsdp_utils.checkpoint.sharded_state import StateToSave, buffers_for, put_back
 from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
 from fsdp_utils.checkpoint.validate import check_model, check_optimizer
+from fsdp_utils.torch_internals.names import local_shape_and_offset
 
 _CPU = torch.device("cpu")
 _END_OF_ZIP = b"PK\x05\x06"
@@ -268,9 +268,7 @@ class _Sent:
 def _place(tensor: Tensor, target: Tensor) -> None:
     """Copy into target what of the whole tensor is its part."""
     if isinstance(target, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(
-            target.shape, target.device_mesh, target.placements
-        )
+        shape, offset = local_shape_and_offset(target.shape, target.device_mesh, target.placements)
         for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
             tensor = tensor.narrow(dim, min(start, tensor.shape[dim] - length), length)
         target = target.to_local()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils.distributed.group_timeout import gloo_timeout, set_gloo_timeout
+from fsdp_utils.torch_internals.groups import gloo_timeout, set_gloo_timeout
 
 
 @contextmanager

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private; what storage_data consists of
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,  # private; how a pickle holds a memory format
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +24,7 @@ from fsdp_utils.checkpoint.chunks import check_chunks
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.pickled import Refused, interpret
 from fsdp_utils.checkpoint.regular import is_plain_name, read_regular
+from fsdp_utils.torch_internals.names import MEM_FORMAT_ENCODING, StorageInfo
 
 _DESCRIPTION = "torch.distributed.checkpoint.metadata"
 _CLASSES = (
@@ -37,7 +36,7 @@ _CLASSES = (
     TensorProperties,
     TensorStorageMetadata,
 )
-_FIELDS = {cls: {field.name for field in fields(cls)} for cls in (*_CLASSES, _StorageInfo)}
+_FIELDS = {cls: {field.name for field in fields(cls)} for cls in (*_CLASSES, StorageInfo)}
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
@@ -63,7 +62,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     (_DESCRIPTION, "_MEM_FORMAT_ENCODING"): _Call.MEMORY_FORMAT,
     # by which some Pythons (3.11.2, Debian 12's, is one) pickle members of an enum
     ("builtins", "getattr"): _Call.GETATTR,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _New(_StorageInfo),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _New(StorageInfo),
     **{(_DESCRIPTION, cls.__name__): _New(cls) for cls in _CLASSES},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **{
@@ -100,15 +99,15 @@ class _Description:
             case _Call.PATH:
                 return "/".join(arguments)
             case _Call.MEMORY_FORMAT:
-                return _MEM_FORMAT_ENCODING(_simple(arguments[0]))
+                return MEM_FORMAT_ENCODING(_simple(arguments[0]))
             case _Call.GETATTR:
                 enum, name = arguments
-                if enum is not _Call.MEMORY_FORMAT or _simple(name) not in _MEM_FORMAT_ENCODING.__members__:
+                if enum is not _Call.MEMORY_FORMAT or _simple(name) not in MEM_FORMAT_ENCODING.__members__:
                     raise Refused(
                         "it names builtins.getattr for something else than a memory format, which no "
                         "description of a checkpoint needs"
                     )
-                return _MEM_FORMAT_ENCODING[name]
+                return MEM_FORMAT_ENCODING[name]
         raise Refused(f"it calls {str(what)[:80]}, which no description of a checkpoint needs")
 
     def build(self, target: Any, state: Any) -> Any:
@@ -172,7 +171,7 @@ def _check_parts(metadata: Metadata) -> None:
                 must(chunk.sizes, torch.Size)
     for index, where in metadata.storage_data.items():
         must(index, MetadataIndex)
-        must(where, _StorageInfo)
+        must(where, StorageInfo)
         must(where.relative_path, str)
         must(where.offset, int)
         must(where.length, int)

@@ -6,14 +6,15 @@ from contextlib import contextmanager
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp._common_utils import _get_param_to_fqns
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
+from fsdp_utils.torch_internals.names import COMPILED, get_param_to_fqns
 
 # The wrapped model in torch.compile's module, and in Lightning Fabric's.
-_INNER = ("_orig_mod", "_forward_module")
+_INNER = (COMPILED, "_forward_module")
 
 
 def unsharded_wrappers_off(model: nn.Module) -> nn.Module:
@@ -55,7 +56,7 @@ def class_names(kind: type) -> list[str]:
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Every parameter that an optimizer may hold, with the name or (FSDP1's flat ones) names it goes by."""
     return {
-        param: [clean(model, name) for name in names] for param, names in _get_param_to_fqns(model).items()
+        param: [clean(model, name) for name in names] for param, names in get_param_to_fqns(model).items()
     }
 
 
@@ -69,8 +70,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
             tied[name] = earlier
     for path, module in model.named_modules():
         # FSDP1 without use_orig_params has one flat parameter, which remembers what was tied.
-        flat = module._flat_param if isinstance(module, FSDP1) else None
-        for info in getattr(flat, "_shared_param_infos", ()):
+        flat = fsdp1_flat(module) if isinstance(module, FSDP1) else None
+        for info in Flat(flat).tied:
             name, earlier = (
                 clean(model, ".".join(filter(None, (path, *inner))))
                 for inner in (

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.pickled import check_key
 from fsdp_utils.checkpoint.plain_data import PerRank
+from fsdp_utils.torch_internals.names import ShardedTensor
 
 STATE = "state."
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -19,6 +18,8 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.names import parameter_names, quiet, tied_names
+from fsdp_utils.torch_internals.names import ShardedTensor
+from fsdp_utils.torch_internals.runtime import sharded_tensor_group
 
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
@@ -154,7 +155,7 @@ def _common(tensor: Tensor, meshes: dict[Any, DeviceMesh]) -> Tensor:
     with quiet():
         shape, dtype, device = tensor.size(), tensor.dtype, tensor.device
         shards = [shard.tensor for shard in tensor.local_shards()]
-        group = tensor._process_group
+        group = sharded_tensor_group(tensor)
     if group not in meshes:
         meshes[group] = DeviceMesh.from_group(group, device.type)
     return DTensor.from_local(

@@ -16,8 +16,6 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, F
 from torch.distributed.checkpoint.filesystem import (
     DEFAULT_SUFFIX,
     FileSystem,
-    _StorageInfo,
-    _StoragePrefix,
 )
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -43,6 +41,7 @@ from fsdp_utils.checkpoint.hashing_file import HashingFile
 from fsdp_utils.checkpoint.plain_data import reason, unpack, view
 from fsdp_utils.checkpoint.regular import open_regular
 from fsdp_utils.checkpoint.tensor_archive import Item, find_bytes, read_region, write_tensor
+from fsdp_utils.torch_internals.names import StorageInfo, StoragePrefix
 
 
 class _HashingFileSystem(FileSystem):
@@ -109,7 +108,7 @@ class Writer(FileSystemWriter):
         return future
 
     def _write(
-        self, named: _StoragePrefix, number: int, items: list[WriteItem], planner: SavePlanner
+        self, named: StoragePrefix, number: int, items: list[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
         """One file."""
         name, results = f"{named.prefix}{number}{DEFAULT_SUFFIX}", []
@@ -124,7 +123,7 @@ class Writer(FileSystemWriter):
                 begin = file.tell()
                 write_tensor(tensor, file)
                 length = file.tell() - begin
-                results.append(WriteResult(item.index, length, _StorageInfo(name, begin, length)))
+                results.append(WriteResult(item.index, length, StorageInfo(name, begin, length)))
         except BaseException:
             file.abandon()
             raise

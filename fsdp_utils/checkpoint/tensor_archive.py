@@ -1,7 +1,6 @@
 """One tensor in a file of many, as torch.save writes it: a zip archive with a pickle and the plain bytes."""
 
 import io
-import pickle
 import sys
 import zipfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from fsdp_utils.checkpoint.archive import begin_of, check_archive
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.hashing_file import HashingFile
 from fsdp_utils.checkpoint.plain_data import reason, view
+from fsdp_utils.torch_internals.runtime import write_archive
 
 
 class Item(NamedTuple):
@@ -28,14 +28,8 @@ class Item(NamedTuple):
 
 
 def write_tensor(tensor: Tensor, file: HashingFile) -> None:
-    """What torch.save(tensor, file) writes, without the CRC-32 of each part.
-
-    The CRC takes two thirds of the time of a SHA-256, torch.load does not look at it, and torch's switch for
-    it is one for the whole program.
-    """
-    archive = torch._C.PyTorchFileWriter(file, False)  # type: ignore[call-overload]
-    torch.serialization._save(tensor.contiguous(), archive, pickle, 2, False)
-    archive.write_end_of_file()
+    """What torch.save(tensor, file) writes, without the CRC-32 of each part."""
+    write_archive(tensor.contiguous(), file)
 
 
 def find_bytes(item: Item, file: io.RawIOBase, known: dict[bytes, Tensor]) -> int:

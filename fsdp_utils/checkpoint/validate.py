@@ -12,6 +12,7 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.names import optimizer_classes, parameter_names
 from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
 from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle
 
 
 def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -37,8 +38,8 @@ def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
             "several optimizers here, and save the others' state_dict() as state, such as "
             "second=second.state_dict()"
         )
-    flat = [handle.flat_param for unit in units if (handle := unit._handle) is not None]
-    if any(extension is not None for param in flat for extension in param._param_extensions):
+    flat = [handle.flat_param for unit in units if (handle := fsdp1_handle(unit)) is not None]
+    if any(extension is not None for param in flat for extension in Flat(param).extensions):
         raise CheckpointError(
             "expected FSDP1 around parameters that nothing else shards, found tensor-parallel ones: FSDP1 "
             "gives the optimizer's state of only one part of each. Use FSDP2 (fully_shard), or save without "

@@ -90,7 +90,7 @@ def fisher_mask(
             for member, inner in zip(place.members, member_names(name, place), strict=True):
                 result[inner] = mask[member.start : member.start + member.numel]
         elif isinstance(p, DTensor):
-            result[name] = as_dtensor(mask.view(p._local_tensor.shape), p)
+            result[name] = as_dtensor(mask.view(local(p).shape), p)
         else:
             result[name] = mask.view(p.shape)
     return result

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_utils.torch_internals.names import fused_adamw_
+
 
 def fused_adamw(
     group: dict[str, Any],
@@ -23,7 +25,7 @@ def fused_adamw(
         divisor: of the gradients, fp32; the kernel writes the quotients over them.
     """
     params, grads, exp_avgs, exp_avg_sqs = tensors
-    torch._fused_adamw_(
+    fused_adamw_(
         params,
         grads,
         exp_avgs,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsdp_utils.child_tuning.fused_kernel import fused_adamw, row, steps_on
 from fsdp_utils.child_tuning.random_masks import PAGE, draw, keep, keys, table, threshold
+from fsdp_utils.torch_internals.names import foreach_copy_
 
 _INTEGER = {4: torch.int32, 8: torch.int64}
 # Elements that are masked at once. On a CPU what stays in its cache, at most; with few parameters less, but
@@ -194,7 +195,7 @@ class Plan:
     def _keep(self, batch: _Batch, gradients: list[Tensor], bound: int) -> None:
         """The gradients into the scratch memory, where the number there is greater than bound; else 0."""
         if self._scratch.narrows or len(gradients) > _FEW:
-            torch._foreach_copy_([item.before for item in batch.items], gradients)
+            foreach_copy_([item.before for item in batch.items], gradients)
             keep(batch.gathered_bits, batch.bits, bound)
             return
         for item, gradient in zip(batch.items, gradients, strict=True):

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import AdamW, adamw
 
@@ -15,6 +14,8 @@ from fsdp_utils.child_tuning.fixed_mask import Masks, assigned, decay_kept, foll
 from fsdp_utils.child_tuning.fused_kernel import fused_adamw, laid_out_as, steps_on
 from fsdp_utils.child_tuning.masked_step import Plan, Scratch
 from fsdp_utils.sharding.local_part import as_dtensor, local, places
+from fsdp_utils.torch_internals.names import disable_dynamo, foreach_add_
+from fsdp_utils.torch_internals.runtime import collect_adamw
 
 __all__ = ["ChildTuningAdamW", "fisher_mask"]
 
@@ -159,7 +160,7 @@ class ChildTuningAdamW(AdamW):
             self._masks[where] = _sharded_as(p, ~held(local(state["exp_avg_sq"])))
         super().load_state_dict(state_dict)
 
-    @_disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
@@ -189,7 +190,7 @@ class ChildTuningAdamW(AdamW):
                 )
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         params, grads, exp_avgs, exp_avg_sqs, none, steps = lists
-        has_complex = self._init_group(group, *lists)  # pyright: ignore[reportCallIssue]
+        has_complex = collect_adamw(self, group, lists)
         group["mask_step"] += 1
         if group["mode"] is None or (group["mode"] == "taskfree" and group["reserve_p"] == 1):
             adamw(
@@ -217,7 +218,7 @@ class ChildTuningAdamW(AdamW):
             )
         elif params:
             # one tensor for all: of a number, each addition on the CPU would make a tensor of its own
-            torch._foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
+            foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
             if group["mode"] == "task" and self._hold():
                 exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in params]
             lists = [params, grads, exp_avgs, exp_avg_sqs]

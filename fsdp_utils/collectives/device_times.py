@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import DeviceType, profiler
 
 from fsdp_utils.collectives.trace import COMPUTE, Event, Trace
+from fsdp_utils.torch_internals.names import RecordFunctionFast
+from fsdp_utils.torch_internals.runtime import profiler_is_on
 
 MARK = "fsdp_utils.mark "  # and its number
 TAKEN = (
@@ -52,8 +53,7 @@ class DeviceTimes:
         self._issued: list[Issued] = []
 
     def __enter__(self) -> DeviceTimes:
-        # A second profiler silently ends one that runs, and the process dies if one was warming up.
-        if torch.autograd._profiler_enabled() or "ProfilerStep" in profiler.KinetoStepTracker._step_dict:
+        if profiler_is_on():
             self._trace.notes.append(TAKEN)
             return self
         if self._device != "cpu" and not _can_see(self._device):
@@ -72,7 +72,7 @@ class DeviceTimes:
     def mark(self) -> int:
         """Set a mark. Returns its number."""
         if self._profiler is not None:
-            with _RecordFunctionFast(f"{MARK}{self._marks}"):
+            with RecordFunctionFast(f"{MARK}{self._marks}"):
                 self._marks += 1
         return self._marks - 1
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fsdp_utils.torch_internals.names import DispatchKey, dispatch_library
+
 # Gets the operation's arguments, and a function that runs it and whose result is to be returned.
 Around = Callable[[tuple[Any, ...], Callable[[], Any]], Any]
 _KEY = "BackendSelect"
@@ -25,8 +27,7 @@ class Kernels:
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
-        # torch.library.Library takes longer for the same, which a recording of one short step would feel
-        self._library: Any = torch._C._dispatch_library("IMPL", namespace, _KEY, __file__, 0)
+        self._library: Any = dispatch_library("IMPL", namespace, _KEY, __file__, 0)
 
     def add(self, names: Iterable[str], around: Callable[[str], Around]) -> None:
         """Have operations pass by; those that this torch does not have are left out.
@@ -51,7 +52,7 @@ def _redispatch(namespace: str, name: str) -> Callable[..., Any] | None:
 
 
 def _kernel(redispatch: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    selected = torch._C.DispatchKey.BackendSelect
+    selected = DispatchKey.BackendSelect
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         return around(args, lambda: redispatch(keys.remove(selected), *args, **kwargs))

@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import _runtime_utils as fsdp1_runtime
-from torch.distributed.fsdp._flat_param import FlatParamHandle
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+from torch.utils.module_tracker import ModuleTracker
 
 from fsdp_utils.collectives.trace import ROOT
-from fsdp_utils.collectives.units import Unit, fsdp2_state
+from fsdp_utils.collectives.units import Unit
+from fsdp_utils.torch_internals.fsdp import fsdp1_backward_has_begun, fsdp1_wrapped, fsdp2_state
+from fsdp_utils.torch_internals.names import FlatParamHandle, FSDPParamGroup, place
+from fsdp_utils.torch_internals.runtime import when_backward_ends
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+_TRACKER = ModuleTracker()  # it tells without being entered
 
 
 def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ class Listener(Protocol):
 
 def in_backward() -> bool:
     """Is autograd going backward in this thread?"""
-    return torch._C._current_graph_task_id() != -1
+    return _TRACKER.is_bw
 
 
 @contextmanager
@@ -75,11 +75,8 @@ def listen(
 
     `hidden` is applied to each function that is called from outside, to keep torch.compile out of it.
 
-    torch has no public hooks for all of this. FSDP1 goes through `_pre_backward_hook`, `_post_backward_hook`
-    and `_post_backward_reshard_only_hook` of `torch.distributed.fsdp._runtime_utils` and through
-    `FlatParamHandle.unshard` and `reshard`; FSDP2 through `FSDPState._pre_backward` and methods of
-    `FSDPParamGroup`. All of them run as before, with the listener told around them; for other models, nothing
-    is told.
+    torch has no public hooks for all of this. Functions inside of FSDP1 and FSDP2 (see torch_internals) run
+    as before, with the listener told around them; for other models, nothing is told.
     """
     handles = {part: unit.name for unit in units if unit.fsdp1 for part in unit.parts}
     groups = {part: unit.name for unit in units if not unit.fsdp1 for part in unit.parts}
@@ -132,8 +129,7 @@ def _hook_model(
 def _begin_backward(unit: str, listener: Listener) -> None:
     listener.begin(unit, "backward")
     if unit == ROOT:  # it ends with the whole of backward, if not before
-        end = functools.partial(listener.end, unit, "backward")
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore
+        when_backward_ends(functools.partial(listener.end, unit, "backward"))
 
 
 def _hook_computation(
@@ -142,7 +138,7 @@ def _hook_computation(
     """When a unit computes in forward: not while the hooks of FSDP before and after it run."""
     inner = module
     if isinstance(module, FSDP):
-        inner = module._fsdp_wrapped_module
+        inner = fsdp1_wrapped(module)
     elif isinstance(module, DistributedDataParallel):
         inner = module.module
 
@@ -172,7 +168,7 @@ def _hook_computation(
 
 def _around_fsdp1(handles: dict[Any, str], listener: Listener) -> dict[tuple[Any, str], Wrapper]:
     def before_backward(_state: Any, _module: Any, handle: Any, *_: Any) -> str | None:
-        return None if getattr(handle, "_ran_pre_backward_hook", False) else handles.get(handle)
+        return None if fsdp1_backward_has_begun(handle) else handles.get(handle)
 
     def after_backward(_state: Any, handle: Any, *_: Any) -> str | None:
         return handles.get(handle)
@@ -185,10 +181,10 @@ def _around_fsdp1(handles: dict[Any, str], listener: Listener) -> dict[tuple[Any
         (FlatParamHandle, "pre_unshard"): within,
         (FlatParamHandle, "unshard"): within,
         (FlatParamHandle, "reshard"): _freeing(listener, freed),
-        (fsdp1_runtime, "_pre_backward_hook"): _within(listener, before_backward, begins=True),
-        (fsdp1_runtime, "_post_backward_hook"): _within(listener, after_backward, ends=True),
+        place("fsdp1_pre_backward"): _within(listener, before_backward, begins=True),
+        place("fsdp1_post_backward"): _within(listener, after_backward, ends=True),
         # of a unit whose parameters are all frozen
-        (fsdp1_runtime, "_post_backward_reshard_only_hook"): _within(listener, after_backward, ends=True),
+        place("fsdp1_post_backward_frozen"): _within(listener, after_backward, ends=True),
     }
 
 
@@ -210,7 +206,7 @@ def _around_fsdp2(
         (FSDPParamGroup, "wait_for_unshard"): within,
         (FSDPParamGroup, "reshard"): _freeing(listener, freed),
         (FSDPParamGroup, "post_backward"): _within(listener, group_of, ends=True),
-        (FSDPState, "_pre_backward"): _within(listener, state_of, begins=True),
+        place("fsdp2_pre_backward"): _within(listener, state_of, begins=True),
     }
 
 

@@ -31,6 +31,7 @@ from fsdp_utils.collectives.units import (
     names_of_modules,
     parents,
 )
+from fsdp_utils.torch_internals.names import sequence_nr
 
 _recording = False
 
@@ -93,7 +94,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     units = find_units(model, names)
     devices = _devices(model, parts, units)
-    hidden = torch._dynamo.disable if is_compiled(names) else as_it_is
+    hidden = torch.compiler.disable if is_compiled(names) else as_it_is
     trace = Trace(rank, world_size, {unit.name: unit.nbytes for unit in units})
     times = _times(trace, compute_device(model, units))  # a GPU's
     _recording = True
@@ -308,7 +309,7 @@ class _Recorder:
         self._since = self._now()
         self._mark = self._times.mark() if self._times else 0
         self._is_first = is_first
-        self._nodes = torch.autograd._get_sequence_nr()
+        self._nodes = sequence_nr()
 
     def _cut(self, *, is_last: bool = False) -> None:
         """The present piece is over; record it if anything was computed in it."""
@@ -324,7 +325,7 @@ class _Recorder:
         is_end = self._is_first or is_last
         if phase == "forward" and module in self._parents:
             if torch.is_grad_enabled():
-                if torch.autograd._get_sequence_nr() == self._nodes:
+                if sequence_nr() == self._nodes:
                     return
             elif not (is_end and module in self._trace.unit_bytes):
                 return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils.collectives.trace import ROOT
 from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.torch_internals.fsdp import (
+    Flat,
+    fsdp1_dtypes,
+    fsdp1_handle,
+    fsdp1_offloads,
+    fsdp2_groups,
+    registered_flat,
+)
+from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile, own_children
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Unit:
         if not self.fsdp1:
             return sum(parameter.nbytes for parameter in self._sharded())
         (handle,) = self.parts
-        return sum(map(math.prod, handle.flat_param._shapes)) * handle._orig_param_dtype.itemsize
+        return sum(map(math.prod, Flat(handle.flat_param).shapes)) * fsdp1_dtypes(handle)[0].itemsize
 
     @property
     def device(self) -> str:
@@ -48,9 +56,7 @@ class Unit:
         if not self.fsdp1:
             return ", ".join(sorted(map(str, {parameter.device for parameter in self._sharded()})))
         (handle,) = self.parts
-        # Where it cannot be moved in place (to "meta"), nn.Module.to registers another one.
-        registered = handle._fully_sharded_module._parameters.get("_flat_param", handle.flat_param)
-        return "cpu" if handle._offload_params else str(registered.device)
+        return "cpu" if fsdp1_offloads(handle) else str(registered_flat(handle).device)
 
     def _sharded(self) -> list[Any]:
         return [parameter.sharded_param for part in self.parts for parameter in part.fsdp_params]
@@ -63,10 +69,7 @@ def distributed_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def is_compiled(modules: Iterable[nn.Module]) -> bool:
     """Is torch.compile at work, in them or around them?"""
-    frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
-    return frames > 0 or any(
-        module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in modules
-    )
+    return has_compiled() or any(map(is_under_compile, modules))
 
 
 def has_ddp(modules: Iterable[nn.Module]) -> bool:
@@ -84,10 +87,10 @@ def find_units(model: nn.Module, names: dict[nn.Module, str] | None = None) -> l
     seen: set[int] = set()
     for module, name in names.items():
         if isinstance(module, FSDP):
-            if (handle := module._handle) is not None:
+            if (handle := fsdp1_handle(module)) is not None:
                 units.append(Unit(plain_name(name) or ROOT, (module,), (handle,), fsdp1=True))
         elif isinstance(module, FSDPModule):
-            parts = tuple(part for part in _groups(module) if id(part) not in seen)
+            parts = tuple(part for part in fsdp2_groups(module) if id(part) not in seen)
             seen.update(id(part) for part in parts)
             if parts:
                 modules = parts[0].modules
@@ -103,25 +106,12 @@ def names_of_modules(model: nn.Module) -> dict[nn.Module, str]:
     def walk(module: nn.Module, name: str) -> None:
         if module not in names:
             names[module] = name
-            for child_name, child in module._modules.items():
+            for child_name, child in own_children(module).items():
                 if child is not None:
                     walk(child, f"{name}.{child_name}" if name else child_name)
 
     walk(model, "")
     return names
-
-
-def fsdp2_state(module: Any) -> Any:
-    """What FSDP2 keeps of a module under fully_shard."""
-    return module._get_fsdp_state()
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    state = fsdp2_state(module)
-    if hasattr(state, "_fsdp_param_groups"):  # several from torch 2.12 on
-        return list(state._fsdp_param_groups or [])
-    group = state._fsdp_param_group
-    return [] if group is None else [group]
 
 
 def compute_device(model: nn.Module, units: list[Unit]) -> torch.device:

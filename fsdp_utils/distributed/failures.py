@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_utils.distributed.identity import get_rank, get_world_size
+from fsdp_utils.torch_internals.fsdp import fsdp2_is_root
+from fsdp_utils.torch_internals.runtime import version
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
@@ -182,7 +184,7 @@ def _gradients() -> Iterator[tuple[Any, str, torch.Tensor]]:
             if tensor.is_leaf and tensor.grad is not None:
                 yield tensor, "grad", tensor.grad
     if dist.is_available():
-        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+        from fsdp_utils.torch_internals.names import FSDPParam
 
         for parameter in _alive(FSDPParam):
             # of microbatches before the one that failed; in torch 2.15 it is the grad of a tensor, as above
@@ -193,8 +195,14 @@ def _gradients() -> Iterator[tuple[Any, str, torch.Tensor]]:
 
 def _versions(gradient: torch.Tensor) -> list[int]:
     """They change with each operation in place. FSDP2 adds to the local part of a gradient."""
-    parts = (gradient, getattr(gradient, "_local_tensor", gradient))
-    return [part._version for part in parts if not part.is_inference()]
+    parts = [gradient]
+    if dist.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(gradient, DTensor):
+            with torch.no_grad():  # then it is the part itself
+                parts.append(gradient.to_local())
+    return [version(part) for part in parts if not part.is_inference()]
 
 
 def recover(error: BaseException, before: Gradients) -> None:
@@ -229,7 +237,7 @@ def _reset_fsdp() -> None:
 
     for module in _alive(FSDPModule):
         # Of an FSDP2 model only the root can be reset; before its first forward nobody is root.
-        if not module._get_fsdp_state()._is_root:
+        if not fsdp2_is_root(module):
             continue
         if not hasattr(module, "reset_iter_state"):
             raise CannotGoOn(

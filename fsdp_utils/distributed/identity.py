@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from fsdp_utils.distributed.rank_errors import pack_error, unpack_error
+from fsdp_utils.torch_internals.groups import default_store
 
 __all__ = [
     "get_local_rank",
@@ -95,7 +96,7 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
 
     # The store and not a collective: the wait then has its own limit, can be interrupted, works alike
     # with nccl and gloo, and does not hold up a GPU.
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     turn = store.add(f"fsdp_utils/rank0_first/turn/{get_rank()}", 1)  # the how-manieth time on this rank
     done = f"fsdp_utils/rank0_first/done/{turn}"
     if get_rank() == 0:

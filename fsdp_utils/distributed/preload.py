@@ -4,11 +4,13 @@ import contextlib
 import gc
 import importlib
 
+from fsdp_utils.torch_internals.names import DYNAMO
+
 # Nothing of it becomes garbage. To look for some takes a second here, 0.2 s for each gc.collect() on a rank,
 # and another second where the process ends.
 gc.disable()
 for module in (
-    "torch._dynamo",  # fully_shard imports it: most of a second on each rank
+    DYNAMO,  # fully_shard imports it: most of a second on each rank
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",

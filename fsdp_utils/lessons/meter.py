@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdp_utils.torch_internals.runtime import storage_id
+
 # The names under which FSDP1, FSDP2 and plain torch.distributed calls reach the dispatcher.
 ALL_GATHERS = {"c10d::allgather_", "c10d::_allgather_base_"}
 REDUCE_SCATTERS = {"c10d::reduce_scatter_", "c10d::_reduce_scatter_base_"}
@@ -129,7 +131,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _key(tensor: Tensor) -> int:
-    return _storage(tensor)._cdata
+    return storage_id(_storage(tensor))
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

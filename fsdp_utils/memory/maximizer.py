@@ -24,6 +24,7 @@ import torch.distributed as dist
 from fsdp_utils.distributed.identity import get_rank, get_world_size
 from fsdp_utils.memory.device_stats import DeviceStats, device_stats
 from fsdp_utils.memory.report import MemoryReport, RankMemory, Step
+from fsdp_utils.torch_internals.groups import default_store
 
 __all__ = ["MemoryReport", "Memory_Maximizer"]
 
@@ -186,7 +187,7 @@ class _Peers:
         self._store: Any = None
         # A `fake` group has one real rank and a store that stores nothing.
         if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
-            self._store = dist.distributed_c10d._get_default_store()
+            self._store = default_store()
             self._number = self._store.add(_NUMBER, 0)
             self._store.set(self._key("started", get_rank()), "")
 

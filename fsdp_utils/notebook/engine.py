@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from fsdp_utils.distributed.group_timeout import set_group_timeout
 from fsdp_utils.notebook import nccl, tracebacks
 from fsdp_utils.notebook.nccl import gpu_is_lost as gpu_is_lost  # called by the notebook, as all below
+from fsdp_utils.torch_internals.groups import process_groups, set_group_timeout
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
 AT_THE_END = "the end of the cell, where it waits for its GPU"
@@ -208,7 +208,7 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
         (since the cell began).
     """
     shell = _shell()
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in process_groups():
         set_group_timeout(group, timeout_s)
     quiet = {"showtraceback": lambda *_, **__: None, "showsyntaxerror": lambda *_, **__: None}
     _watch_for_interrupts()

@@ -187,10 +187,11 @@ def count_gpus() -> int:
     """
     import torch
 
+    from fsdp_utils.torch_internals.runtime import nvml_device_count
+
     if torch.version.cuda is None and torch.version.hip is None:
         return 0
-    # Private, because torch.cuda.device_count does not say whether NVML has answered.
-    if torch.version.hip is None and torch.cuda._device_count_nvml() >= 0:
+    if torch.version.hip is None and nvml_device_count() >= 0:
         return torch.cuda.device_count()
     counted = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from fsdp_utils._extras import need
 from fsdp_utils.notebook.fork_server import written
 from fsdp_utils.notebook.tracebacks import words
+from fsdp_utils.torch_internals.names import DYNAMO
 
 START_LIMIT_S = 90.0
 CALL_LIMIT_S = 60.0
@@ -284,7 +285,7 @@ def _imported_here() -> list[str]:
     slow = (
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint",
-        "torch._dynamo",  # an optimizer imports it
+        DYNAMO,  # an optimizer imports it
         "sklearn.datasets",
     )
     return [

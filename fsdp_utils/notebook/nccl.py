@@ -13,6 +13,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from fsdp_utils.torch_internals import groups
+from fsdp_utils.torch_internals.groups import group_backend, process_groups
+
 # Read by ProcessGroupNCCL when a group is made; what each means stands in torch's ProcessGroupNCCL.hpp.
 WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # NoHandling: note a time-out or an error, end no process
@@ -77,9 +80,9 @@ def sum_is_right(limit_s: float) -> bool:
 
 def failure() -> str | None:
     """What torch's watchdog has noticed in any group of this process, in words; None if all is well."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in process_groups():
         try:
-            backend = group._get_backend(DEVICE)  # private, but only a backend knows of its errors
+            backend = group_backend(group, DEVICE)
         except RuntimeError:  # a group of CPU tensors alone
             continue
         get_error = getattr(backend, "get_error", None)  # neither in gloo nor in torch 2.6
@@ -119,9 +122,7 @@ def abort_groups() -> None:
     destroy_process_group would wait for kernels that wait for a rank that has died.
     """
     if dist.is_initialized():
-        # Private, because the public ProcessGroup.abort ends one group, and communicators that overlap
-        # must be aborted together (https://github.com/pytorch/pytorch/issues/119797).
-        dist.distributed_c10d._abort_process_group()
+        groups.abort_groups()
 
 
 def gpu_is_lost(limit_s: float = 2.0) -> bool:

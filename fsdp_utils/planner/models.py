@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_utils._extras import need
 from fsdp_utils.sharding.blocks import outermost, transformer_block_classes, unwrapped
+from fsdp_utils.torch_internals.runtime import own_buffers, own_children, own_parameters, set_children
 
 MOST_MODULES = 50_000  # of a model that is built here; Llama 3.1 405B has 1,900
 MOST_LAYERS = 10_000  # in a config.json: transformers makes lists of that length
@@ -291,7 +292,7 @@ def _look_at(source: Source, model: nn.Module) -> None:
     source.stacks = {
         name: len(blocks)
         for name, blocks in stacks.items()
-        if len(blocks) == len(model.get_submodule(name)._modules)
+        if len(blocks) == len(own_children(model.get_submodule(name)))
         and all(_signature(block) == _signature(blocks[0]) for block in blocks[1:])
     }
 
@@ -307,7 +308,7 @@ def _signature(block: nn.Module) -> list[Any]:
         }
         shapes = [
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            for key, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
             if tensor is not None
         ]
         found.append((name, type(module), plain, shapes))
@@ -317,14 +318,14 @@ def _signature(block: nn.Module) -> list[Any]:
 @contextmanager
 def _cut(model: nn.Module, stacks: dict[str, int], blocks: int) -> Iterator[None]:
     """For a time, each stack has only its first blocks."""
-    kept = {name: model.get_submodule(name)._modules for name in stacks}
+    kept = {name: own_children(model.get_submodule(name)) for name in stacks}
     try:
         for name, modules in kept.items():
-            model.get_submodule(name)._modules = dict(list(modules.items())[:blocks])
+            set_children(model.get_submodule(name), dict(list(modules.items())[:blocks]))
         yield
     finally:
         for name, modules in kept.items():
-            model.get_submodule(name)._modules = modules
+            set_children(model.get_submodule(name), modules)
 
 
 def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

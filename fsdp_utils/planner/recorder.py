@@ -18,6 +18,8 @@ from fsdp_utils.collectives.trace import ROOT
 from fsdp_utils.collectives.units import Unit, find_units
 from fsdp_utils.planner import work_items
 from fsdp_utils.planner.work_items import Alloc, Free, Gone, Label, Recording, Send, Step, Work
+from fsdp_utils.torch_internals.fsdp import fsdp1_dtypes, fsdp2_whole
+from fsdp_utils.torch_internals.runtime import storage_id
 
 aten = torch.ops.aten
 # what the CPU computes attention with, in the place of the GPU's flash attention
@@ -166,7 +168,7 @@ class StepRecorder(Recorder):
             self._label = Label("optimizer", self._unit_of(args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace in ("aten", "fsdp") and not (
-            self.muted or func.is_view or func._opname in _FREE_OF_WORK
+            self.muted or func.is_view or func.overloadpacket.__name__ in _FREE_OF_WORK
         ):
             self._work(func, args, kwargs, result)
         return result
@@ -203,7 +205,7 @@ class StepRecorder(Recorder):
         return work_items.ACTIVATIONS
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        packet = func._overloadpacket
+        packet = func.overloadpacket
         flop = masked = 0
         if packet in flop_registry:
             flop = int(flop_registry[packet](*args, **kwargs, out_val=result))
@@ -216,11 +218,11 @@ class StepRecorder(Recorder):
         read = given
         if packet is aten.embedding:
             read = made  # as many rows as it writes
-        elif func._opname == "all_gather_copy_in":
+        elif packet.__name__ == "all_gather_copy_in":
             read = made = list(args[0])  # it fills this rank's part of a buffer for all
-        elif func._opname in _OVERWRITES:
-            written = {leaf.untyped_storage()._cdata for leaf in made}
-            read = [leaf for leaf in given if leaf.untyped_storage()._cdata not in written]
+        elif packet.__name__ in _OVERWRITES:
+            written = {storage_id(leaf.untyped_storage()) for leaf in made}
+            read = [leaf for leaf in given if storage_id(leaf.untyped_storage()) not in written]
         nbytes = sum(map(_nbytes, read)) + sum(map(_nbytes, made))
         half = next((t.element_size() == 2 for t in given if t.is_floating_point()), False)
         if nbytes:
@@ -238,7 +240,7 @@ class StepRecorder(Recorder):
 
     def _blocks_of(self, tensor: torch.Tensor) -> Iterator[int]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        event = self._allocated.get(local.untyped_storage()._cdata)
+        event = self._allocated.get(storage_id(local.untyped_storage()))
         if event is not None:
             yield event.block
 
@@ -268,8 +270,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _whole_bytes(unit: Unit) -> int:
-    handle = unit.parts[0]
-    return unit.nbytes // handle._orig_param_dtype.itemsize * handle._fwd_bwd_param_dtype.itemsize
+    at_rest, computing = fsdp1_dtypes(unit.parts[0])
+    return unit.nbytes // at_rest.itemsize * computing.itemsize
 
 
 def _whole_gradients(unit: Unit) -> Iterator[Any]:
@@ -278,6 +280,6 @@ def _whole_gradients(unit: Unit) -> Iterator[Any]:
             yield part.flat_param.grad
             continue
         for parameter in part.fsdp_params:
-            whole = getattr(parameter, "_unsharded_param", None)
+            whole = fsdp2_whole(parameter)
             yield whole.grad if whole is not None else None
             yield vars(parameter).get("unsharded_accumulated_grad")  # in torch 2.15 it is the same

@@ -1,7 +1,6 @@
 """Two training steps of one rank out of many, on tensors without memory: what is allocated, done and sent?"""
 
 import gc
-import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,21 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    _flat_param,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -39,6 +30,15 @@ from fsdp_utils.planner.recorder import recording_steps
 from fsdp_utils.planner.work_items import Recording
 from fsdp_utils.sharding.blocks import transformer_block_classes
 from fsdp_utils.sharding.wrapping import shard, wrap_policy
+from fsdp_utils.torch_internals.groups import fake_store
+from fsdp_utils.torch_internals.names import (
+    FakeTensorMode,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    fsdp1_lazy_init,
+    place,
+)
+from fsdp_utils.torch_internals.runtime import storage_id
 
 STRATEGIES = ("full", "grad_op", "hybrid")
 APIS = ("fsdp2", "fsdp1")
@@ -155,7 +155,7 @@ def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
         mixed_precision=MixedPrecision(param_dtype=compute, reduce_dtype=reduce) if compute else None,
     )
     _checkpoint(model, setting, blocks)  # after the wrapping, so that it goes inside each unit
-    _lazy_init(model, model)  # else the first forward does it, in one go for all units
+    fsdp1_lazy_init(model, model)  # else the first forward does it, in one go for all units
     return model
 
 
@@ -177,12 +177,7 @@ def mesh_of(setting: Setting) -> DeviceMesh:
 
 @contextmanager
 def _fake_group(world_size: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
-        # before torch 2.11 these are not registered with torch itself
-        importlib.import_module("torch.distributed._tools.fake_collectives")
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
     try:
         yield
     finally:
@@ -208,16 +203,10 @@ def _as_on_a_gpu() -> Iterator[None]:
 
     with (
         patch.object(F, "scaled_dot_product_attention", without_dropout),
-        patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
+        patch.object(*place("fsdp2_chunks"), first_chunk),
         # FSDP1 asks by the address of the data, which a fake tensor has not
-        patch.object(
-            _flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0
-        ),
-        patch.object(
-            _flat_param,
-            "_same_storage",
-            lambda a, b: _storage(a) == _storage(b),
-        ),
+        patch.object(*place("fsdp1_is_allocated"), lambda tensor: tensor.untyped_storage().nbytes() > 0),
+        patch.object(*place("fsdp1_same_storage"), lambda a, b: _storage(a) == _storage(b)),
     ):
         yield
 
@@ -243,4 +232,4 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _storage(tensor: torch.Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    return storage_id(local.untyped_storage())

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fsdp_utils.distributed.failures import CannotGoOn, Lockstep
 from fsdp_utils.distributed.identity import get_local_rank
 from fsdp_utils.precision.facts import Compute, judge, judge_nccl, look
+from fsdp_utils.torch_internals.groups import abort_groups
 
 __all__ = ["Bf16Support", "bf16_support"]
 
@@ -164,9 +165,7 @@ def _all_reduce(device: torch.device) -> str:
         if problem:
             # Destroying an NCCL group waits for its kernels, and the one that is stuck never ends. Aborting
             # ends the kernel, and closes the connections: that tells the others if this rank failed alone.
-            # Private: ProcessGroup.abort() is public, but leaves the group registered, and
-            # destroy_process_group() would wait for it at the end of the program.
-            dist.distributed_c10d._abort_process_group(group)
+            abort_groups(group)
         else:
             dist.destroy_process_group(group)
     return problem

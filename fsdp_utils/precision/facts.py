@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 
+from fsdp_utils.torch_internals.runtime import cpu_capabilities
+
 Compute = Literal["native", "emulated", "none"]
 
 # PyTorch's kernels for bf16 came with CUDA 11, NCCL's ncclBfloat16 with NCCL 2.10 (its release notes).
@@ -155,18 +157,9 @@ def _cpu_units() -> tuple[str, ...]:
     """The CPU's instructions for bf16 that torch's matmuls use, through oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return ()
-    has = {name for name, there in _cpu_capabilities().items() if there}
+    has = {name for name, there in cpu_capabilities().items() if there}
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16", "sve_bf16": "SVE BF16"}
     return tuple(text for name, text in names.items() if name in has)
-
-
-def _cpu_capabilities() -> dict[str, Any]:
-    if hasattr(torch.cpu, "get_capabilities"):
-        return dict(torch.cpu.get_capabilities())
-    if platform.machine().lower() in ("aarch64", "arm64"):
-        return {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported()}
-    questions = {"amx_bf16": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512_bf16_supported"}
-    return {name: getattr(torch.cpu, ask, bool)() for name, ask in questions.items()}
 
 
 def _cpu_name() -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_utils.checkpoint.arguments import enter
 from fsdp_utils.checkpoint.coordination import WAIT_S, fingerprint
@@ -26,6 +25,7 @@ from fsdp_utils.checkpoint.regular import open_regular
 from fsdp_utils.checkpoint.state import MODEL, Snapshot
 from fsdp_utils.pretrained.folder import Entry, read_folder, read_part
 from fsdp_utils.pretrained.meta_init import device_of, is_meta, materialise
+from fsdp_utils.torch_internals.names import local_shape_and_offset
 
 _SHOWN = 3  # problems of a kind in one error
 
@@ -188,7 +188,5 @@ def _part(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """Which part of the whole tensor is this rank's: its offsets, its shape, and where it goes."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape), tensor
-    lengths, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    lengths, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(lengths), tensor.to_local()

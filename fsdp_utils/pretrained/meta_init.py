@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.torch_internals.runtime import own_buffers, own_parameters, unsaved_buffers
 
 _MARK = 0xA5  # a byte of memory that nobody has written to
 
@@ -48,28 +49,28 @@ def materialise(model: nn.Module, device: torch.device) -> None:
         for leaf, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:
                 real.append((module, leaf, buffer))
-            elif leaf in module._non_persistent_buffers_set:
+            elif leaf in unsaved_buffers(module):
                 computed.append((module, path, leaf))
 
     model.to_empty(device=device)
     for places in ties:
         first_module, first = places[0]
         for module, leaf in places[1:]:
-            module._parameters[leaf] = first_module._parameters[first]
+            own_parameters(module)[leaf] = own_parameters(first_module)[first]
     for module, leaf, buffer in real:
-        module._buffers[leaf] = buffer.to(device)
+        own_buffers(module)[leaf] = buffer.to(device)
     for module, _, leaf in computed:
-        module._buffers[leaf].untyped_storage().fill_(_MARK)  # type: ignore[union-attr]
+        own_buffers(module)[leaf].untyped_storage().fill_(_MARK)  # type: ignore[union-attr]
     for module, path in {module: path for module, path, _ in computed}.items():
         for compute in _ways(model, path, module):
             with _parameters_on_meta(module):
                 compute()
-            if not any(_untouched(module._buffers[leaf]) for one, _, leaf in computed if one is module):
+            if not any(_untouched(own_buffers(module)[leaf]) for one, _, leaf in computed if one is module):
                 break
     left = [
         f"{plain_name(path, leaf)} of {_class_name(module)}"
         for module, path, leaf in computed
-        if _untouched(module._buffers[leaf])
+        if _untouched(own_buffers(module)[leaf])
     ]
     if left:
         raise CheckpointError(
@@ -105,14 +106,14 @@ def _ways(model: nn.Module, path: str, module: nn.Module) -> Iterator[Callable[[
 @contextmanager
 def _parameters_on_meta(module: nn.Module) -> Iterator[None]:
     """Stand-ins for the module's own parameters: they are loaded, and need no random numbers."""
-    own = dict(module._parameters)
+    own = dict(own_parameters(module))
     for leaf, param in own.items():
         if param is not None:
-            module._parameters[leaf] = nn.Parameter(torch.empty(param.shape, device="meta"))
+            own_parameters(module)[leaf] = nn.Parameter(torch.empty(param.shape, device="meta"))
     try:
         yield
     finally:
-        module._parameters.update(own)
+        own_parameters(module).update(own)
 
 
 def _class_name(module: nn.Module) -> str:

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_utils.sharding.names import WRAPPED, plain_name
 from fsdp_utils.sharding.units import sizes_of, units_of, within
+from fsdp_utils.torch_internals.runtime import own_children
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A repeated class with less than this share of the parameters in blocks is not worth units of its own.
@@ -89,8 +90,8 @@ def _is_plain(module: nn.Module) -> bool:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     for name in WRAPPED:
-        if name in module._modules:
-            return unwrapped(module._modules[name])  # pyright: ignore[reportArgumentType]
+        if name in own_children(module):
+            return unwrapped(own_children(module)[name])  # pyright: ignore[reportArgumentType]
     return module
 
 

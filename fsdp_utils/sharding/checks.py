@@ -2,12 +2,13 @@
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.units import Unit, sizes_of, units_of, within
+from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle
 
 # A unit that gathers more than this share of the parameters at once undoes most of what sharding saves.
 HALF = 0.5
@@ -120,8 +121,9 @@ def _check_ties(model: nn.Module, units: list[Unit], fsdp2: bool) -> list[str]:
 def _check_mixed_requires_grad(units: list[Unit]) -> list[str]:
     messages = []
     for unit in units:
-        handle = getattr(unit.module, "_handle", None)  # of FSDP1; FSDP2 minds each parameter by itself
-        parameters = (handle.flat_param._params or []) if handle is not None else []
+        # FSDP2 minds each parameter by itself
+        handle = fsdp1_handle(unit.module) if isinstance(unit.module, FullyShardedDataParallel) else None
+        parameters = Flat(handle.flat_param).params if handle is not None else []
         frozen = sum(not parameter.requires_grad for parameter in parameters)
         if 0 < frozen < len(parameters):
             messages.append(

@@ -7,15 +7,14 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils.sharding.names import plain_name
-
-_FLAT = "_flat_param"
+from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, is_fsdp1_parameter
+from fsdp_utils.torch_internals.names import FLAT_PARAM, local_shape_and_offset
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Place:
 def places(params: Sequence[Tensor]) -> list[Place]:
     """Where the part of each parameter lies that this rank holds."""
     fsdp1: dict[int, Place] = {}
-    if any(getattr(p, "_fsdp_flattened", False) or getattr(p, "_is_flat_param", False) for p in params):
+    if any(map(is_fsdp1_parameter, params)):
         fsdp1 = _fsdp1_places()
     return [
         _dtensor_place(p) if isinstance(p, DTensor) else fsdp1.get(id(p)) or Place(p.shape, 0, p.numel())
@@ -61,7 +60,12 @@ def places(params: Sequence[Tensor]) -> list[Place]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, over the same memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not torch.is_grad_enabled():  # it is the part itself then, and not a new tensor of autograd's
+        return tensor.to_local()
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def as_dtensor(part: Tensor, like: DTensor) -> DTensor:
@@ -73,18 +77,16 @@ def as_dtensor(part: Tensor, like: DTensor) -> DTensor:
 
 def member_names(name: str, place: Place) -> list[str]:
     """The names of the parameters inside FSDP1's flat one, which is called `name`."""
-    unit = plain_name(name).removesuffix(_FLAT)
+    unit = plain_name(name).removesuffix(FLAT_PARAM)
     return [unit + member.name for member in place.members]
 
 
 def _dtensor_place(param: DTensor) -> Place:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    shape, offsets = local_shape_and_offset(param.shape, param.device_mesh, param.placements)
     offset = sum(
         offset * prod(shape[:dim]) * prod(param.shape[dim + 1 :]) for dim, offset in enumerate(offsets)
     )
-    return Place(param.shape, offset, param._local_tensor.numel())
+    return Place(param.shape, offset, local(param).numel())
 
 
 def _fsdp1_places() -> dict[int, Place]:
@@ -94,34 +96,35 @@ def _fsdp1_places() -> dict[int, Place]:
     found: dict[int, Place] = {}
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), FSDP1)]
     for module in modules:
-        handle: Any = module._handle
+        handle = fsdp1_handle(module)
         if handle is None:
             continue
         flat = handle.flat_param
-        members = _sharded_members(flat) if handle.uses_sharded_strategy else _whole_members(flat)
-        numel = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
-        shape = flat._unpadded_unsharded_size
+        kept = Flat(flat)
+        members = _sharded_members(kept) if handle.uses_sharded_strategy else _whole_members(kept)
+        numel = kept.shard_shape.numel() if handle.uses_sharded_strategy else flat.numel()
+        shape = kept.whole_shape
         found[id(flat)] = Place(
             shape, handle.rank * numel if handle.uses_sharded_strategy else 0, numel, members
         )
-        for param, member in zip(flat._params or (), members, strict=False):
+        for param, member in zip(kept.params, members, strict=False):
             found[id(param)] = Place(member.shape, member.offset, member.numel)
     return found
 
 
-def _sharded_members(flat: Any) -> tuple[Member, ...]:
+def _sharded_members(flat: Flat) -> tuple[Member, ...]:
     return tuple(
         Member(name, shape, info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard)
         if info.in_shard
         else Member(name, shape, 0, 0, 0)
-        for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
+        for name, shape, info in zip(flat.names, flat.shapes, flat.shards, strict=True)
     )
 
 
-def _whole_members(flat: Any) -> tuple[Member, ...]:
+def _whole_members(flat: Flat) -> tuple[Member, ...]:
     """With NO_SHARD, which is also what one rank alone has."""
-    members, start, inner = [], 0, iter(zip(flat._fqns, flat._shapes, strict=True))
-    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+    members, start, inner = [], 0, iter(zip(flat.names, flat.shapes, strict=True))
+    for numel, is_padding in flat.pieces:
         if not is_padding:
             members.append(Member(*next(inner), 0, start, numel))
         start += numel

@@ -1,7 +1,6 @@
 """What a module or a parameter is called, whatever wrappers stand around it."""
 
-# What FSDP1, activation checkpointing and torch.compile call the module that they wrap.
-WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+from fsdp_utils.torch_internals.names import WRAPPED
 
 
 def plain_name(*names: str) -> str:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, fsdp2_state
 
 
 class Unit(NamedTuple):
@@ -23,14 +24,14 @@ def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, int]]:
     def walk(module: nn.Module, name: str, unit: Unit | None) -> None:
         if isinstance(module, FullyShardedDataParallel):
             unit = units.setdefault(module, Unit(name, module, {}))
-            if module._handle is not None:  # None: all its parameters are in units within
-                flat = module._handle.flat_param
+            if (handle := fsdp1_handle(module)) is not None:
+                flat = Flat(handle.flat_param)
                 unit.sizes.update(
-                    {plain_name(name, fqn): n for fqn, n in zip(flat._fqns, flat._numels, strict=True)}
+                    {plain_name(name, fqn): n for fqn, n in zip(flat.names, flat.numels, strict=True)}
                 )
         elif isinstance(module, FSDPModule):
             # Modules that were sharded together, as a list, have one state and are one unit.
-            unit = units.setdefault(module._get_fsdp_state(), Unit(name, module, {}))
+            unit = units.setdefault(fsdp2_state(module), Unit(name, module, {}))
         if unit is None or isinstance(unit.module, FSDPModule):
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 if parameter in seen:

@@ -153,10 +153,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> nn.Mod
         model.config.use_cache = False  # it is for generating text, and would be saved beside each block
     blocks = tuple(transformer_block_classes(model))
     if settings.recompute:
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-            apply_activation_checkpointing,
-            checkpoint_wrapper,
-        )
+        from fsdp_utils.torch_internals.names import apply_activation_checkpointing, checkpoint_wrapper
 
         apply_activation_checkpointing(
             model,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdp_utils.distributed.identity import get_rank, get_world_size
+from fsdp_utils.torch_internals.groups import default_store
 
 __all__ = ["EXIT_HANG", "EXIT_REQUEUE", "Hang", "Heartbeat", "NotFinite", "check_finite"]
 
@@ -93,7 +94,7 @@ class Heartbeat:
         self._is_saving = False
         self.longest_step_s = 0.0  # until now, but for the first of a start
         self._over = threading.Event()
-        self._store = dist.PrefixStore("fsdp_utils/train", dist.distributed_c10d._get_default_store())
+        self._store = dist.PrefixStore("fsdp_utils/train", default_store())
         self._siblings = [socket.gethostname(), os.getppid()]  # what ranks of one torchrun have in common
 
     def at(self, where: str, limit_s: float | None = None, *, is_saving: bool = False) -> None:

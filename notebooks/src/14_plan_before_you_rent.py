@@ -156,7 +156,7 @@ for world_size in (64, 1024):
     by_ranks[world_size] = p
     shards[world_size] = p.breakdown["parameters"] + p.breakdown["optimizer state"]
     print(f"{world_size:4} ranks: {p.peak_allocated_gib:4.1f} GiB allocated, of which "
-          f"{shards[world_size]:4.1f} shards; {p.tokens_per_s / world_size:3.0f} tokens/s and GPU by its rates; "
+          f"{shards[world_size]:4.1f} shards; {p.tokens_per_s / world_size:3.0f} tokens/s and GPU by rates; "
           f"{p.timing.exposed_s / p.step_s:.0%} of the step only sends")
 rest = [p.peak_allocated_gib - shards[world_size] for world_size, p in by_ranks.items()]
 assert abs(rest[0] / rest[1] - 1) < 0.01
@@ -267,8 +267,8 @@ speed_off = {}
 for name, (p, tokens_per_s, mfu) in peers.items():
     ours = p.tokens_per_s / 64
     speed_off[name] = ours / tokens_per_s - 1
-    print(f"{name}: {ours:4.0f} tokens/s and GPU by its rates, measured {tokens_per_s}: {speed_off[name]:+.0%}")
-    print(f"{'':13}MFU {p.mfu:.0%} by its rates, measured {mfu:.0%}; {p.peak_reserved_gib:.0f} GiB reserved, "
+    print(f"{name}: {ours:4.0f} tokens/s and GPU by rates, measured {tokens_per_s}: {speed_off[name]:+.0%}")
+    print(f"{'':13}MFU {p.mfu:.0%} by rates, measured {mfu:.0%}; {p.peak_reserved_gib:.0f} GiB reserved, "
           f"fits: {p.fits}")
 
 # %% [markdown]

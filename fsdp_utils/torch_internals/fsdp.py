@@ -1,0 +1,138 @@
+"""What the units of FSDP1 and FSDP2 hold: nothing public says it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdp_utils.torch_internals.names import FLAT_PARAM
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+    from torch.distributed.fsdp._flat_param import FlatParameter
+
+    from fsdp_utils.torch_internals.names import FlatParamHandle, FSDPParam, FSDPParamGroup
+
+
+# FSDP1
+
+
+def fsdp1_handle(module: FSDP1) -> FlatParamHandle | None:
+    """What keeps the unit's parameters; None where all of them are in units within."""
+    return module._handle
+
+
+def fsdp1_flat(module: FSDP1) -> FlatParameter | None:
+    """The flat parameter that is registered with the unit."""
+    return module._flat_param
+
+
+def fsdp1_wrapped(module: FSDP1) -> nn.Module:
+    """The module directly inside. FSDP1.module goes through a wrapper for checkpointing, too."""
+    return module._fsdp_wrapped_module
+
+
+def registered_flat(handle: Any) -> Tensor:
+    """The handle's flat parameter, or what nn.Module.to has put in its place."""
+    return handle._fully_sharded_module._parameters.get(FLAT_PARAM, handle.flat_param)
+
+
+def fsdp1_offloads(handle: FlatParamHandle) -> bool:
+    return handle._offload_params
+
+
+def fsdp1_dtypes(handle: Any) -> tuple[torch.dtype, torch.dtype]:
+    """Of the parameters at rest, and of the computation."""
+    return handle._orig_param_dtype, handle._fwd_bwd_param_dtype
+
+
+def fsdp1_backward_has_begun(handle: FlatParamHandle) -> bool:
+    return getattr(handle, "_ran_pre_backward_hook", False)
+
+
+def is_fsdp1_parameter(param: Tensor) -> bool:
+    """Is it a flat parameter, or (with use_orig_params) a part of one?"""
+    return getattr(param, "_fsdp_flattened", False) or getattr(param, "_is_flat_param", False)
+
+
+class Flat:
+    """What FSDP1's flat parameter keeps of the parameters inside, in their order there."""
+
+    def __init__(self, flat: Any) -> None:
+        self._flat = flat
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Within the unit."""
+        return self._flat._fqns
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        return self._flat._shapes
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        return self._flat._numels
+
+    @property
+    def shards(self) -> tuple[Any, ...]:
+        """Of each: in_shard, offset_in_shard, numel_in_shard, intra_param_start_idx."""
+        return self._flat._shard_param_infos
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Its views, with use_orig_params; else none."""
+        return self._flat._params or []
+
+    @property
+    def extensions(self) -> tuple[Any, ...]:
+        """Something for each parameter that was sharded before FSDP1 came."""
+        return self._flat._param_extensions
+
+    @property
+    def tied(self) -> tuple[Any, ...]:
+        """Of each parameter's further name: module_name, param_name, prim_module_name, prim_param_name."""
+        return getattr(self._flat, "_shared_param_infos", ())
+
+    @property
+    def pieces(self) -> list[tuple[int, bool]]:
+        """How it is laid out: each piece's number of elements, and whether it is padding."""
+        return list(zip(self._flat._numels_with_padding, self._flat._is_padding_mask, strict=True))
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Gathered, without padding."""
+        return self._flat._unpadded_unsharded_size
+
+    @property
+    def shard_shape(self) -> torch.Size:
+        """Of a rank's part, with padding."""
+        return self._flat._sharded_size
+
+
+# FSDP2
+
+
+def fsdp2_state(module: Any) -> Any:
+    """What FSDP2 keeps of a module under fully_shard; modules sharded together, as a list, have one."""
+    return module._get_fsdp_state()
+
+
+def fsdp2_groups(module: FSDPModule) -> list[FSDPParamGroup]:
+    """What holds the module's parameters."""
+    state = fsdp2_state(module)
+    if hasattr(state, "_fsdp_param_groups"):  # several from torch 2.12 on
+        return list(state._fsdp_param_groups or [])
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def fsdp2_is_root(module: FSDPModule) -> bool:
+    """Is it the outermost? Nobody is, before the first forward."""
+    return bool(fsdp2_state(module)._is_root)
+
+
+def fsdp2_whole(param: FSDPParam) -> Tensor | None:
+    """The gathered parameter, once there was one; its gradient is nowhere else until it is reduced."""
+    return getattr(param, "_unsharded_param", None)

@@ -1,0 +1,91 @@
+"""Process groups: their store, which are alive, time-outs, ending one at once, and fake ones."""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+def default_store() -> dist.Store:
+    """The store that init_process_group made. ProcessGroup.get_group_store() is another, with a prefix."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All that are alive in this process; nothing public lists them."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d._world.pg_map)
+
+
+def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What does the group's collectives on that device; only it knows of its errors and its time-out.
+
+    Raises:
+        RuntimeError: the group has none for it.
+    """
+    return group._get_backend(device)
+
+
+def abort_groups(group: dist.ProcessGroup | None = None) -> None:
+    """End a group at once, or all: destroy_process_group waits for kernels, they for a rank that has died.
+
+    The public ProcessGroup.abort leaves the group registered, so that the end of the program waits for it,
+    and communicators that overlap must be aborted together (https://github.com/pytorch/pytorch/issues/119797).
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._abort_process_group(group)
+
+
+def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """From its next collective on.
+
+    torch.distributed.set_timeout; before it was public (it is in torch 2.15), it had another name.
+    """
+    import torch.distributed as dist
+
+    public = getattr(dist, "set_timeout", None)
+    (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
+
+
+def gloo_timeout(group: dist.ProcessGroup) -> float | None:
+    """Seconds that a gloo collective of the group may wait; None for a group without gloo."""
+    backend = _gloo(group)
+    return None if backend is None else backend.options._timeout.total_seconds()
+
+
+def set_gloo_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """From the group's next gloo collective on; a backend of GPUs that the group also has keeps its own."""
+    if (backend := _gloo(group)) is not None:
+        backend._set_default_timeout(timedelta(seconds=seconds))
+
+
+def _gloo(group: dist.ProcessGroup) -> Any:
+    import torch.distributed as dist
+
+    if not dist.is_gloo_available():
+        return None
+    for device in group._device_types:  # as torch's own setter of time-outs does
+        backend = group_backend(group, device)
+        if isinstance(backend, dist.ProcessGroupGloo):
+            return backend
+    return None
+
+
+def fake_store() -> dist.Store:
+    """For init_process_group("fake", ...), which this import makes known; fake tensors can be sent there."""
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
+        # before torch 2.11 these are not registered with torch itself
+        importlib.import_module("torch.distributed._tools.fake_collectives")
+    return FakeStore()

@@ -1,0 +1,136 @@
+"""What tensors, modules, autograd, the profiler, the compiler and devices say only in private."""
+
+from __future__ import annotations
+
+import pickle
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsdp_utils.torch_internals.names import COMPILED, DYNAMO
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.tensor import DTensor
+
+    from fsdp_utils.torch_internals.names import ShardedTensor
+
+
+# tensors and modules
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Of its memory, whichever Python object it has; a fake tensor's has no data_ptr() to tell it by."""
+    return storage._cdata
+
+
+def version(tensor: Tensor) -> int:
+    """Another one after each operation in place; torch's pages name it, nothing public gives it."""
+    return tensor._version
+
+
+def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
+    """The DTensor with that part here, on whichever device; from_local() would move it to the mesh's."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(part, like._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def sharded_tensor_group(tensor: ShardedTensor) -> Any:
+    return tensor._process_group
+
+
+def write_archive(value: Tensor, file: Any) -> None:
+    """What torch.save(value, file) writes, without the CRC-32 of each part.
+
+    The CRC takes two thirds of the time of a SHA-256, torch.load does not look at it, and torch's switch for
+    it is one for the whole program.
+    """
+    import torch
+
+    archive = torch._C.PyTorchFileWriter(file, False)  # type: ignore[call-overload]
+    torch.serialization._save(value, archive, pickle, 2, False)
+    archive.write_end_of_file()
+
+
+def collect_adamw(optimizer: torch.optim.AdamW, group: dict[str, Any], lists: list[list[Tensor]]) -> bool:
+    """Make missing state; fill six lists: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps.
+
+    What AdamW.step() does first; only the whole of it is public. Returns whether any of them is complex.
+    """
+    return optimizer._init_group(group, *lists)  # type: ignore[call-arg]
+
+
+# nn.Module's own tables: named_parameters() and its like leave out what is None or there twice, take several
+# times as long, and cannot be written to.
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    return module._modules
+
+
+def set_children(module: nn.Module, children: dict[str, nn.Module | None]) -> None:
+    module._modules = children
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """The names of those that state_dict() leaves out."""
+    return module._non_persistent_buffers_set
+
+
+# autograd, the profiler, the compiler
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Inside of backward: call it when all of it is over, in the way FSDP does."""
+    import torch
+
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
+
+
+def profiler_is_on() -> bool:
+    """Is one running, or warming up? A second one ends the first without a word, or kills the process."""
+    import torch
+    from torch.autograd import profiler
+
+    return torch.autograd._profiler_enabled() or "ProfilerStep" in profiler.KinetoStepTracker._step_dict
+
+
+def has_compiled() -> bool:
+    """Has torch.compile compiled anything in this process? torch.compiler tells only from within."""
+    return getattr(sys.modules.get(f"{DYNAMO}.convert_frame"), "FRAME_COUNTER", 0) > 0
+
+
+def is_under_compile(module: nn.Module) -> bool:
+    """Was it compiled, in place or in a wrapper?"""
+    return module._compiled_call_impl is not None or COMPILED in module._modules
+
+
+# devices
+
+
+def nvml_device_count() -> int:
+    """GPUs, without starting CUDA; -1 without NVML's answer, which torch.cuda.device_count() does not say."""
+    import torch
+
+    return torch.cuda._device_count_nvml()
+
+
+def cpu_capabilities() -> Mapping[str, Any]:
+    """What the CPU has for bf16. torch.cpu.get_capabilities, where torch has it; older ones do not."""
+    import torch
+
+    if hasattr(torch.cpu, "get_capabilities"):
+        return dict(torch.cpu.get_capabilities())
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported()}
+    questions = {"amx_bf16": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512_bf16_supported"}
+    return {name: getattr(torch.cpu, ask, bool)() for name, ask in questions.items()}

@@ -1,0 +1,679 @@
+"""Torch's private names, each used for its purpose: a new torch that breaks one fails here, by its name."""
+
+import ast
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from fsdp_utils.torch_internals import fsdp, groups, names, runtime
+from fsdp_utils.torch_internals.names import NAMES, place
+
+PACKAGE = Path(names.__file__).parent.parent
+LIBRARY = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def a_group() -> Iterator[dist.ProcessGroup]:
+    """This process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def an_fsdp1_net(ranks: int = 2, **options: Any) -> Iterator[FSDP1]:
+    """A layer of 3 x 5 and its bias, of which a fake group's rank 0 holds a part."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=groups.fake_store())
+    try:
+        yield FSDP1(nn.Linear(5, 3), device_id=CPU, **options)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def an_fsdp2_net() -> Iterator[Any]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=groups.fake_store())
+    try:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        mesh = init_device_mesh("cpu", (2,))
+        for part in (*net, net):
+            fully_shard(part, mesh=mesh)
+        yield net
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- no other file names one -----------------------------------------------------------------------
+
+EXEMPT = ("torch.utils._pytree", "torch.utils._python_dispatch")
+# Not torch's: of Python, of transformers, and (an operator under torch.ops) of saved programs.
+OTHERS = {
+    "_exit",
+    "_getframe",
+    "_replace",
+    "_attn_implementation",
+    "_from_config",
+    "_init_weights",
+    "_model_mapping",
+    "_no_split_modules",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_"
+
+
+def own_names() -> set[str]:
+    """What fsdp_utils itself calls by a private name."""
+    found = set()
+    for text in LIBRARY.values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                    found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+def uses(text: str, own: set[str]) -> list[str]:
+    """Private names of torch in a file's imports, attributes and calls of getattr and its like."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            paths = (
+                [node.module] if node.module in EXEMPT else [f"{node.module}.{a.name}" for a in node.names]
+            )
+            found += [p for p in paths if p not in EXEMPT and any(map(private, str(p).split(".")))]
+        elif isinstance(node, ast.Import):
+            paths = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+            found += [p for p in paths if p not in EXEMPT and any(map(private, p.split(".")))]
+        elif isinstance(node, ast.Attribute) and private(node.attr):
+            path = ast.unparse(node)
+            of_torch = path.split(".")[0] in ("torch", "dist") and not path.startswith(EXEMPT)
+            if node.attr not in OTHERS and (of_torch or path == "torch._C" or node.attr not in own):
+                found.append(path)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+            "getattr",
+            "hasattr",
+            "setattr",
+            "object",
+            "import_module",
+        ):
+            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            for name in (one for one in texts if isinstance(one, str)):
+                last = name.split(".")[-1]
+                if private(last) and last not in own | OTHERS:
+                    found.append(f"{ast.unparse(node.func)} of {name}")
+    return found
+
+
+def test_no_other_file_names_a_private_name_of_torch() -> None:
+    own = own_names()
+    room = PACKAGE / "torch_internals"
+    found = {
+        str(path.relative_to(PACKAGE)): uses(text, own)
+        for path, text in LIBRARY.items()
+        if room not in path.parents
+    }
+    assert {path: one for path, one in found.items() if one} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch._guards import detect_fake_mode",
+        "from torch.distributed.checkpoint.filesystem import _StorageInfo",
+        "from torch.distributed.fsdp import _runtime_utils as fsdp1",
+        "import torch._dynamo",
+        "torch._C._get_accelerator()",
+        "dist.distributed_c10d._world.pg_map",
+        "tensor._local_tensor",
+        "module._get_fsdp_state()._is_root",
+        "getattr(handle, '_needs_pre_backward_unshard', False)",
+        "patch.object(thing, '_same_storage', other)",
+        "importlib.import_module('torch.distributed._tools')",
+    ],
+)
+def test_a_private_name_elsewhere_would_be_seen(line: str) -> None:
+    assert uses(line, {"_other"})
+
+
+def test_what_is_exempt_is_not_seen() -> None:
+    lines = "from torch.utils._pytree import tree_leaves\nself._own\nos._exit(1)\nx.__dict__"
+    assert uses(lines, {"_own"}) == []
+
+
+def test_every_name_is_tested_here_and_used() -> None:
+    mine = Path(__file__).read_text(encoding="utf-8")
+    functions = [
+        node.name
+        for module in (fsdp, groups, runtime)
+        for node in ast.parse(LIBRARY[Path(module.__file__)]).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not private(node.name)
+    ]
+    room = PACKAGE / "torch_internals"
+    library = "".join(text for path, text in LIBRARY.items() if room not in path.parents)
+    assert [name for name in (*functions, *NAMES) if name not in mine] == []
+    assert [name for name in (*functions, *NAMES) if name not in library] == []
+
+
+# ---- names that are imported ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_has_it(name: str) -> None:
+    assert getattr(names, name) is not None
+
+
+def test_importing_them_imports_no_torch() -> None:
+    code = "import sys; from fsdp_utils.torch_internals import fsdp, groups, names, runtime; "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_name_that_torch_has_no_more_is_told_with_its_purpose() -> None:
+    gone = {"StorageInfo": NAMES["StorageInfo"]._replace(name="_GoneInfo")}
+    with (
+        patch.dict(NAMES, gone),
+        pytest.raises(ImportError, match=r"_GoneInfo in torch.*storage_data.*README"),
+    ):
+        from fsdp_utils.torch_internals.names import StorageInfo  # noqa: F401
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_dcp_writes_storage_info_below_a_storage_prefix(tmp_path: Path) -> None:
+    dcp_save({"a": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path))
+    infos = list(FileSystemReader(tmp_path).read_metadata().storage_data.values())
+    assert [type(info) for info in infos] == [names.StorageInfo]
+    file = tmp_path / infos[0].relative_path
+    assert infos[0].offset + infos[0].length == file.stat().st_size
+    assert infos[0].relative_path.startswith(names.StoragePrefix("__0_").prefix)
+
+
+def test_a_memory_format_is_encoded() -> None:
+    properties = TensorProperties.create_from_tensor(torch.ones(2))
+    encoding = properties.__getstate__()[3]
+    assert encoding is names.MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert pickle.loads(pickle.dumps(encoding)) is encoding
+
+
+def test_local_shape_and_offset_of_a_shard() -> None:
+    with an_fsdp2_net() as net:
+        weight = net[0].weight
+        shape, offset = names.local_shape_and_offset(weight.shape, weight.device_mesh, weight.placements)
+    assert (tuple(shape), tuple(offset)) == ((2, 4), (0, 0))
+
+
+def test_checkpoint_wrapper_is_put_around_the_blocks() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    names.apply_activation_checkpointing(
+        net,
+        checkpoint_wrapper_fn=names.checkpoint_wrapper,
+        check_fn=lambda module: isinstance(module, nn.Linear),
+    )
+    assert [name for name, _ in net[0].named_children()] == ["_checkpoint_wrapped_module"]
+    assert "_checkpoint_wrapped_module" in names.WRAPPED
+
+
+def test_wrapped_names_are_those_of_fsdp1_and_compile() -> None:
+    with an_fsdp1_net() as net:
+        assert [name for name, _ in net.named_parameters()] == [f"{names.WRAPPED[0]}.{names.FLAT_PARAM}"]
+    compiled: Any = torch.compile(nn.Linear(1, 1), backend="eager")
+    assert [name for name, _ in compiled.named_children()] == [names.COMPILED]
+    assert names.COMPILED in names.WRAPPED
+
+
+def test_fake_tensor_mode_and_detect_fake_mode() -> None:
+    assert names.detect_fake_mode() is None
+    with names.FakeTensorMode() as mode:
+        assert names.detect_fake_mode() is mode
+        assert torch.empty(1 << 50).sum().shape == ()  # more than any memory
+
+
+def test_dispatch_library_adds_a_kernel_and_dispatch_key_leaves_it_out() -> None:
+    seen = []
+    library = names.dispatch_library("IMPL", "aten", "BackendSelect", __file__, 0)
+    going_on = torch.ops.aten.relu.default.redispatch
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        seen.append(args)
+        return going_on(keys.remove(names.DispatchKey.BackendSelect), *args)
+
+    library.impl("relu", "BackendSelect", kernel, True)
+    assert torch.relu(torch.tensor(-1.0)) == 0
+    library.reset()
+    assert torch.relu(torch.tensor(-1.0)) == 0
+    assert len(seen) == 1
+
+
+def test_record_function_fast_marks_the_profile() -> None:
+    with torch.profiler.profile() as profiler, names.RecordFunctionFast("a mark"):
+        torch.ones(1)
+    assert "a mark" in [event.name for event in profiler.events()]
+
+
+def test_sequence_nr_counts_nodes() -> None:
+    before = names.sequence_nr()
+    assert names.sequence_nr() == before
+    torch.ones(1, requires_grad=True) * 2
+    assert names.sequence_nr() > before
+
+
+def test_disable_dynamo_keeps_a_function_out_of_compile() -> None:
+    seen = []
+
+    @names.disable_dynamo
+    def hidden(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    compiled = torch.compile(lambda x: hidden(x * 2), backend="eager")
+    assert compiled(torch.ones(1)) == 3
+    assert compiled(torch.ones(1)) == 3
+    assert seen == [False, False]
+    assert names.DYNAMO in sys.modules
+    assert runtime.has_compiled()
+    with patch.object(sys.modules["torch._dynamo.convert_frame"], "FRAME_COUNTER", 0):  # as before the first
+        assert not runtime.has_compiled()
+
+
+def test_foreach_add_and_foreach_copy() -> None:
+    steps, copies = [torch.zeros(()), torch.ones(())], [torch.empty(()), torch.empty(())]
+    names.foreach_add_(steps, torch.ones(()), alpha=1.0)
+    names.foreach_copy_(copies, steps)
+    assert copies == [1.0, 2.0]
+
+
+def test_fused_adamw_is_adamw() -> None:
+    param = nn.Parameter(torch.tensor([1.0, 2.0]))
+    param.grad = torch.tensor([0.5, -0.5])
+    copy, zeros = param.detach().clone(), lambda: torch.zeros(2)
+    names.fused_adamw_(
+        [copy],
+        [param.grad],
+        [zeros()],
+        [zeros()],
+        [],
+        [torch.ones(())],
+        lr=0.1,
+        beta1=0.9,
+        beta2=0.999,
+        weight_decay=0.01,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+    )
+    torch.optim.AdamW([param], lr=0.1, weight_decay=0.01).step()
+    torch.testing.assert_close(copy, param.detach())
+
+
+def test_dtensor_shapes_are_worked_out_there() -> None:
+    owner, attribute = place("dtensor_shapes")
+    original, seen = getattr(owner, attribute), []
+
+    def spy(*args: Any) -> Any:
+        seen.append(names.detect_fake_mode() is None)
+        return original(*args)
+
+    with an_fsdp2_net() as net, patch.object(owner, attribute, spy):
+        assert (net[0].weight.detach() * 3).shape == (4, 4)
+    assert seen
+
+
+# ---- FSDP ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_flat_says_where_each_parameter_is(views: bool) -> None:
+    with an_fsdp1_net(use_orig_params=views) as net:
+        handle, param = fsdp.fsdp1_handle(net), fsdp.fsdp1_flat(net)
+        assert handle is not None
+        assert isinstance(handle, names.FlatParamHandle)
+        assert handle.flat_param is param is fsdp.registered_flat(handle)
+        flat = fsdp.Flat(param)
+        assert tuple(flat.names) == ("weight", "bias")
+        assert tuple(flat.shapes) == (torch.Size([3, 5]), torch.Size([3]))
+        assert tuple(flat.numels) == (15, 3)
+        assert [numel for numel, is_padding in flat.pieces if not is_padding] == [15, 3]
+        whole = sum(numel for numel, _ in flat.pieces)
+        assert (flat.whole_shape.numel(), flat.shard_shape.numel()) == (whole, whole // 2)
+        weight, bias = flat.shards
+        assert (weight.in_shard, weight.offset_in_shard, weight.numel_in_shard) == (True, 0, whole // 2)
+        assert weight.intra_param_start_idx == 0
+        assert not bias.in_shard
+        assert len(flat.params) == (2 if views else 0)
+        assert list(flat.extensions) == [None, None]
+        assert all(map(fsdp.is_fsdp1_parameter, net.parameters()))
+        assert not fsdp.is_fsdp1_parameter(nn.Parameter(torch.ones(1)))
+        assert fsdp.fsdp1_dtypes(handle) == (torch.float32, torch.float32)
+        assert not fsdp.fsdp1_offloads(handle)
+        assert isinstance(fsdp.fsdp1_wrapped(net), nn.Linear)
+        own = {name for several in names.get_param_to_fqns(net).values() for name in several}
+        assert own == {"weight", "bias"}
+
+
+def test_flat_knows_what_was_tied() -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[1].weight = net[0].weight
+    dist.init_process_group("fake", rank=0, world_size=2, store=groups.fake_store())
+    try:
+        (info,) = fsdp.Flat(fsdp.fsdp1_flat(FSDP1(net, device_id=CPU))).tied
+    finally:
+        dist.destroy_process_group()
+    assert (info.module_name, info.param_name) == ("1", "weight")
+    assert (info.prim_module_name, info.prim_param_name) == ("0", "weight")
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning")
+def test_flat_has_an_extension_for_what_was_sharded_before() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=groups.fake_store())
+    try:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        net = parallelize_module(nn.Linear(4, 4, bias=False), mesh["tensor"], ColwiseParallel())
+        wrapped = FSDP1(
+            net, device_mesh=mesh["data"], sharding_strategy=ShardingStrategy.NO_SHARD, device_id=CPU
+        )
+        assert [one is None for one in fsdp.Flat(fsdp.fsdp1_flat(wrapped)).extensions] == [False]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fsdp1_runs_through_its_hooks() -> None:
+    """Each is looked up where it is replaced, and called: once for the one unit."""
+    order: list[str] = []
+
+    def spied(name: str) -> Any:
+        owner, attribute = place(name)
+        original = getattr(owner, attribute)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "fsdp1_pre_backward":
+                assert not fsdp.fsdp1_backward_has_begun(args[2])
+            order.append(name)
+            return original(*args, **kwargs)
+
+        return patch.object(owner, attribute, call)
+
+    spies = ExitStack()
+    for name in NAMES:
+        if name.startswith("fsdp1_"):
+            spies.enter_context(spied(name))
+    grad_op = ShardingStrategy.SHARD_GRAD_OP  # which looks whether its memory is allocated
+    with spies, an_fsdp1_net(use_orig_params=True, sharding_strategy=grad_op) as net:
+        net(torch.ones(2, 5)).sum().backward()
+        net.requires_grad_(False)
+        net(torch.ones(2, 5, requires_grad=True)).sum().backward()
+    hooks = ["fsdp1_pre_backward", "fsdp1_post_backward", "fsdp1_pre_backward", "fsdp1_post_backward_frozen"]
+    assert [name for name in order if "backward" in name] == hooks
+    assert {"fsdp1_is_allocated", "fsdp1_same_storage"} <= set(order)
+
+
+def test_fsdp1_lazy_init_does_what_the_first_forward_does_once() -> None:
+    with an_fsdp1_net() as net:
+        flat = fsdp.fsdp1_flat(net)
+        assert not hasattr(flat, "_local_shard")
+        names.fsdp1_lazy_init(net, net)
+        assert hasattr(flat, "_local_shard")
+
+
+def test_fsdp2_groups_hold_parameters_and_run_through_their_methods() -> None:
+    order: list[str] = []
+
+    def spied(owner: Any, attribute: str) -> Any:
+        original = getattr(owner, attribute)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order.append(attribute)
+            return original(*args, **kwargs)
+
+        return patch.object(owner, attribute, call)
+
+    group = names.FSDPParamGroup
+    with an_fsdp2_net() as net, spied(group, "unshard"), spied(group, "wait_for_unshard"):
+        (held,) = fsdp.fsdp2_groups(net[0])
+        assert isinstance(held, names.FSDPParamGroup)
+        assert fsdp.fsdp2_groups(net) == []
+        assert held.modules == (net[0],)
+        assert [type(param) for param in held.fsdp_params] == [names.FSDPParam] * 2
+        assert [param.sharded_param.shape for param in held.fsdp_params] == [(4, 4), (4,)]
+        assert fsdp.fsdp2_whole(held.fsdp_params[0]) is None
+        assert not fsdp.fsdp2_is_root(net)  # nobody is, before the first forward
+        with spied(group, "reshard"), spied(group, "post_backward"), spied(*place("fsdp2_pre_backward")):
+            net(torch.ones(2, 4)).sum().backward()
+        assert {fsdp.fsdp2_is_root(module): module for module in net.modules()}[True] is net
+        whole = fsdp.fsdp2_whole(held.fsdp_params[0])
+        assert whole is not None
+        assert whole.shape == (4, 4)
+        assert fsdp.fsdp2_state(net[0]) is not fsdp.fsdp2_state(net[1])
+    assert {"unshard", "wait_for_unshard", "reshard", "post_backward", "_pre_backward"} == set(order)
+
+
+def test_fsdp2_modules_of_a_list_have_one_state() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=groups.fake_store())
+    try:
+        a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+        fully_shard([a, b], mesh=init_device_mesh("cpu", (2,)))
+        assert isinstance(a, FSDPModule)
+        assert isinstance(b, FSDPModule)
+        assert fsdp.fsdp2_state(a) is fsdp.fsdp2_state(b)
+        assert len(fsdp.fsdp2_groups(a)) == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fsdp2_chunks_are_made_there() -> None:
+    owner, attribute = place("fsdp2_chunks")
+    original, shapes = getattr(owner, attribute), []
+
+    def spy(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+        shapes.append((tuple(tensor.shape), num_chunks, dim))
+        return original(tensor, num_chunks, dim=dim)
+
+    with patch.object(owner, attribute, spy), an_fsdp2_net():
+        pass
+    assert ((4, 4), 2, 0) in shapes
+
+
+# ---- process groups ---------------------------------------------------------------------------------
+
+
+def test_process_groups_are_those_alive() -> None:
+    assert groups.process_groups() == []
+    with a_group() as world:
+        other = dist.new_group()
+        assert groups.process_groups() == [world, other]
+        dist.destroy_process_group(other)
+        assert groups.process_groups() == [world]
+
+
+def test_default_store_is_shared_by_all_groups() -> None:
+    with a_group():
+        groups.default_store().set("key", "value")
+        assert groups.default_store().get("key") == b"value"
+
+
+@pytest.mark.parametrize("setter", ["set_group_timeout", "set_gloo_timeout"])
+def test_timeouts_of_gloo_are_set_and_read(setter: str) -> None:
+    with a_group() as world:
+        backend = groups.group_backend(world, CPU)
+        assert isinstance(backend, dist.ProcessGroupGloo)
+        getattr(groups, setter)(world, 12.5)
+        assert groups.gloo_timeout(world) == 12.5
+
+
+def late(setter: str) -> str:
+    assert dist.group.WORLD is not None
+    getattr(groups, setter)(dist.group.WORLD, 0.3)
+    if dist.get_rank() == 0:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("setter", ["set_group_timeout", "set_gloo_timeout"])
+def test_a_collective_waits_no_longer(two_ranks: Any, setter: str) -> None:
+    assert "300ms" in two_ranks(late, setter)[0]
+
+
+def test_abort_groups_takes_one_or_all_off_the_list() -> None:
+    with a_group() as world:
+        other = dist.new_group()
+        assert isinstance(other, dist.ProcessGroup)
+        groups.abort_groups(other)
+        assert groups.process_groups() == [world]
+        groups.abort_groups()
+        assert groups.process_groups() == []
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
+def test_fake_store_serves_a_group_that_sends_fake_tensors() -> None:
+    dist.init_process_group("fake", rank=0, world_size=64, store=groups.fake_store())
+    try:
+        with names.FakeTensorMode():
+            out = torch.empty(64 << 40)
+            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from 2.13 on
+            gather(out, torch.empty(1 << 40))
+            assert out.shape == (64 << 40,)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- tensors, modules, autograd, the profiler, the compiler, devices ---------------------------------
+
+
+def test_storage_id_is_of_the_memory() -> None:
+    a = torch.ones(4)
+    assert runtime.storage_id(a.untyped_storage()) == runtime.storage_id(a[1:].untyped_storage())
+    with names.FakeTensorMode():
+        b, c = torch.ones(4), torch.ones(4)
+        assert runtime.storage_id(b.untyped_storage()) == runtime.storage_id(b.view(2, 2).untyped_storage())
+        assert runtime.storage_id(b.untyped_storage()) != runtime.storage_id(c.untyped_storage())
+
+
+def test_collect_adamw_gives_what_a_step_works_on() -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    optimizer = torch.optim.AdamW([param, nn.Parameter(torch.ones(1))])
+    lists: list[list[Tensor]] = [[] for _ in range(6)]
+    assert runtime.collect_adamw(optimizer, optimizer.param_groups[0], lists) is False
+    state = optimizer.state[param]
+    wanted = [[param], [param.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]]
+    assert [list(map(id, one)) for one in lists] == [list(map(id, one)) for one in wanted]
+
+
+def test_version_changes_in_place() -> None:
+    a = torch.ones(2)
+    before = runtime.version(a)
+    a.add_(1)
+    assert runtime.version(a) == before + 1
+
+
+def test_dtensor_like_keeps_the_part_where_it_is() -> None:
+    with a_group():
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        made = runtime.dtensor_like(part := torch.zeros(4), tensor)
+        assert isinstance(made, DTensor)
+        assert made.placements == tensor.placements
+        assert made.to_local().data_ptr() == part.data_ptr()
+        meta = runtime.dtensor_like(torch.zeros(4, device="meta"), tensor)
+        assert meta.to_local().device.type == "meta"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_sharded_tensor_is_what_fsdp1_saves() -> None:
+    with an_fsdp1_net() as net, FSDP1.state_dict_type(net, StateDictType.SHARDED_STATE_DICT):
+        found = net.state_dict()["weight"]
+        assert isinstance(found, names.ShardedTensor)
+        assert runtime.sharded_tensor_group(found) is dist.group.WORLD
+
+
+def test_write_archive_is_what_torch_load_reads() -> None:
+    file = io.BytesIO()
+    runtime.write_archive(torch.arange(3), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True).tolist() == [0, 1, 2]
+
+
+def test_own_tables_of_a_module() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    assert list(runtime.own_children(net)) == ["0", "1"]
+    assert list(runtime.own_parameters(net[1])) == ["weight", "bias"]
+    assert runtime.own_parameters(net[1])["bias"] is None
+    assert "running_mean" in runtime.own_buffers(net[0])
+    runtime.own_parameters(net[1])["weight"] = weight = nn.Parameter(torch.zeros(2, 2))
+    assert net[1].weight is weight
+    runtime.set_children(net, {"0": net[1]})
+    assert len(net) == 1
+    net.register_buffer("a", torch.ones(1), persistent=False)
+    assert runtime.unsaved_buffers(net) == {"a"}
+
+
+def test_when_backward_ends_all_of_it_is_over() -> None:
+    order = []
+    a = torch.ones(1, requires_grad=True)
+    b = a * 2
+    b.register_hook(lambda _: runtime.when_backward_ends(lambda: order.append("over")))
+    a.register_hook(lambda _: order.append("last"))
+    b.backward()
+    assert order == ["last", "over"]
+
+
+def test_profiler_is_on_while_one_runs_or_warms_up() -> None:
+    assert not runtime.profiler_is_on()
+    with torch.profiler.profile():
+        assert runtime.profiler_is_on()
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    with torch.profiler.profile(schedule=schedule) as profiler:
+        assert runtime.profiler_is_on()
+        profiler.step()
+    assert not runtime.profiler_is_on()
+
+
+def test_is_under_compile_in_place_or_in_a_wrapper() -> None:
+    net, wrapped = nn.Linear(1, 1), torch.compile(nn.Linear(1, 1), backend="eager")
+    assert not runtime.is_under_compile(net)
+    net.compile(backend="eager")
+    assert runtime.is_under_compile(net)
+    assert runtime.is_under_compile(wrapped)  # type: ignore[arg-type]
+
+
+def test_nvml_device_count_is_an_answer_without_cuda() -> None:
+    assert runtime.nvml_device_count() >= -1
+
+
+def test_cpu_capabilities_are_asked_of_this_torch() -> None:
+    found = runtime.cpu_capabilities()
+    assert {"amx_bf16", "avx512_bf16", "bf16"} & set(found)
+    with patch.object(torch, "cpu", object()):  # a torch that can say nothing
+        assert not any(runtime.cpu_capabilities().values())
