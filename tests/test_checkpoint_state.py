@@ -262,3 +262,18 @@ def test_dicts_of_all_kinds_come_back_as_they_were(how: str, tmp_path: Path) -> 
     torch.testing.assert_close(found["average"], state["average"])
     assert type(found["words"]) is Counter
     assert (found["words"], found["nested"]) == (state["words"], state["nested"])
+
+
+def save_a_list_of_parts(folder: Path) -> str:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters())
+    for param in model.parameters():
+        optimizer.state[param] = {"last": [param.detach().clone()]}
+    with pytest.raises(CheckpointError) as caught:
+        save_distributed(folder, model, optimizer, step=1)
+    return str(caught.value)
+
+
+def test_parts_in_a_list_of_the_optimizers_state_are_refused(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    for text in two_ranks(save_a_list_of_parts, tmp_path):
+        assert "('weight', 'last'): expected sharded tensors by name, found them in a list" in text

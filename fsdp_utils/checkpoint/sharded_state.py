@@ -59,7 +59,7 @@ def _without(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor
                 f"state {_place(path)}: expected a whole tensor or a DTensor, found a ShardedTensor of "
                 "FSDP1, of which each rank has one part. Gather it first, or use FSDP2 (fully_shard)"
             )
-        if not _holds_sharded(value):
+        if not holds_sharded(value):
             return value
         if isinstance(value, Mapping):
             return {key: without(part, (*path, key)) for key, part in value.items()}
@@ -136,11 +136,11 @@ def _sharded_dims(tensor: DTensor, path: tuple[Any, ...]) -> list[int | None]:
     return [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
 
 
-def _holds_sharded(value: Any) -> bool:
+def holds_sharded(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return any(map(_holds_sharded, value.values()))
+        return any(map(holds_sharded, value.values()))
     if isinstance(value, list | tuple):
-        return any(map(_holds_sharded, value))
+        return any(map(holds_sharded, value))
     return isinstance(value, DTensor | ShardedTensor)
 
 

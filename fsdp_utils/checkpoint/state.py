@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.names import parameter_names, quiet, tied_names
+from fsdp_utils.checkpoint.sharded_state import holds_sharded
 from fsdp_utils.torch_internals.names import ShardedTensor
 from fsdp_utils.torch_internals.runtime import sharded_tensor_group
 
@@ -104,6 +105,11 @@ class OptimizerPlan:
         """Take {"state": ..., "param_groups": ...} apart, as get_optimizer_state_dict gives it."""
         plan, tensors = cls(state.get("param_groups", []), {}, {}), {}
         for path, value in _leaves(state.get("state", {})):
+            if not isinstance(value, Tensor) and holds_sharded(value):  # it would be stored as rank 0 has it
+                raise CheckpointError(
+                    f"optimizer state {path!r}: expected sharded tensors by name, found them in a "
+                    f"{type(value).__name__}, which cannot be saved by parts"
+                )
             if not isinstance(value, Tensor):
                 plan.plain[path] = value
                 continue

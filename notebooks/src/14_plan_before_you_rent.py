@@ -47,9 +47,9 @@ print(on_8)
 # sets 2 aside for the CUDA context and NCCL's buffers: 77 are left.
 #
 # The time is what the GPU's published rates and links allow, without the time to launch kernels. Uncompiled
-# runs are slower; compiled ones have been seen somewhat faster, as they fuse kernels. MFU, model FLOPs utilization, is the share of the GPU's published rate that goes into
-# operations which the model needs. And the note says how far off such predictions have been. As long as
-# nothing is recorded, nobody knows.
+# runs are slower; compiled ones have been seen somewhat faster, as they fuse kernels. MFU, model FLOPs
+# utilization, is the share of the GPU's published rate that goes into operations which the model needs. And
+# the note says how far off such predictions have been. As long as nothing is recorded, nobody knows.
 #
 # ## What happens in there
 #
