@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -487,6 +488,12 @@ def test_fsdp2_modules_of_a_list_have_one_state() -> None:
         assert len(fsdp.fsdp2_groups(a)) == 1
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("held", "wanted"), [(None, []), ("a group", ["a group"])])
+def test_fsdp2_groups_before_torch_2_12_are_one_or_none(held: str | None, wanted: list[str]) -> None:
+    state = SimpleNamespace(_fsdp_param_group=held)
+    assert fsdp.fsdp2_groups(SimpleNamespace(_get_fsdp_state=lambda: state)) == wanted  # type: ignore[arg-type]
 
 
 def test_fsdp2_chunks_are_made_there() -> None:
