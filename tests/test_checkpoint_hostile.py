@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -388,6 +389,17 @@ def hold(directory: Path, ready: Any, end: Any) -> None:
     ready.set()
     end.wait(60)
     os._exit(0)
+
+
+def test_a_description_that_is_mostly_a_hole_is_refused_before_it_is_read(checkpoint: Path) -> None:
+    """As large as a disk, and takes none of it."""
+    os.truncate(checkpoint / ".metadata", 3 << 30)
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(
+        CheckpointError, match="expected at most 536870912 bytes, found 3221225472"
+    ):
+        read_metadata(checkpoint)
+    assert psutil.Process().memory_info().rss - before < 1 << 28
 
 
 def test_two_programs_do_not_save_into_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # private; torch.load uses these
 from typing import Any, NamedTuple
 
-from fsdp_utils.checkpoint.pickled import Refused, check_key, interpret
+from fsdp_utils.checkpoint.pickled import MOST_BYTES, Refused, check_key, interpret
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip archive; then its name, and more
 _BYTES = ("_codecs", "encode")
@@ -121,8 +121,10 @@ def check_archive(file: io.RawIOBase | io.BufferedIOBase) -> None:
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                 raise Refused(f"the compressed part {entry.filename!r:.100}")
         parts = dict(zip(names, entries, strict=True))
+    if (size := parts["data.pkl"].file_size) > MOST_BYTES:
+        raise Refused(f"a pickle of {size} bytes, which are at most {MOST_BYTES}")
     file.seek(begin_of(file, parts["data.pkl"]))
-    content = file.read(parts["data.pkl"].file_size)
+    content = file.read(size)
     assert content is not None
     sizes = {name: entry.file_size for name, entry in parts.items()}
     interpret(content, _Content(sizes))

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp_utils.checkpoint.chunks import check_chunks
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.pickled import Refused, interpret
+from fsdp_utils.checkpoint.pickled import MOST_BYTES, Refused, interpret
 from fsdp_utils.checkpoint.regular import is_plain_name, read_regular
 from fsdp_utils.torch_internals.names import MEM_FORMAT_ENCODING, StorageInfo
 
@@ -183,7 +183,7 @@ def _check_parts(metadata: Metadata) -> None:
 
 def _read_one(path: Path) -> Metadata:
     try:
-        metadata = cast(Metadata, interpret(read_regular(path), _Description()))
+        metadata = cast(Metadata, interpret(read_regular(path, at_most=MOST_BYTES), _Description()))
         _check_parts(metadata)
     except FileNotFoundError as error:
         raise CheckpointError(

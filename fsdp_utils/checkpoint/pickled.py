@@ -9,6 +9,8 @@ import pickletools
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
+# Of a pickle: what describes two million chunks has less. A file may be larger than its disk.
+MOST_BYTES = 512 << 20
 _MOST_KEY_PARTS = 1000  # of a dict's key that is a tuple; a legitimate one has three or four
 
 
