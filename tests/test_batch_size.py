@@ -243,9 +243,12 @@ def test_other_exceptions_of_the_step_are_raised_as_they_are():
         find_batch_size(step, device=ImaginedDevice())
 
 
-@pytest.mark.parametrize("options", [{"start": 0}, {"start": 4, "limit": 3}, {"steps": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"start": 0}, {"start": 4, "limit": 3}, {"steps": 0}, {"start": 1.5}, {"start": "1"}, {"steps": 1.0}],
+)
 def test_arguments_that_make_no_sense_are_refused(options):
-    with pytest.raises(ValueError, match="expected 1 <= start <= limit"):
+    with pytest.raises(ValueError, match="expected whole numbers with 1 <= start <= limit"):
         find_batch_size(print, device=ImaginedDevice(), **options)
 
 

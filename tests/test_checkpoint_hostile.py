@@ -395,9 +395,7 @@ def test_a_description_that_is_mostly_a_hole_is_refused_before_it_is_read(checkp
     """As large as a disk, and takes none of it."""
     os.truncate(checkpoint / ".metadata", 3 << 30)
     before = psutil.Process().memory_info().rss
-    with pytest.raises(
-        CheckpointError, match="expected at most 536870912 bytes, found 3221225472"
-    ):
+    with pytest.raises(CheckpointError, match="expected at most 536870912 bytes, found 3221225472"):
         read_metadata(checkpoint)
     assert psutil.Process().memory_info().rss - before < 1 << 28
 

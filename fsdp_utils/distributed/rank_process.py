@@ -42,6 +42,8 @@ def rank_main(rank: int, job: Job, pipe: Connection, leash: Connection, output: 
     keep_rank(leash, pipe, job.directory)
     if output is not None:
         output.take()
+    if not job.directory.exists():  # the call was interrupted while this rank was being started
+        return
     with job.stack_of(rank).open("w") as stack_file:
         try:
             _be_rank(rank, job)

@@ -154,10 +154,13 @@ def find_batch_size(
             a RuntimeError that names the rank.
     """
     stats = device_stats(device)
-    if start < 1 or steps < 1 or (limit is not None and limit < start):
+    whole = all(
+        isinstance(n, int) and not isinstance(n, bool) for n in (start, steps, limit) if n is not None
+    )
+    if not whole or start < 1 or steps < 1 or (limit is not None and limit < start):
         raise ValueError(
-            f"find_batch_size: expected 1 <= start <= limit and steps of at least 1, found start={start}, "
-            f"limit={limit}, steps={steps}"
+            f"find_batch_size: expected whole numbers with 1 <= start <= limit and steps of at least 1, found "
+            f"start={start!r}, limit={limit!r}, steps={steps!r}"
         )
     if stats.kind == "process" and limit is None:
         raise ValueError(
