@@ -159,8 +159,8 @@ def find_batch_size(
     )
     if not whole or start < 1 or steps < 1 or (limit is not None and limit < start):
         raise ValueError(
-            f"find_batch_size: expected whole numbers with 1 <= start <= limit and steps of at least 1, found "
-            f"start={start!r}, limit={limit!r}, steps={steps!r}"
+            f"find_batch_size: expected whole numbers with 1 <= start <= limit and steps of at least 1, "
+            f"found start={start!r}, limit={limit!r}, steps={steps!r}"
         )
     if stats.kind == "process" and limit is None:
         raise ValueError(
