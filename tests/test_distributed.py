@@ -311,7 +311,10 @@ def test_ten_megabytes_each_way_pass(two_ranks: TwoRanks) -> None:
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
-    [({"world_size": 0}, "world_size of at least 1, found 0"), ({"timeout": 0}, "above 0 seconds, found 0")],
+    [
+        ({"world_size": 0}, "world_size of at least 1, found 0"),
+        ({"timeout": 0}, "above 0 and at most 1,000,000 seconds, found 0"),
+    ],
 )
 def test_numbers_that_make_no_sense_are_refused(kwargs: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
