@@ -75,8 +75,8 @@ class Notebook:
         return kind == "status" and content["execution_state"] == "idle"
 
     def ranks_processes(self) -> list[psutil.Process]:
-        """Every process that `ranks` has started: those of the nursery's session."""
-        leader = int(self.run("ranks._team._nursery.pid").value)
+        """Every process that `ranks` has started: those of the fork server's session."""
+        leader = int(self.run("ranks._team._fork_server.pid").value)
         return [process for process in psutil.process_iter() if _session(process.pid) == leader]
 
     def close(self) -> None:

@@ -249,7 +249,7 @@ def test_the_command_answers_bad_input_with_one_sentence(
     [
         ('{"model_type": "llama", "hidden_size": 64, "vocab_size": -1}', 'could not be built on "meta"'),
         ('{"model_type": "nobody\'s"}', "transformers cannot read"),
-        ("{", "transformers cannot read"),
+        ("{", "expected the JSON of a configuration, found"),
         (None, "a folder with a config.json, found none"),
         ("[" * 100_000, "transformers cannot read"),
         (

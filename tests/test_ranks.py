@@ -290,7 +290,7 @@ def test_when_the_kernel_goes_no_process_stays(another: Callable[..., Notebook],
     notebook.run("ranks.start(2)")
     notebook.run("%%ranks\nimport subprocess\nchild = subprocess.Popen(['sleep', '600'])")
     processes = notebook.ranks_processes()
-    assert len(processes) == 7  # nursery, controller (two), two ranks, and a child of each
+    assert len(processes) == 7  # fork server, controller (two), two ranks, and a child of each
     if end == "killed":
         psutil.Process(notebook.manager.provisioner.pid).kill()  # type: ignore[union-attr]
     elif end == "closed":

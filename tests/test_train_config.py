@@ -38,6 +38,7 @@ def refusal(arguments: list[str]) -> str:
         ("out: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
         (b"out: \xff\xfe\n", "UTF-8"),
         (b"out: a\0b\n", "control characters"),
+        (GOOD + 'optim: "\\0"\n', "expected text without a NUL"),
         (GOOD + "steps: null\n", "expected steps to have a value, found null"),
         (GOOD + "optim: {lr: null}\n", r"expected optim\.lr to have a value, found null"),
         ("out: null\ndata: {source: x}\n", "expected out to have a value|required: out"),

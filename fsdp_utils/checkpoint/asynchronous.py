@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.torch_internals.runtime import dtensor_like
 
-# The copies, by name. They are kept for the next save: to get fresh memory from the system takes several
-# times
-# as long as to copy into memory that is there.
+# The copies, by name, kept for the next save: fresh memory costs several times as much as the copy into it.
 _buffers: dict[str, Tensor] = {}
 
 

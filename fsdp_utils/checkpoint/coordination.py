@@ -39,8 +39,7 @@ class _Link:
     """What lasts from call to call within a default process group: the ranks' own group, where they met."""
 
     def __init__(self, world: Any) -> None:
-        # Weak: torch.distributed alone decides how long a group lives, and a group that lives on holds
-        # sockets.
+        # Weak: torch.distributed alone decides how long a group, with its sockets, lives.
         self.world: Callable[[], Any] = weakref.ref(world)
         self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.next_meeting = 0

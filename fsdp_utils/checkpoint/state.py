@@ -24,8 +24,7 @@ from fsdp_utils.torch_internals.runtime import sharded_tensor_group
 
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
-# What is not a tensor is stored as the bytes of one: under this name, and with ".rank<r>" what is only rank
-# r's.
+# What is not a tensor is stored as the bytes of one: under this name, or with ".rank<r>" if it is rank r's.
 PLAIN = "plain"
 
 

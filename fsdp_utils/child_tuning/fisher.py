@@ -168,7 +168,7 @@ def _histogram(values: Tensor, high: int | None) -> Tensor:
 
 
 def _bin_of(wanted: int, counts: Tensor) -> tuple[int, int]:
-    """The bin in which the wanted-th largest value lies, and the how-manieth of it, from above, it is."""
+    """The bin that holds the wanted-th largest value, and that value's place in the bin, from above."""
     from_above = counts.flip(0).cumsum(0)
     bin_from_above = int((from_above >= wanted).nonzero()[0])
     above = int(from_above[bin_from_above - 1]) if bin_from_above else 0

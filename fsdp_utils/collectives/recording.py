@@ -319,9 +319,8 @@ class _Recorder:
         if since is None:
             return
         module, phase = self._computing[-1]
-        # Between two units a module may compute nothing of its own, and a unit nothing more until it ends. In
-        # forward autograd's nodes tell. Where there are none, as in backward, a unit's first and last piece
-        # count.
+        # A module may compute nothing of its own between two units, and a unit nothing more before it ends.
+        # In forward autograd's nodes tell; in backward, which adds none, a unit's first and last piece count.
         is_end = self._is_first or is_last
         if phase == "forward" and module in self._parents:
             if torch.is_grad_enabled():

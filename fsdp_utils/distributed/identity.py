@@ -97,7 +97,7 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
     # The store and not a collective: the wait then has its own limit, can be interrupted, works alike
     # with nccl and gloo, and does not hold up a GPU.
     store = default_store()
-    turn = store.add(f"fsdp_utils/rank0_first/turn/{get_rank()}", 1)  # the how-manieth time on this rank
+    turn = store.add(f"fsdp_utils/rank0_first/turn/{get_rank()}", 1)  # the call count on this rank
     done = f"fsdp_utils/rank0_first/done/{turn}"
     if get_rank() == 0:
         try:

@@ -89,7 +89,7 @@ def become(settings: dict[str, Any], rank: int | None) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # tqdm would draw widgets in a notebook; what ranks show is text.
         warnings.filterwarnings("ignore", message="IProgress not found")
-        # The nursery's own streams carry commands and events: leave them.
+        # The fork server's own streams carry commands and events: leave them.
         name = "controller" if rank is None else f"rank{rank}"
         nothing = os.open(os.devnull, os.O_RDONLY)
         log = os.open(Path(settings["directory"]) / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -105,10 +105,10 @@ def become(settings: dict[str, Any], rank: int | None) -> NoReturn:
         os._exit(code)
 
 
-# --- the nursery -------------------------------------------------------------------------------------
+# --- the fork server -------------------------------------------------------------------------------------
 
 
-class Nursery:
+class ForkServer:
     """Knows the children: who they are, and what became of them."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class Nursery:
         self.ends: dict[int | None, Callable[[], int | None]] = {}  # rank -> asks for its exit code
         self.pids: dict[int | None, int] = {}
 
-    def bear(self, ranks: list[int]) -> None:
+    def fork(self, ranks: list[int]) -> None:
         """Start the processes of `ranks`."""
         from fsdp_utils.notebook import engine as at_engine  # imports torch
 
@@ -154,7 +154,7 @@ class Nursery:
             os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
         shutil.rmtree(self.settings["directory"], ignore_errors=True)
         if hasattr(os, "killpg"):
-            os.killpg(0, signal.SIGKILL)  # the nursery leads a group of its own
+            os.killpg(0, signal.SIGKILL)  # the fork server leads a group of its own
         os._exit(0)
 
 
@@ -244,27 +244,27 @@ def main() -> None:
         become(settings, json.loads(sys.argv[2]))
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counting GPUs does not initialise CUDA then
     kernel = os.getppid()
-    nursery = Nursery(settings)
+    fork_server = ForkServer(settings)
     try:
-        nursery.start(None)  # it imports what it needs while this process imports torch
+        fork_server.start(None)  # it imports what it needs while this process imports torch
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the notebook has imported the same, and was warned
             for name in ("torch.distributed", "ipyparallel.engine.app", *settings["preload"]):
                 importlib.import_module(name)
         resolve(settings)
         for_engines = Path(settings["directory"], "security", "ipcontroller-engine.json")
-        while not written(for_engines) and None in nursery.pids:
-            nursery.reap()
+        while not written(for_engines) and None in fork_server.pids:
+            fork_server.reap()
             time.sleep(0.01)
-        nursery.bear(list(range(settings["world_size"])))
+        fork_server.fork(list(range(settings["world_size"])))
     except Exception as error:
         say(event="failed", name=type(error).__name__, message=str(error))
-        nursery.end()
-    say(event="born", settings=settings, pids=nursery.pids)
+        fork_server.end()
+    say(event="born", settings=settings, pids=fork_server.pids)
     commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threading.Thread(target=listen, args=(commands,), daemon=True).start()
     while os.getppid() == kernel:
-        nursery.reap()
+        fork_server.reap()
         try:
             command = commands.get(timeout=0.02)
         except queue.Empty:
@@ -272,9 +272,9 @@ def main() -> None:
         if command is None:
             break
         settings.update(command["settings"])
-        nursery.bear(command["ranks"])
-        say(event="born", settings=settings, pids=nursery.pids)
-    nursery.end()
+        fork_server.fork(command["ranks"])
+        say(event="born", settings=settings, pids=fork_server.pids)
+    fork_server.end()
 
 
 if __name__ == "__main__":

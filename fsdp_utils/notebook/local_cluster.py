@@ -121,7 +121,7 @@ class Crew(ABC):
 
 
 class Team(Crew):
-    """Ranks of this machine: the nursery that bears them, and a client of ipyparallel's controller.
+    """Ranks of this machine: the fork server that starts them, and a client of ipyparallel's controller.
 
     Args:
         world_size: number of ranks; None: the GPUs where there are two or more, else 4.
@@ -149,7 +149,7 @@ class Team(Crew):
         }
         self._events: list[dict[str, Any]] = []
         self._birth_of: dict[int, int] = {}  # rank -> which birth its present process came from
-        self._nursery = subprocess.Popen(
+        self._fork_server = subprocess.Popen(
             [sys.executable, "-m", "fsdp_utils.notebook.fork_server", json.dumps(self.settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -201,9 +201,9 @@ class Team(Crew):
             self.settings["birth"] += 1
             for rank in dead:
                 self._birth_of[rank] = self.settings["birth"]
-            assert self._nursery.stdin is not None
-            self._nursery.stdin.write(json.dumps({"ranks": dead, "settings": self.settings}) + "\n")
-            self._nursery.stdin.flush()
+            assert self._fork_server.stdin is not None
+            self._fork_server.stdin.write(json.dumps({"ranks": dead, "settings": self.settings}) + "\n")
+            self._fork_server.stdin.flush()
             self._await_birth()
         joining = [self.call(rank, "join_group", rank, self.settings) for rank in alive]
         for each in joining:
@@ -215,20 +215,20 @@ class Team(Crew):
         self.ended = True
         if hasattr(self, "client"):
             self.client.close()
-        assert self._nursery.stdin is not None
-        self._nursery.stdin.close()
+        assert self._fork_server.stdin is not None
+        self._fork_server.stdin.close()
         try:
-            self._nursery.wait(5)
+            self._fork_server.wait(5)
         except subprocess.TimeoutExpired:
             # it does not listen while it imports torch
-            getattr(os, "killpg", os.kill)(self._nursery.pid, SIGKILL)
-            self._nursery.wait(5)
+            getattr(os, "killpg", os.kill)(self._fork_server.pid, SIGKILL)
+            self._fork_server.wait(5)
 
-    # --- the nursery's events ---
+    # --- the fork server's events ---
 
     def _listen(self) -> None:
-        assert self._nursery.stdout is not None
-        with self._nursery.stdout as lines:
+        assert self._fork_server.stdout is not None
+        with self._fork_server.stdout as lines:
             for line in lines:
                 self._events.append(json.loads(line))
         self._events.append({"event": "gone"})

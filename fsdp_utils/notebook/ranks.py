@@ -11,8 +11,8 @@
 
 The ranks are ipyparallel engines; added here are the process group, output in rank order, errors that
 end the cell on every rank at once, and recovery. cell.py waits for a cell on all ranks, output.py shows
-what they print; team.py knows the processes, nursery.py bears them, engine.py runs inside them; hosts.py
-starts them on other hosts.
+what they print; local_cluster.py tracks the processes, fork_server.py starts them, engine.py runs inside
+them; remote_cluster.py starts them on other hosts.
 """
 
 import argparse

@@ -168,7 +168,8 @@ def _config(folder: str | PathLike[str]) -> Any:
         if isinstance(error, ValueError) and "custom code" in str(error):
             todo = " The planner runs no code of a folder: build the model yourself, and plan that."
         raise ValueError(
-            f"plan: transformers cannot read {path / 'config.json'}: {_first_line(error)}{todo}"
+            f"plan: transformers cannot read {path / 'config.json'}: expected the JSON of a configuration, "
+            f"found {_first_line(error)}{todo}"
         ) from error
 
 
@@ -206,8 +207,8 @@ def _of_config(config: Any) -> Source:
         if isinstance(error, ValueError) and str(error).startswith("plan: "):
             raise
         raise ValueError(
-            f'plan: a {config.model_type} model could not be built on "meta", without memory: '
-            f"{_first_line(error)}"
+            f'plan: a {config.model_type} model could not be built on "meta", without memory: expected a '
+            f"configuration whose values make a model, found {_first_line(error)}"
         ) from error
     source = Source(type(model).__name__, whole, config)
     _look_at(source, model)

@@ -219,8 +219,11 @@ def _check_texts(value: Any, where: str) -> None:
 
     Raises:
         YamlError: one would expand too far. What is no YAML stays text, and is fine.
+        ConfigError: one holds a NUL, which no path and no name can.
     """
     if isinstance(value, str):
+        if "\0" in value:
+            raise ConfigError(f"configuration: expected text without a NUL in {where}, found {value!r:.80}")
         try:
             check_yaml(value, where=where)
         except YamlError as error:
