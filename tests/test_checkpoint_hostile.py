@@ -400,6 +400,18 @@ def test_a_description_that_is_mostly_a_hole_is_refused_before_it_is_read(checkp
     assert psutil.Process().memory_info().rss - before < 1 << 28
 
 
+def test_no_bit_of_the_hash_at_the_end_of_a_file_can_flip(tmp_path: Path) -> None:
+    path = save_full(tmp_path / "one.pt", nn.Linear(2, 2))
+    content = path.read_bytes()
+    for place in range(content.rindex(b'{"format"'), len(content)):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << bit
+            path.write_bytes(flipped)
+            with pytest.raises(CheckpointError, match=r"one\.pt: expected"):
+                verify_checkpoint(path)
+
+
 def test_two_programs_do_not_save_into_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = multiprocessing.get_context("forkserver")
     ready, end = context.Event(), context.Event()

@@ -316,6 +316,8 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
     try:
         seal = json.loads(tail[start + _END_BYTES :])
         expected, length = seal["sha256"], seal["bytes"]
+        if seal != {"format": FORMAT, "bytes": length, "sha256": expected}:
+            raise KeyError("format")
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path}: expected a file that ends with its SHA-256, found none in its {size} bytes: it was cut "
