@@ -175,7 +175,10 @@ def test_fake_tensors_give_the_same_trace_as_real_ones(traces) -> None:
 
 
 def test_gloo_adds_buffers_of_its_own_which_a_fake_group_does_not_have(traces) -> None:
-    reduced = {name: sum(e.stream == 2 for e in events) for name, events in traces[0].items()}
+    # allocations alone: gloo's thread lets go of its last buffer only some time after the step
+    reduced = {
+        name: sum(e.kind == "alloc" and e.stream == 2 for e in events) for name, events in traces[0].items()
+    }
     assert reduced["fsdp2 gloo"] == 2 * reduced["fsdp2 fake group"] > 0
 
 
