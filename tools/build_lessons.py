@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
+import yaml
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
@@ -68,6 +70,7 @@ def notebook_of(source: Path) -> Path:
 def read_source(source: Path) -> NotebookNode:
     """The lesson as a notebook not yet run; ids and metadata come from the source alone, for small diffs."""
     lesson = jupytext.read(source, fmt="py:percent")
+    lesson.cells = [as_published(cell) for cell in lesson.cells if "wrong" not in tags_of(cell)]
     for index, cell in enumerate(lesson.cells):
         cell.id = f"{source.stem[:2]}-{index:03d}"
         cell.metadata = NotebookNode({k: v for k, v in cell.metadata.items() if k in ("tags", "jupyter")})
@@ -79,6 +82,41 @@ def read_source(source: Path) -> NotebookNode:
     )
     lesson.nbformat, lesson.nbformat_minor = 4, 5
     return lesson
+
+
+def tags_of(cell: NotebookNode) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def as_published(cell: NotebookNode) -> NotebookNode:
+    """A cell of a source as readers get it.
+
+    The card, YAML in the source, becomes a table. The solution of a turn becomes a text that every viewer
+    folds; `lesson.try_answers` runs it. Cells that only check are folded.
+    """
+    if "card" in tags_of(cell):
+        cell.source = card(yaml.safe_load(cell.source))
+    elif "solution" in tags_of(cell) and "turn" in cell.metadata:
+        code = f"```python\n{cell.source}\n```"
+        text = f"<details><summary>Solution</summary>\n\n{code}\n\n</details>"
+        return nbformat.v4.new_markdown_cell(text, metadata={"tags": ["solution"]})
+    elif "check" in tags_of(cell):
+        cell.metadata["jupyter"] = {"source_hidden": True}
+    return cell
+
+
+def card(fields: dict[str, Any]) -> str:
+    """The opening card: what the lesson teaches, needs and takes."""
+    if list(fields) != ["learn", "needs", "ranks", "takes", "video"]:
+        raise ValueError(f"a card has learn, needs, ranks, takes and video, in this order; found {[*fields]}")
+    rows = {
+        "You will learn": "<br>".join(f"· {sentence}" for sentence in fields["learn"]),
+        "Needs": fields["needs"],
+        "Ranks": fields["ranks"],
+        "Takes": fields["takes"],
+        "Video": fields["video"],
+    }
+    return "\n".join(["| | |", "|:--|:--|", *(f"| **{name}** | {text} |" for name, text in rows.items())])
 
 
 def code_cells(lesson: NotebookNode) -> list[NotebookNode]:
