@@ -35,6 +35,8 @@ class Meter(TorchDispatchMode):
         all_gathers, reduce_scatters: Number of such collectives.
         gathered_bytes: Bytes that the all-gathers produced, padding included.
         whole_bytes: After each operation, bytes of gathered parameters that were alive.
+        gather_bytes: The same with the buffers of all-gathers. FSDP2 copies each parameter out of such a
+            buffer and keeps the buffer until the next unit was gathered.
         held_bytes: Bytes of what was held already.
         tensor_bytes: After each operation, bytes of tensors of any kind that were alive: shards, gathered
             parameters, buffers of collectives, gradients, activations. Differs a little from run to run
@@ -52,9 +54,11 @@ class Meter(TorchDispatchMode):
         self.reduce_scatters = 0
         self.gathered_bytes = 0
         self.whole_bytes: list[int] = []
+        self.gather_bytes: list[int] = []
         self.tensor_bytes: list[int] = []
         kind = None if device is None else torch.device(device).type
         self._whole = _Storages(kind)
+        self._buffers = _Storages(kind)
         self._others = _Storages(kind)
         for tensor in held:
             self._others.add(tensor)
@@ -69,6 +73,11 @@ class Meter(TorchDispatchMode):
     def peak_whole_bytes(self) -> int:
         """The most bytes of gathered parameters that were alive at once."""
         return max(self.whole_bytes, default=0)
+
+    @property
+    def peak_gather_bytes(self) -> int:
+        """The most bytes of gathered parameters and all-gather buffers that were alive at once."""
+        return max(self.gather_bytes, default=0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -85,20 +94,22 @@ class Meter(TorchDispatchMode):
             self._hold_whole(gathered)
         elif name == COPY_OUT:
             self._whole.discard(args[0])  # from here on the copies are the parameters
-            self._others.add(args[0])
+            self._buffers.add(args[0])
             self._hold_whole(kwargs["out"])
         else:
             self.reduce_scatters += name in REDUCE_SCATTERS
             for tensor in _tensors((result, kwargs.get("out"))):
-                if tensor not in self._whole:
+                if tensor not in self._whole and tensor not in self._buffers:
                     self._others.add(tensor)
         self.whole_bytes.append(self._whole.nbytes())
-        self.tensor_bytes.append(self.whole_bytes[-1] + self._others.nbytes())
+        self.gather_bytes.append(self.whole_bytes[-1] + self._buffers.nbytes())
+        self.tensor_bytes.append(self.gather_bytes[-1] + self._others.nbytes())
         return result
 
     def _hold_whole(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             self._others.discard(tensor)
+            self._buffers.discard(tensor)
             self._whole.add(tensor)
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from IPython.core.getipython import get_ipython
 
@@ -13,7 +13,7 @@ from fsdp_utils.notebook import ranks
 
 SOURCES = Path(__file__).parents[2] / "notebooks" / "src"
 
-_ANSWER = re.compile(r'^# %% .*tags=\["(solution|wrong)"\].*\bturn=(\d+)')
+_ANSWER = re.compile(r'^# %% .*tags=\["(solution|wrong)"\].*\bturn=(\d+)(?:.*\braises="(.*)")?')
 _WITH_COMMENT_SIGN = re.compile(r"^# (?=%%)")  # a magic is a comment in the source of a lesson
 
 
@@ -94,11 +94,20 @@ def turn(number: int, results: Sequence[Mapping[str, Any] | None], goals: Mappin
     return Verdict(results, goals)
 
 
+class Answer(NamedTuple):
+    """A solution or a wrong answer, as it stands in a lesson's source."""
+
+    kind: str  # "solution" or "wrong"
+    turn: int
+    code: str
+    raises: str | None  # a part of the error's text
+
+
 def try_answers(lesson: int, *, folder: Path = SOURCES) -> None:
     """Run the lesson's solutions and its known wrong answers, in copies of the namespaces they belong to.
 
     Each answer is a cell of the lesson's source with the tag "solution" or "wrong" and the number of its
-    turn. It leaves what it measured in a variable `result`.
+    turn. It leaves what it measured in a variable `result`; a wrong one may raise an error that it names.
 
     Args:
         lesson: its number.
@@ -108,25 +117,32 @@ def try_answers(lesson: int, *, folder: Path = SOURCES) -> None:
         AssertionError: a solution misses its target, or a wrong answer meets it.
     """
     solved = refused = 0
-    for kind, number, code in answers(next(folder.glob(f"{lesson:02d}_*.py")).read_text(encoding="utf-8")):
-        verdict = Verdict(_results(code), _goals[number])
-        if kind == "solution":
-            assert verdict.solved, f"The solution of turn {number} misses its target:\n{verdict}"
+    source = next(folder.glob(f"{lesson:02d}_*.py")).read_text(encoding="utf-8")
+    for answer in answers(source):
+        try:
+            verdict = Verdict(_results(answer.code), _goals[answer.turn])
+        except Exception as error:
+            if answer.raises is None or answer.raises not in str(error):
+                raise
+            refused += 1
+            continue
+        if answer.kind == "solution":
+            assert verdict.solved, f"The solution of turn {answer.turn} misses its target:\n{verdict}"
             solved += 1
         else:
-            assert verdict.advice, f"A wrong answer to turn {number} meets its target:\n{code}\n{verdict}"
+            assert verdict.advice, f"A wrong answer to turn {answer.turn} meets its target:\n{answer.code}"
             refused += 1
     print(f"Checked: {solved} solutions meet their targets, {refused} wrong answers are refused.")
 
 
-def answers(source: str) -> list[tuple[str, int, str]]:
-    """The answers in a lesson's source: "solution" or "wrong", the number of the turn, the code."""
+def answers(source: str) -> list[Answer]:
+    """The answers in a lesson's source."""
     found = []
-    for cell in re.split(r"^(?=# %%)(?!# %%\w)", source, flags=re.MULTILINE):
+    for cell in re.split(r"^(?=# %%(?!\w))", source, flags=re.MULTILINE):
         head, _, body = cell.partition("\n")
         if match := _ANSWER.match(head):
             code = "\n".join(_WITH_COMMENT_SIGN.sub("", line) for line in body.strip().splitlines())
-            found.append((match[1], int(match[2]), code))
+            found.append(Answer(match[1], int(match[2]), code, match[3]))
     return found
 
 
