@@ -1,11 +1,15 @@
 """The lessons as one series: how they follow each other, and the pages that are about all of them."""
 
+import os
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from fsdp_utils.lessons.turns import answers
 from tools import build_lessons, claims_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +38,17 @@ def test_links_between_lessons_lead_to_lessons(stem: str) -> None:
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_exercise_has_a_solution_that_is_checked_strictly(stem: str) -> None:
-    """The solutions are cells like all others: nbval runs them, and a strict check raises."""
+    """nbval runs the solutions: as cells with a strict check, or by `try_answers`, which raises too."""
+    turns = len(re.findall(r"^# ## Your turn \d+ · ", TEXTS[stem], re.MULTILINE))
+    if turns:
+        found = answers(TEXTS[stem])
+        assert turns >= 2
+        for turn in range(1, turns + 1):
+            kinds = [answer.kind for answer in found if answer.turn == turn]
+            assert kinds.count("solution") == 1
+            assert "wrong" in kinds
+        assert f"\ntry_answers({number(stem)})\n" in TEXTS[stem]
+        return
     exercises, solutions = TEXTS[stem].split("# ## Solutions\n")
     tagged = re.findall(r'^# %% .*tags=\[.*"solution".*\]', solutions, re.MULTILINE)
     asked = len(re.findall(r"^# \*\*\d+\. ", exercises.partition("# ## Exercises")[2], re.MULTILINE))
@@ -42,6 +56,17 @@ def test_every_exercise_has_a_solution_that_is_checked_strictly(stem: str) -> No
     assert asked >= 2
     assert strict >= asked
     assert len(tagged) >= asked
+
+
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if "# ## In your own code\n" in TEXTS[stem]])
+def test_the_code_to_copy_runs_under_torchrun(stem: str, tmp_path: Path) -> None:
+    (block,) = re.findall(r"# ## In your own code\n.*?# ```python\n(.*?)# ```\n", TEXTS[stem], re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def rows_of_readme() -> dict[str, str]:
@@ -53,9 +78,8 @@ def test_the_readme_lists_every_lesson_with_the_minutes_of_its_card() -> None:
     rows = rows_of_readme()
     assert list(rows) == STEMS
     for stem, row in rows.items():
-        (takes,) = re.findall(
-            r'^ +takes="(.+) to run on .* (\d+) minutes to read"', TEXTS[stem], re.MULTILINE
-        )
+        card = build_lessons.card_of(build_lessons.SOURCES / f"{stem}.py")
+        (takes,) = re.findall(r"^(.+) to run on .* (\d+) minutes to read$", card["takes"])
         assert f"| {takes[0]} · {takes[1]} |" in row, stem
 
 

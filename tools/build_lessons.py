@@ -107,16 +107,25 @@ def as_published(cell: NotebookNode) -> NotebookNode:
 
 def card(fields: dict[str, Any]) -> str:
     """The opening card: what the lesson teaches, needs and takes."""
-    if list(fields) != ["learn", "needs", "ranks", "takes", "video"]:
-        raise ValueError(f"a card has learn, needs, ranks, takes and video, in this order; found {[*fields]}")
+    needed = ["learn", "needs", "ranks", "takes"]
+    if [*fields] not in (needed, [*needed, "video"]):
+        raise ValueError(
+            f"a card has {', '.join(needed)} and perhaps video, in this order; found {[*fields]}"
+        )
     rows = {
         "You will learn": "<br>".join(f"· {sentence}" for sentence in fields["learn"]),
         "Needs": fields["needs"],
         "Ranks": fields["ranks"],
         "Takes": fields["takes"],
-        "Video": fields["video"],
+        "Video": fields.get("video", "none"),
     }
     return "\n".join(["| | |", "|:--|:--|", *(f"| **{name}** | {text} |" for name, text in rows.items())])
+
+
+def card_of(source: Path) -> dict[str, Any]:
+    """The fields of a lesson's card."""
+    cells = jupytext.read(source, fmt="py:percent").cells
+    return next(yaml.safe_load(cell.source) for cell in cells if "card" in tags_of(cell))
 
 
 def code_cells(lesson: NotebookNode) -> list[NotebookNode]:

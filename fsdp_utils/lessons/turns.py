@@ -117,8 +117,7 @@ def try_answers(lesson: int, *, folder: Path = SOURCES) -> None:
         AssertionError: a solution misses its target, or a wrong answer meets it.
     """
     solved = refused = 0
-    source = next(folder.glob(f"{lesson:02d}_*.py")).read_text(encoding="utf-8")
-    for answer in answers(source):
+    for answer in answers(_source(lesson, folder)):
         try:
             verdict = Verdict(_results(answer.code), _goals[answer.turn])
         except Exception as error:
@@ -133,6 +132,22 @@ def try_answers(lesson: int, *, folder: Path = SOURCES) -> None:
             assert verdict.advice, f"A wrong answer to turn {answer.turn} meets its target:\n{answer.code}"
             refused += 1
     print(f"Checked: {solved} solutions meet their targets, {refused} wrong answers are refused.")
+
+
+def run_solution(lesson: int, number: int, *, folder: Path = SOURCES) -> list[Any]:
+    """What the solution of a turn measures, by rank: the target as a run of its own, to draw it.
+
+    Args:
+        lesson: its number.
+        number: of the turn.
+        folder: holds the sources of the lessons.
+    """
+    found = answers(_source(lesson, folder))
+    return _results(next(a.code for a in found if (a.kind, a.turn) == ("solution", number)))
+
+
+def _source(lesson: int, folder: Path) -> str:
+    return next(folder.glob(f"{lesson:02d}_*.py")).read_text(encoding="utf-8")
 
 
 def answers(source: str) -> list[Answer]:

@@ -73,7 +73,7 @@ plots.life_of_a_unit(4)
 # %%
 from fsdp_utils.lessons import lesson
 from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import at_most, exactly, try_answers, turn
+from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn
 from fsdp_utils.notebook import ranks
 
 ranks.start()
@@ -426,8 +426,7 @@ print("Checked: 4 all-gathers, 4 reduce-scatters, and all units are complete at 
 # %%ranks
 class MyUnit(Unit):
     def __call__(self, x):
-        y = super().__call__(x)
-        return None                             # your lines here, then return y
+        return None                             # your lines here; begin with y = super().__call__(x)
 
 
 # %% jupyter={"source_hidden": true}
@@ -524,14 +523,14 @@ class MyUnit(Unit):
 result = score(MyUnit)
 
 # %% jupyter={"source_hidden": true}
-curves = {"above: kept": ranks.get("kept.whole_bytes")[0]}
+curves = {"above: kept": ranks.get("kept.whole_bytes")[0], "target": run_solution(0, 1)[0]["curve"]}
 if ranks.get("result is not None")[0]:
     curves["yours"] = ranks.get("result['curve']")[0]
 plots.alive(curves, whole_model=4 * model_numel)
 
 # %% [markdown]
-# When your unit works, run the cell above once more: your run appears beside the first one. It should never
-# rise above a third of the model, the size of one block.
+# The second panel is the run of the folded solution. When your unit works, run this cell once more, and your
+# run appears beside the two.
 #
 # The price is four more all-gathers in each step. PyTorch gives you the same choice and calls it
 # `reshard_after_forward`. [Lesson 6](06_sharding_strategies.ipynb) weighs the two.
@@ -586,8 +585,8 @@ Table(
 #   gathers the next unit while it still computes with the present one. On GPUs the two happen at the same
 #   time. [Lesson 4](04_backward_prefetch.ipynb) is about this.
 # - **Buffers** come on top. `fully_shard` gathers all parameters of a unit into one buffer, then copies each
-#   parameter out of it. In the forward pass it keeps the buffer until the next unit has been gathered. So
-#   at the peak there are two blocks and the buffer of one of them, or three blocks' worth of bytes.
+#   parameter out of it. In the forward pass it keeps this buffer until the next unit has been gathered. So
+#   its peak is three blocks' worth of bytes, where two blocks are parameters.
 
 # %% tags=["check"]
 # %%ranks 0
@@ -877,12 +876,17 @@ Table(
 # four in all gradients cancels. SGD takes steps that are four times as large. So losses prove less than they
 # seem to: compare them over several steps, and with SGD as well as with your own optimizer.
 #
-# | what you see | cause | cure |
-# |:--|:--|:--|
-# | `setStorage: … out of bounds for storage of size 0` | a parameter is used after it was freed: turn 1 without its second line | gather before each use; with `fully_shard`, call the module, not its `forward` |
-# | losses differ from those of one process from the second step on | gradients are a sum where they should be a mean, or all ranks got the same samples | look at the gradients, and at `rank` in your sampler |
-# | the program hangs | one rank did not enter a collective that the others wait in | call collectives on every rank: [lesson 3](03_full_state_dict.ipynb) |
-# | the loss never changes | the optimizer was made before the model was sharded, so it updates tensors that are no longer used | make the optimizer after sharding: [lesson 1](01_transformer_wrapper.ipynb) |
+# What you see, why, and what helps:
+#
+# - **`setStorage: … out of bounds for storage of size 0`.** A parameter is used after it was freed: turn 1
+#   without its last line. Gather before each use. With `fully_shard`, call the module, not its `forward`.
+# - **The losses differ from those of one process from the second step on.** Gradients are a sum where they
+#   should be a mean, or all ranks got the same samples. Look at the gradients, and at the rank in your
+#   sampler.
+# - **The program hangs.** One rank did not enter a collective in which the others wait. Call collectives on
+#   every rank; [lesson 3](03_full_state_dict.ipynb) shows how it happens.
+# - **The loss never changes.** The optimizer was made before the model was sharded, so it updates tensors
+#   that the model no longer uses. Make it after sharding, as [lesson 1](01_transformer_wrapper.ipynb) shows.
 
 # %% tags=["check"]
 apart = [

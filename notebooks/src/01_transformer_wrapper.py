@@ -5,28 +5,23 @@
 # Which of them should be units? For a transformer the answer is short: its blocks. In this lesson you see
 # what each other answer costs.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "what the choice of units decides: memory at the peak, number of collectives, bytes sent",
-        "how to find the block class of T5, Llama, GPT-2, ViT and others",
-        "how to shard by block, with FSDP2 and with FSDP1",
-        "three mistakes that raise no error, and how to have them found",
-    ],
-    needs="[lesson 0](00_fsdp_from_scratch.ipynb): ranks, shards, units, all_gather · no GPU",
-    ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
-    video="[Transformer wrapper](https://www.loom.com/share/2cc2633fa69940789f7f886cbe1fef79), 2022. "
-    "Since then: FSDP2 has no wrapping policy. You call `fully_shard` on each block, then on the model.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - 'what the choice of units decides: memory at the peak, number of collectives, bytes sent'
+# - how to find the block class of T5, Llama, GPT-2, ViT and others
+# - how to shard by block, with FSDP2 and with FSDP1
+# - three mistakes that raise no error, and how to have them found
+# needs: '[lesson 0](00_fsdp_from_scratch.ipynb): ranks, shards, units, all_gather · no GPU'
+# ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
+# takes: a minute to run on 2 cores (AMD EPYC) · 25 minutes to read
+# video: '[Transformer wrapper](https://www.loom.com/share/2cc2633fa69940789f7f886cbe1fef79), 2022. Since
+#   then: FSDP2 has no wrapping policy. You call `fully_shard` on each block, then on the model.'
 
 # %% [markdown]
 # ## Four ranks
 
 # %%
-from fsdp_utils.lessons import plots
+from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.notebook import ranks
 
 ranks.start(preload=["torch._dynamo", "transformers.models.llama.modeling_llama"])   # slow to import

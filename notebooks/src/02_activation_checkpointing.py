@@ -5,25 +5,20 @@
 # that is often most of the memory. In this lesson you throw nearly all of it away, compute it again when it
 # is needed, and find out what that costs.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "what autograd keeps from forward to backward, tensor by tensor",
-        "five ways to keep less: all blocks, every second one, by operation, on the CPU, and combined",
-        "what recomputing really costs, and why it is less than a whole forward pass",
-        "where the checkpoint goes under `fully_shard`, under FSDP1 and under `torch.compile`",
-    ],
-    needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
-    ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
-    video="[Activation checkpointing](https://www.loom.com/share/31749107033841959989aa8da45487c7), 2022. "
-    "Since then: FSDP2, checkpoints that choose by operation, and `torch.compile`.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - what autograd keeps from forward to backward, tensor by tensor
+# - 'five ways to keep less: all blocks, every second one, by operation, on the CPU, and combined'
+# - what recomputing really costs, and why it is less than a whole forward pass
+# - where the checkpoint goes under `fully_shard`, under FSDP1 and under `torch.compile`
+# needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU'
+# ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
+# takes: a minute to run on 2 cores (AMD EPYC) · 20 minutes to read
+# video: '[Activation checkpointing](https://www.loom.com/share/31749107033841959989aa8da45487c7), 2022.
+#   Since then: FSDP2, checkpoints that choose by operation, and `torch.compile`.'
 
 # %%
-from fsdp_utils.lessons import plots
+from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.notebook import ranks
 
 ranks.start(preload=["torch._dynamo", "sklearn.datasets"])            # slow to import

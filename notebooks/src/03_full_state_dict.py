@@ -4,26 +4,21 @@
 # Under FSDP no rank has the model. To save it in one file, as you always did, the ranks have to put it
 # together first. In this lesson you do that, break it in five ways, and mend each.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "how to save and load model and optimizer as one file, with FSDP2 and with FSDP1",
-        "what that takes on rank 0, and on the others",
-        "three ways to hang, and why no error says so",
-        "how weights were corrupted and optimizer state was lost without any error",
-        "from which size on one file is the wrong choice",
-    ],
-    needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
-    ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
-    video="[FULL_STATE_DICT](https://www.loom.com/share/97fb9a52037b4834a99a142d30ce6ee6), 2022. Since then: "
-    "`get_state_dict` and `set_state_dict`, and two mistakes in the video's code, shown and mended here.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - how to save and load model and optimizer as one file, with FSDP2 and with FSDP1
+# - what that takes on rank 0, and on the others
+# - three ways to hang, and why no error says so
+# - how weights were corrupted and optimizer state was lost without any error
+# - from which size on one file is the wrong choice
+# needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU'
+# ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
+# takes: a minute to run on 2 cores (AMD EPYC) · 25 minutes to read
+# video: '[FULL_STATE_DICT](https://www.loom.com/share/97fb9a52037b4834a99a142d30ce6ee6), 2022. Since then:
+#   `get_state_dict` and `set_state_dict`, and two mistakes in the video''s code, shown and mended here.'
 
 # %%
-from fsdp_utils.lessons import plots
+from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.notebook import ranks
 
 ranks.start(device="cpu")    # also where there are GPUs: this lesson hangs on purpose

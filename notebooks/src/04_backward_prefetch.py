@@ -5,23 +5,18 @@
 # still computes with this one: it *prefetches*. In this lesson you record in which order FSDP really issues
 # its all-gathers under each setting, and replay what that order is worth.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "the order of all-gathers under `backward_prefetch=None`, `BACKWARD_POST` and `BACKWARD_PRE`",
-        "what `forward_prefetch` is for, and what it does to the backward pass",
-        "what FSDP2 does by itself, and how to tell it to do more",
-        "when prefetching saves time at all, and what it costs in memory",
-    ],
-    needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
-    ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="half a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
-    video="[Backward prefetch](https://www.loom.com/share/21a465d89c6144f09d6a2e3d55824f1e), 2022. Since "
-    "then: FSDP2 prefetches in backward by itself, as `BACKWARD_PRE` did, and takes lists of "
-    "modules for more.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - the order of all-gathers under `backward_prefetch=None`, `BACKWARD_POST` and `BACKWARD_PRE`
+# - what `forward_prefetch` is for, and what it does to the backward pass
+# - what FSDP2 does by itself, and how to tell it to do more
+# - when prefetching saves time at all, and what it costs in memory
+# needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU'
+# ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
+# takes: half a minute to run on 2 cores (AMD EPYC) · 20 minutes to read
+# video: '[Backward prefetch](https://www.loom.com/share/21a465d89c6144f09d6a2e3d55824f1e), 2022. Since
+#   then: FSDP2 prefetches in backward by itself, as `BACKWARD_PRE` did, and takes lists of modules for
+#   more.'
 
 # %% [markdown]
 # **What is live here, and what is not.** The *order* in which FSDP issues its work is recorded from real
@@ -31,7 +26,7 @@ lesson.card(
 # %%
 from IPython.display import Image
 
-from fsdp_utils.lessons import plots
+from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.notebook import ranks
 
 ranks.start()

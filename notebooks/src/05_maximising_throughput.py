@@ -6,25 +6,22 @@
 # but the allocator has to give memory back and ask again, in every step. The best batch size lies below
 # that zone.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "what *reserved* and *allocated* mean, and what PyTorch's caching allocator does",
-        "what a cudaMalloc retry is, and why FSDP's three streams bring it about",
-        "to find the batch size below the retries, with `Memory_Maximizer` and `find_batch_size`",
-        "what `expandable_segments` changes",
-    ],
-    needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU: what needs one is simulated, and called so",
-    ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
-    video="[Maximising throughput](https://www.loom.com/share/2dd1bb59468640df876578835603d0a7), 2022. "
-    "Since then: `Memory_Maximizer` looks at all ranks and forgets earlier trials, and PyTorch has "
-    "expandable segments.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - what *reserved* and *allocated* mean, and what PyTorch's caching allocator does
+# - what a cudaMalloc retry is, and why FSDP's three streams bring it about
+# - to find the batch size below the retries, with `Memory_Maximizer` and `find_batch_size`
+# - what `expandable_segments` changes
+# needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU: what needs one is simulated,
+#   and called so'
+# ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
+# takes: a minute to run on 2 cores (AMD EPYC) · 20 minutes to read
+# video: '[Maximising throughput](https://www.loom.com/share/2dd1bb59468640df876578835603d0a7),
+#   2022. Since then: `Memory_Maximizer` looks at all ranks and forgets earlier trials,
+#   and PyTorch has expandable segments.'
 
 # %%
+from fsdp_utils.lessons import lesson
 from fsdp_utils.notebook import ranks
 
 # real ranks, for the second half of the lesson

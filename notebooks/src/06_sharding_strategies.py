@@ -5,27 +5,25 @@
 # ranks? Each answer is a strategy, and each trades memory for bytes on a link. In this lesson you measure
 # both, for six strategies, on the same model with the same result.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "DDP, ZeRO-1, ZeRO-2, FULL_SHARD, HYBRID_SHARD and resharding to a part: memory on each rank",
-        "how many bytes each sends, within a host and between hosts",
-        "gradient accumulation with and without synchronisation",
-        "the largest model that fits, and when DDP is the better choice",
-    ],
-    needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 4](04_backward_prefetch.ipynb) · no GPU",
-    ranks="4 on this machine, as two hosts of two. With `FSDP_RANKS=2` or 3 all are on one host: then "
-    "HYBRID_SHARD and resharding to a host are left out, and nothing is sent between hosts.",
-    takes="half a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
-    video="[Sharding strategies](https://www.loom.com/share/1f280618955c4f22a5a1ad6cbb41b28c), 2022. "
-    "Since then: HYBRID_SHARD, then announced, is there, and FSDP2 takes a mesh instead of the name "
-    "of a strategy.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - 'DDP, ZeRO-1, ZeRO-2, FULL_SHARD, HYBRID_SHARD and resharding to a part: memory
+#   on each rank'
+# - how many bytes each sends, within a host and between hosts
+# - gradient accumulation with and without synchronisation
+# - the largest model that fits, and when DDP is the better choice
+# needs: '[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 4](04_backward_prefetch.ipynb)
+#   · no GPU'
+# ranks: '4 on this machine, as two hosts of two. With `FSDP_RANKS=2` or 3 all are on
+#   one host: then HYBRID_SHARD and resharding to a host are left out, and nothing is
+#   sent between hosts.'
+# takes: half a minute to run on 2 cores (AMD EPYC) · 25 minutes to read
+# video: '[Sharding strategies](https://www.loom.com/share/1f280618955c4f22a5a1ad6cbb41b28c),
+#   2022. Since then: HYBRID_SHARD, then announced, is there, and FSDP2 takes a mesh
+#   instead of the name of a strategy.'
 
 # %%
-from fsdp_utils.lessons import plots, recorded
+from fsdp_utils.lessons import lesson, plots, recorded
 from fsdp_utils.notebook import ranks
 
 ranks.start()

@@ -5,26 +5,21 @@
 # when? In this lesson a probe writes down the dtype of every tensor that matters, at the moment it matters,
 # for FSDP2 and FSDP1. What the lesson says about dtypes, an output shows.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "which tensor has which dtype in forward, backward, reduction, optimizer and checkpoint",
-        "why 'gradients are always fp32' is half true",
-        "what adding up in bf16 costs, and why it grows with the number of ranks",
-        "what fp16 needs besides, and what a CPU cannot show of it",
-        "whether your machine can train in bf16: `bf16_support`",
-    ],
-    needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
-    ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="half a minute to run on 2 cores (AMD EPYC) · 15 minutes to read",
-    video="[Mixed precision](https://www.loom.com/share/e308e10907884356ac263d269263e0bd), 2022. Since "
-    "then: FSDP2's policy has no buffer dtype, and can cast outputs.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - which tensor has which dtype in forward, backward, reduction, optimizer and checkpoint
+# - why 'gradients are always fp32' is half true
+# - what adding up in bf16 costs, and why it grows with the number of ranks
+# - what fp16 needs besides, and what a CPU cannot show of it
+# - 'whether your machine can train in bf16: `bf16_support`'
+# needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU'
+# ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
+# takes: half a minute to run on 2 cores (AMD EPYC) · 15 minutes to read
+# video: '[Mixed precision](https://www.loom.com/share/e308e10907884356ac263d269263e0bd), 2022. Since then:
+#   FSDP2''s policy has no buffer dtype, and can cast outputs.'
 
 # %%
-from fsdp_utils.lessons import plots
+from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.notebook import ranks
 
 ranks.start()

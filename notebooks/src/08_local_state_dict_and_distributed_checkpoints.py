@@ -5,23 +5,18 @@
 # to write, and in 2022 it could be read again by the same number of ranks only. In this lesson you load on
 # another number, save while the training goes on, and damage checkpoints to see who notices.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "what LOCAL_STATE_DICT saved, and what can still be done with it",
-        "how to save on four ranks and go on with three, then with one",
-        "what an asynchronous save costs the training",
-        "which damage PyTorch's distributed checkpoints notice, and which they load",
-        "how to get from a directory of shards to `from_pretrained`",
-    ],
-    needs="[lesson 3](03_full_state_dict.ipynb) · no GPU",
-    ranks="jobs of 4, 3 and 1 ranks, on the CPU. With `FSDP_RANKS=3` or 2 the first has as many.",
-    takes="a minute to run on 2 cores (AMD EPYC) · 30 minutes to read",
-    video="[LOCAL_STATE_DICT](https://www.loom.com/share/be15a814a28145b9aebbaac683a44e3b), 2022. "
-    "Since then: sharded state dicts are made of DTensors, and load on any number of ranks.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - what LOCAL_STATE_DICT saved, and what can still be done with it
+# - how to save on four ranks and go on with three, then with one
+# - what an asynchronous save costs the training
+# - which damage PyTorch's distributed checkpoints notice, and which they load
+# - how to get from a directory of shards to `from_pretrained`
+# needs: '[lesson 3](03_full_state_dict.ipynb) · no GPU'
+# ranks: jobs of 4, 3 and 1 ranks, on the CPU. With `FSDP_RANKS=3` or 2 the first has as many.
+# takes: a minute to run on 2 cores (AMD EPYC) · 30 minutes to read
+# video: '[LOCAL_STATE_DICT](https://www.loom.com/share/be15a814a28145b9aebbaac683a44e3b), 2022. Since then:
+#   sharded state dicts are made of DTensors, and load on any number of ranks.'
 
 # %%
 import hashlib
@@ -47,7 +42,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.lessons import plots
+from fsdp_utils.lessons import lesson, plots
 
 world = int(os.environ.get("FSDP_RANKS", 4))
 folder = Path(tempfile.mkdtemp())

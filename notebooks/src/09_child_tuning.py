@@ -6,26 +6,21 @@
 # lesson you see the mask at work, freeze layers under FSDP, add adapters by hand, and compare four ways of
 # fine-tuning on a small real task.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "what `ChildTuningAdamW` does to a gradient, in modes F and D",
-        "what momentum and weight decay do to masked weights",
-        "how to freeze layers under FSDP2 and FSDP1, and what that saves",
-        "how to write LoRA in a few lines, and shard it",
-        "whether child tuning wins on a small task, with a confidence interval",
-    ],
-    needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
-    ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="about a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
-    video="[Child fine-tuning](https://www.loom.com/share/0f6b1d964f4246ee9b467c51cc5ad166), 2022. Since "
-    "then: FSDP can freeze single layers, and this optimizer works on FSDP2's parameters, too.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - what `ChildTuningAdamW` does to a gradient, in modes F and D
+# - what momentum and weight decay do to masked weights
+# - how to freeze layers under FSDP2 and FSDP1, and what that saves
+# - how to write LoRA in a few lines, and shard it
+# - whether child tuning wins on a small task, with a confidence interval
+# needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU'
+# ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
+# takes: about a minute to run on 2 cores (AMD EPYC) · 20 minutes to read
+# video: '[Child fine-tuning](https://www.loom.com/share/0f6b1d964f4246ee9b467c51cc5ad166), 2022. Since
+#   then: FSDP can freeze single layers, and this optimizer works on FSDP2''s parameters, too.'
 
 # %%
-from fsdp_utils.lessons import plots
+from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.notebook import ranks
 
 ranks.start()

@@ -5,24 +5,18 @@
 # must not lose work. Here you read the program `fsdp_utils.train` in small pieces, start it with torchrun,
 # kill one of its ranks, and go on with another number of ranks. The loss curve will have no seam.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "what a training step needs besides forward and backward, so that ranks can be exchanged for "
-        "accumulation",
-        "how to evaluate on ranks that do not divide the samples, without a hang",
-        "what dies with a killed rank, and what does not",
-        "how to resume on another number of ranks, without a seam in the metrics",
-        "what to change for a model of yours",
-    ],
-    needs="[lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) · no GPU",
-    ranks="programs of 1, of 3 and then of 2 ranks, started by torchrun. With `FSDP_RANKS=2` of 1, 2 and 1.",
-    takes="a minute to run on 2 cores (AMD EPYC) · 30 minutes to read",
-    video="[End to end](https://www.loom.com/share/fbd5cb0aefca41ff9bb6f6c291e75ec8), 2022. "
-    "Since then: the parts have changed as the lessons before this one say.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - what a training step needs besides forward and backward, so that ranks can be exchanged for accumulation
+# - how to evaluate on ranks that do not divide the samples, without a hang
+# - what dies with a killed rank, and what does not
+# - how to resume on another number of ranks, without a seam in the metrics
+# - what to change for a model of yours
+# needs: '[lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) · no GPU'
+# ranks: programs of 1, of 3 and then of 2 ranks, started by torchrun. With `FSDP_RANKS=2` of 1, 2 and 1.
+# takes: a minute to run on 2 cores (AMD EPYC) · 30 minutes to read
+# video: '[End to end](https://www.loom.com/share/fbd5cb0aefca41ff9bb6f6c291e75ec8), 2022. Since then: the
+#   parts have changed as the lessons before this one say.'
 
 # %%
 import inspect
@@ -43,7 +37,7 @@ from IPython.display import Markdown, display
 
 from fsdp_utils import run_on_ranks, shard
 from fsdp_utils.train import config, data, loop, watchdog
-from fsdp_utils.lessons import plots, recorded
+from fsdp_utils.lessons import lesson, plots, recorded
 
 world = min(3, int(os.environ.get("FSDP_RANKS", 4)))
 fewer = world - 1

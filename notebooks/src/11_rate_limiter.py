@@ -5,25 +5,20 @@
 # memory for layers whose turn is long in coming. FSDP1 has a brake against that: `limit_all_gathers`. In this
 # lesson you watch it at work, replay what it prevents, and see why `fully_shard` has no such option.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "what the CPU thread runs ahead of, and why that takes memory",
-        "the queue behind `limit_all_gathers`, event by event",
-        "why two all-gathers in flight are enough",
-        "why FSDP2 needs no limiter",
-    ],
-    needs="[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU",
-    ranks="4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a quarter of a minute to run on 2 cores (AMD EPYC) · 15 minutes to read",
-    video="[Rate limiter](https://www.loom.com/share/903330e463334f12912a31c333708960), 2022. "
-    "4 minutes. Since then: the limiter is on by default in FSDP1, and gone in FSDP2.",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - what the CPU thread runs ahead of, and why that takes memory
+# - the queue behind `limit_all_gathers`, event by event
+# - why two all-gathers in flight are enough
+# - why FSDP2 needs no limiter
+# needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU'
+# ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
+# takes: a quarter of a minute to run on 2 cores (AMD EPYC) · 15 minutes to read
+# video: '[Rate limiter](https://www.loom.com/share/903330e463334f12912a31c333708960), 2022. 4 minutes.
+#   Since then: the limiter is on by default in FSDP1, and gone in FSDP2.'
 
 # %%
-from fsdp_utils.lessons import plots
+from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.notebook import ranks
 
 ranks.start()

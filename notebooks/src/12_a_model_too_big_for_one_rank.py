@@ -6,25 +6,20 @@
 # folder from the hub is read straight into shards. On the way lies a trap that makes a model wrong without
 # an error.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "how to build a model of 405 billion parameters in this notebook, on the meta device",
-        "what `to_empty` leaves in buffers, and how to notice",
-        "the host memory of each rank for four ways to load, measured",
-        "what CPU offload moves out of a GPU, and what stays",
-        "what 7B to 405B need, from loading to the optimizer",
-    ],
-    needs="[lesson 3](03_full_state_dict.ipynb) · no GPU",
-    ranks="4 on this machine, on the CPU, as host memory is what is measured. 2 or 3 work too: set "
-    "`FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - how to build a model of 405 billion parameters in this notebook, on the meta device
+# - what `to_empty` leaves in buffers, and how to notice
+# - the host memory of each rank for four ways to load, measured
+# - what CPU offload moves out of a GPU, and what stays
+# - what 7B to 405B need, from loading to the optimizer
+# needs: '[lesson 3](03_full_state_dict.ipynb) · no GPU'
+# ranks: '4 on this machine, on the CPU, as host memory is what is measured. 2 or 3
+#   work too: set `FSDP_RANKS=2` before you start JupyterLab.'
+# takes: a minute to run on 2 cores (AMD EPYC) · 25 minutes to read
 
 # %%
-from fsdp_utils.lessons import plots
+from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.notebook import ranks
 
 ranks.start(device="cpu", preload=["transformers.models.llama.modeling_llama"])    # slow to import

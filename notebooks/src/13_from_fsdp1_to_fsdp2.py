@@ -5,26 +5,22 @@
 # Composer or DeepSpeed do it. What do you write with `fully_shard`, and is the training still the same? Here
 # each idea of the lessons before stands in both ways of writing, and each pair has to give the same losses.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "each argument of FSDP1, and what you write for it in FSDP2",
-        "which of the two ways of writing sends the same bytes, and which only the same result",
-        "what settings of Accelerate, Composer and DeepSpeed become, by hand and by a function",
-        "how a checkpoint in LOCAL_STATE_DICT is moved",
-    ],
-    needs="lessons [0](00_fsdp_from_scratch.ipynb) to "
-    "[12](12_a_model_too_big_for_one_rank.ipynb), or a program that uses FSDP1 · no GPU",
-    ranks="4 on this machine. With `FSDP_RANKS=2` or 3 what needs two hosts is left out.",
-    takes="a minute to run on 2 cores (AMD EPYC) · 25 minutes to read",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - each argument of FSDP1, and what you write for it in FSDP2
+# - which of the two ways of writing sends the same bytes, and which only the same result
+# - what settings of Accelerate, Composer and DeepSpeed become, by hand and by a function
+# - how a checkpoint in LOCAL_STATE_DICT is moved
+# needs: lessons [0](00_fsdp_from_scratch.ipynb) to [12](12_a_model_too_big_for_one_rank.ipynb), or a program
+#   that uses FSDP1 · no GPU
+# ranks: 4 on this machine. With `FSDP_RANKS=2` or 3 what needs two hosts is left out.
+# takes: a minute to run on 2 cores (AMD EPYC) · 25 minutes to read
 
 # %%
 import tempfile
 from pathlib import Path
 
+from fsdp_utils.lessons import lesson
 from fsdp_utils.notebook import ranks
 
 ranks.start()

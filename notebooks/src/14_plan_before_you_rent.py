@@ -5,23 +5,21 @@
 # ask a laptop. PyTorch's own FSDP runs as one rank of 8, or of 1024, on tensors that have a size and no
 # memory. All memory and all times here are **simulated**, unless a cell says that it measures.
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson
-
-lesson.card(
-    learn=[
-        "to answer \"how many GPUs for 7B?\" with one call",
-        "to read the memory of a training step: what is alive when, and which part of it is the peak",
-        "what each knob buys, before you turn it on a machine that costs money",
-        "where such a prediction is right, where it is only a limit, and where it is wrong",
-    ],
-    needs="lessons [1](01_transformer_wrapper.ipynb), [2](02_activation_checkpointing.ipynb), "
-    "[5](05_maximising_throughput.ipynb) and [6](06_sharding_strategies.ipynb) · no GPU",
-    ranks="4 on this machine, in one cell. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.",
-    takes="a minute to run on 2 cores (AMD EPYC) · 20 minutes to read",
-)
+# %% [markdown] tags=["card"]
+# learn:
+# - to answer "how many GPUs for 7B?" with one call
+# - 'to read the memory of a training step: what is alive when, and which part of it
+#   is the peak'
+# - what each knob buys, before you turn it on a machine that costs money
+# - where such a prediction is right, where it is only a limit, and where it is wrong
+# needs: lessons [1](01_transformer_wrapper.ipynb), [2](02_activation_checkpointing.ipynb),
+#   [5](05_maximising_throughput.ipynb) and [6](06_sharding_strategies.ipynb) · no GPU
+# ranks: '4 on this machine, in one cell. 2 or 3 work too: set `FSDP_RANKS=2` before
+#   you start JupyterLab.'
+# takes: a minute to run on 2 cores (AMD EPYC) · 20 minutes to read
 
 # %%
+from fsdp_utils.lessons import lesson
 from fsdp_utils.notebook import ranks
 
 # real ranks, for one measurement further down
