@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from fsdp_utils.distributed.agreement import library_store, wait_for
 from fsdp_utils.distributed.identity import get_rank, get_world_size
-from fsdp_utils.torch_internals.groups import default_store
 
 __all__ = ["EXIT_HANG", "EXIT_REQUEUE", "Hang", "Heartbeat", "NotFinite", "check_finite"]
 
@@ -94,7 +94,7 @@ class Heartbeat:
         self._is_saving = False
         self.longest_step_s = 0.0  # until now, but for the first of a start
         self._over = threading.Event()
-        self._store = dist.PrefixStore("fsdp_utils/train", default_store())
+        self._store = library_store("train")
         self._siblings = [socket.gethostname(), os.getppid()]  # what ranks of one torchrun have in common
 
     def at(self, where: str, limit_s: float | None = None, *, is_saving: bool = False) -> None:
@@ -176,12 +176,10 @@ class Heartbeat:
             It in words, and the processes of this host that do not answer.
         """
         self._store.set(f"told/{self._rank}", "")
-        told, limit = {self._rank}, time.monotonic() + _TOLD_WAIT_S
-        while len(told) < self._world_size and time.monotonic() < limit:
-            time.sleep(0.05)
-            told = {rank for rank in range(self._world_size) if self._store.check([f"told/{rank}"])}
+        everyone = range(self._world_size)
+        wait_for(self._store, [f"told/{rank}" for rank in everyone], _TOLD_WAIT_S)
         silent, pids = [], []
-        for rank in sorted({*range(self._world_size)} - told):
+        for rank in [rank for rank in everyone if not self._store.check([f"told/{rank}"])]:
             seen = "it was never heard of"
             if self._store.check([f"beat/{rank}"]):
                 when, where, siblings, pid = json.loads(self._store.get(f"beat/{rank}"))
