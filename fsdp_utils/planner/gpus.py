@@ -95,9 +95,11 @@ _ALL = (
         "github.com/HiDream-ai/VAREdit/issues/6", _A100, _unread("p4de.24xlarge"), _REACHED),
         device=r"\bA100\b"),
     GPU("H100-PCIe", 79.11, 2000, 756, 51, None, "PCIe", 64, 64, 50, _source(
-        "as the H100's, assumed", f"memory: NVIDIA's product brief PB-11133-001; {_TITAN}", _BRIDGE), device=r"\bH100 PCIe\b"),
+        "as the H100's, assumed", f"memory: NVIDIA's product brief PB-11133-001; {_TITAN}", _BRIDGE),
+        device=r"\bH100 PCIe\b"),
     GPU("H100-NVL", 93.00, 3938, 835, 60, None, "PCIe", 64, 64, 50, _source(
-        "github.com/ali-vilab/VACE/issues/56", f"{_TITAN}; memory: the same data sheet", _BRIDGE), device=r"\bH100 NVL\b"),
+        "github.com/ali-vilab/VACE/issues/56", f"{_TITAN}; memory: the same data sheet", _BRIDGE),
+        device=r"\bH100 NVL\b"),
     GPU("H100", 79.11, 3350, 989, 67, 794.5, "NVLink", 450, 64, 400, _source(
         "github.com/vllm-project/vllm/issues/27508", _H100, _unread("p5.48xlarge"), _REACHED),
         device=r"\bH100 80GB HBM3\b"),
