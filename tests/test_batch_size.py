@@ -198,6 +198,31 @@ def test_a_memory_error_of_python_is_out_of_memory_too():
     assert find_batch_size(step, device=device).best == 5
 
 
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda: torch.empty(2**60, dtype=torch.uint8),  # the CPU's allocator
+        lambda: raise_error(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")),
+        lambda: raise_error(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate`")),
+        lambda: raise_error(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")),
+    ],
+    ids=["cpu", "cuda", "cublas", "cudnn"],
+)
+def test_runtime_errors_that_mean_out_of_memory_count_as_well(fail):
+    device = ImaginedDevice()
+
+    def step(batch_size: int) -> None:
+        device.train(batch_size)
+        if batch_size > 5:
+            fail()
+
+    assert find_batch_size(step, device=device).best == 5
+
+
+def raise_error(error: Exception) -> None:
+    raise error
+
+
 def test_out_of_memory_in_a_timed_step_counts_as_well():
     device, seen = ImaginedDevice(), []
 
@@ -471,7 +496,7 @@ def test_a_rank_that_does_not_take_part_is_noticed(two_ranks):
         dist.barrier()
         return message
 
-    assert "rank 0 heard nothing from another rank within 1 s" in two_ranks(search)[0]
+    assert "found only rank 0 after 1 s; missing: rank 1. Call it on every rank" in two_ranks(search)[0]
 
 
 def test_ranks_that_ask_for_different_things_are_refused(two_ranks):

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -435,6 +436,25 @@ def test_where_the_system_keeps_no_peak_the_report_says_that_it_looked_only_now_
     report = mm.stop()
     assert (report.max_reserved_gib or 0) > 0
     assert "seen only at each update()" in report.notes[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and a peak that the system keeps")
+def test_a_forked_process_reads_its_own_memory():
+    stats = ProcessStats()
+    stats.reset()
+    ours, theirs = multiprocessing.Pipe()
+
+    def child() -> None:
+        before = stats.read().reserved or 0
+        block = bytearray(b"1" * (256 * 2**20))
+        theirs.send((stats.read().reserved or 0) - before)
+        del block
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert ours.recv() > 200 * 2**20
+    assert (stats.read().reserved or 0) > 0
 
 
 def test_files_are_closed_with_the_statistics():

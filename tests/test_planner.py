@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu_parts import planner as recorded_planner
 from fsdp_utils import Plan, plan, run_on_ranks, search
 from fsdp_utils.allocator.simulate import simulate_allocator
-from fsdp_utils.planner import GPUS, work_items
+from fsdp_utils.planner import GPUS, peak_flops, work_items
 from fsdp_utils.planner.accuracy import accuracy
 from fsdp_utils.planner.extrapolation import RECORDED, extend
 from fsdp_utils.planner.memory import trace_of
@@ -267,6 +267,9 @@ SOLD_WITH_GIB = {
     "A100-40": 40,
     "A100-80": 80,
     "H100": 80,
+    "H100-NVL": 94,
+    "H100-PCIe": 80,
+    "H200-NVL": 141,
     "H200": 141,
     "B200": 180,
     "L4": 24,
@@ -282,3 +285,27 @@ def test_every_gpu_says_where_its_numbers_are_from() -> None:
             assert what in gpu.source
         assert gpu.half_tflops > gpu.fp32_tflops > 0
         assert gpu.reached_tflops is None or gpu.reached_tflops < gpu.half_tflops
+
+
+@pytest.mark.parametrize(
+    ("device_name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L4", 121),
+        ("Tesla T4", 65),
+        ("NVIDIA L40S", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GB200", None),
+    ],
+)
+def test_the_peak_rate_is_found_by_the_name_of_the_device(device_name: str, tflops: float | None) -> None:
+    assert peak_flops(device_name) == (tflops and tflops * 1e12)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -149,8 +150,8 @@ def test_death_by_a_real_time_signal_is_named(two_ranks: TwoRanks) -> None:
         two_ranks(fn)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a keeper process")
-def test_a_keeper_that_does_not_answer_is_not_waited_for(
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a supervisor process")
+def test_a_supervisor_that_does_not_answer_is_not_waited_for(
     two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fsdp_utils.distributed.launch._EXIT_S", 0.3)
@@ -162,6 +163,22 @@ def test_a_keeper_that_does_not_answer_is_not_waited_for(
     for process in [process for rank in two_ranks(fn) for process in rank]:
         with suppress(psutil.NoSuchProcess):
             psutil.Process(process).wait(10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_closes_its_connection_to_the_caller_is_named_without_a_traceback(
+    two_ranks: TwoRanks, capfd: pytest.CaptureFixture
+) -> None:
+    def fn() -> None:
+        if get_rank() == 1:
+            for path in list(Path("/proc/self/fd").iterdir()):  # gloo's stay open: it would abort
+                with suppress(OSError), socket.socket(fileno=int(path.name)) as found:
+                    if found.family != socket.AF_UNIX:
+                        found.detach()
+
+    with pytest.raises(RuntimeError, match=r"rank 1 closed its connection to the caller \(does"):
+        two_ranks(fn)
+    assert capfd.readouterr().err == ""
 
 
 # ---- prints --------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ import torch
 from fsdp_utils import get_rank, run_on_ranks
 from fsdp_utils.checkpoint.manifest import committed
 from fsdp_utils.train.config import ConfigError, DataConfig, ModelConfig, TrainConfig
-from fsdp_utils.train.data import load_data
-from fsdp_utils.train.files import DataError, TokenFile, fingerprint
+from fsdp_utils.train.data import DataError, TokenFile, fingerprint, load_data
 from fsdp_utils.train.loop import train
 from tests.training_runs import configured, metrics
 

@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_utils.checkpoint.manifest import committed
-from fsdp_utils.train.stop import Stop
-from fsdp_utils.train.watchdog import Heartbeat
+from fsdp_utils.train.watchdog import Heartbeat, Stop
 from tests.training_runs import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def stopped_after_4_steps(out: Path, task: str, stuck_s: float) -> tuple[int, float, str]:
     """Exit code, seconds from SIGTERM to the end, and stderr of a program of one rank."""
-    code = f"import sys; from fsdp_utils.train import loop, stop; stop._STUCK_S = {stuck_s}; "
+    code = f"import sys; from fsdp_utils.train import loop, watchdog; watchdog._STUCK_S = {stuck_s}; "
     command = [sys.executable, "-c", code + "sys.exit(loop.main())", f"--out={out}", "--save_every=2"]
     command += [f"--data.source=tests.tiny_training:{task}", "--data.batch_size=8", "--parallel.device=cpu"]
     program = subprocess.Popen(

@@ -3,15 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.asynchronous import settle
-from fsdp_utils.checkpoint.coordination import Ranks, agree, fingerprint
+from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.names import has_fsdp1, optimizer_classes
 from fsdp_utils.checkpoint.plain_data import digest, pack
 from fsdp_utils.checkpoint.sharded_state import StateToSave
 from fsdp_utils.checkpoint.validate import check_supported
+from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint
+
+# How long one rank may take longer than the others to read or write its part.
+TRANSFER_LIMIT_S = 3600.0
 
 
 def enter(
@@ -35,6 +40,11 @@ def enter(
     """
 
     def all_facts() -> dict[str, Any]:
+        if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":
+            raise CheckpointError(
+                "expected a process group whose ranks exist, found a fake one. Save and load without it, or "
+                "on real ranks"
+            )
         settle()
         check_supported(model, optimizer)
         found = {
@@ -55,7 +65,14 @@ def enter(
             )
         return found
 
-    return agree(action, all_facts, wait_s=wait_s)
+    return agree(
+        action,
+        all_facts,
+        error=CheckpointError,
+        topic="checkpoint",
+        wait_s=wait_s,
+        collective_s=TRANSFER_LIMIT_S,
+    )
 
 
 def has_state(ranks: Ranks) -> bool:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.arguments import enter
 from fsdp_utils.checkpoint.contents import read_state
-from fsdp_utils.checkpoint.coordination import WAIT_S, Ranks
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.fsdp1 import flat_state, units_of
 from fsdp_utils.checkpoint.limits import limited
@@ -42,6 +41,7 @@ from fsdp_utils.checkpoint.storage import (
     read_plain,
 )
 from fsdp_utils.checkpoint.validate import check_model, check_optimizer
+from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
 
 def load_distributed(

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.arguments import differing, enter, has_state
 from fsdp_utils.checkpoint.asynchronous import Save, stage
-from fsdp_utils.checkpoint.coordination import WAIT_S, Ranks
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import FORMAT, abandon, begin, commit, end, keep_last, write_manifest
@@ -27,6 +26,7 @@ from fsdp_utils.checkpoint.plain_data import pack
 from fsdp_utils.checkpoint.sharded_state import StateToSave
 from fsdp_utils.checkpoint.state import MODEL, PLAIN, Snapshot
 from fsdp_utils.checkpoint.storage import Writer, not_distributed_is_fine
+from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
 # A shared directory may show another host's new file a little late.
 _SHARED_WAIT_S = 3.0

@@ -1,8 +1,8 @@
-"""When one rank fails in the middle of a training step, how do all ranks stop, and how do they go on?
+"""Rank failures in the middle of a training step: stop all ranks at the same place, and recover.
 
-Two things go wrong by themselves. The peers of the failed rank wait in their next collective until the
-process group's timeout, because it never comes there. And the model is left as the exception found it:
-FSDP2 then trains on, with wrong gradients and without a word.
+Without this, the peers of a failed rank wait in their next collective until the process group's timeout,
+because the failed rank never comes there. And the model is left as the exception found it: FSDP2 then trains
+on, with wrong gradients and without a word.
 """
 
 import gc
@@ -10,20 +10,26 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_utils.distributed.identity import get_rank, get_world_size
+from fsdp_utils.distributed.agreement import Ranks
 from fsdp_utils.torch_internals.fsdp import fsdp2_is_root
 from fsdp_utils.torch_internals.runtime import version
 
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
-
 _RUNNING, _OUT_OF_MEMORY, _FAILED = range(3)  # what the ranks tell each other
+
+# RuntimeErrors that mean the same as torch.OutOfMemoryError: of the CUDA runtime ("CUDA error: out of
+# memory"), of CUDA's libraries (CUBLAS_STATUS_ALLOC_FAILED), of torch's allocator for the CPU.
+_OUT_OF_MEMORY_WORDS = (
+    "out of memory",
+    "_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
 
 
 class PeerFailed(RuntimeError):
@@ -35,98 +41,56 @@ class PeerFailed(RuntimeError):
         self.out_of_memory = out_of_memory
 
 
-class CannotGoOn(RuntimeError):
-    """The training step was interrupted in a way that leaves nothing to go on with."""
+class CannotRecover(RuntimeError):
+    """The training step was interrupted in a way after which training cannot continue."""
 
 
-class Lockstep:
-    """The ranks of the default process group, agreeing over a gloo group of their own.
+def is_out_of_memory(error: BaseException) -> bool:
+    """Did this rank run out of memory, on the device or on the host?"""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, PeerFailed | CannotRecover):
+        return False
+    return any(words in str(error) for words in _OUT_OF_MEMORY_WORDS)
 
-    All ranks must create it. A single process, and one with a `fake` group, agrees with itself.
 
-    Args:
-        timeout: seconds that a rank waits for the others at most, each time.
+@contextmanager
+def stop_together(ranks: Ranks) -> Iterator[None]:
+    """Run a body that ends on all ranks as soon as it fails on one.
+
+    Before each collective of the body the ranks exchange whether one of them has failed. So where one has,
+    all have begun the same collectives, and the process group remains usable. Every rank must issue the same
+    number of collectives, as data parallel training does.
+
+    Raises:
+        PeerFailed: it failed on another rank. On the failed rank its own exception is raised.
     """
-
-    def __init__(self, timeout: float) -> None:
-        self.world_size = 1
-        self._group: Any = None
-        self._timeout = timeout
-        if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
-            self.world_size = get_world_size()
-        if self.world_size > 1:
-            with self._waiting():
-                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-
-    def close(self) -> None:
-        """End the group. To be called on every rank, after failures too."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
-
-    def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        with self._waiting():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Run a body that ends on all ranks as soon as it fails on one.
-
-        Before each collective of the body the ranks ask each other whether all are well. So where one has
-        failed, all have begun the same collectives, and the process group remains usable. Every rank must
-        issue the same number of collectives, as data parallel training does.
-
-        Raises:
-            PeerFailed: it failed on another rank. On the failed rank its own exception is raised.
-        """
-        if self._group is None:
+    if ranks.world_size == 1:
+        yield
+        return
+    check = _CheckBeforeCollectives(ranks)
+    try:
+        with check:
             yield
-            return
-        ask = _AskBeforeCollectives(self)
-        try:
-            with ask:
-                yield
-            ask.how_are_you()  # others may have failed after their last collective
-        except OUT_OF_MEMORY:
-            ask.tell(_OUT_OF_MEMORY)
-            raise
-        except BaseException:
-            with suppress(CannotGoOn):  # what has failed here is the news, not that nobody listens
-                ask.tell(_FAILED)
-            raise
-
-    def exchange(self, state: int) -> list[int]:
-        """The state of each rank, by rank."""
-        states = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        with self._waiting():
-            dist.all_gather(states, torch.tensor([state]), group=self._group)
-        return [int(state) for state in states]
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # of gloo: a limit was reached, or a connection is gone
-            raise CannotGoOn(
-                f"rank {get_rank()} heard nothing from another rank within {self._timeout:g} s, or that rank "
-                "is gone. Every rank must take part, and issue the same collectives."
-            ) from error
+        check.exchange()  # others may have failed after their last collective
+    except BaseException as error:
+        if is_out_of_memory(error):
+            check.report(_OUT_OF_MEMORY)
+        else:
+            with suppress(CannotRecover):  # this rank's own failure is the news, not that nobody listens
+                check.report(_FAILED)
+        raise
 
 
-class _AskBeforeCollectives(TorchDispatchMode):
+class _CheckBeforeCollectives(TorchDispatchMode):
     """Sees every collective before it begins, whoever issues it: FSDP in its hooks, the optimizer, you."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, ranks: Lockstep) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self._ranks = ranks
-        self._over: BaseException | None = None  # set once the ranks have parted
+        self._over: BaseException | None = None  # set once a rank has failed
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -134,30 +98,34 @@ class _AskBeforeCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace and not func.__name__.startswith("wait"):
-            self.how_are_you()
+            self.exchange()
         return func(*args, **(kwargs or {}))
 
-    def how_are_you(self) -> None:
-        """Tell the others that this rank is well.
+    def exchange(self) -> None:
+        """Report success to the other ranks.
 
         Raises:
-            PeerFailed: another one is not.
+            PeerFailed: another one has failed.
         """
         if self._over is None:
             try:
-                states = self._ranks.exchange(_RUNNING)
+                states = self._states(_RUNNING)
                 if any(states):
-                    ill = [rank for rank, state in enumerate(states) if state]
-                    self._over = PeerFailed(ill, out_of_memory=_FAILED not in states)
-            except CannotGoOn as error:
+                    failed = [rank for rank, state in enumerate(states) if state]
+                    self._over = PeerFailed(failed, out_of_memory=_FAILED not in states)
+            except CannotRecover as error:
                 self._over = error
         if self._over is not None:  # also when the body has caught it and goes on
             raise self._over
 
-    def tell(self, state: int) -> None:
-        """Tell the others that this rank has failed, unless they know."""
+    def report(self, state: int) -> None:
+        """Tell the other ranks that this one has failed, unless they know."""
         if self._over is None:
-            self._ranks.exchange(state)
+            self._states(state)
+
+    def _states(self, state: int) -> list[int]:
+        with self._ranks.guard():
+            return self._ranks.numbers(state)
 
 
 class Gradients:
@@ -216,7 +184,7 @@ def recover(error: BaseException, before: Gradients) -> None:
         before: The gradients that there were when the step began.
 
     Raises:
-        CannotGoOn: there is a model that cannot be reset: FSDP1 that was interrupted, or FSDP2 in a torch
+        CannotRecover: there is a model that cannot be reset: FSDP1 that was interrupted, or FSDP2 in a torch
             without `FSDPModule.reset_iter_state`.
     """
     link: BaseException | None = error
@@ -240,13 +208,13 @@ def _reset_fsdp() -> None:
         if not fsdp2_is_root(module):
             continue
         if not hasattr(module, "reset_iter_state"):
-            raise CannotGoOn(
+            raise CannotRecover(
                 f"torch {torch.__version__} cannot reset an FSDP2 model after an exception: "
                 "it has no FSDPModule.reset_iter_state."
             )
         module.reset_iter_state()
     if any(module.training_state.name != "IDLE" for module in _alive(FullyShardedDataParallel)):
-        raise CannotGoOn("an FSDP1 model cannot be reset after an exception; an FSDP2 model can.")
+        raise CannotRecover("an FSDP1 model cannot be reset after an exception; an FSDP2 model can.")
 
 
 def _alive(kind: type) -> list[Any]:

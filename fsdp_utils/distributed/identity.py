@@ -4,7 +4,6 @@
 """
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
+from fsdp_utils.distributed.agreement import library_store, wait_for
 from fsdp_utils.distributed.rank_errors import pack_error, unpack_error
-from fsdp_utils.torch_internals.groups import default_store
 
 __all__ = [
     "get_local_rank",
@@ -23,9 +22,6 @@ __all__ = [
     "rank0_first",
     "sampler",
 ]
-
-# How often a rank that waits in rank0_first looks whether rank 0 is done.
-_POLL_S = 0.05
 
 
 def get_rank() -> int:
@@ -96,9 +92,8 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
 
     # The store and not a collective: the wait then has its own limit, can be interrupted, works alike
     # with nccl and gloo, and does not hold up a GPU.
-    store = default_store()
-    turn = store.add(f"fsdp_utils/rank0_first/turn/{get_rank()}", 1)  # the call count on this rank
-    done = f"fsdp_utils/rank0_first/done/{turn}"
+    store = library_store("rank0_first")
+    done = f"done/{store.add(f'calls/{get_rank()}', 1)}"  # the call count on this rank
     if get_rank() == 0:
         try:
             yield
@@ -108,14 +103,11 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
         store.set(done, "")
         return
 
-    limit = time.monotonic() + timeout
-    while not store.check([done]):
-        if time.monotonic() > limit:
-            raise TimeoutError(
-                f"rank0_first: rank {get_rank()} waited {timeout:g} s and rank 0 was not done. If its "
-                "work takes longer, pass a larger timeout. If rank 0 never came here: every rank must."
-            )
-        time.sleep(_POLL_S)
+    if not wait_for(store, [done], timeout):
+        raise TimeoutError(
+            f"rank0_first: rank {get_rank()} waited {timeout:g} s and rank 0 was not done. If its "
+            "work takes longer, pass a larger timeout. If rank 0 never came here: every rank must."
+        )
     if failure := store.get(done):
         raise unpack_error(bytes.fromhex(failure.decode()), "rank 0, in rank0_first")
     yield

@@ -28,8 +28,7 @@ import torch
 
 from fsdp_utils.distributed import rank_process
 from fsdp_utils.distributed.rank_errors import unpack_error
-from fsdp_utils.distributed.rank_output import Output
-from fsdp_utils.distributed.rank_process import START_LIMIT_S, Job, rank_main
+from fsdp_utils.distributed.rank_process import EXIT_CUT_OFF, START_LIMIT_S, CallersOutput, Job, rank_main
 
 _PRELOAD = ["fsdp_utils.distributed.preload"]
 
@@ -123,15 +122,15 @@ class _Rank(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
-    leash: Connection  # what is sent through it ends the rank, as does closing it
+    control: Connection  # what is sent through it ends the rank, as does closing it
     stack: Path
 
     def exited(self) -> str:
         """How this rank ended, in words."""
         self.process.join(1.0)  # a closed pipe is seen before the exit code is known
         code = self.process.exitcode
-        if code is None:
-            return "closed its connection"
+        if code in (None, EXIT_CUT_OFF):
+            return "closed its connection to the caller (does fn close descriptors that it did not open?)"
         if code < 0:
             return f"was killed by signal {-code} ({_signal_name(-code)})"
         return f"exited with code {code}"
@@ -148,8 +147,8 @@ def _start(rank: int, job: Job) -> _Rank:
     with _main_hidden():
         method = _start_method(job.device)
         context: Any = multiprocessing.get_context(method)
-        (ours, theirs), (leash, held) = context.Pipe(), context.Pipe()
-        output = Output() if method == "forkserver" else None
+        (ours, theirs), (control, held) = context.Pipe(), context.Pipe()
+        output = CallersOutput() if method == "forkserver" else None
         process = context.Process(
             target=rank_main, args=(rank, job, theirs, held, output), name=f"rank {rank}"
         )
@@ -157,12 +156,12 @@ def _start(rank: int, job: Job) -> _Rank:
             process.start()
         except BaseException:
             ours.close()
-            leash.close()
+            control.close()
             raise
         finally:
             theirs.close()
             held.close()
-    return _Rank(rank, process, ours, leash, job.stack_of(rank))
+    return _Rank(rank, process, ours, control, job.stack_of(rank))
 
 
 def _start_method(device: str) -> str:
@@ -299,14 +298,14 @@ def _tell(rank: _Rank, word: str) -> None:
 def _kill(ranks: list[_Rank]) -> None:
     """End the ranks and all that they started."""
     for rank in ranks:
-        with suppress(OSError):  # the rank and its keeper are gone
-            rank.leash.send("end")
+        with suppress(OSError):  # the rank and its supervisor are gone
+            rank.control.send("end")
     limit = time.monotonic() + _EXIT_S
     for rank in ranks:
         rank.process.join(max(0.0, limit - time.monotonic()))
     for rank in ranks:
         if rank.process.exitcode is None:
-            # The keeper does not answer. It leads the process group of the rank and of most that it started.
+            # The supervisor does not answer. It leads the process group of the rank and its children.
             if hasattr(os, "killpg") and rank.process.pid is not None:
                 with suppress(OSError):
                     os.killpg(rank.process.pid, signal.SIGKILL)
@@ -315,4 +314,4 @@ def _kill(ranks: list[_Rank]) -> None:
         if rank.process.exitcode is not None:
             rank.process.close()
         rank.pipe.close()
-        rank.leash.close()
+        rank.control.close()

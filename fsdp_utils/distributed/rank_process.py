@@ -1,4 +1,4 @@
-"""What a process does that `run_on_ranks` started: become a rank, call the function, send what came of it."""
+"""The process of a rank of `run_on_ranks`: joins the process group, calls the function, sends its result."""
 
 import faulthandler
 import io
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp_utils.distributed.rank_errors import pack_error
-from fsdp_utils.distributed.rank_keeper import keep_rank
-from fsdp_utils.distributed.rank_output import Output
+from fsdp_utils.distributed.rank_supervisor import supervise_rank
+
+if sys.platform != "win32":  # where ranks are spawned, which inherit the caller's own output
+    from multiprocessing.reduction import DupFd
 
 START_LIMIT_S = 120.0  # for all ranks to have a process group; the first call imports torch in the server
+EXIT_CUT_OFF = 74  # EX_IOERR of sysexits.h: this process can no longer reach its caller
 
 
 class Job(NamedTuple):
@@ -38,29 +42,63 @@ class Job(NamedTuple):
         return self.directory / f"stack_{rank}"
 
 
-def rank_main(rank: int, job: Job, pipe: Connection, leash: Connection, output: Output | None) -> None:
-    keep_rank(leash, pipe, job.directory)
+class CallersOutput:
+    """The caller's standard output and standard error: pickled by the caller, unpickled on the rank.
+
+    A forked rank would write to where the fork server's output went when the server was started; the
+    caller may have redirected its own since (pytest's capfd does).
+    """
+
+    def __init__(self, received: dict[int, Any] | None = None) -> None:
+        self._received = received
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallersOutput, ({number: DupFd(number) for number in (1, 2) if _is_open(number)},)
+
+    def take(self) -> None:
+        """From here on, write to where the caller does."""
+        for number, received in (self._received or {}).items():
+            descriptor = received.detach()
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _is_open(number: int) -> bool:
+    with suppress(OSError):
+        os.fstat(number)
+        return True
+    return False
+
+
+def rank_main(
+    rank: int, job: Job, pipe: Connection, control: Connection, output: CallersOutput | None
+) -> None:
+    supervise_rank(control, pipe, job.directory)
     if output is not None:
         output.take()
     if not job.directory.exists():  # the call was interrupted while this rank was being started
         return
-    with job.stack_of(rank).open("w") as stack_file:
-        try:
-            _be_rank(rank, job)
-            pipe.send(("ready", None))
+    try:
+        with job.stack_of(rank).open("w") as stack_file:
+            try:
+                _be_rank(rank, job)
+                pipe.send(("ready", None))
+                pipe.recv()
+                faulthandler.dump_traceback_later(job.timeout, file=stack_file)
+                fn, args = cloudpickle.loads(job.call)
+                message = "result", _dumps(fn(*args))
+            except BaseException as error:
+                message = "failure", (time.monotonic_ns(), pack_error(error))
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send(message)
+            # Stay until everybody is done: were the group to close now, peers would fail in their
+            # collectives, and the caller would have to tell their failures from the first. After a failure
+            # SIGKILL ends this.
             pipe.recv()
-            faulthandler.dump_traceback_later(job.timeout, file=stack_file)
-            fn, args = cloudpickle.loads(job.call)
-            message = "result", _dumps(fn(*args))
-        except BaseException as error:
-            message = "failure", (time.monotonic_ns(), pack_error(error))
-        faulthandler.cancel_dump_traceback_later()
-        pipe.send(message)
-        # Stay until everybody is done: were the group to close now, peers would fail in their collectives,
-        # and the caller would have to tell their failures from the first. After a failure SIGKILL ends this.
-        pipe.recv()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except (EOFError, OSError):  # fn has closed descriptors that it had not opened; the caller tells it
+        os._exit(EXIT_CUT_OFF)
 
 
 def _be_rank(rank: int, job: Job) -> None:

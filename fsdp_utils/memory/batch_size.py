@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
+from fsdp_utils.distributed.agreement import Ranks, agree
 from fsdp_utils.distributed.failures import (
-    OUT_OF_MEMORY,
-    CannotGoOn,
+    CannotRecover,
     Gradients,
-    Lockstep,
     PeerFailed,
+    is_out_of_memory,
     recover,
+    stop_together,
 )
 from fsdp_utils.distributed.identity import get_rank
 from fsdp_utils.memory.device_stats import GIB, DeviceStats, device_stats
@@ -150,7 +151,8 @@ def find_batch_size(
             itself, in its next step). Or one of several ranks ran out of memory in a timed step, after
             untimed ones that went well; its peers may then wait in a collective until it ends, or until the
             process group's own timeout.
-        Exception: what `step` raises, other than torch.OutOfMemoryError and MemoryError. Other ranks raise
+        Exception: what `step` raises, other than for lack of memory (torch.OutOfMemoryError, MemoryError, and
+            the RuntimeErrors of CUDA, its libraries and the CPU's allocator that say so). Other ranks raise
             a RuntimeError that names the rank.
     """
     stats = device_stats(device)
@@ -169,8 +171,15 @@ def find_batch_size(
     trials: list[Trial] = []
     ranks = bar = None
     try:
-        ranks = Lockstep(timeout)
-        asked = ranks.gather((start, limit, steps))
+        ranks = agree(
+            "find_batch_size",
+            lambda: {"_asked": (start, limit, steps)},
+            error=CannotRecover,
+            topic="batch_size",
+            wait_s=timeout,
+        )
+        ranks.consequence = ". Every rank must take part, and issue the same collectives."
+        asked = [tuple(facts["_asked"]) for facts in ranks.facts]
         if len(set(asked)) > 1:
             raise ValueError(f"find_batch_size: the ranks ask for different (start, limit, steps): {asked}")
         bar = _progress_bar()
@@ -189,8 +198,9 @@ def find_batch_size(
         margin = _MARGIN
         if len(contenders := _contenders(trials)) > 1:
             margin = _repeat(trials, contenders, lambda size: _try(step, size, steps, stats, ranks))
-    except CannotGoOn as error:
-        raise RuntimeError(f"find_batch_size: {error} Found so far:\n{_search(trials)}") from error
+    except CannotRecover as error:
+        text = f"find_batch_size: {str(error).removeprefix('find_batch_size: ')}"
+        raise RuntimeError(f"{text} Found so far:\n{_search(trials)}") from error
     finally:
         if bar is not None:
             bar.close()
@@ -253,17 +263,21 @@ def _next(fits: int, fails: int | None, limit: int | None) -> int | None:
     return (fits + fails) // 2 if fails - fits > 1 else None
 
 
-def _try(step: Callable[[int], object], size: int, steps: int, stats: DeviceStats, ranks: Lockstep) -> Trial:
+def _try(step: Callable[[int], object], size: int, steps: int, stats: DeviceStats, ranks: Ranks) -> Trial:
     stats.empty_cache()  # what trials of other sizes left in the cache would not fit this one
     before = Gradients()
     try:
-        with ranks.together():
+        with stop_together(ranks):
             step(size)  # fills the allocator's cache
             stats.reset()
             step(size)  # is as all later ones
-    except (*OUT_OF_MEMORY, PeerFailed) as error:
-        if isinstance(error, PeerFailed) and not error.out_of_memory:
+    except PeerFailed as error:
+        if not error.out_of_memory:
             raise RuntimeError(f"find_batch_size: step({size}): {error}") from None
+        return _out_of_memory(size, error, stats, before)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         return _out_of_memory(size, error, stats, before)
 
     try:
@@ -273,15 +287,18 @@ def _try(step: Callable[[int], object], size: int, steps: int, stats: DeviceStat
             step(size)
         stats.synchronize()
         mine = stats.now() - begun, stats.read()
-    except OUT_OF_MEMORY as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         if ranks.world_size > 1:
-            raise CannotGoOn(
+            raise CannotRecover(
                 f"out of memory at batch size {size} in a timed step, though two like it went well: "
                 "there the ranks do not ask each other, and are now at different places."
             ) from error
         return _out_of_memory(size, error, stats, before)
 
-    all_ranks = ranks.gather(mine)
+    with ranks.guard():
+        all_ranks: list[Any] = ranks.all(lambda: mine)
     seconds = max(rank_seconds for rank_seconds, _ in all_ranks)
     reserved = [reading.reserved for _, reading in all_ranks]
     retries = [reading.retries for _, reading in all_ranks]

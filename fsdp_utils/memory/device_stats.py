@@ -170,9 +170,13 @@ class ProcessStats(_Clock):
     def __init__(self) -> None:
         self.name = "CPU"
         self.total: int | None = psutil.virtual_memory().total
+        self._open()
+
+    def _open(self) -> None:
         self._process = psutil.Process()
         self._peaks = _Peaks("process")
         self._peak_files: tuple[int, int] | None = None
+        self._closers: list[weakref.finalize] = []
         if sys.platform == "linux":
             try:
                 # Held open: reading them anew each time would cost twice as much.
@@ -183,8 +187,7 @@ class ProcessStats(_Clock):
             except OSError:  # some sandboxes have no clear_refs
                 pass
             else:
-                for file in self._peak_files:
-                    weakref.finalize(self, os.close, file)
+                self._closers = [weakref.finalize(self, os.close, file) for file in self._peak_files]
         self.remark = "resident memory of the whole process" + (
             "" if self._peak_files else ", seen only at each update(): peaks in between are not"
         )
@@ -193,6 +196,10 @@ class ProcessStats(_Clock):
         self.read()
 
     def read(self) -> Reading:
+        if self._process.pid != os.getpid():  # this process is a fork, and the files are its parent's
+            for close in self._closers:
+                close()
+            self._open()
         if self._peak_files:
             status = os.pread(self._peak_files[0], 4096, 0)
             at = status.index(b"VmHWM:") + len(b"VmHWM:")

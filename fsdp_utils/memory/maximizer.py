@@ -12,25 +12,21 @@ back all that it holds in reserve and asks again (a retry). Nobody sees it unles
 """
 
 import json
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from fsdp_utils.distributed.agreement import has_peers, library_store, rank_names, wait_for
 from fsdp_utils.distributed.identity import get_rank, get_world_size
 from fsdp_utils.memory.device_stats import DeviceStats, device_stats
 from fsdp_utils.memory.report import MemoryReport, RankMemory, Step
-from fsdp_utils.torch_internals.groups import default_store
 
 __all__ = ["MemoryReport", "Memory_Maximizer"]
 
 _LATE_S = 1.0  # how long stop() waits for a rank that has not even started
-_POLL_S = 0.02
-_NUMBER = "fsdp_utils/memory/number"  # in the store: the number of the next measurement
 
 
 class Memory_Maximizer:
@@ -185,10 +181,9 @@ class _Peers:
     def __init__(self) -> None:
         self.world_size = get_world_size()
         self._store: Any = None
-        # A `fake` group has one real rank and a store that stores nothing.
-        if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
-            self._store = default_store()
-            self._number = self._store.add(_NUMBER, 0)
+        if has_peers():
+            self._store = library_store("memory")
+            self._number = self._store.add("number", 0)  # of the next measurement
             self._store.set(self._key("started", get_rank()), "")
 
     def exchange(self, mine: RankMemory, timeout: float) -> tuple[list[RankMemory], list[str]]:
@@ -201,7 +196,7 @@ class _Peers:
             started = self._wait_for("started", range(self.world_size), min(timeout, _LATE_S))
             told = self._wait_for("told", started, timeout)
             # From here on a start(), on whichever rank, begins another measurement.
-            self._store.compare_set(_NUMBER, str(self._number), str(self._number + 1))
+            self._store.compare_set("number", str(self._number), str(self._number + 1))
             ranks = [RankMemory(**json.loads(self._store.get(self._key("told", rank)))) for rank in told]
         except RuntimeError as error:  # such as: the process that keeps the store is gone
             return [mine], [
@@ -209,27 +204,18 @@ class _Peers:
             ]
         notes = []
         if absent := sorted({*range(self.world_size)} - {*started}):
-            notes.append(f"{_ranks(absent)} took no part: no start() there")
+            notes.append(f"{rank_names(absent)} took no part: no start() there")
         if silent := sorted({*started} - {*told}):
             notes.append(
-                f"{_ranks(silent)} did not come to stop() within {timeout:g} s and so are not included"
+                f"{rank_names(silent)} did not come to stop() within {timeout:g} s and so are not included"
             )
         return ranks, notes
 
     def _wait_for(self, what: str, ranks: Sequence[int], timeout: float) -> list[int]:
         """Those of the ranks that have set the key in time."""
-        limit = time.monotonic() + timeout
-        while not self._store.check([self._key(what, rank) for rank in ranks]):
-            if time.monotonic() > limit:
-                return [rank for rank in ranks if self._store.check([self._key(what, rank)])]
-            time.sleep(_POLL_S)
-        return list(ranks)
+        if wait_for(self._store, [self._key(what, rank) for rank in ranks], timeout):
+            return list(ranks)
+        return [rank for rank in ranks if self._store.check([self._key(what, rank)])]
 
     def _key(self, what: str, rank: int) -> str:
-        return f"fsdp_utils/memory/{self._number}/{what}/{rank}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        return f"{self._number}/{what}/{rank}"

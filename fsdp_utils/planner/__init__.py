@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 from fsdp_utils._lazy import loader
 
 if TYPE_CHECKING:
-    from fsdp_utils.planner.gpus import GPU, GPUS
+    from fsdp_utils.planner.gpus import GPU, GPUS, peak_flops
     from fsdp_utils.planner.memory import Moment
     from fsdp_utils.planner.planning import Plan, plan
     from fsdp_utils.planner.searching import SearchResult, search
 
-__all__ = ["GPU", "GPUS", "Moment", "Plan", "SearchResult", "plan", "search"]
+__all__ = ["GPU", "GPUS", "Moment", "Plan", "SearchResult", "peak_flops", "plan", "search"]
 _MODULE_OF = {
     "GPU": "gpus",
     "GPUS": "gpus",
     "Moment": "memory",
     "Plan": "planning",
     "SearchResult": "searching",
+    "peak_flops": "gpus",
     "plan": "planning",
     "search": "searching",
 }

@@ -1,5 +1,6 @@
 """Which GPUs can be planned for, and what do their makers, and those who rent them out, say of them?"""
 
+import re
 from dataclasses import dataclass
 
 
@@ -23,8 +24,9 @@ class GPU:
         link_gb_s: its speed for one GPU.
         host_link_gb_s: PCIe, to the memory of the host.
         network_gb_s: of the whole host, to other hosts.
-        bf16: computes in bf16 natively.
         source: of these numbers, by document, and which of them were not checked at their source.
+        bf16: computes in bf16 natively.
+        device: a regular expression that finds the name which `torch.cuda.get_device_name()` gives.
     """
 
     name: str
@@ -39,6 +41,7 @@ class GPU:
     network_gb_s: float
     source: str
     bf16: bool = True
+    device: str = ""
 
 
 # NVIDIA's own pages were not read, but pages that quote them. "A: B" is "what it says: where".
@@ -72,26 +75,46 @@ _B200 = (
     "hosts have"
 )
 _PRIME_RL = "benchmarks/README.md of github.com/PrimeIntellect-ai/prime-rl, 2026-01-13"
+_TITAN = (
+    "bf16: half of the rate with sparsity in NVIDIA's data sheet, as torchtitan/tools/utils.py quotes it; "
+    "fp32: NVIDIA's data sheet, not checked at its source"
+)
+_BRIDGE = (
+    "PCIe between GPUs, as NVLink bridges join only some of them; network: one card of 400 Gbit/s, assumed"
+)
 # fmt: off
 _ALL = (
     # name, usable, memory's speed, bf16, fp32, reached, links: to GPUs, to the host, to other hosts
     GPU("A10", 21.99, 600, 125, 31.2, None, "PCIe", 32, 32, 12.5, _source(
         "github.com/zai-org/CogVLM/issues/236", _A10,
-        "AWS g5.48xlarge, whose A10G is a variant of the A10, EC2 user guide")),
+        "AWS g5.48xlarge, whose A10G is a variant of the A10, EC2 user guide"), device=r"\bA10\b"),
     GPU("A100-40", 39.50, 1555, 312, 19.5, 271.2, "NVLink", 300, 32, 50, _source(
-        "github.com/TianheWu/CoSeR/issues/10", _A100, _unread("p4d.24xlarge"), _REACHED)),
+        "github.com/TianheWu/CoSeR/issues/10", _A100, _unread("p4d.24xlarge"), _REACHED),
+        device=r"\bA100\b.*40GB"),
     GPU("A100-80", 79.25, 2039, 312, 19.5, 271.2, "NVLink", 300, 32, 50, _source(
-        "github.com/HiDream-ai/VAREdit/issues/6", _A100, _unread("p4de.24xlarge"), _REACHED)),
+        "github.com/HiDream-ai/VAREdit/issues/6", _A100, _unread("p4de.24xlarge"), _REACHED),
+        device=r"\bA100\b"),
+    GPU("H100-PCIe", 79.11, 2000, 756, 51, None, "PCIe", 64, 64, 50, _source(
+        "as the H100's, assumed", f"memory: NVIDIA's product brief PB-11133-001; {_TITAN}", _BRIDGE),
+        device=r"\bH100 PCIe\b"),
+    GPU("H100-NVL", 93.00, 3938, 835, 60, None, "PCIe", 64, 64, 50, _source(
+        "github.com/ali-vilab/VACE/issues/56", f"{_TITAN}; memory: the same data sheet", _BRIDGE),
+        device=r"\bH100 NVL\b"),
     GPU("H100", 79.11, 3350, 989, 67, 794.5, "NVLink", 450, 64, 400, _source(
-        "github.com/vllm-project/vllm/issues/27508", _H100, _unread("p5.48xlarge"), _REACHED)),
+        "github.com/vllm-project/vllm/issues/27508", _H100, _unread("p5.48xlarge"), _REACHED),
+        device=r"\bH100 80GB HBM3\b"),
+    GPU("H200-NVL", 139.80, 4800, 835, 60, None, "PCIe", 64, 64, 50, _source(
+        "as the H200's, assumed", "bf16 and fp32: NVIDIA's data sheet, not checked at its source; memory as "
+        "the H200's", _BRIDGE), device=r"\bH200 NVL\b"),
     GPU("H200", 139.80, 4800, 989, 67, 794.5, "NVLink", 450, 64, 400, _source(
-        _PRIME_RL, _H200, _unread("p5en.48xlarge"), _REACHED)),
+        _PRIME_RL, _H200, _unread("p5en.48xlarge"), _REACHED), device=r"\bG?H200\b"),
     GPU("B200", 178.36, 7700, 2250, 80, 1745, "NVLink", 900, 64, 400, _source(
-        _PRIME_RL, _B200, _unread("p6-b200.48xlarge"), _REACHED)),
+        _PRIME_RL, _B200, _unread("p6-b200.48xlarge"), _REACHED), device=r"\bB200\b"),
     GPU("L4", 22.03, 300, 121, 30.3, None, "PCIe", 32, 32, 12.5, _source(
-        "github.com/ArcInstitute/evo2/issues/190", _L4, _unread("g6.48xlarge"))),
+        "github.com/ArcInstitute/evo2/issues/190", _L4, _unread("g6.48xlarge")), device=r"\bL4\b"),
     GPU("T4", 14.56, 320, 65, 8.1, None, "PCIe", 16, 16, 12.5, _source(
-        "github.com/Zheng-Chong/CatVTON/issues/133", _T4, _unread("g4dn.metal")), bf16=False),
+        "github.com/Zheng-Chong/CatVTON/issues/133", _T4, _unread("g4dn.metal")), bf16=False,
+        device=r"\bT4\b"),
 )
 # fmt: on
 GPUS = {gpu.name: gpu for gpu in _ALL}
@@ -109,3 +132,15 @@ def find_gpu(gpu: str | GPU) -> GPU:
         if name.lower() == str(gpu).lower():
             return known
     raise ValueError(f"plan: expected gpu out of {', '.join(GPUS)}, or a GPU, found {gpu!r}")
+
+
+def peak_flops(device_name: str) -> float | None:
+    """What a GPU can compute in a second at most, in 16 bits without sparsity; None where that is not known.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name()` gives it, such as "NVIDIA H100 80GB HBM3".
+    """
+    for gpu in GPUS.values():
+        if gpu.device and re.search(gpu.device, device_name):
+            return gpu.half_tflops * 1e12
+    return None

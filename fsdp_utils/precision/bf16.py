@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_utils.distributed.failures import CannotGoOn, Lockstep
+from fsdp_utils.distributed.agreement import agree, by_ranks
 from fsdp_utils.distributed.identity import get_local_rank
 from fsdp_utils.precision.facts import Compute, judge, judge_nccl, look
 from fsdp_utils.torch_internals.groups import abort_groups
@@ -60,6 +60,10 @@ class Bf16Support:
         )
 
 
+class _NoAnswer(RuntimeError):
+    """A rank did not take part, or has ended."""
+
+
 def bf16_support(device: torch.device | str | None = None) -> Bf16Support:
     """Can this machine, or this whole process group, train in bf16?
 
@@ -89,18 +93,19 @@ def bf16_support(device: torch.device | str | None = None) -> Bf16Support:
     }
     try:
         return _agree(mine, device)
-    except CannotGoOn as error:
+    except _NoAnswer as error:
         reason = f"{error} So nothing is known about the network."
         return Bf16Support(False, compute, False, (*reasons, reason), mine["device"])
 
 
 def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
-    ranks = Lockstep(LIMIT_S)
+    ranks = agree("bf16_support", lambda: {"_found": mine}, error=_NoAnswer, topic="bf16", wait_s=LIMIT_S)
+    found = [facts["_found"] for facts in ranks.facts]
+    ranks.consequence = ". Every rank must take part."
     try:
-        found = ranks.gather(mine)
         compute = min((each["compute"] for each in found), key=_ORDER.index)
-        reasons = _told([each["reasons"] for each in found])
-        against = _told([[each["nccl"]] if each["nccl"] else [] for each in found])
+        reasons = by_ranks([each["reasons"] for each in found])
+        against = by_ranks([[each["nccl"]] if each["nccl"] else [] for each in found])
         network: bool | None = None
         if against and _backend(device) in (None, "nccl"):
             network = False
@@ -110,9 +115,10 @@ def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
         elif why_not := _not_to_be_tried(device):
             reasons.append(why_not)
         else:
-            problems = ranks.gather(_all_reduce(device))
+            with ranks.guard():
+                problems = ranks.all(lambda: _all_reduce(device))
             network = not any(problems)
-            reasons += _told([[problem] if problem else [] for problem in problems]) or [
+            reasons += by_ranks([[problem] if problem else [] for problem in problems]) or [
                 f"An all-reduce in bf16 over {len(found)} rank{'s' * (len(found) > 1)} "
                 f"({_backend(device)}) gave the right sum."
             ]
@@ -192,18 +198,6 @@ def _sum_of_ones(group: Any, device: torch.device) -> str:
 def _failed(error: Exception) -> str:
     text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
     return f"An all-reduce in bf16 fails: {text}. Reduce in fp32 (reduce_dtype=torch.float32)."
-
-
-def _told(by_rank: list[list[str]]) -> list[str]:
-    """What the ranks have to say, the same thing once, with the ranks that say it unless it is all."""
-    ranks: dict[str, list[int]] = {}
-    for rank, texts in enumerate(by_rank):
-        for text in texts:
-            ranks.setdefault(text, []).append(rank)
-    return [
-        text if len(who) == len(by_rank) else f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text}"
-        for text, who in ranks.items()
-    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_utils.checkpoint.arguments import enter
-from fsdp_utils.checkpoint.coordination import WAIT_S, fingerprint
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.names import has_fsdp1
 from fsdp_utils.checkpoint.regular import open_regular
 from fsdp_utils.checkpoint.state import MODEL, Snapshot
+from fsdp_utils.distributed.agreement import WAIT_S, fingerprint
 from fsdp_utils.pretrained.folder import Entry, read_folder, read_part
 from fsdp_utils.pretrained.meta_init import device_of, is_meta, materialise
 from fsdp_utils.torch_internals.names import local_shape_and_offset

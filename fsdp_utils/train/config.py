@@ -10,8 +10,9 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, is_dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_args, get_type_hints
 
 from fsdp_utils._extras import need
@@ -242,62 +243,38 @@ def check_ranges(config: TrainConfig) -> None:
     """
     for name in _nulls(config):
         raise ConfigError(f"configuration: expected {name} to have a value, found null. Leave it out instead")
-    data, optim = config.data, config.optim
-    at_least_1: dict[str, float | None] = {
-        "steps": config.steps,
-        "log_every": config.log_every,
-        "eval_every": config.eval_every,
-        "save_every": config.save_every,
-        "keep": config.keep,
-        "data.batch_size": data.batch_size,
-        "data.micro_batch": data.micro_batch,
-        "data.seq_len": data.seq_len,
-        "parallel.shard_ranks": config.parallel.shard_ranks,
-        "profile_step": config.profile_step,
-    }
-    positive: dict[str, float | None] = {
-        "hang_s": config.hang_s,
-        "timeout_s": config.timeout_s,
-        "peak_tflops": config.peak_tflops,
-        "optim.lr": optim.lr,
-        "optim.clip": optim.clip,
-    }
-    finite = {**positive, "optim.weight_decay": optim.weight_decay}
-    fractions = {"data.held_out": data.held_out, "optim.min_lr": optim.min_lr}
-
-    def refuse(name: str, wanted: str, value: Any) -> None:
-        raise ConfigError(f"configuration: expected {name} to be {wanted}, found {value!r}")
-
-    for name, value in at_least_1.items():
-        if value is not None and value < 1:
-            refuse(name, "at least 1", value)
-    for name, value in positive.items():
-        if value is not None and not value > 0:
-            refuse(name, "greater than 0", value)
-    for name, value in finite.items():
-        if value is not None and not math.isfinite(value):
-            refuse(name, "finite", value)
-    for name in ("hang_s", "timeout_s"):
-        if getattr(config, name) > _LONGEST_S:
-            refuse(name, f"at most {_LONGEST_S:.0f}", getattr(config, name))
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        refuse("optim.betas", "two numbers from 0 to 1, without 1", optim.betas)
-    if not optim.weight_decay >= 0:
-        refuse("optim.weight_decay", "at least 0", optim.weight_decay)
-    if not -(2**63) <= config.seed < 2**63:
-        refuse("seed", "a number of 64 bits, from -2^63 to 2^63 - 1", config.seed)
-    if not config.out:
-        refuse("out", "the name of a directory", config.out)
-    for name, value in fractions.items():
-        if not 0 <= value <= 1:
-            refuse(name, "from 0 to 1", value)
-    if not 0 <= optim.warmup <= config.steps:
-        refuse("optim.warmup", f"from 0 to steps ({config.steps})", optim.warmup)
-    if not 0 < optim.reserve_p <= 1:
-        refuse("optim.reserve_p", "greater than 0 and at most 1", optim.reserve_p)
-    if config.model.config is not None and config.model.pretrained is not None:
-        both = (config.model.config, config.model.pretrained)
-        refuse("one of model.config and model.pretrained", "left out", both)
+    checks: list[tuple[str, Callable[[Any], bool], str]] = [
+        (
+            "steps log_every eval_every save_every keep data.batch_size data.micro_batch data.seq_len "
+            "parallel.shard_ranks profile_step",
+            lambda value: value >= 1,
+            "at least 1",
+        ),
+        ("hang_s timeout_s peak_tflops optim.lr optim.clip", lambda value: value > 0, "greater than 0"),
+        ("hang_s timeout_s peak_tflops optim.lr optim.clip optim.weight_decay", math.isfinite, "finite"),
+        ("hang_s timeout_s", lambda value: value <= _LONGEST_S, f"at most {_LONGEST_S:.0f}"),
+        (
+            "optim.betas",
+            lambda betas: all(0 <= beta < 1 for beta in betas),
+            "two numbers from 0 to 1, without 1",
+        ),
+        ("optim.weight_decay", lambda value: value >= 0, "at least 0"),
+        ("seed", lambda value: -(2**63) <= value < 2**63, "a number of 64 bits, from -2^63 to 2^63 - 1"),
+        ("out", bool, "the name of a directory"),
+        ("data.held_out optim.min_lr", lambda value: 0 <= value <= 1, "from 0 to 1"),
+        ("optim.warmup", lambda value: 0 <= value <= config.steps, f"from 0 to steps ({config.steps})"),
+        ("optim.reserve_p", lambda value: 0 < value <= 1, "greater than 0 and at most 1"),
+    ]
+    for names, is_right, wanted in checks:
+        for name in names.split():
+            value = attrgetter(name)(config)
+            if value is not None and not is_right(value):
+                raise ConfigError(f"configuration: expected {name} to be {wanted}, found {value!r}")
+    both = (config.model.config, config.model.pretrained)
+    if None not in both:
+        raise ConfigError(
+            f"configuration: expected one of model.config and model.pretrained to be left out, found {both!r}"
+        )
 
 
 def _nulls(settings: Any, prefix: str = "") -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp_utils.distributed.agreement import Ranks
 from fsdp_utils.distributed.identity import get_local_rank, get_rank, get_world_size
 from fsdp_utils.train.config import ConfigError
 
@@ -155,22 +156,9 @@ def sum_of_all(*values: float) -> list[float]:
 
 def same_on_all(fn: Callable[[], T]) -> T:
     """What fn returns; if it is refused on any rank, the same ConfigError on all."""
-    result, problem = None, None
-    try:
-        result = fn()
-    except ConfigError as error:
-        problem = str(error)
-    found: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(found, problem)
-    first_with = {text: rank for rank, text in reversed([*enumerate(found)]) if text}
-    if first_with:
-        named = [text if None not in found else f"rank {rank}: {text}" for text, rank in first_with.items()]
-        raise ConfigError("\n".join(named))
-    return result  # type: ignore[return-value]
+    return Ranks("", ConfigError, told=ConfigError).each(fn)
 
 
 def on_rank_0(fn: Callable[[], T]) -> T:
     """What fn returns on rank 0, on every rank. One rank decides, as the others may see the disk later."""
-    answer: list[Any] = [fn() if get_rank() == 0 else None]
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0]
+    return Ranks("", ConfigError, told=ConfigError).first(fn)

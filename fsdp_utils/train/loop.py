@@ -46,14 +46,12 @@ from fsdp_utils.train.config import (
     micro_batches,
     parse,
 )
-from fsdp_utils.train.data import Data, load_data, must_be_the_same, rows_at
-from fsdp_utils.train.files import DataError
+from fsdp_utils.train.data import Data, DataError, load_data, must_be_the_same, rows_at
 from fsdp_utils.train.group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
 from fsdp_utils.train.lock import RunLock
 from fsdp_utils.train.metrics import Journal
 from fsdp_utils.train.model import build_model, parallelize, throughput
-from fsdp_utils.train.stop import Stop
-from fsdp_utils.train.watchdog import EXIT_REQUEUE, Heartbeat, NotFinite, check_finite
+from fsdp_utils.train.watchdog import EXIT_REQUEUE, Heartbeat, NotFinite, Stop, check_finite
 
 __all__ = ["learning_rate", "main", "train"]
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_utils._extras import need
 from fsdp_utils.distributed.identity import get_world_size
+from fsdp_utils.planner import gpus
 from fsdp_utils.pretrained import load_pretrained
 from fsdp_utils.sharding.wrapping import shard, transformer_block_classes
 from fsdp_utils.train.config import ConfigError, ModelConfig, TrainConfig, mesh_shape
@@ -40,18 +41,6 @@ NAMED = {
 }
 
 _MOST_BYTES, _MOST_LAYERS = 1_000_000, 1_000  # of a config.json: ten times what any model has
-
-# Dense bf16, in TFLOP/s, by a part of the device's name; the first that fits counts. SXM and A100 as in
-# planner/gpus.py, with its sources; NVL and PCIe: half of the rates with sparsity (1,671 and 1,513) in
-# NVIDIA's data sheets, not checked at their source.
-_PEAK_TFLOPS = {
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "H100 NVL": 835.0,
-    "H100 PCIe": 756.0,
-    "H100 80GB HBM3": 989.0,
-    "A100": 312.0,
-}
 
 
 def build_model(config: ModelConfig, data: Data, seed: int) -> nn.Module:
@@ -208,10 +197,7 @@ def peak_flops(device: torch.device, peak_tflops: float | None) -> float | None:
     """What the device can compute in a second at most, in bf16; None where that is not known."""
     if peak_tflops is not None:
         return peak_tflops * 1e12
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((1e12 * peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)
+    return gpus.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def throughput(

@@ -1,6 +1,6 @@
-"""What can end a run early: a number that is none, a rank that hangs (and a signal: stop.py).
+"""What ends a run early: a loss that is NaN, a rank that hangs, a scheduler's signal.
 
-Each ends it in words, within a limit, and such that all ranks agree.
+Each ends the run with a message, within a time limit, and on all ranks.
 """
 
 import contextlib
@@ -8,26 +8,29 @@ import faulthandler
 import json
 import math
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from fsdp_utils.distributed.agreement import library_store, wait_for
 from fsdp_utils.distributed.identity import get_rank, get_world_size
-from fsdp_utils.torch_internals.groups import default_store
 
-__all__ = ["EXIT_HANG", "EXIT_REQUEUE", "Hang", "Heartbeat", "NotFinite", "check_finite"]
+__all__ = ["EXIT_HANG", "EXIT_REQUEUE", "Hang", "Heartbeat", "NotFinite", "Stop", "check_finite"]
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: come again, and it goes on
 EXIT_HANG = 70  # EX_SOFTWARE
 
+_STUCK_S = 20.0  # after a signal; torchrun kills 30 s after SIGTERM, unless it is told otherwise
+_STUCK_POLL_S = 0.25
 _TOLD_WAIT_S = 3.0  # for the ranks that can speak to have written their stacks
 
 
@@ -94,7 +97,7 @@ class Heartbeat:
         self._is_saving = False
         self.longest_step_s = 0.0  # until now, but for the first of a start
         self._over = threading.Event()
-        self._store = dist.PrefixStore("fsdp_utils/train", default_store())
+        self._store = library_store("train")
         self._siblings = [socket.gethostname(), os.getppid()]  # what ranks of one torchrun have in common
 
     def at(self, where: str, limit_s: float | None = None, *, is_saving: bool = False) -> None:
@@ -176,12 +179,10 @@ class Heartbeat:
             It in words, and the processes of this host that do not answer.
         """
         self._store.set(f"told/{self._rank}", "")
-        told, limit = {self._rank}, time.monotonic() + _TOLD_WAIT_S
-        while len(told) < self._world_size and time.monotonic() < limit:
-            time.sleep(0.05)
-            told = {rank for rank in range(self._world_size) if self._store.check([f"told/{rank}"])}
+        everyone = range(self._world_size)
+        wait_for(self._store, [f"told/{rank}" for rank in everyone], _TOLD_WAIT_S)
         silent, pids = [], []
-        for rank in sorted({*range(self._world_size)} - told):
+        for rank in [rank for rank in everyone if not self._store.check([f"told/{rank}"])]:
             seen = "it was never heard of"
             if self._store.check([f"beat/{rank}"]):
                 when, where, siblings, pid = json.loads(self._store.get(f"beat/{rank}"))
@@ -203,3 +204,80 @@ def _abort(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGABRT)
         os.kill(pid, signal.SIGCONT)
+
+
+# ---- a scheduler's signal ------------------------------------------------------------------------
+
+
+class Stop:
+    """Has the scheduler asked this rank to stop? SIGTERM (torchrun, scancel) and SIGUSR1 (sbatch --signal).
+
+    The handler only notes it: the ranks agree on the step at which they stop, as not all get the signal at
+    the same time, and with `sbatch --signal=B:...` not all get it.
+
+    Python runs handlers on the main thread, between two of its instructions: never while that thread waits
+    in C, such as for an NCCL kernel whose peer is gone. So a thread of its own hears of the signal too, and
+    ends a rank that does not move for 20 s; torchrun would wait longer, and then kill it without a word.
+
+    Args:
+        heart: knows where training is.
+    """
+
+    def __init__(self, heart: Heartbeat) -> None:
+        self.wanted: str | None = None  # the signal's name
+        self._heart = heart
+        self._before: dict[int, Any] = {}
+        self._over = threading.Event()
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is threading.main_thread():  # no other can have handlers
+            self._heard, self._told = socket.socketpair()
+            self._told.setblocking(False)
+            # Python's signal handling in C writes the signal's number there, whatever any thread is at.
+            self._fd_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._before[number] = signal.signal(number, self._note)
+            threading.Thread(target=self._watch, name="stop", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self._over.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._before:
+            signal.set_wakeup_fd(self._fd_before)
+            self._told.close()  # ends the thread's wait
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = signal.Signals(number).name
+
+    def _watch(self) -> None:
+        with self._heard:
+            name, asked = self._hear(), time.monotonic()
+            while name is not None and not self._over.wait(_STUCK_POLL_S):
+                stuck_s = self._heart.stuck_s(asked, _STUCK_S)
+                if stuck_s is not None:
+                    _end_stuck(name, self._heart.where, stuck_s)
+
+    def _hear(self) -> str | None:
+        """Wait for one of the signals: its name; None when it is over."""
+        while not self._over.is_set():
+            select.select([self._heard], [], [])
+            numbers = self._heard.recv(64)
+            asking = [number for number in numbers if number in self._before]
+            if asking or not numbers:
+                return signal.Signals(asking[0]).name if asking else None
+        return None
+
+
+def _end_stuck(name: str, where: str, stuck_s: float) -> None:
+    text = (
+        f"[rank {get_rank()}] asked to stop by {name}, it has not moved for {stuck_s:.0f} s, at {where}: it "
+        "ends without saving. The run goes on from its newest checkpoint. Its stacks:"
+    )
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+    os._exit(EXIT_HANG)
