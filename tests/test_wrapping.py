@@ -535,10 +535,12 @@ def test_several_blocks_are_in_one_unit(two_ranks: TwoRanks) -> None:
         return check_sharding(fsdp1(model))
 
     message = one_problem(two_ranks, with_fsdp2)
-    assert message.startswith("2 of 3 blocks (Block) are in one unit, blocks.0, which gathers 67% of all")
+    assert message.startswith(
+        "2 of 3 blocks (Block) are in one unit (blocks.0, blocks.1), which gathers 67% of all"
+    )
     assert message.endswith("Call fully_shard on each Block before the model, or shard(model) instead.")
     message = one_problem(two_ranks, with_fsdp1)
-    assert message.startswith("3 of 3 blocks (Block) are in one unit, blocks, which gathers 100% of all")
+    assert message.startswith("3 of 3 blocks (Block) are in one unit (blocks), which gathers 100% of all")
     assert message.endswith("Pass auto_wrap_policy=wrap_policy(model) to FSDP.")
 
 
@@ -614,7 +616,7 @@ def test_half_of_the_blocks_may_be_in_one_unit_and_no_more(
 
     for found in two_ranks(fn):
         assert len(found) == problems
-        assert all(problem.startswith("2 of 4 blocks (Part) are in one unit, 0,") for problem in found)
+        assert all(problem.startswith("2 of 4 blocks (Part) are in one unit (0, 1),") for problem in found)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

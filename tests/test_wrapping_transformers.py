@@ -107,11 +107,11 @@ def test_tied_weights_are_in_two_units(by_rank: list[OfARank]) -> None:
     assert (first.tied_fsdp1, first.tied_fsdp2) == (second.tied_fsdp1, second.tied_fsdp2)
     (message,) = first.tied_fsdp2
     assert message.startswith(
-        "lm_head.weight and model.embed_tokens.weight are tied but in two units (lm_head and the root)"
+        "lm_head.weight and model.embed_tokens.weight are tied but in two units, lm_head and (root),"
     )
     assert "fully_shard([a, b])" in message
     (message,) = first.tied_fsdp1
     assert message.startswith(
-        "lm_head.weight and model.embed_tokens.weight are tied but in two units "
-        "(the root and model.embed_tokens)"
+        "lm_head.weight and model.embed_tokens.weight are tied but in two units, "
+        "(root) and model.embed_tokens,"
     )

@@ -36,7 +36,7 @@ from fsdp_utils.checkpoint.sharded_state import StateToSave, buffers_for, put_ba
 from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
 from fsdp_utils.checkpoint.validate import check_model, check_optimizer
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
-from fsdp_utils.torch_internals.names import local_shape_and_offset
+from fsdp_utils.sharding.local_part import local_chunk
 
 _CPU = torch.device("cpu")
 _END_OF_ZIP = b"PK\x05\x06"
@@ -268,8 +268,7 @@ class _Sent:
 def _place(tensor: Tensor, target: Tensor) -> None:
     """Copy into target what of the whole tensor is its part."""
     if isinstance(target, DTensor):
-        shape, offset = local_shape_and_offset(target.shape, target.device_mesh, target.placements)
-        for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        for dim, (start, length) in enumerate(zip(*local_chunk(target), strict=True)):
             tensor = tensor.narrow(dim, min(start, tensor.shape[dim] - length), length)
         target = target.to_local()
     target.copy_(tensor)

@@ -16,7 +16,8 @@ from PIL import Image
 
 from fsdp_utils.collectives.plot import CARD, INK, Bar, color_of, draw_bars, time_unit
 from fsdp_utils.collectives.replay import Replay, Span
-from fsdp_utils.collectives.trace import COMPUTE, FREE, ROOT
+from fsdp_utils.collectives.trace import COMPUTE, FREE
+from fsdp_utils.sharding.units import ROOT
 
 PIXELS_PER_INCH = 80
 COLORS_KEPT = 32  # a small palette makes a small file

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.module_tracker import ModuleTracker
 
-from fsdp_utils.collectives.trace import ROOT
-from fsdp_utils.collectives.units import Unit
+from fsdp_utils.sharding.units import ROOT, Unit
 from fsdp_utils.torch_internals.fsdp import fsdp1_backward_has_begun, fsdp1_wrapped, fsdp2_state
 from fsdp_utils.torch_internals.names import FlatParamHandle, FSDPParamGroup, place
 from fsdp_utils.torch_internals.runtime import when_backward_ends

@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from fsdp_utils.collectives.trace import COMPUTE, ROOT
+from fsdp_utils.collectives.trace import COMPUTE
+from fsdp_utils.sharding.units import ROOT
 
 # Told apart with any kind of colour vision (Okabe and Ito, "Color Universal Design", 2008).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -20,18 +23,11 @@ from torch.optim.optimizer import (
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls, when_done
 from fsdp_utils.collectives.device_times import DeviceTimes
 from fsdp_utils.collectives.fsdp_hooks import as_it_is, in_backward, listen
-from fsdp_utils.collectives.trace import BETWEEN, BUCKET, COMPUTE, FREE, ROOT, WITHIN, Event, Trace
-from fsdp_utils.collectives.units import (
-    Unit,
-    compute_device,
-    distributed_parts,
-    find_units,
-    has_ddp,
-    is_compiled,
-    names_of_modules,
-    parents,
-)
+from fsdp_utils.collectives.trace import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, Event, Trace
+from fsdp_utils.sharding.names import module_names
+from fsdp_utils.sharding.units import ROOT, Unit, find_units, parents
 from fsdp_utils.torch_internals.names import sequence_nr
+from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile
 
 _recording = False
 
@@ -75,8 +71,8 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         print(trace.summary())
     """
     global _recording
-    names = names_of_modules(model)
-    parts = distributed_parts(names)
+    names = module_names(model)
+    parts = _distributed(names)
     if not parts:
         raise ValueError(
             "record_collectives: expected a model under fully_shard, FullyShardedDataParallel or "
@@ -94,13 +90,14 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     units = find_units(model, names)
     devices = _devices(model, parts, units)
-    hidden = torch.compiler.disable if is_compiled(names) else as_it_is
+    is_compiled = has_compiled() or any(map(is_under_compile, names))
+    hidden = torch.compiler.disable if is_compiled else as_it_is
     trace = Trace(rank, world_size, {unit.name: unit.nbytes for unit in units})
-    times = _times(trace, compute_device(model, units))  # a GPU's
+    times = _times(trace, _compute_device(model, units))  # a GPU's
     _recording = True
     try:
         with times or nullcontext():
-            recorder = _Recorder(trace, on_host, ddp=has_ddp(parts), parents=parents(units), times=times)
+            recorder = _Recorder(trace, on_host, ddp=_has_ddp(parts), parents=parents(units), times=times)
             try:
                 with (
                     listen_to_calls(recorder.collective, hidden),
@@ -123,6 +120,20 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         )
 
 
+def _distributed(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those under FSDP1, FSDP2 or DDP."""
+    return [m for m in modules if isinstance(m, FSDP1 | FSDPModule | DistributedDataParallel)]
+
+
+def _has_ddp(modules: Iterable[nn.Module]) -> bool:
+    return any(isinstance(module, DistributedDataParallel) for module in modules)
+
+
+def _compute_device(model: nn.Module, units: list[Unit]) -> torch.device:
+    """Where the model computes, wherever its shards are at rest."""
+    return units[0].parts[0].device if units else next(model.parameters()).device
+
+
 def _times(trace: Trace, device: torch.device) -> DeviceTimes | None:
     """Who sees when the device computes; None for the CPU, which sees it itself."""
     if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
@@ -133,7 +144,7 @@ def _times(trace: Trace, device: torch.device) -> DeviceTimes | None:
 def _devices(model: nn.Module, parts: list[nn.Module], units: list[Unit]) -> dict[str, str]:
     """Where the shards of each unit are, and the parameters under DDP."""
     devices = {f"the shards of {unit.name}": unit.device for unit in units}
-    if has_ddp(parts):
+    if _has_ddp(parts):
         devices["the parameters"] = ", ".join(sorted({str(p.device) for p in model.parameters()}))
     return devices
 
@@ -142,14 +153,14 @@ def _changed(
     model: nn.Module, parts: list[nn.Module], units: list[Unit], devices: dict[str, str]
 ) -> str | None:
     """What is no longer as it was when the recording began, in words."""
-    names = names_of_modules(model)
+    names = module_names(model)
     after = find_units(model, names)
     if [unit.parts for unit in units] != [unit.parts for unit in after]:
         return (
             f"the model was wrapped again inside the block: {len(units)} units with parameters at its "
             f"start, {len(after)} at its end, and not all are the same"
         )
-    if (parts_after := distributed_parts(names)) != parts:
+    if (parts_after := _distributed(names)) != parts:
         return (
             f"the model was wrapped again inside the block: {len(parts)} modules under FSDP or DDP at its "
             f"start, {len(parts_after)} at its end, and not all are the same"

@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from fsdp_utils._extras import need
-from fsdp_utils.collectives.trace import BETWEEN, BUCKET, COMPUTE, FREE, ROOT, WITHIN, Event, peak_units
+from fsdp_utils.collectives.trace import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, Event, peak_units
+from fsdp_utils.sharding.units import ROOT
 
 GIB = 2**30
 BACKWARD = 2.0  # a matrix product of forward has two in backward: for its input and for its weight

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 COMPUTE, FREE = "compute", "free"
 BUCKET = "bucket "  # and its number: what DDP reduces at once
-ROOT = "(root)"  # the name of the model itself; no submodule can be called so
 WITHIN, BETWEEN = "within a host", "between hosts"
 MIB = 2**20
 

@@ -14,10 +14,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fsdp_utils.allocator.trace import Event, Recorder, listening
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
 from fsdp_utils.collectives.fsdp_hooks import in_backward, listen
-from fsdp_utils.collectives.trace import ROOT
-from fsdp_utils.collectives.units import Unit, find_units
 from fsdp_utils.planner import work_items
 from fsdp_utils.planner.work_items import Alloc, Free, Gone, Label, Recording, Send, Step, Work
+from fsdp_utils.sharding.units import ROOT, Unit, find_units
 from fsdp_utils.torch_internals.fsdp import fsdp1_dtypes, fsdp2_whole
 from fsdp_utils.torch_internals.runtime import storage_id
 

@@ -23,12 +23,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from fsdp_utils.collectives.units import find_units
 from fsdp_utils.planner import work_items
 from fsdp_utils.planner.models import Inputs, Source, batch_of, build, loss_of, running
 from fsdp_utils.planner.recorder import recording_steps
 from fsdp_utils.planner.work_items import Recording
 from fsdp_utils.sharding.blocks import transformer_block_classes
+from fsdp_utils.sharding.units import find_units
 from fsdp_utils.sharding.wrapping import shard, wrap_policy
 from fsdp_utils.torch_internals.groups import fake_store
 from fsdp_utils.torch_internals.names import (

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from fsdp_utils.collectives.trace import ROOT
+from fsdp_utils.sharding.units import ROOT
 
 # What memory is used for.
 PARAMETERS, BUFFERS = "parameters", "buffers"

@@ -25,7 +25,7 @@ from fsdp_utils.checkpoint.state import MODEL, Snapshot
 from fsdp_utils.distributed.agreement import WAIT_S, fingerprint
 from fsdp_utils.pretrained.folder import Entry, read_folder, read_part
 from fsdp_utils.pretrained.meta_init import device_of, is_meta, materialise
-from fsdp_utils.torch_internals.names import local_shape_and_offset
+from fsdp_utils.sharding.local_part import local, local_chunk
 
 _SHOWN = 3  # problems of a kind in one error
 
@@ -167,7 +167,8 @@ def _fill(wanted: Snapshot, chosen: dict[str, list[str]], found: dict[str, Entry
             return files[entry.path]
 
         for key in sorted(chosen, key=lambda key: found[chosen[key][0]][:2]):
-            offsets, lengths, target = _part(wanted.tensors[key])
+            offsets, lengths = local_chunk(wanted.tensors[key])
+            target = local(wanted.tensors[key])
             first, *others = chosen[key]
             read_part(found[first], file_of(found[first]), offsets, lengths, target)
             for name in others:
@@ -182,11 +183,3 @@ def _fill(wanted: Snapshot, chosen: dict[str, list[str]], found: dict[str, Entry
 
 def _placements(tensor: Tensor) -> tuple[Placement, ...]:
     return tensor.placements if isinstance(tensor, DTensor) else ()
-
-
-def _part(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """Which part of the whole tensor is this rank's: its offsets, its shape, and where it goes."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.dim(), tuple(tensor.shape), tensor
-    lengths, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offsets), tuple(lengths), tensor.to_local()

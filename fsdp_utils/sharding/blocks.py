@@ -1,4 +1,4 @@
-"""What are a model's transformer blocks?"""
+"""Find the transformer blocks of a model."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_utils.sharding.names import WRAPPED, plain_name
-from fsdp_utils.sharding.units import sizes_of, units_of, within
+from fsdp_utils.sharding.units import find_units, parameter_sizes, within
 from fsdp_utils.torch_internals.runtime import own_children
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -32,8 +32,8 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
     Raises:
         ValueError: nothing is repeated.
     """
-    units, loose = units_of(model)
-    parameters = sizes_of(units) | loose
+    in_units, in_none = parameter_sizes(model, find_units(model, also_empty=True))
+    parameters = {name: size for some in (*in_units.values(), in_none) for name, size in some.items()}
     sizes: Counter[type[nn.Module]] = Counter()
     named = set()
     for name, block, is_named in _candidates(model):

@@ -1,14 +1,13 @@
-"""What is wrong with how a model was wrapped, in words."""
+"""check_sharding: find mistakes in how a model was wrapped."""
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.sharding.units import Unit, sizes_of, units_of, within
-from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle
+from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, within
+from fsdp_utils.torch_internals.fsdp import Flat
 
 # A unit that gathers more than this share of the parameters at once undoes most of what sharding saves.
 HALF = 0.5
@@ -27,21 +26,28 @@ def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         A sentence or two for each problem and what to do about it; empty when nothing is wrong. Only
         transformers models tell which weights are tied.
     """
-    units, loose = units_of(model)
+    units = find_units(model, also_empty=True)
     if not units:
         return [
             "The model is not sharded: no module in it is an FSDP unit. Call shard(model), or fully_shard."
         ]
-    fsdp2 = isinstance(units[0].module, FSDPModule)
+    fsdp2 = not units[0].fsdp1
+    sizes, loose = parameter_sizes(model, units)
     return [
-        *_check_units(model, units, loose, fsdp2),
-        *_check_ties(model, units, fsdp2),
+        *_check_units(model, units, sizes, loose, fsdp2),
+        *_check_ties(model, sizes, fsdp2),
         *_check_mixed_requires_grad(units),
         *(_check_optimizer(model, optimizer, fsdp2) if optimizer is not None else []),
     ]
 
 
-def _check_units(model: nn.Module, units: list[Unit], loose: dict[str, int], fsdp2: bool) -> list[str]:
+def _check_units(
+    model: nn.Module,
+    units: list[Unit],
+    sizes_of: dict[Unit, dict[str, int]],
+    loose: dict[str, int],
+    fsdp2: bool,
+) -> list[str]:
     """The first thing that is wrong with what is in which unit; the rest would follow from it."""
     if loose:
         what_to_do = "Call fully_shard(model) after its parts." if fsdp2 else "Wrap the whole model in FSDP."
@@ -66,11 +72,12 @@ def _check_units(model: nn.Module, units: list[Unit], loose: dict[str, int], fsd
             f"and between the steps. {what_to_do}"
         ]
     root = units[0]
-    if root.name and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
-        return []  # several models side by side: no root to speak of
-    sizes = sizes_of(units)
+    if root.name != ROOT and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
+        return []  # several sharded models side by side have no common root
+    of_root = sizes_of[root]
+    sizes = {name: size for some in sizes_of.values() for name, size in some.items()}
     blocks = dict(outermost(model, tuple(classes))) if classes else {}
-    in_root = [name for name in blocks if _share(within(name, root.sizes), within(name, sizes)) > SMALL]
+    in_root = [name for name in blocks if _share(within(name, of_root), within(name, sizes)) > SMALL]
     if in_root:
         return [
             f"{len(in_root)} of {len(blocks)} blocks ({names}) are not units, such as {in_root[0]}: they are "
@@ -79,16 +86,17 @@ def _check_units(model: nn.Module, units: list[Unit], loose: dict[str, int], fsd
         ]
     of_blocks = {name: size for block in blocks for name, size in within(block, sizes).items()}
     for unit in units[1:]:
-        held = [block for block in blocks if within(block, unit.sizes)]
-        share = _share({name: size for name, size in unit.sizes.items() if name in of_blocks}, of_blocks)
+        own = sizes_of[unit]
+        held = [block for block in blocks if within(block, own)]
+        share = _share({name: size for name, size in own.items() if name in of_blocks}, of_blocks)
         # Blocks that share a parameter have to be in one unit.
         if share > HALF and len(by_shared_parameters([blocks[block] for block in held])) > 1:
             return [
-                f"{len(held)} of {len(blocks)} blocks ({names}) are in one unit, {unit.name}, which gathers "
+                f"{len(held)} of {len(blocks)} blocks ({names}) are in one unit ({unit.name}), which gathers "
                 f"{share:.0%} of all blocks' parameters at once. {what_to_do}"
             ]
-    if (share := _share(root.sizes, sizes)) > HALF:
-        largest = max(root.sizes, key=root.sizes.__getitem__)
+    if (share := _share(of_root, sizes)) > HALF:
+        largest = max(of_root, key=of_root.__getitem__)
         return [
             f"{share:.0%} of the parameters are in the root's unit, which stays gathered through forward and "
             f"backward; the largest is {largest}. Make its module a unit too, before the root."
@@ -100,8 +108,8 @@ def _share(part: dict[str, int], whole: dict[str, int]) -> float:
     return sum(part.values()) / max(1, sum(whole.values()))
 
 
-def _check_ties(model: nn.Module, units: list[Unit], fsdp2: bool) -> list[str]:
-    unit_of = {name: unit.name or "the root" for unit in units for name in unit.sizes}
+def _check_ties(model: nn.Module, sizes_of: dict[Unit, dict[str, int]], fsdp2: bool) -> list[str]:
+    unit_of = {name: unit.name for unit, sizes in sizes_of.items() for name in sizes}
     pairs = {
         tuple(sorted((plain_name(prefix, target), plain_name(prefix, source))))
         for prefix, module in model.named_modules()
@@ -110,7 +118,7 @@ def _check_ties(model: nn.Module, units: list[Unit], fsdp2: bool) -> list[str]:
     }
     what_to_do = "fully_shard([a, b])" if fsdp2 else "FSDP around a module that holds both"
     return [
-        f"{a} and {b} are tied but in two units ({unit_of[a]} and {unit_of[b]}), so they are no longer one "
+        f"{a} and {b} are tied but in two units, {unit_of[a]} and {unit_of[b]}, so they are no longer one "
         "parameter: each would train on its own (from 2.13 on, torch refuses to run such an FSDP2 model). "
         f"Leave both modules to the root's unit, or make them one unit: {what_to_do}."
         for a, b in sorted(pairs)
@@ -121,13 +129,13 @@ def _check_ties(model: nn.Module, units: list[Unit], fsdp2: bool) -> list[str]:
 def _check_mixed_requires_grad(units: list[Unit]) -> list[str]:
     messages = []
     for unit in units:
-        # FSDP2 minds each parameter by itself
-        handle = fsdp1_handle(unit.module) if isinstance(unit.module, FullyShardedDataParallel) else None
-        parameters = Flat(handle.flat_param).params if handle is not None else []
+        # FSDP2 holds gradients for trained parameters only
+        handles = unit.parts if unit.fsdp1 else ()
+        parameters = [parameter for handle in handles for parameter in Flat(handle.flat_param).params]
         frozen = sum(not parameter.requires_grad for parameter in parameters)
         if 0 < frozen < len(parameters):
             messages.append(
-                f"The unit {unit.name or 'of the root'} mixes {frozen} frozen parameters with "
+                f"The unit {unit.name} mixes {frozen} frozen parameters with "
                 f"{len(parameters) - frozen} trained ones: FSDP1 holds and sends gradients for all of them. "
                 "Wrap the frozen modules in units of their own, or use FSDP2."
             )

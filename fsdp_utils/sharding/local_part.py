@@ -1,6 +1,7 @@
-"""Where in the whole parameter does the part lie that this rank holds?
+"""Which part of a parameter does this rank hold?
 
-Asked by everything that must come out alike however the model is sharded: masks, Fisher information.
+`local_chunk` says it by dimension (a DTensor's part, to read or copy), `places` by position in the flattened
+parameter, for FSDP1 as well: for what must come out alike however the model is sharded, such as masks.
 """
 
 import gc
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, is_fsdp1_parameter
-from fsdp_utils.torch_internals.names import FLAT_PARAM, local_shape_and_offset
+from fsdp_utils.torch_internals.names import FLAT_PARAM
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,23 @@ class Place:
     def padding(self) -> int:
         """How many of the elements, at the end, are none of the parameter's: FSDP1 makes its parts equal."""
         return min(self.numel, max(0, self.offset + self.numel - self.shape.numel()))
+
+
+def local_chunk(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """This rank's part of a tensor: its offsets in the full tensor and its sizes, by dimension.
+
+    The part itself is `local(tensor)`. A tensor that is no DTensor is its own part. On a rank that is not in
+    the DTensor's mesh, all of them are 0.
+
+    Raises:
+        ValueError: the DTensor has Partial placements: a rank holds a summand, not a part.
+    """
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    if tensor.device_mesh.get_coordinate() is None:
+        return (0,) * tensor.dim(), (0,) * tensor.dim()
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def places(params: Sequence[Tensor]) -> list[Place]:
@@ -82,11 +100,11 @@ def member_names(name: str, place: Place) -> list[str]:
 
 
 def _dtensor_place(param: DTensor) -> Place:
-    shape, offsets = local_shape_and_offset(param.shape, param.device_mesh, param.placements)
+    offsets, sizes = local_chunk(param)
     offset = sum(
-        offset * prod(shape[:dim]) * prod(param.shape[dim + 1 :]) for dim, offset in enumerate(offsets)
+        offset * prod(sizes[:dim]) * prod(param.shape[dim + 1 :]) for dim, offset in enumerate(offsets)
     )
-    return Place(param.shape, offset, local(param).numel())
+    return Place(param.shape, offset, prod(sizes))
 
 
 def _fsdp1_places() -> dict[int, Place]:
@@ -95,37 +113,17 @@ def _fsdp1_places() -> dict[int, Place]:
 
     found: dict[int, Place] = {}
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), FSDP1)]
-    for module in modules:
-        handle = fsdp1_handle(module)
-        if handle is None:
-            continue
-        flat = handle.flat_param
-        kept = Flat(flat)
-        members = _sharded_members(kept) if handle.uses_sharded_strategy else _whole_members(kept)
-        numel = kept.shard_shape.numel() if handle.uses_sharded_strategy else flat.numel()
-        shape = kept.whole_shape
-        found[id(flat)] = Place(
-            shape, handle.rank * numel if handle.uses_sharded_strategy else 0, numel, members
+    for handle in filter(None, map(fsdp1_handle, modules)):
+        flat = Flat(handle.flat_param)
+        members = tuple(
+            Member(name, shape, info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard)
+            if info.in_shard
+            else Member(name, shape, 0, 0, 0)
+            for name, shape, info in zip(flat.names, flat.shapes, flat.shards, strict=True)
         )
-        for param, member in zip(kept.params, members, strict=False):
+        numel = flat.shard_shape.numel()
+        offset = handle.rank * numel if handle.uses_sharded_strategy else 0  # NO_SHARD, or one rank alone
+        found[id(handle.flat_param)] = Place(flat.full_shape, offset, numel, members)
+        for param, member in zip(flat.params, members, strict=False):
             found[id(param)] = Place(member.shape, member.offset, member.numel)
     return found
-
-
-def _sharded_members(flat: Flat) -> tuple[Member, ...]:
-    return tuple(
-        Member(name, shape, info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard)
-        if info.in_shard
-        else Member(name, shape, 0, 0, 0)
-        for name, shape, info in zip(flat.names, flat.shapes, flat.shards, strict=True)
-    )
-
-
-def _whole_members(flat: Flat) -> tuple[Member, ...]:
-    """With NO_SHARD, which is also what one rank alone has."""
-    members, start, inner = [], 0, iter(zip(flat.names, flat.shapes, strict=True))
-    for numel, is_padding in flat.pieces:
-        if not is_padding:
-            members.append(Member(*next(inner), 0, start, numel))
-        start += numel
-    return tuple(members)

@@ -1,55 +1,147 @@
-"""Into which FSDP units was a model wrapped?"""
+"""The FSDP units of a model: what FSDP1 or FSDP2 gathers, computes and frees in one piece."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, fsdp2_state
+from fsdp_utils.sharding.names import module_names, plain_name
+from fsdp_utils.torch_internals.fsdp import (
+    Flat,
+    fsdp1_dtypes,
+    fsdp1_handle,
+    fsdp1_offloads,
+    fsdp2_groups,
+    fsdp2_state,
+    registered_flat,
+)
+
+ROOT = "(root)"  # the name of the model itself; no submodule can be called so
 
 
-class Unit(NamedTuple):
-    name: str  # in the model, as it would be without wrappers
-    module: nn.Module
-    sizes: dict[str, int]  # elements of each parameter that it gathers, whole, by name
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One FSDP unit.
+
+    Args:
+        name: Of its module, without wrappers; ROOT for the model itself.
+        modules: Those that share it: one, or the list that fully_shard was given.
+        parts: What in torch holds its parameters: FSDP2's parameter groups, or FSDP1's handle; empty where
+            all parameters are in units within.
+        fsdp1: Which of the two.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parts: tuple[Any, ...]
+    fsdp1: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Of its full parameters, without padding."""
+        if not self.fsdp1:
+            return sum(parameter.nbytes for parameter in self._sharded())
+        return sum(
+            sum(map(math.prod, Flat(handle.flat_param).shapes)) * fsdp1_dtypes(handle)[0].itemsize
+            for handle in self.parts
+        )
+
+    @property
+    def device(self) -> str:
+        """Where its shards are at rest now."""
+        if not self.fsdp1:
+            return ", ".join(sorted(map(str, {parameter.device for parameter in self._sharded()})))
+        (handle,) = self.parts
+        return "cpu" if fsdp1_offloads(handle) else str(registered_flat(handle).device)
+
+    def _sharded(self) -> list[Any]:
+        return [parameter.sharded_param for part in self.parts for parameter in part.fsdp_params]
 
 
-def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, int]]:
-    """All FSDP units, outer before inner, and the sizes of the parameters that are in none."""
-    units: dict[Any, Unit] = {}
+def find_units(
+    model: nn.Module, names: dict[nn.Module, str] | None = None, *, also_empty: bool = False
+) -> list[Unit]:
+    """The model's FSDP units, outer before inner.
+
+    Args:
+        model: Sharded or not.
+        names: Of its modules (`module_names`), where they are known already.
+        also_empty: With those that hold no parameters of their own, such as a root around blocks.
+    """
+    names = module_names(model) if names is None else names
+    units = []
+    seen: set[int] = set()  # FSDP2's states: modules that were sharded together, as a list, have one
+    for module, name in names.items():
+        if isinstance(module, FSDP1):
+            handle = fsdp1_handle(module)
+            unit = Unit(plain_name(name) or ROOT, (module,), () if handle is None else (handle,), fsdp1=True)
+        elif isinstance(module, FSDPModule) and id(state := fsdp2_state(module)) not in seen:
+            seen.add(id(state))
+            parts = tuple(fsdp2_groups(module))
+            modules = parts[0].modules if parts else (module,)
+            together = (plain_name(names.get(one, "")) or ROOT for one in modules)
+            unit = Unit(", ".join(together), modules, parts, fsdp1=False)
+        else:
+            continue
+        if unit.parts or also_empty:
+            units.append(unit)
+    return units
+
+
+def parameter_sizes(model: nn.Module, units: list[Unit]) -> tuple[dict[Unit, dict[str, int]], dict[str, int]]:
+    """How many elements has each full parameter?
+
+    Args:
+        model: Sharded or not.
+        units: All that it has, `find_units(model, also_empty=True)`.
+
+    Returns:
+        For each unit the sizes of the parameters that it gathers, by name in the model without wrappers; and
+        those of the parameters that are in no unit.
+    """
+    unit_of = {module: unit for unit in units for module in unit.modules}
+    sizes: dict[Unit, dict[str, int]] = {unit: {} for unit in units}
     loose: dict[str, int] = {}
     seen: set[nn.Parameter] = set()  # a tied parameter has several names and counts once
 
     def walk(module: nn.Module, name: str, unit: Unit | None) -> None:
-        if isinstance(module, FullyShardedDataParallel):
-            unit = units.setdefault(module, Unit(name, module, {}))
-            if (handle := fsdp1_handle(module)) is not None:
+        unit = unit_of.get(module, unit)
+        if isinstance(module, FSDP1) and unit is not None:
+            for handle in unit.parts:
                 flat = Flat(handle.flat_param)
-                unit.sizes.update(
-                    {plain_name(name, fqn): n for fqn, n in zip(flat.names, flat.numels, strict=True)}
-                )
-        elif isinstance(module, FSDPModule):
-            # Modules that were sharded together, as a list, have one state and are one unit.
-            unit = units.setdefault(fsdp2_state(module), Unit(name, module, {}))
-        if unit is None or isinstance(unit.module, FSDPModule):
+                sizes[unit] |= {
+                    plain_name(name, fqn): n for fqn, n in zip(flat.names, flat.numels, strict=True)
+                }
+        elif unit is None or not unit.fsdp1:
             for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter in seen:
-                    continue
-                seen.add(parameter)
-                sizes = loose if unit is None else unit.sizes
-                sizes[plain_name(name, parameter_name)] = parameter.numel()
+                if parameter not in seen:
+                    seen.add(parameter)
+                    of = loose if unit is None else sizes[unit]
+                    of[plain_name(name, parameter_name)] = parameter.numel()
         for child_name, child in module.named_children():
             walk(child, plain_name(name, child_name), unit)
 
     walk(model, "", None)
-    return list(units.values()), loose
-
-
-def sizes_of(units: list[Unit]) -> dict[str, int]:
-    return {name: size for unit in units for name, size in unit.sizes.items()}
+    return sizes, loose
 
 
 def within(module: str, sizes: dict[str, int]) -> dict[str, int]:
     """The parameters of the module of that name."""
     return {name: size for name, size in sizes.items() if name.startswith(f"{module}.")}
+
+
+def parents(units: list[Unit]) -> set[str]:
+    """Names of the units, and of the model, that hold other units."""
+    owner = {name: unit.name for unit in units for name in unit.name.split(", ")}
+    found = {ROOT} if any(unit.name != ROOT for unit in units) else set()
+    for inner, name in owner.items():
+        outer = inner
+        while outer := outer.rpartition(".")[0]:
+            if owner.get(outer, name) != name:
+                found.add(owner[outer])
+    return found

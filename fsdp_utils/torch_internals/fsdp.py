@@ -97,12 +97,7 @@ class Flat:
         return getattr(self._flat, "_shared_param_infos", ())
 
     @property
-    def pieces(self) -> list[tuple[int, bool]]:
-        """How it is laid out: each piece's number of elements, and whether it is padding."""
-        return list(zip(self._flat._numels_with_padding, self._flat._is_padding_mask, strict=True))
-
-    @property
-    def whole_shape(self) -> torch.Size:
+    def full_shape(self) -> torch.Size:
         """Gathered, without padding."""
         return self._flat._unpadded_unsharded_size
 

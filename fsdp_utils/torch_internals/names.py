@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
     from torch.distributed.fsdp._runtime_utils import _lazy_init as fsdp1_lazy_init
-    from torch.distributed.tensor._utils import (
-        compute_local_shape_and_global_offset as local_shape_and_offset,
-    )
 
 
 class Private(NamedTuple):
@@ -97,11 +94,6 @@ NAMES: dict[str, Private] = {
         "names of FSDP1's flat parameters; named_parameters() does not look into them",
     ),
     # DTensor and ShardedTensor
-    "local_shape_and_offset": Private(
-        "torch.distributed.tensor._utils",
-        "compute_local_shape_and_global_offset",
-        "where a shard lies in the whole; a public function, but in a private module",
-    ),
     "dtensor_shapes": Private(
         "torch.distributed.tensor._sharding_prop:ShardingPropagator",
         "_propagate_tensor_meta_non_cached",

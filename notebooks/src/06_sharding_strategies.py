@@ -47,7 +47,7 @@ with warnings.catch_warnings():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fsdp_utils import record_collectives
-from fsdp_utils.collectives.units import find_units
+from fsdp_utils.sharding.units import find_units
 
 rank, world = dist.get_rank(), dist.get_world_size()
 on_gpu = torch.cuda.is_available()                              # ranks on the CPU see no GPU
