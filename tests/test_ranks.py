@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -139,6 +140,22 @@ def test_a_collective_that_some_ranks_never_enter_ends_and_shows_where_each_stan
     )
     failed = four.run("%%ranks --timeout 1\nif rank == 0:\n    tensor.full_tensor()")
     assert "waits at most 1 s" in failed.traceback
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+
+
+def test_after_an_abandoned_collective_no_thread_of_a_rank_burns_a_core(four: Notebook) -> None:
+    four.run(
+        "%%ranks\nfrom torch.distributed.fsdp import fully_shard\n"
+        "model = fully_shard(torch.nn.Linear(256, 256)); model(torch.ones(1, 256)).sum().backward()"
+    )
+    failed = four.run("%%ranks --timeout 0.3\nif rank == 0:\n    model.weight.full_tensor()")
+    assert "rank 3 had finished the cell" in failed.traceback
+    processes = [psutil.Process(int(pid)) for pid in eval(four.run("list(ranks._team.pids.values())").value)]
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(2)
+    used = [sum(process.cpu_times()[:2]) - was for process, was in zip(processes, before, strict=True)]
+    assert max(used) < 0.5, used
+    assert four.run("%%ranks\ndel model\nimport gc; gc.collect()").error == ""  # gloo closes its sockets
     assert four.run(WHOLE).text == "all ranks | 4.0\n"
 
 

@@ -1,8 +1,10 @@
 """What runs inside a rank: joining the process group, running a cell, getting free of a collective."""
 
 import contextlib
+import ctypes
 import os
 import pickle
+import platform
 import signal
 import socket
 import stat
@@ -11,6 +13,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -23,6 +26,7 @@ from fsdp_utils.notebook.nccl import gpu_is_lost as gpu_is_lost  # called by the
 from fsdp_utils.torch_internals.groups import process_groups, set_group_timeout
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
+EPOLL_CTL_MOD, EPOLLET = 3, 1 << 31  # of Linux's <sys/epoll.h>
 AT_THE_END = "the end of the cell, where it waits for its GPU"
 
 _listener: socket.socket | None = None  # rank 0: where the next group's store will listen
@@ -81,6 +85,7 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
     with contextlib.suppress(Exception):  # whatever state the old group was left in, it goes
         nccl.abort_groups() if on_gpu else dist.destroy_process_group()
+    _quieten_old_sockets()
     timeout = timedelta(seconds=settings["timeout_s"])
     # cuDNN computes fp32 convolutions in TF32 by default, to three digits; lessons compare the losses of 24
     # and of 6 images to 1e-4
@@ -127,16 +132,58 @@ def cut_group() -> None:
     if torch.cuda.is_initialized():
         with contextlib.suppress(Exception):  # the sockets have to be shut in any case
             nccl.abort_groups()
-    keep = _controller_ports()
-    for fd, inode in _sockets().items():
-        if inode in _older:
-            continue
+    for fd in _group_sockets():
         # not connected, or closed meanwhile: then there is nothing to cut
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            if not {connection.getpeername()[1], connection.getsockname()[1]} & keep:
-                connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+class _EpollEvent(ctypes.Structure):
+    """epoll_event of <sys/epoll.h>, which x86-64 packs."""
+
+    _pack_ = 1 if platform.machine() == "x86_64" else 0
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+def _quieten_old_sockets() -> None:
+    """Let gloo's thread sleep on the connections of the groups before.
+
+    A model that is still there keeps its group, and with it gloo's connections. Where the message of an
+    abandoned collective has arrived, and the buffer for it is gone, gloo's thread neither reads the message nor
+    closes the socket (`Pair::prepareRead` returns -1), and epoll reports both at once for ever: a core at 100%.
+    Edge-triggered, each is reported once. The registration itself has to stay, with gloo's pointer in it:
+    gloo ends the process if it cannot remove it later.
+    """
+    if sys.platform != "linux":
+        return
+    old = _group_sockets()
+    epoll_ctl = ctypes.CDLL(None).epoll_ctl
+    for epoll in os.listdir("/proc/self/fdinfo"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            for line in Path("/proc/self/fdinfo", epoll).read_text().splitlines():
+                if line.startswith(
+                    "tfd:"
+                ):  # "tfd: 12 events: 19 data: 7f00c0de ...", hexadecimal but the first
+                    _, fd, _, events, _, data, *_ = line.split()
+                    if int(fd) in old:
+                        changed = _EpollEvent(int(events, 16) | EPOLLET, int(data, 16))
+                        epoll_ctl(int(epoll), EPOLL_CTL_MOD, int(fd), ctypes.byref(changed))
+
+
+def _group_sockets() -> set[int]:
+    """The file descriptors of the connections that this process's groups and their stores have made."""
+    keep = _controller_ports()
+    found = set()
+    for fd, inode in _sockets().items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if not listens and inode not in _older and connection.family in (socket.AF_INET, socket.AF_INET6):
+                ports = {connection.getsockname()[1]}
+                with contextlib.suppress(OSError):  # it is shut already
+                    ports.add(connection.getpeername()[1])
+                if not ports & keep:
+                    found.add(fd)
+    return found
 
 
 def _sockets() -> dict[int, int]:
@@ -155,6 +202,8 @@ def _controller_ports() -> set[int]:
     from ipyparallel.engine.app import IPEngine
 
     ports: set[int] = set()
+    if not IPEngine.initialized():  # the rank is starting
+        return ports
     for value in IPEngine.instance().connection_info.values():
         ports.update(
             port for port in (value if isinstance(value, list) else [value]) if isinstance(port, int)
