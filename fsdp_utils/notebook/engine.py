@@ -27,6 +27,7 @@ from fsdp_utils.torch_internals.groups import process_groups, set_group_timeout
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
 EPOLL_CTL_MOD, EPOLLET = 3, 1 << 31  # of Linux's <sys/epoll.h>
+REPORT_EVERY_S = 1.0  # of a cell that takes longer, where it stands
 AT_THE_END = "the end of the cell, where it waits for its GPU"
 
 _listener: socket.socket | None = None  # rank 0: where the next group's store will listen
@@ -148,26 +149,24 @@ class _EpollEvent(ctypes.Structure):
 def _quieten_old_sockets() -> None:
     """Let gloo's thread sleep on the connections of the groups before.
 
-    A model that is still there keeps its group, and with it gloo's connections. Where the message of an
-    abandoned collective has arrived, and the buffer for it is gone, gloo's thread neither reads the message nor
-    closes the socket (`Pair::prepareRead` returns -1), and epoll reports both at once for ever: a core at 100%.
-    Edge-triggered, each is reported once. The registration itself has to stay, with gloo's pointer in it:
-    gloo ends the process if it cannot remove it later.
+    A model that still exists keeps its group, and with it gloo's connections. Where a message of an
+    abandoned collective has arrived and its buffer is gone, gloo's thread neither reads it nor closes the
+    socket (`Pair::prepareRead` returns -1), and level-triggered epoll reports the socket again and again: a
+    core at 100%. Edge-triggered epoll reports it once. The registration must stay, with gloo's pointer in it,
+    because gloo ends the process if it cannot remove the registration later.
     """
     if sys.platform != "linux":
         return
     old = _group_sockets()
     epoll_ctl = ctypes.CDLL(None).epoll_ctl
-    for epoll in os.listdir("/proc/self/fdinfo"):
+    for info in Path("/proc/self/fdinfo").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
-            for line in Path("/proc/self/fdinfo", epoll).read_text().splitlines():
-                if line.startswith(
-                    "tfd:"
-                ):  # "tfd: 12 events: 19 data: 7f00c0de ...", hexadecimal but the first
+            for line in info.read_text().splitlines():
+                if line.startswith("tfd:"):  # "tfd: 12 events: 19 data: 7f00c0de ...", the last two in hex
                     _, fd, _, events, _, data, *_ = line.split()
                     if int(fd) in old:
                         changed = _EpollEvent(int(events, 16) | EPOLLET, int(data, 16))
-                        epoll_ctl(int(epoll), EPOLL_CTL_MOD, int(fd), ctypes.byref(changed))
+                        epoll_ctl(int(info.name), EPOLL_CTL_MOD, int(fd), ctypes.byref(changed))
 
 
 def _group_sockets() -> set[int]:
@@ -266,6 +265,7 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
     previous = signal.signal(signal.SIGINT, nccl.stop_cell)
     if torch.cuda.is_initialized():
         threading.Thread(target=nccl.watch, args=(_cell_is_over,), daemon=True).start()
+    threading.Thread(target=_report_position, args=(source,), daemon=True).start()
     at_the_end = False
     try:
         vars(shell).update(quiet)  # the error is shown once, by the notebook, and not by every rank
@@ -291,6 +291,35 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
         found |= {"where": AT_THE_END, "text": f"at {AT_THE_END}"}
     found["in_collective"] |= isinstance(error, nccl.CollectiveError)
     return {"ok": False, "time": time.time(), "seconds": time.monotonic() - began, **found}
+
+
+def _report_position(source: str) -> None:
+    """In a thread beside the cell: tell the notebook now and then where the cell stands on this rank.
+
+    A rank waits in a collective if the main thread is in the same place for a while and uses no CPU there.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+    before, since = None, time.monotonic()
+    while not _cell_is_over.wait(REPORT_EVERY_S):
+        with contextlib.suppress(Exception):  # to report is not worth a failed cell
+            place = tracebacks.position(sys._current_frames()[main], source)
+            now = place, _cpu_time_ms(main)
+            if now != before:
+                before, since = now, time.monotonic()
+            _shell().data_pub.publish_data({"position": {**place, "seconds": time.monotonic() - since}})
+
+
+def _cpu_time_ms(thread: int) -> int:
+    """CPU time of a thread in milliseconds; 0 where the system does not tell."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0
+    return round(time.clock_gettime(time.pthread_getcpuclockid(thread)) * 1000)
+
+
+def has_name(name: str) -> bool:
+    """Whether this rank's namespace has such a variable."""
+    return name in _shell().user_ns
 
 
 def evaluate(expression: str) -> Any:
