@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -96,6 +97,44 @@ def test_a_stub_is_not_yet_an_answer_and_does_not_raise():
     assert "Not yet" in lesson.check(None, {"T5Block"}).data
 
 
+def test_an_empty_stub_is_not_called():
+    def ask(numel: int) -> int | None:
+        """How many?"""
+        ...
+
+    def dots(numel: int):
+        return ...
+
+    def prepared(numel: int):
+        called.append(numel)
+        return ...
+
+    called: list[int] = []
+    for stub in (ask, dots, lambda numel: None, prepared):
+        shown = lesson.check(stub, {(2,): 4, (3,): 9}).data
+        assert "Not yet" in shown
+        assert "| · |" in shown
+    assert called == [2, 3]
+    assert "Not yet" in lesson.check(..., 4).data
+    with pytest.raises(AssertionError, match="Not yet"):
+        lesson.check(..., 4, strict=True)
+
+
+def test_none_can_be_the_right_answer_of_some_cases():
+    def smallest(numbers: tuple[int, ...]) -> int | None:
+        return min(numbers, default=None)
+
+    assert "Right" in lesson.check(smallest, {((),): None, ((3, 4),): 3}).data
+    assert "Not yet" in lesson.check(lambda numbers: None, {((),): None, ((3, 4),): 3}).data
+
+
+def test_a_text_where_a_number_is_asked_for_is_told_apart():
+    shown = lesson.check(lambda numel: str(numel), {(12,): 12}).data
+    assert "`'12'` is a text, and the spec is a number" in shown
+    assert "1 of 1 differ" in shown
+    assert "is a text" not in lesson.check("12", "13").data
+
+
 def test_a_wrong_answer_shows_yours_and_spec():
     text = lesson.check(square, {(2,): 4, (3,): 6}).data
     assert "1 of 2 differ" in text
@@ -117,6 +156,20 @@ def test_strict_raises_for_missing_and_wrong_answers(answer):
     [
         (0.1 + 0.2, 0.3, True),
         (1, 1.0, True),
+        (1.0, 1, True),
+        (2.9999999999999996, 3, True),
+        (1_000_000_001, 1_000_000_000, False),
+        (2**60 + 1, 2**60, False),
+        (np.float64(0.3), 0.1 + 0.2, True),
+        (np.int64(4), 4, True),
+        (torch.tensor(4), 4, True),
+        (torch.tensor(0.3), 0.3, True),
+        (4, np.int32(4), True),
+        (np.array([1, 2]), [1.0, 2.0], True),
+        (np.array([1, 2]), [1, 3], False),
+        (np.True_, 1, False),
+        ("12", 12, False),
+        (float("inf"), 3.0, False),
         (True, 1, False),
         ([1, 2.0], (1, 2.0), True),
         ([1], (1, 2), False),

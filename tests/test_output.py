@@ -61,3 +61,13 @@ def test_live_output_redraws_a_progress_bar_in_place(capsys: pytest.CaptureFixtu
     live.update({0: "\r 10%"})
     live.update({0: "\r 10%\r 20%"})
     assert capsys.readouterr().out == "\rrank 0 |  10%\rrank 0 |  20%"
+
+
+def test_a_status_line_is_replaced_by_the_next_and_by_output(capsys: pytest.CaptureFixture[str]) -> None:
+    live = Live(2)
+    live.report("a long line")
+    live.report("a long line")
+    live.report("short")
+    live.update({0: "one\n"})
+    assert capsys.readouterr().out == "\ra long line\rshort      \r     \rrank 0 | one\n"
+    assert live.showing

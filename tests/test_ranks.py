@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -142,6 +143,22 @@ def test_a_collective_that_some_ranks_never_enter_ends_and_shows_where_each_stan
     assert four.run(WHOLE).text == "all ranks | 4.0\n"
 
 
+def test_after_an_abandoned_collective_no_thread_of_a_rank_burns_a_core(four: Notebook) -> None:
+    four.run(
+        "%%ranks\nfrom torch.distributed.fsdp import fully_shard\n"
+        "model = fully_shard(torch.nn.Linear(256, 256)); model(torch.ones(1, 256)).sum().backward()"
+    )
+    failed = four.run("%%ranks --timeout 0.3\nif rank == 0:\n    model.weight.full_tensor()")
+    assert "rank 3 had finished the cell" in failed.traceback
+    processes = [psutil.Process(int(pid)) for pid in eval(four.run("list(ranks._team.pids.values())").value)]
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(2)
+    used = [sum(process.cpu_times()[:2]) - was for process, was in zip(processes, before, strict=True)]
+    assert max(used) < 0.5, used
+    assert four.run("%%ranks\ndel model\nimport gc; gc.collect()").error == ""  # gloo closes its sockets
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+
+
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -184,8 +201,29 @@ def test_a_death_between_two_cells_is_told_before_the_next_one_runs(four: Notebo
 def test_an_interrupt_gives_the_prompt_back_and_keeps_the_ranks(four: Notebook, stuck: str) -> None:
     stopped = four.run(f"%%ranks\n{stuck}", interrupt_after=1.0)
     assert stopped.error.startswith("KeyboardInterrupt")
+    stood = [f"rank {rank} stood at line 1: {stuck}" for rank in range(4)]
+    assert stopped.traceback.splitlines()[2:6] == stood
     assert stopped.seconds < 20
     assert four.run(WHOLE).text == "all ranks | 4.0\n"
+
+
+def test_an_interrupt_shows_which_ranks_had_finished(four: Notebook) -> None:
+    stopped = four.run("%%ranks\nif rank == 1:\n    time.sleep(60)", interrupt_after=1.0)
+    assert stopped.traceback.splitlines()[2:4] == [
+        "rank 0 had finished the cell",
+        "rank 1 stood at line 2: time.sleep(60)",
+    ]
+
+
+def test_a_name_that_lives_on_the_ranks_is_told_where_it_is(four: Notebook) -> None:
+    four.run("%%ranks\nonly_there = 1")
+    failed = four.run("only_there")
+    assert failed.error == "NameError: name 'only_there' is not defined"
+    assert failed.text == (
+        "only_there lives on the ranks: use it in a %%ranks cell, or fetch it with ranks.get('only_there').\n"
+    )
+    assert four.run("nowhere").text == ""
+    assert four.run("raise NameError").text == ""
 
 
 def test_what_get_cannot_bring_is_told(four: Notebook) -> None:
@@ -282,6 +320,24 @@ def test_to_a_person_output_streams_as_it_comes_and_settles_at_the_end(
     assert shown.streamed.index("rank 0 | step 0 0\n") < shown.streamed.index("rank 1 | step 2 1\n")
     assert shown.cleared
     assert shown.text == "".join(f"rank {r} | step {i} {r}\n" for r in range(2) for i in range(3))
+
+
+def test_to_a_person_a_collective_that_some_ranks_have_not_entered_is_reported_while_it_waits(
+    another: Callable[..., Notebook],
+) -> None:
+    notebook = another(interactive=True)
+    started = notebook.run("ranks.start(4)")
+    assert started.streamed[0] == "starting the ranks: importing torch ..."
+    assert started.text.rpartition("\r")[2] == "4 ranks in one process group (gloo on CPU)\n"
+    waited = notebook.run(
+        "%%ranks\nimport time, torch, torch.distributed as dist\n"
+        "if dist.get_rank() == 2:\n    time.sleep(7)\ndist.all_reduce(torch.ones(1))"
+    )
+    told = [piece.strip() for piece in waited.streamed]
+    running = next(index for index, line in enumerate(told) if line.startswith("running on all ranks"))
+    report = told.index("rank 2 stands at line 3; ranks 0, 1, 3 wait in all_reduce (line 4)")
+    assert running < report
+    assert (waited.text, waited.cleared, waited.error) == ("", True, "")
 
 
 @pytest.mark.parametrize("end", ["killed", "closed", "restarted"])

@@ -14,6 +14,9 @@ from fsdp_utils.notebook.tracebacks import words
 CUT_S = 0.2  # after a failure: time for the other ranks to come back by themselves, then they are cut free
 INTERRUPT_S = 0.5  # ... after this those that are in no collective are interrupted
 CUT_INTERRUPTED_S = 1.5  # an interrupted rank cuts itself free; after this the ranks that are back help
+STATUS_S = 1.0  # a cell that takes longer says what its ranks do
+STATUS_LENGTH = 100  # characters: a line that wraps cannot be replaced
+WAITING_S = 5.0  # a rank that is in the same collective for longer waits for the others
 END_S = 10.0  # how long a killed rank may take to be gone
 KILL_S = {"cpu": 3.0, "cuda": 20.0}  # ... and after this, killed; to abort NCCL's communicators takes longer
 
@@ -36,6 +39,14 @@ class RankError(RuntimeError):
         return [f"RankError: {self}", "", *self.details.splitlines()]
 
 
+def _interrupt(details: list[str]) -> KeyboardInterrupt:
+    """What an interrupted cell raises: IPython shows the details, where the ranks stood, as its traceback."""
+    error = KeyboardInterrupt("the cell was interrupted on its ranks")
+    lines = [f"KeyboardInterrupt: {error}", "", *details]
+    error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+    return error
+
+
 class Cell:
     """One run of a cell: what each rank has printed, how it ended there, and what to do about it."""
 
@@ -50,7 +61,8 @@ class Cell:
         self.cut: set[int] = set()
         self.signalled: set[tuple[int, int]] = set()
         self.interrupted = False
-        streams = ("stdout", "stderr") if _someone_watches() else ()
+        self.began = time.monotonic()
+        streams = ("stdout", "stderr") if someone_watches() else ()
         self.live = {stream: output.Live(team.world_size) for stream in streams}
 
     def run(self) -> None:
@@ -67,8 +79,7 @@ class Cell:
             return
         note = self._mend()
         if self.interrupted:
-            print(note, end="\n" * bool(note))
-            raise KeyboardInterrupt
+            raise _interrupt([*self._where_stood(self.chosen), *filter(None, ["", note])])
         self._raise(failures, note)
 
     def _look(self) -> None:
@@ -77,7 +88,33 @@ class Cell:
         self._free_the_stuck()
         for stream, live in self.live.items():
             live.update(self._texts(stream))
+        if self.live:
+            self.live["stdout"].report(self._status())
         time.sleep(0.002)
+
+    def _status(self) -> str:
+        """What the ranks do, in one line, if some wait for others or if nobody prints anything for long."""
+        if time.monotonic() - self.began < STATUS_S:
+            return ""
+        positions = {rank: self.printed[rank]["data"].get("position") for rank in self._busy()}
+        waiting: dict[str, list[int]] = {}
+        others: dict[str, list[int]] = {}
+        for rank in self.chosen:
+            place = positions.get(rank) or {"where": None, "collective": None, "seconds": 0.0}
+            if rank in self.outcomes:
+                others.setdefault("has|have finished the cell", []).append(rank)
+            elif place["collective"] and place["seconds"] > WAITING_S:
+                what = f"waits|wait in {place['collective']} (line {place['line']})"
+                waiting.setdefault(what, []).append(rank)
+            elif place["where"]:
+                others.setdefault(f"stands|stand at line {place['line']}", []).append(rank)
+        if waiting and len(waiting) + len(others) > 1:
+            return "; ".join(_clause(ranks, what) for what, ranks in [*others.items(), *waiting.items()])
+        if any(live.shown or live.drawn for live in self.live.values()):
+            return ""
+        where = {place["where"] for place in positions.values() if place and place["where"]}
+        at = f" at {where.pop()}" if len(where) == 1 else ""
+        return f"running on {output.who(self._busy(), self.team.world_size)}{at}"[:STATUS_LENGTH]
 
     def _texts(self, stream: str) -> dict[int, str]:
         texts = {rank: printed[stream] or "" for rank, printed in self.printed.items()}
@@ -124,19 +161,20 @@ class Cell:
         for call in self.calls.values():
             if call.ready():
                 call.wait_for_output(timeout=5)
-        if any(live.shown or live.drawn for live in self.live.values()):
+        shown = {
+            rank: [*printed["outputs"], *filter(None, [printed["execute_result"]])]
+            for rank, printed in self.printed.items()
+        }
+        if any(live.showing for live in self.live.values()):
             from IPython.display import clear_output
 
-            clear_output(wait=True)
+            something_follows = any(shown.values()) or any(self._texts(stream) for stream in self.live)
+            clear_output(wait=something_follows)
         for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
             texts = self._texts(name)
             if texts:
                 stream.write(output.settle(texts, self.team.world_size))
                 stream.flush()
-        shown = {
-            rank: [*printed["outputs"], *filter(None, [printed["execute_result"]])]
-            for rank, printed in self.printed.items()
-        }
         output.show_values(shown, self.team.world_size)
 
     def _mend(self) -> str:
@@ -174,7 +212,7 @@ class Cell:
         same = sorted(died) or [rank for rank in self.chosen if _alike(self.outcomes[rank], cause)]
         label = output.who(same, self.team.world_size)
         details = [] if died else [f"{label}, {cause['text']}", f"{cause['name']}: {cause['message']}", ""]
-        others = [f"{output.who([rank], 0)} {self._stood(rank)}" for rank in self.chosen if rank not in same]
+        others = self._where_stood([rank for rank in self.chosen if rank not in same])
         details += ["Meanwhile", *others, ""] if others else []
         if first in timed_out:
             details += [
@@ -186,6 +224,9 @@ class Cell:
         if died:
             raise death(died, "while it ran this cell", "\n".join(details), self.team.world_size)
         raise RankError(f"{label} raised {cause['name']}: {cause['message']}", "\n".join(details).rstrip())
+
+    def _where_stood(self, some: list[int]) -> list[str]:
+        return [f"{output.who([rank], 0)} {self._stood(rank)}" for rank in some]
 
     def _stood(self, rank: int) -> str:
         outcome = self.outcomes[rank]
@@ -225,6 +266,12 @@ def _outcome(call: Any) -> dict[str, Any]:
         return {"ok": False, "time": time.time(), "name": name, "message": message, **unknown}
 
 
+def _clause(ranks: list[int], what: str) -> str:
+    """ "rank 2 waits in ..." or "ranks 0, 1 wait in ..." of "waits|wait in ..."."""
+    verbs, _, rest = what.partition(" ")
+    return f"{output.who(ranks, 0)} {verbs.split('|')[len(ranks) > 1]} {rest}"
+
+
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two ranks failed alike; what torch says of a broken connection differs by its ports."""
     keys = {"ok", "code", "name", "where", "message"} - ({"message"} if other.get("in_collective") else set())
@@ -248,7 +295,7 @@ def death(dead: Mapping[int, int | None], when: str, details: str, world_size: i
     return RankError(f"{how} {when}", details)
 
 
-def _someone_watches() -> bool:
+def someone_watches() -> bool:
     """Whether a person sees output as it comes: front ends that run a notebook unattended take no input."""
     kernel = getattr(ipython(), "kernel", None)
     return bool(kernel and kernel.get_parent().get("content", {}).get("allow_stdin"))

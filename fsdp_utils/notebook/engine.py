@@ -1,8 +1,10 @@
 """What runs inside a rank: joining the process group, running a cell, getting free of a collective."""
 
 import contextlib
+import ctypes
 import os
 import pickle
+import platform
 import signal
 import socket
 import stat
@@ -11,6 +13,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -23,6 +26,8 @@ from fsdp_utils.notebook.nccl import gpu_is_lost as gpu_is_lost  # called by the
 from fsdp_utils.torch_internals.groups import process_groups, set_group_timeout
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
+EPOLL_CTL_MOD, EPOLLET = 3, 1 << 31  # of Linux's <sys/epoll.h>
+REPORT_EVERY_S = 1.0  # of a cell that takes longer, where it stands
 AT_THE_END = "the end of the cell, where it waits for its GPU"
 
 _listener: socket.socket | None = None  # rank 0: where the next group's store will listen
@@ -81,6 +86,7 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
     with contextlib.suppress(Exception):  # whatever state the old group was left in, it goes
         nccl.abort_groups() if on_gpu else dist.destroy_process_group()
+    _quieten_old_sockets()
     timeout = timedelta(seconds=settings["timeout_s"])
     # cuDNN computes fp32 convolutions in TF32 by default, to three digits; lessons compare the losses of 24
     # and of 6 images to 1e-4
@@ -127,16 +133,56 @@ def cut_group() -> None:
     if torch.cuda.is_initialized():
         with contextlib.suppress(Exception):  # the sockets have to be shut in any case
             nccl.abort_groups()
-    keep = _controller_ports()
-    for fd, inode in _sockets().items():
-        if inode in _older:
-            continue
+    for fd in _group_sockets():
         # not connected, or closed meanwhile: then there is nothing to cut
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            if not {connection.getpeername()[1], connection.getsockname()[1]} & keep:
-                connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+class _EpollEvent(ctypes.Structure):
+    """epoll_event of <sys/epoll.h>, which x86-64 packs."""
+
+    _pack_ = 1 if platform.machine() == "x86_64" else 0
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+def _quieten_old_sockets() -> None:
+    """Let gloo's thread sleep on the connections of the groups before.
+
+    A model that still exists keeps its group, and with it gloo's connections. Where a message of an
+    abandoned collective has arrived and its buffer is gone, gloo's thread neither reads it nor closes the
+    socket (`Pair::prepareRead` returns -1), and level-triggered epoll reports the socket again and again: a
+    core at 100%. Edge-triggered epoll reports it once. The registration must stay, with gloo's pointer in it,
+    because gloo ends the process if it cannot remove the registration later.
+    """
+    if sys.platform != "linux":
+        return
+    old = _group_sockets()
+    epoll_ctl = ctypes.CDLL(None).epoll_ctl
+    for info in Path("/proc/self/fdinfo").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            for line in info.read_text().splitlines():
+                if line.startswith("tfd:"):  # "tfd: 12 events: 19 data: 7f00c0de ...", the last two in hex
+                    _, fd, _, events, _, data, *_ = line.split()
+                    if int(fd) in old:
+                        changed = _EpollEvent(int(events, 16) | EPOLLET, int(data, 16))
+                        epoll_ctl(int(info.name), EPOLL_CTL_MOD, int(fd), ctypes.byref(changed))
+
+
+def _group_sockets() -> set[int]:
+    """The file descriptors of the connections that this process's groups and their stores have made."""
+    keep = _controller_ports()
+    found = set()
+    for fd, inode in _sockets().items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if not listens and inode not in _older and connection.family in (socket.AF_INET, socket.AF_INET6):
+                ports = {connection.getsockname()[1]}
+                with contextlib.suppress(OSError):  # it is shut already
+                    ports.add(connection.getpeername()[1])
+                if not ports & keep:
+                    found.add(fd)
+    return found
 
 
 def _sockets() -> dict[int, int]:
@@ -155,6 +201,8 @@ def _controller_ports() -> set[int]:
     from ipyparallel.engine.app import IPEngine
 
     ports: set[int] = set()
+    if not IPEngine.initialized():  # the rank is starting
+        return ports
     for value in IPEngine.instance().connection_info.values():
         ports.update(
             port for port in (value if isinstance(value, list) else [value]) if isinstance(port, int)
@@ -217,6 +265,7 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
     previous = signal.signal(signal.SIGINT, nccl.stop_cell)
     if torch.cuda.is_initialized():
         threading.Thread(target=nccl.watch, args=(_cell_is_over,), daemon=True).start()
+    threading.Thread(target=_report_position, args=(source,), daemon=True).start()
     at_the_end = False
     try:
         vars(shell).update(quiet)  # the error is shown once, by the notebook, and not by every rank
@@ -242,6 +291,35 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
         found |= {"where": AT_THE_END, "text": f"at {AT_THE_END}"}
     found["in_collective"] |= isinstance(error, nccl.CollectiveError)
     return {"ok": False, "time": time.time(), "seconds": time.monotonic() - began, **found}
+
+
+def _report_position(source: str) -> None:
+    """In a thread beside the cell: tell the notebook now and then where the cell stands on this rank.
+
+    A rank waits in a collective if the main thread is in the same place for a while and uses no CPU there.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+    before, since = None, time.monotonic()
+    while not _cell_is_over.wait(REPORT_EVERY_S):
+        with contextlib.suppress(Exception):  # to report is not worth a failed cell
+            place = tracebacks.position(sys._current_frames()[main], source)
+            now = place, _cpu_time_ms(main)
+            if now != before:
+                before, since = now, time.monotonic()
+            _shell().data_pub.publish_data({"position": {**place, "seconds": time.monotonic() - since}})
+
+
+def _cpu_time_ms(thread: int) -> int:
+    """CPU time of a thread in milliseconds; 0 where the system does not tell."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0
+    return round(time.clock_gettime(time.pthread_getcpuclockid(thread)) * 1000)
+
+
+def has_name(name: str) -> bool:
+    """Whether this rank's namespace has such a variable."""
+    return name in _shell().user_ns
 
 
 def evaluate(expression: str) -> Any:

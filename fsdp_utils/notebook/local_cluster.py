@@ -103,7 +103,7 @@ class Crew(ABC):
         """Call a function of engine.py on a rank; returns ipyparallel's AsyncResult, for `result_of`."""
         return self.client[self.engine_of(rank)].apply_async(_on_rank, function, *args)
 
-    def ask(self, some: Iterable[int], function: str, *args: Any) -> list[Any]:
+    def ask(self, some: Iterable[int], function: str, *args: Any, limit_s: float = CALL_LIMIT_S) -> list[Any]:
         """Call a function of engine.py on some ranks and wait for their answers, in that order.
 
         Raises:
@@ -114,7 +114,7 @@ class Crew(ABC):
         def answered() -> bool:
             return all(call.ready() for call in calls)
 
-        until(lambda: answered() or self.a_rank_ended(), CALL_LIMIT_S, "answers of the ranks")
+        until(lambda: answered() or self.a_rank_ended(), limit_s, "answers of the ranks")
         if not answered():
             raise RuntimeError("a rank ended before it answered. The next %%ranks cell replaces it.")
         return [result_of(call) for call in calls]

@@ -66,6 +66,18 @@ class Live:
         self.world_size = world_size
         self.shown: dict[int, int] = {}  # rank -> characters shown
         self.drawn: dict[int, str] = {}  # rank -> its unfinished line that is on the screen (a progress bar)
+        self.status = ""  # the line on the screen that says what the ranks do
+
+    @property
+    def showing(self) -> bool:
+        """Whether anything is on the screen that has to be replaced at the end."""
+        return bool(self.shown or self.drawn or self.status)
+
+    def report(self, status: str) -> None:
+        """Show one line that says what the ranks do, in place of the one before; "" takes it away."""
+        if status != self.status:
+            print("\r" + status.ljust(len(self.status)), end="", flush=True)
+            self.status = status
 
     def update(self, texts: Mapping[int, str]) -> None:
         for rank, text in texts.items():
@@ -73,6 +85,9 @@ class Live:
             start = self.shown.get(rank, 0)
             end = text.rfind("\n") + 1
             if end > start:
+                if self.status:
+                    print("\r" + " " * len(self.status) + "\r", end="")
+                    self.status = ""
                 print("\r" * bool(self.drawn) + _labelled(label, _lines(text[start:end])), end="", flush=True)
                 self.shown[rank] = end
                 self.drawn.clear()

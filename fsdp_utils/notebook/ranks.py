@@ -17,17 +17,20 @@ them; remote_cluster.py starts them on other hosts.
 
 import argparse
 import atexit
+import contextlib
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_utils.notebook.cell import Cell, RankError, death, ipython, regroup
+from fsdp_utils.notebook.cell import Cell, RankError, death, ipython, regroup, someone_watches
 from fsdp_utils.notebook.fork_server import LESSON_BATCH
 from fsdp_utils.notebook.local_cluster import CallError, Team
 from fsdp_utils.notebook.remote_cluster import RemoteTeam
 
 TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
+ANSWER_LIMIT_S = 2.0  # for what only adds to an error message
 LONGEST_TIMEOUT_S = 1e6  # eleven days; torch's clocks overflow long after
 
 _team: Team | RemoteTeam | None = None
@@ -88,10 +91,12 @@ def start(
             print(f"{_team.world_size} ranks are running already; their variables are kept.")
             return
         stop()
-    if profile is None:
-        _team = Team(world_size, device, method or ("fork" if hasattr(os, "fork") else "spawn"), preload)
-    else:
-        _team = RemoteTeam(world_size, device, profile)
+    announced = "starting the ranks: importing torch ..." if someone_watches() else ""
+    print(announced, end="", flush=True)
+    try:
+        _team = _start(world_size, device, method, profile, preload)
+    finally:
+        print("\r" + " " * len(announced) + "\r" if announced else "", end="", flush=True)
     backend = "nccl, one GPU each" if _team.device == "cuda" else "gloo on CPU"
     hosts = list(dict.fromkeys(_team.settings.get("hosts", [])))
     print(
@@ -104,6 +109,18 @@ def start(
             f"{gpus} GPUs are here. The lessons' batches of {LESSON_BATCH} samples have no equal shares for "
             f"{gpus} ranks; ranks.start({gpus}) starts them all the same."
         )
+
+
+def _start(
+    world_size: int | None,
+    device: str | None,
+    method: str | None,
+    profile: str | None,
+    preload: Sequence[str],
+) -> Team | RemoteTeam:
+    if profile is not None:
+        return RemoteTeam(world_size, device, profile)
+    return Team(world_size, device, method or ("fork" if hasattr(os, "fork") else "spawn"), preload)
 
 
 def stop() -> None:
@@ -181,6 +198,21 @@ def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
     return chosen, arguments.timeout
 
 
+def _explain_missing_name(result: Any) -> None:
+    """After an ordinary cell: say so if the name that the notebook does not know is known on the ranks."""
+    error = result.error_in_exec
+    if not isinstance(error, NameError) or not error.name or _team is None or _team.ended:
+        return
+    with contextlib.suppress(Exception):  # the ranks cannot answer now, and the error is shown already
+        if any(_team.ask(range(_team.world_size), "has_name", error.name, limit_s=ANSWER_LIMIT_S)):
+            print(
+                f"{error.name} lives on the ranks: use it in a %%ranks cell, "
+                f"or fetch it with ranks.get({error.name!r}).",
+                file=sys.stderr,
+            )
+
+
 if ipython() is not None:
+    ipython().events.register("post_run_cell", _explain_missing_name)
     ipython().register_magic_function(_magic, magic_kind="cell", magic_name="ranks")
     atexit.register(stop)

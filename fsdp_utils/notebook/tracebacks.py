@@ -6,7 +6,7 @@ import re
 import site
 import sysconfig
 from pathlib import Path
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
@@ -44,7 +44,7 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
             continue
         library.clear()  # of library code, show what lies below the reader's last line
         files.clear()
-        where = f"line {line}: {linecache.getline(frame.f_code.co_filename, line).strip()}"
+        where = _where(frame, line)
         function = frame.f_code.co_name
         own.append(f"in {place}, line {line}" + ("" if function == "<module>" else f", in {function}"))
         own.extend(_lines_around(frame.f_code.co_filename, line))
@@ -58,6 +58,34 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
         text += f"\ncaused by {type(cause).__name__}: {words(cause)}"
     found = {"name": name, "message": message, "text": text, "where": where}
     return {**found, "in_collective": _is_collective(files)}
+
+
+def position(innermost: FrameType, source: str) -> dict[str, Any]:
+    """Where a thread that runs the cell `source` stands.
+
+    Returns:
+        `where`, the innermost line of the reader's own code, or None; `line`, its number; and `collective`,
+        the function of torch.distributed that the line is in, or None.
+    """
+    below: list[FrameType] = []  # library code below the reader's line
+    for frame, line in walk_stack(innermost):
+        if _own_place(frame, source) is not None:
+            below.reverse()
+            in_collective = _is_collective([f.f_code.co_filename for f in below])
+            name = _collective_name(below) if in_collective else None
+            return {"where": _where(frame, line), "line": line, "collective": name}
+        below.append(frame)
+    return {"where": None, "line": None, "collective": None}
+
+
+def _collective_name(frames: list[FrameType]) -> str:
+    """The first function of torch.distributed's own module among these, else the last function."""
+    public = [f for f in frames if f.f_code.co_filename.endswith("distributed_c10d.py")]
+    return (public or frames[-1:])[0].f_code.co_name
+
+
+def _where(frame: FrameType, line: int) -> str:
+    return f"line {line}: {linecache.getline(frame.f_code.co_filename, line).strip()}"
 
 
 def words(value: Any) -> str:
