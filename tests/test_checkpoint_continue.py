@@ -21,7 +21,7 @@ from fsdp_utils import (
     save_distributed,
     save_full,
 )
-from fsdp_utils.checkpoint.storage import not_distributed_is_fine
+from fsdp_utils.checkpoint.writer import not_distributed_is_fine
 from tests.checkpoints import KINDS, Data, Net, build, rank, train
 from tests.sharded import TwoRanks
 

@@ -27,7 +27,7 @@ from fsdp_utils import (
 from fsdp_utils.checkpoint.__main__ import main
 from fsdp_utils.checkpoint.manifest import read_manifest
 from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
-from fsdp_utils.checkpoint.storage import not_distributed_is_fine
+from fsdp_utils.checkpoint.writer import not_distributed_is_fine
 from tests.checkpoints import Data, build, train
 from tests.sharded import TwoRanks
 

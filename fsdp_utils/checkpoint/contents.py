@@ -8,8 +8,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.reader import read_plain
 from fsdp_utils.checkpoint.state import PLAIN, OptimizerPlan
-from fsdp_utils.checkpoint.storage import read_plain
 
 _DEEPEST = 50  # dicts in dicts of an optimizer's state; torch's own has two
 

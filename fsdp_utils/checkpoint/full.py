@@ -17,7 +17,6 @@ from fsdp_utils.checkpoint.arguments import differing, enter, has_state
 from fsdp_utils.checkpoint.contents import check_full
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.fsdp1 import fill_model, flat_state, shapes, units_of
-from fsdp_utils.checkpoint.hashing_file import HashingFile
 from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import FORMAT, Progress, hash_file, sync_directory
 from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_off
@@ -35,6 +34,7 @@ from fsdp_utils.checkpoint.save import describe
 from fsdp_utils.checkpoint.sharded_state import StateToSave, buffers_for, put_back
 from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
 from fsdp_utils.checkpoint.validate import check_model, check_optimizer
+from fsdp_utils.checkpoint.writer import HashingFile
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 from fsdp_utils.sharding.local_part import local_chunk
 

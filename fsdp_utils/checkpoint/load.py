@@ -1,12 +1,10 @@
 """load_distributed: everything is checked on all ranks before the first byte goes into the model."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
@@ -26,20 +24,14 @@ from fsdp_utils.checkpoint.manifest import (
     share,
     tensor_specs,
 )
-from fsdp_utils.checkpoint.metadata import read_metadata, specs
+from fsdp_utils.checkpoint.metadata import check_places, read_metadata, specs
 from fsdp_utils.checkpoint.names import class_names, unsharded_wrappers_off
 from fsdp_utils.checkpoint.plain_data import PerRank
+from fsdp_utils.checkpoint.reader import TensorReads, read_plain
 from fsdp_utils.checkpoint.restore import optimizer_buffers, put_model, put_optimizer, state_by_parameter
 from fsdp_utils.checkpoint.save import is_int
 from fsdp_utils.checkpoint.sharded_state import Places, buffers_for, put_back
 from fsdp_utils.checkpoint.state import MODEL, PLAIN, OptimizerPlan, Snapshot, whole
-from fsdp_utils.checkpoint.storage import (
-    Reader,
-    TensorsOnly,
-    check_places,
-    not_distributed_is_fine,
-    read_plain,
-)
 from fsdp_utils.checkpoint.validate import check_model, check_optimizer
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
@@ -103,49 +95,41 @@ def load_distributed(
         wanted = Snapshot.take(model)
         found = tensor_specs(manifest)
 
-        def check() -> None:
+        def check_files() -> Metadata | None:
+            """Rank 0 reads the description for all, while others still hash their share of the files."""
             _must_be_same(checkpoint, hashes)
             in_model = {key: spec for key, spec in found.items() if key.startswith(MODEL)}
             check_model(wanted, in_model, manifest["tied"], cast=cast)
+            if verify:
+                mine = share(manifest["files"], ranks.rank, ranks.world_size)
+                check_hashes(checkpoint, manifest, mine, threads=ranks.threads())
+            return read_described(checkpoint, manifest) if ranks.rank == 0 else None
 
-        ranks.each(check)
-        if verify:
-            mine = share(manifest["files"], ranks.rank, ranks.world_size)
-            ranks.each(lambda: check_hashes(checkpoint, manifest, mine, threads=ranks.threads()))
-
+        described = ranks.each(check_files)
+        metadata = ranks.first(lambda: described)
+        assert metadata is not None
         tensors = dict(wanted.tensors)
         places: Places = {}  # of the sharded tensors in the state
 
-        def prepare() -> tuple[Metadata, dict[str, Any], OptimizerPlan | None]:
-            metadata = read_described(checkpoint, manifest)
+        def prepare() -> tuple[dict[str, Any], OptimizerPlan | None, TensorReads]:
             plain = read_state(checkpoint, metadata, manifest["tensors"])
             wanted.extra = plain["extra"]
             state = _state(checkpoint, metadata, plain, manifest, ranks)
             places.update(plain.get("sharded", {}))
             tensors.update(buffers_for(places, found, model))
             put_back(state, tensors, places)  # to know before anything is loaded that it can be
-            if optimizer is None:
-                return metadata, state, None
-            saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
-            saved = check_optimizer(wanted, model, optimizer, saved, _optimizer_classes(manifest))
-            tensors.update(optimizer_buffers(wanted, model, optimizer, saved, found))
-            return metadata, state, saved
+            saved = None
+            if optimizer is not None:
+                saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
+                saved = check_optimizer(wanted, model, optimizer, saved, _optimizer_classes(manifest))
+                tensors.update(optimizer_buffers(wanted, model, optimizer, saved, found))
+            reads = TensorReads(checkpoint, metadata, tensors)
+            reads.check()
+            return state, saved, reads
 
-        metadata, state, saved = ranks.each(prepare)
-
-        partly = "\nThe model may be partly loaded: do not go on with it."
-
-        def before(look: Callable[[], None]) -> None:
-            ranks.each(look)
-            ranks.consequence = partly
-
-        with not_distributed_is_fine():
-            dcp.load(
-                tensors,
-                storage_reader=Reader(checkpoint, metadata, before, ranks.threads()),
-                planner=TensorsOnly(),
-                process_group=ranks.group,
-            )
+        state, saved, reads = ranks.each(prepare)
+        ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
+        ranks.each(lambda: reads.read(ranks.threads()))
         put_model(model, wanted)
         if optimizer is not None and saved is not None:
             units = units_of(model)

@@ -25,6 +25,7 @@ from fsdp_utils.checkpoint.regular import is_plain_name, open_regular, read_regu
 from fsdp_utils.checkpoint.replacing import ABANDONED_S, PREFIX
 
 MANIFEST = "manifest.json"
+DESCRIPTION = ".metadata"
 LOCK = ".saving-lock"
 FORMAT = 1
 _MOST_BYTES = 1 << 25  # of a manifest; that of 100,000 tensors has half of it
@@ -230,10 +231,13 @@ def hash_file(
 
 
 def share(files: dict[str, dict[str, Any]], rank: int, world_size: int) -> list[str]:
-    """The files that this rank is to read, such that all ranks read about as much."""
+    """The files that this rank is to read, such that all ranks read about as much.
+
+    Rank 0 has the description, which it reads for all ranks.
+    """
     loads = [0] * world_size
     mine = []
-    for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
+    for name in sorted(files, key=lambda name: (name != DESCRIPTION, -files[name]["bytes"], name)):
         reader = loads.index(min(loads))
         loads[reader] += files[name]["bytes"]
         if reader == rank:

@@ -244,3 +244,15 @@ def specs(metadata: Metadata) -> dict[str, tuple[torch.dtype, torch.Size]]:
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+def check_places(checkpoint: Path, metadata: Metadata, files: dict[str, dict[str, Any]]) -> None:
+    """Does the description point into files of this checkpoint only, and not beyond their ends?"""
+    for index, where in metadata.storage_data.items():
+        entry = files.get(where.relative_path)
+        if entry is None or not 0 <= where.offset <= where.offset + where.length <= entry["bytes"]:
+            raise CheckpointError(
+                f"{checkpoint / '.metadata'}: expected {index.fqn} in a file of the manifest, found it at "
+                "bytes "
+                f"{where.offset} to {where.offset + where.length} of {where.relative_path}"
+            )

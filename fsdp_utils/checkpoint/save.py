@@ -25,7 +25,7 @@ from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_of
 from fsdp_utils.checkpoint.plain_data import pack
 from fsdp_utils.checkpoint.sharded_state import StateToSave
 from fsdp_utils.checkpoint.state import MODEL, PLAIN, Snapshot
-from fsdp_utils.checkpoint.storage import Writer, not_distributed_is_fine
+from fsdp_utils.checkpoint.writer import Writer, not_distributed_is_fine
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
 # A shared directory may show another host's new file a little late.

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         checkpoint_wrapper as checkpoint_wrapper,
     )
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-    from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEM_FORMAT_ENCODING
     from torch.distributed.fsdp._common_utils import _get_param_to_fqns as get_param_to_fqns
     from torch.distributed.fsdp._flat_param import FlatParamHandle as FlatParamHandle
@@ -109,11 +108,6 @@ NAMES: dict[str, Private] = {
         "torch.distributed.checkpoint.filesystem",
         "_StorageInfo",
         "what the storage_data of DCP's .metadata consists of; the file format needs just this class",
-    ),
-    "StoragePrefix": Private(
-        "torch.distributed.checkpoint.filesystem",
-        "_StoragePrefix",
-        "how FileSystemWriter says which file is whose",
     ),
     "MEM_FORMAT_ENCODING": Private(
         "torch.distributed.checkpoint.metadata",
