@@ -1,11 +1,13 @@
 """Into which optimizer the state of another one may be loaded, and parameter groups of all sorts."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
@@ -19,8 +21,8 @@ from fsdp_utils import (
     save_full,
 )
 from fsdp_utils.checkpoint import save as save_module
-from tests.checkpoints import fingerprint
-from tests.sharded import fsdp1
+from tests.checkpoints import Outcome, fingerprint, outcome, rank
+from tests.sharded import TwoRanks, fsdp1, whole
 
 
 class Own(torch.optim.AdamW):
@@ -155,3 +157,122 @@ def empty_groups(folder: Path, kind: str) -> list[list[float]]:
 def test_an_empty_parameter_group_is_loaded_wherever_it_is(kind: str, tmp_path: Path) -> None:
     expected = [[0.8, 0.7, 0.1, 1.1]] * 4 + [[0.1, 0.8, 0.7, 1.1]] * 4 + [[0.1, 1.1, 0.8, 0.7]] * 4
     assert run_on_ranks(empty_groups, tmp_path, kind, world_size=2)[0] == expected
+
+
+# ---- under FSDP2 ----------------------------------------------------------------------------------------
+
+
+class Local(Optimizer):
+    """Keeps what it knows of a sharded parameter as a plain tensor, of this rank's part."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["moment"] = param.grad.to_local().clone()
+
+
+SHARDED: dict[str, Callable[[Any], Optimizer]] = {
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.1),
+    "Adadelta": lambda params: torch.optim.Adadelta(params),
+    "Adamax": lambda params: torch.optim.Adamax(params),
+    "NAdam": lambda params: torch.optim.NAdam(params),
+    "RAdam": lambda params: torch.optim.RAdam(params),
+    "ASGD": lambda params: torch.optim.ASGD(params, t0=1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True),
+    "a tensor as rate": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), foreach=False),
+}
+
+
+def sharded_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 4))
+    if dist.is_initialized():
+        fully_shard(model)
+    return model
+
+
+def some_steps(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(4.0) + step).square().mean().backward()
+        optimizer.step()
+    return [whole(param).detach().clone() for param in model.parameters()]
+
+
+def save_all_kinds(folder: Path) -> list[list[torch.Tensor]]:
+    """What two steps after the save give, by kind of optimizer."""
+    goes_on = []
+    for kind, make in SHARDED.items():
+        model = sharded_model()
+        optimizer = make(model.parameters())
+        some_steps(model, optimizer)
+        save_distributed(folder / kind, model, optimizer, step=1)
+        save_full(folder / f"{kind}.pt", model, optimizer)
+        goes_on.append(some_steps(model, optimizer))
+    return goes_on
+
+
+def load_all_kinds(folder: Path, how: str) -> list[list[torch.Tensor]]:
+    goes_on = []
+    for kind, make in SHARDED.items():
+        model = sharded_model()
+        optimizer = make(model.parameters())
+        if how == "full":
+            load_full(folder / f"{kind}.pt", model, optimizer)
+        else:
+            load_distributed(folder / kind, model, optimizer)
+        goes_on.append(some_steps(model, optimizer))
+    return goes_on
+
+
+def test_every_optimizer_of_torch_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    expected = run_on_ranks(save_all_kinds, tmp_path)[0]
+    for how in ("distributed", "full"):
+        for found in (run_on_ranks(load_all_kinds, tmp_path, how)[0], load_all_kinds(tmp_path, how)):
+            for kind, one, other in zip(SHARDED, found, expected, strict=True):
+                torch.testing.assert_close(one, other, msg=lambda text, at=(kind, how): f"{at}: {text}")
+
+
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "state.0.weight.exp_avg": lambda optimizer, param: optimizer.state.pop(param),
+    "state.0.weight.more": lambda optimizer, param: optimizer.state[param].update(more=torch.ones(2)),
+    "state.0.weight.step": lambda optimizer, param: optimizer.state[param]["step"].add_(1),
+    "state.0.weight.exp_avg_sq": lambda optimizer, param: optimizer.state[param].update(
+        exp_avg_sq=optimizer.state[param]["exp_avg_sq"].bfloat16()
+    ),
+    "state.0.weight.note": lambda optimizer, param: optimizer.state[param].update(note="b"),
+    "param_groups[0]['lr']": lambda optimizer, param: optimizer.param_groups[0].update(lr=0.5),
+    "state.0.weight.moment": lambda optimizer, param: None,
+}
+
+
+def save_what_differs(folder: Path, entry: str) -> list[Outcome]:
+    model = sharded_model()
+    optimizer = Local(model.parameters()) if "moment" in entry else torch.optim.AdamW(model.parameters())
+    some_steps(model, optimizer)
+    if rank() == 1:
+        CHANGES[entry](optimizer, next(model.parameters()))
+    saves: list[Callable[[], object]] = [
+        lambda: save_distributed(folder / "d", model, optimizer, step=1),
+        lambda: save_full(folder / "f.pt", model, optimizer),
+    ]
+    return [outcome(save) for save in saves]
+
+
+@pytest.mark.parametrize("entry", CHANGES)
+def test_a_state_that_differs_between_ranks_is_refused(
+    entry: str, two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    first, second = two_ranks(save_what_differs, tmp_path, entry)
+    for one, other in zip(first, second, strict=True):
+        assert one.error == other.error
+        told = re.escape(entry) + r" on ranks \[1\] than on rank 0"
+        assert re.search(
+            r": expected the same optimizer state on all ranks, found another \S*" + told, one.error or ""
+        )
+    assert [path for path in tmp_path.rglob("*") if path.name[0] != "." and path.is_file()] == []

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.asynchronous import settle
@@ -12,6 +13,7 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.names import has_fsdp1, optimizer_classes
 from fsdp_utils.checkpoint.plain_data import digest, pack
 from fsdp_utils.checkpoint.sharded_state import StateToSave
+from fsdp_utils.checkpoint.state import MODEL, OPTIMIZER, Snapshot
 from fsdp_utils.checkpoint.validate import check_supported
 from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint
 
@@ -84,6 +86,48 @@ def differing(ranks: Ranks) -> list[str]:
     """The names in the state whose values are not the same on all ranks."""
     digests = [facts["_digests"] for facts in ranks.facts]
     return [name for name in sorted(digests[0]) if len({one[name] for one in digests}) > 1]
+
+
+def check_same_optimizer(snapshot: Snapshot, ranks: Ranks) -> None:
+    """Do all ranks hold the same optimizer state? Only DTensors are stored by parts, all else as on rank 0.
+
+    Raises:
+        CheckpointError: they do not; names an entry. The same on every rank.
+    """
+    plan = snapshot.optimizer
+    if plan is None:
+        return
+
+    def entries() -> dict[str, str]:
+        found = {
+            f"{OPTIMIZER}{'.'.join(map(str, path))}": digest(value) for path, value in plan.plain.items()
+        }
+        for number, group in enumerate(plan.groups):
+            found |= {f"param_groups[{number}][{name!r}]": digest(value) for name, value in group.items()}
+        for key, path in plan.paths.items():
+            tensor, param = snapshot.tensors[key], snapshot.tensors.get(MODEL + str(path[0]))
+            found[key] = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
+            # DDP holds copies, which would take long to compare.
+            if not isinstance(tensor, DTensor) and (tensor.dim() == 0 or isinstance(param, DTensor)):
+                found[key] += digest(tensor)
+        return found
+
+    mine = ranks.each(entries)
+    digests = ranks.all(lambda: fingerprint([f"{key} {mine[key]}" for key in sorted(mine)]))
+    if len(set(digests)) > 1:  # the same on every rank
+        by_rank = ranks.all(lambda: mine)
+        ranks.each(lambda: _refuse_another_state(by_rank))
+
+
+def _refuse_another_state(by_rank: list[dict[str, str]]) -> None:
+    keys = sorted(set().union(*by_rank))
+    key = next(key for key in keys if len({one.get(key) for one in by_rank}) > 1)
+    others = [rank for rank, one in enumerate(by_rank) if one.get(key) != by_rank[0].get(key)]
+    raise CheckpointError(
+        f"expected the same optimizer state on all ranks, found another {key} on ranks {others} than on "
+        "rank 0. Only DTensors are saved by parts: keep the state of a sharded parameter as DTensors, and "
+        "the same entries and settings on all ranks"
+    )
 
 
 def _model_fingerprint(model: nn.Module) -> str:

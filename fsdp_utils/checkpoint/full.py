@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.archive import check_archive
-from fsdp_utils.checkpoint.arguments import differing, enter, has_state
+from fsdp_utils.checkpoint.arguments import check_same_optimizer, differing, enter, has_state
 from fsdp_utils.checkpoint.contents import check_full
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.fsdp1 import fill_model, flat_state, shapes, units_of
@@ -82,6 +82,7 @@ def save_full(
             # Before anything is gathered, because that takes long.
             ranks.each(lambda: created.append(_create(path)) if ranks.rank == 0 else None)
             snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks))
+            check_same_optimizer(snapshot, ranks)
             snapshot.tensors |= taken.tensors
             snapshot = snapshot.gathered(ranks.rank)
             apart = differing(ranks)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.arguments import differing, enter, has_state
+from fsdp_utils.checkpoint.arguments import check_same_optimizer, differing, enter, has_state
 from fsdp_utils.checkpoint.asynchronous import Save, stage
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.limits import limited
@@ -90,6 +90,7 @@ def save_distributed(
         with _removed_on_failure(unfinished, ranks):
             ranks.each(lambda: _must_see(unfinished))
             snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks))
+            check_same_optimizer(snapshot, ranks)
             snapshot.tensors |= ranks.each(lambda: _plain_tensors(snapshot, taken, ranks)) | taken.tensors
             if asynchronous:
                 ranks.in_background = True
