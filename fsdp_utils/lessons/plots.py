@@ -86,7 +86,7 @@ def life_of_a_unit(world_size: int = 4) -> Image:
     """
     moments = {
         "at rest": ("mine", "none"),
-        "all_gather": ("all", "none"),
+        "all_gather, forward": ("all", "none"),
         "after forward": ("mine", "none"),
         "all_gather again": ("all", "none"),
         "backward": ("all", "own"),
@@ -240,10 +240,10 @@ def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
         axes.text(len(percent) / 2, peak + 3, f"peak {peak:.0f}%", ha="center", fontweight="bold")
         axes.set(title=title, ylim=(0, 125), xlim=(0, len(percent)), xticks=[])
         axes.set_xlabel("operations of one step")
-        axes.set_yticks([0, 50, 100], ["0", "50%", "100%"] if axes is panels[0] else [])
+        axes.set_yticks([0, 50, 100], ["0", "50", "100"] if axes is panels[0] else [])
         axes.spines["left"].set_visible(False)
         axes.tick_params(length=0)
-    panels[0].set_ylabel("of the model is whole")
+    panels[0].set_ylabel("full parameters, % of model")
     return show(fig, alt=f"Share of the model that is whole during a step: {', '.join(curves)}.")
 
 

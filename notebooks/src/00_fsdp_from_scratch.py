@@ -2,8 +2,8 @@
 # # 0 · FSDP from scratch
 #
 # FSDP trains a model that is cut into pieces, one piece per process. In this lesson you build FSDP in some
-# thirty lines. Then you run PyTorch's `fully_shard` on the same model and compare the two: their losses,
-# the bytes that they send, and the memory that they hold.
+# forty lines. Then you run PyTorch's `fully_shard` on the same model and compare the two: their losses,
+# the collectives that they call, and the memory that they hold.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -33,42 +33,48 @@ plots.life_of_a_unit(4)
 #
 # ## In your own code
 #
-# This is FSDP as PyTorch offers it today. Save it as `train.py` and start four processes with
-# `torchrun --nproc-per-node 4 train.py`; it runs with GPUs and without.
+# This is FSDP as PyTorch offers it today. You need not understand the script yet: every word in its comments
+# is explained below. Save it as `train.py` and start four processes with
+# `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none, and prints a loss that falls.
 #
 # ```python
 # import torch
 # import torch.distributed as dist
 # from torch import nn
+# from torch.distributed.device_mesh import init_device_mesh
 # from torch.distributed.fsdp import fully_shard
 #
-# dist.init_process_group()                             # torchrun tells each process its rank
 # device = "cuda" if torch.cuda.is_available() else "cpu"
+# dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())
+# mesh = init_device_mesh(device, (dist.get_world_size(),))     # all ranks, in one line
 # torch.manual_seed(0)                                  # the same weights on every rank
 # model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
-# for layer in model:
-#     fully_shard(layer)                                # each layer is gathered, used and freed by itself
-# fully_shard(model)                                    # the root takes what is left over: here nothing
+# for part in [*model, model]:                          # each layer is a unit; the model comes last
+#     fully_shard(part, mesh=mesh)
 # optimizer = torch.optim.AdamW(model.parameters())     # after sharding: the parameters are shards now
 # torch.manual_seed(dist.get_rank())                    # other samples on each rank
 # for step in range(10):
 #     x = torch.randn(32, 256, device=device)           # your data
-#     model(x).square().mean().backward()
+#     loss = model(x).square().mean()
+#     loss.backward()
 #     optimizer.step()
 #     optimizer.zero_grad()
+#     if dist.get_rank() == 0:
+#         print(f"step {step + 1}: loss {loss.item():.4f}")
 # dist.destroy_process_group()
 # ```
 #
-# Two lines are new compared with training on one GPU, both `fully_shard`. The rest of the lesson is about
-# what they do.
+# The lines that begin with `dist`, the GPU, the mesh and the seeds are there because several processes run.
+# What turns the model into an FSDP model is `fully_shard`. The rest of the lesson is about what it does.
 #
 # ## Four processes
 #
-# A **rank** is one of several processes that train one model together. The number of ranks is the **world
-# size**. In a real job each rank has a GPU of its own. Here the ranks are four processes on your CPU. If
-# your machine has two or more GPUs, the ranks use those, and nothing else in this lesson changes.
+# Several processes train one model together. Each of them is called a **rank** and has a number, also called
+# its rank: 0 to 3. The number of ranks is the **world size**. In a real job each rank has a GPU of its own.
+# Here the ranks are four processes on your CPU. If your machine has two or more GPUs, there is one rank for
+# each GPU instead; the numbers per rank are then others than in this text.
 
 # %%
 from fsdp_utils.lessons import lesson
@@ -79,10 +85,12 @@ from fsdp_utils.notebook import ranks
 ranks.start()
 
 # %% [markdown]
-# Ranks talk to each other through a **process group**. On CPUs its *backend* is gloo, on GPUs it is NCCL.
+# Ranks talk to each other through a **process group**. Its **backend** is the library that sends the bytes:
+# gloo on CPUs, NCCL on NVIDIA GPUs.
 #
 # A cell that begins with `%%ranks` runs on every rank. It holds what you would write in a script for
-# `torchrun`. Output is labelled with the rank that printed it. What all ranks print alike is shown once.
+# `torchrun`. Output is labelled with the rank that printed it. Output that is the same on all ranks is shown
+# once, labelled `all ranks`.
 
 # %%
 # %%ranks
@@ -99,21 +107,24 @@ print(f"I am rank {rank} of {world}.")
 # %% [markdown]
 # ## The idea
 #
-# Plain data parallelism (DDP) gives each rank a share of the samples and the **whole** model. So every rank
-# holds all parameters, all gradients and all of the optimizer's state: the same numbers, four times over.
+# Distributed data parallel (DDP) gives each rank a share of the samples and the **whole** model. So every
+# rank holds all parameters, all gradients and all of the optimizer's state: the same numbers, four times
+# over.
 #
-# FSDP, *fully sharded data parallel*, shares out the samples in the same way, and the model too. Between
-# two steps a rank holds one piece of the parameters, its **shard**, with the gradients and the optimizer
-# state of that piece. To compute with a layer, the ranks first rebuild all of its parameters on every rank,
-# and drop them again right after. The parameters that are rebuilt together are called a **unit**.
+# FSDP, *fully sharded data parallel*, splits the samples in the same way, and splits the model as well. Each
+# rank holds one piece of the parameters, its **shard**, with the gradients and the optimizer state of that
+# piece. To compute with a layer, the ranks first rebuild all of its parameters on every rank. After the
+# computation each rank frees them. The parameters that are rebuilt together are called a **unit**.
 #
 # (There are ways to compute with a piece of a weight matrix, called tensor parallelism. FSDP is not one of
 # them.)
 #
 # ## The two collectives
 #
-# A **collective** is a call that all ranks make together. FSDP needs two of them. The first is
-# `all_gather`: every rank brings a piece, and every rank gets all pieces.
+# A **collective** is a call that all ranks make together. Plain FSDP needs two of them. The first is
+# `all_gather`: each rank passes in a piece, and each rank gets all pieces.
+#
+# In the comments, `f32[2]` stands for a float32 tensor of two elements.
 
 # %%
 # %%ranks
@@ -125,15 +136,15 @@ gathered = torch.cat(pieces)                                   # f32[2 * world],
 # %% jupyter={"source_hidden": true}
 brought, got = ranks.get("piece.tolist()"), ranks.get("gathered.tolist()")
 Table(
-    ["rank", "brings to all_gather", "gets"],
+    ["rank", "passes to all_gather", "gets"],
     [[rank, str(brought[rank]), str(got[rank])] for rank in range(len(got))],
 )
 
 # %% [markdown]
-# This is how the shards of a layer become its full parameters.
+# FSDP uses `all_gather` to rebuild a layer's full parameters from the shards.
 #
-# The second collective is `reduce_scatter`. Every rank brings a full tensor. The tensors are added up, and
-# each rank gets its own piece of the sum.
+# The second collective is `reduce_scatter`. Each rank passes in a full tensor. By default the tensors are
+# added up, and each rank gets its own piece of the sum.
 
 # %%
 # %%ranks
@@ -144,14 +155,14 @@ dist.reduce_scatter(mine, list(own.chunk(world)))
 # %% jupyter={"source_hidden": true}
 brought, got = ranks.get("own.tolist()"), ranks.get("mine.tolist()")
 Table(
-    ["rank", "brings to reduce_scatter", "gets"],
+    ["rank", "passes to reduce_scatter", "gets"],
     [[rank, str(brought[rank]), str(got[rank])] for rank in range(len(got))],
 )
 
 # %% [markdown]
-# Look down the first two numbers of each row: rank 0 gets their sums. This is how gradients are shared out.
-# Each rank has seen other samples. It needs the sum of the gradients over all ranks, and only for the
-# parameters that it holds.
+# Look down the first two numbers of each row: rank 0 gets their sums. FSDP reduces gradients in this way.
+# Each rank has computed gradients from different samples. It needs the mean of the gradients over all ranks,
+# which is the sum divided by the world size, and only for the parameters that it holds.
 #
 # ## A model, trained by one process
 #
@@ -234,7 +245,8 @@ def train(forward, parameters, rank=rank, world=world, optimizer=torch.optim.Ada
 
 
 # %% [markdown]
-# First the reference: one process, the whole model, all 24 samples. Each rank does this by itself.
+# First the reference: one process, the whole model, all 24 samples. Every rank runs it on its own, without
+# communication.
 
 # %%
 # %%ranks
@@ -243,12 +255,13 @@ alone = train(model, model.parameters(), rank=0, world=1)
 print(f"one process: loss {alone[0]:.4f} at the first step, {alone[-1]:.4f} at the last")
 
 # %% [markdown]
-# All ranks print the same, because no rank has talked to another yet. Everything below has to give these
-# losses.
+# All ranks print the same: they have the same weights and the same 24 samples. Every method below must
+# reproduce these losses.
 #
 # **Predict before you go on.** All numbers are float32, 4 bytes each. AdamW keeps two averages for each
-# parameter. How many bytes per parameter does training take, without the activations? If all of it is
-# sharded over four ranks, how many of these bytes does one rank hold?
+# parameter. How many bytes per parameter does training take, not counting activations (the intermediate
+# results that backward needs)? If all of it is sharded over four ranks, how many of these bytes does one
+# rank hold?
 #
 # <details><summary>Answer</summary>
 #
@@ -257,46 +270,28 @@ print(f"one process: loss {alone[0]:.4f} at the first step, {alone[-1]:.4f} at t
 #
 # </details>
 #
-# ## By hand: a gather that knows its backward
+# ## By hand: shards and full parameters
 #
-# This is the heart of FSDP. In the forward pass, `all_gather` turns the shards into the full parameters. In
-# the backward pass, `reduce_scatter` turns the gradients of the full parameters into the gradient of each
-# shard. A `torch.autograd.Function` holds both directions.
-
-# %%
-# %%ranks
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, shard, unit):                              # f32[n / world]
-        unit.gather()
-        ctx.unit = unit
-        return unit.full.data                                   # f32[n]
-
-    @staticmethod
-    def backward(ctx, grad):                                    # f32[n], from this rank's samples
-        ctx.unit.free()                                         # backward has used the parameters: drop them
-        mine = torch.empty_like(ctx.unit.shard)                 # f32[n / world]
-        dist.reduce_scatter(mine, list(grad.chunk(world)))      # the sum over the ranks, this rank's piece
-        return mine / world, None                               # the loss is a mean over the ranks
-
-
-# %% [markdown]
 # A unit lays all parameters of a layer end to end in one flat tensor and cuts it into `world` equal pieces.
-# If its length does not divide by the world size, it is padded with zeros. Each rank keeps its own piece.
+# If its length is not a multiple of the world size, it is padded with zeros. Each rank keeps its own piece,
+# the shard.
+#
+# A tensor is a view of a **storage**, which holds the bytes. `free` shrinks the storage of the full tensor
+# to nothing, and `gather` gives it its bytes back and fills them. The tensor `full` stays the same object
+# all the time. FSDP1 and FSDP2 free and refill full parameters by resizing storages, too.
 
 # %%
 # %%ranks
-class Unit:
-    """A layer of which each rank keeps 1 / world."""
+class Shards:
+    """The parameters of a layer, of which each rank keeps 1 / world."""
 
     def __init__(self, layer):
         self.shapes = {name: p.shape for name, p in layer.named_parameters()}
         flat = torch.cat([p.detach().flatten() for p in layer.parameters()])     # f32[numel]
-        flat = F.pad(flat, (0, -len(flat) % world))                              # f32[n], world divides n
+        flat = F.pad(flat, (0, -len(flat) % world))                              # f32[n], a multiple of world
         self.shard = flat.chunk(world)[rank].clone().requires_grad_()            # f32[n / world]
-        self.full = torch.empty_like(flat)                                       # f32[n] ...
-        self.free()                                                              # ... without memory, yet
-        self.layer = layer.to("meta")                                            # shapes, but no numbers
+        self.full = torch.empty_like(flat)                                       # f32[n]
+        self.free()                                                              # no bytes until it is used
 
     def gather(self):
         self.full.untyped_storage().resize_(self.full.nbytes)
@@ -305,31 +300,70 @@ class Unit:
     def free(self):
         self.full.untyped_storage().resize_(0)
 
-    def __call__(self, x):
-        return run(self.layer, Gather.apply(self.shard, self), self.shapes, x)
+
+# %% [markdown]
+# ## By hand: an all_gather with a backward pass
+#
+# This is the heart of FSDP. In the forward pass, `all_gather` turns the shards into the full parameters. In
+# the backward pass, `reduce_scatter` turns the gradients of the full parameters into the gradient of each
+# shard.
+#
+# A `torch.autograd.Function` defines an operation with a backward of its own. `ctx` carries what backward
+# needs from forward. `backward` returns one gradient for each argument of `forward`: one for `shard`, and
+# `None` for `unit`, which is no tensor.
+
+# %%
+# %%ranks
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard, unit):                              # f32[n / world]
+        unit.gather()
+        ctx.unit = unit
+        return unit.full.data                                   # f32[n]; .data: the bytes, without autograd
+
+    @staticmethod
+    def backward(ctx, grad):                                    # f32[n], from this rank's samples
+        ctx.unit.free()                                         # backward has used the parameters: free them
+        mine = torch.empty_like(ctx.unit.shard)                 # f32[n / world]
+        dist.reduce_scatter(mine, list(grad.chunk(world)))      # the sum over the ranks, this rank's piece
+        return mine / world, None                               # the mean over the ranks
 
 
 # %% [markdown]
-# A tensor is a view of a **storage**, which holds the bytes. `free` shrinks the storage to nothing, and
-# `gather` gives it its bytes back. The tensor `full` stays the same object all the time. FSDP1 and FSDP2
-# manage their parameters in this way, too.
+# ## By hand: a layer that runs on gathered weights
 #
-# The layer itself moves to the **meta device**, where tensors have shapes but no memory. To run it,
-# `functional_call` puts the gathered weights in the places of its own.
+# The unit keeps the layer on the **meta device**, where tensors have shapes but no memory. To run the layer,
+# `functional_call` replaces its parameters by pieces of the gathered tensor for the time of one call.
 
 # %%
 # %%ranks
 from torch.func import functional_call
 
 
-def run(layer, flat, shapes, x):
-    """Call the layer with weights taken from a flat tensor; padding at its end is left out."""
-    sizes = [shape.numel() for shape in shapes.values()]
-    pieces = flat[: sum(sizes)].split(sizes)
-    weights = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces)}
-    return functional_call(layer, weights, x)
+class Unit(Shards):
+    """A layer that gathers its parameters when it is called."""
+
+    gather_with_backward = Gather.apply
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.layer = layer.to("meta")
+
+    def __call__(self, x):
+        full = type(self).gather_with_backward(self.shard, self)                 # f32[n]
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        pieces = full[: sum(sizes)].split(sizes)                                 # without the padding
+        shapes = self.shapes.items()
+        weights = {name: piece.view(shape) for (name, shape), piece in zip(shapes, pieces)}
+        return functional_call(self.layer, weights, x)
 
 
+# %% [markdown]
+# Now the model is a list of units, and the optimizer gets the shards. The training loop is the one from
+# above, unchanged.
+
+# %%
+# %%ranks
 def through(units):
     def forward(x):
         for unit in units:
@@ -339,12 +373,6 @@ def through(units):
     return forward
 
 
-# %% [markdown]
-# Now the model is a list of units, and the optimizer gets the shards. The training loop is the one from
-# above, unchanged.
-
-# %%
-# %%ranks
 units = [Unit(layer) for layer in build()]
 by_hand = train(through(units), [unit.shard for unit in units])
 print("elements in each rank's shard:", [unit.shard.numel() for unit in units])
@@ -357,8 +385,8 @@ torch.testing.assert_close(by_hand, alone, rtol=1e-5, atol=1e-5)        # all 20
 #
 # ## How long does a rank hold the full parameters?
 #
-# A meter looks at every operation of one step. It counts the collectives, and the bytes of full parameters
-# that exist.
+# `Meter` records every operation of one forward and backward pass. It counts the collectives, and the bytes
+# of full parameters that exist.
 
 # %%
 # %%ranks
@@ -394,7 +422,10 @@ plots.alive({"by hand": ranks.get("kept.whole_bytes")[0]}, whole_model=4 * model
 # There is one all-gather and one reduce-scatter for each of the four units. But between forward and
 # backward, all 392 KiB of the model exist on every rank. `Unit.__call__` gathers, and nothing frees the unit
 # until its backward pass is over. So the units pile up in the forward pass, and go away one by one in the
-# backward pass. A model that does not fit on one GPU would not fit in this way either.
+# backward pass. A model whose parameters alone do not fit on one GPU would not fit in this way either.
+#
+# A line that begins with `Checked:`, as the next one, comes from a folded cell that asserts the sentences
+# above it.
 
 # %% tags=["check"]
 # %%ranks 0
@@ -405,11 +436,14 @@ print("Checked: 4 all-gathers, 4 reduce-scatters, and all units are complete at 
 # %% [markdown]
 # ## Your turn 1 · Free each unit, and gather it again
 #
-# Write a unit that is complete only while it is used. After its forward pass, free it. The backward pass
-# needs the weights again, so gather them when it arrives at this unit.
+# Write a unit whose full parameters exist only while they are used. After its forward pass, free them. The
+# backward pass needs them again, so gather them when the backward pass reaches this unit.
 #
-# `y.register_hook(f)` calls `f(grad)` when the backward pass has computed the gradient of `y`, which is
-# just before it enters the layer that has made `y`.
+# `y.register_hook(f)` calls `f(grad)` when the backward pass has computed the gradient of `y`, just before
+# autograd runs the backward of the layer that produced `y`.
+#
+# Edit the next cell, then run it and the two folded cells below it. The target for the memory is one block,
+# 129.75 KiB.
 #
 # <details><summary>Hint</summary>
 #
@@ -425,7 +459,7 @@ print("Checked: 4 all-gathers, 4 reduce-scatters, and all units are complete at 
 # %% tags=["exercise"]
 # %%ranks
 class MyUnit(Unit):
-    def __call__(self, x):
+    def __call__(self, x):                      # super().__call__(x) gathers and computes
         return None                             # your lines here; begin with y = super().__call__(x)
 
 
@@ -529,8 +563,8 @@ if ranks.get("result is not None")[0]:
 plots.alive(curves, whole_model=4 * model_numel)
 
 # %% [markdown]
-# The second panel is the run of the folded solution. When your unit works, run this cell once more, and your
-# run appears beside the two.
+# The second panel is the run of the folded solution. When your unit works, run the cell with the plot again,
+# and your run appears beside the two.
 #
 # The price is four more all-gathers in each step. PyTorch gives you the same choice and calls it
 # `reshard_after_forward`. [Lesson 6](06_sharding_strategies.ipynb) weighs the two.
@@ -538,8 +572,11 @@ plots.alive(curves, whole_model=4 * model_numel)
 # ## The same with `fully_shard`
 #
 # `fully_shard` is often called FSDP2. Call it on each layer that should be a unit, then on the model. The
-# model stays an `nn.Module` with its own parameters. Each parameter is now a `DTensor`: a tensor that knows
-# its full shape, and holds this rank's shard of it.
+# last call is needed although no parameter is left for it: it makes the layers one model. Without it, each
+# layer is the root of a model of its own, and a root is not freed after its forward pass.
+#
+# The model stays an `nn.Module` with its own parameters. Outside of forward and backward, each parameter is
+# now a `DTensor`: a tensor that knows its full shape, and holds this rank's shard of it.
 
 # %% tags=["equality"]
 # %%ranks
@@ -549,7 +586,7 @@ from torch.distributed.fsdp import fully_shard
 def shard_layers(model, **options):
     for layer in model:
         fully_shard(layer, **options)
-    return fully_shard(model, **options)        # the root unit takes what is left over: here nothing
+    return fully_shard(model, **options)        # the root: makes the layers one model
 
 
 model = shard_layers(build())
@@ -559,7 +596,8 @@ torch.testing.assert_close(sharded, alone, rtol=1e-5, atol=1e-5)
 
 # %% [markdown]
 # The losses are those of one process again. Does `fully_shard` also send and hold the same? Measure it in
-# both settings: keep each unit after the forward pass, as our `Unit` does, or free it, which is the default.
+# both settings: keep each unit after the forward pass, as our `Unit` does, or free it. Freeing is the default
+# for all units but the root.
 
 # %% tags=["meter"]
 # %%ranks
@@ -576,17 +614,19 @@ Table(
         row("fully_shard, reshard_after_forward=False", "fsdp2_kept"),
         row("fully_shard", "fsdp2"),
     ],
+    note="Buffers: those that FSDP2 gathers into. What the backend allocates for itself is not counted.",
 )
 
 # %% [markdown]
-# The numbers of collectives are those of your two units. The memory differs in two ways.
+# The numbers of collectives match those of `Unit` (4 and 4) and of turn 1 (8 and 4). The memory differs in
+# two ways.
 #
-# - **Two blocks** exist at the peak where your unit of turn 1 has one. In the backward pass, `fully_shard`
-#   gathers the next unit while it still computes with the present one. On GPUs the two happen at the same
-#   time. [Lesson 4](04_backward_prefetch.ipynb) is about this.
+# - **Two blocks** of full parameters exist at the peak, where the unit of turn 1 has one. In the backward
+#   pass, `fully_shard` gathers the next unit while it still computes with the present one. On GPUs the two
+#   happen at the same time. [Lesson 4](04_backward_prefetch.ipynb) is about this.
 # - **Buffers** come on top. `fully_shard` gathers all parameters of a unit into one buffer, then copies each
-#   parameter out of it. In the forward pass it keeps this buffer until the next unit has been gathered. So
-#   its peak is three blocks' worth of bytes, where two blocks are parameters.
+#   parameter out of it. In the forward pass it keeps this buffer until the next unit has been copied out. So
+#   the forward pass peaks at three blocks' worth of bytes: one block of parameters and two buffers.
 
 # %% tags=["check"]
 # %%ranks 0
@@ -596,13 +636,15 @@ assert (fsdp2_kept.all_gathers, fsdp2_kept.reduce_scatters) == (kept.all_gathers
 assert 0.97 < fsdp2.gathered_bytes / (2 * kept.gathered_bytes) < 1.03
 assert 2 <= fsdp2.peak_whole_bytes / block_bytes < 2.05
 assert 3 <= fsdp2.peak_gather_bytes / block_bytes < 3.05
-print("Checked: collectives as by hand; two blocks at the peak, three with the buffer.")
+moment = fsdp2.gather_bytes.index(fsdp2.peak_gather_bytes)
+assert 1 <= fsdp2.whole_bytes[moment] / block_bytes < 1.05          # one block of parameters, two buffers
+print("Checked: collectives as by hand; two blocks at the peak, three where buffers are counted.")
 
 # %% [markdown]
 # ## What each rank holds
 #
 # Our unit cuts a flat tensor; where does `fully_shard` cut? To see it, fill each parameter of a block with
-# a number of its own, shard the block, and count which numbers each rank has got.
+# a different number, shard the block, and count which numbers each rank has got.
 
 # %%
 # %%ranks
@@ -637,13 +679,15 @@ plots.shards(
 # %% [markdown]
 # Each bar is one parameter, and its colours are the ranks that hold it. By hand, a rank holds a stretch of
 # the flat tensor, wherever that happens to lie: with four ranks, rank 0 holds the whole norm, and rank 3
-# nothing of `fc1`. Under `fully_shard` each rank holds some rows of every parameter. So each parameter keeps
-# its own name, under which a checkpoint can store it, and its own `requires_grad`.
+# nothing of `fc1`. `fully_shard` cuts each parameter by rows, so each rank holds some rows of every
+# parameter of this block. (A parameter with fewer rows than ranks leaves some ranks with none.) Each
+# parameter keeps its own name, under which a checkpoint can store it, and its own `requires_grad`.
 #
-# ## The way of 2022: FSDP1
+# ## FSDP1, the older API
 #
-# The first FSDP, the class `FullyShardedDataParallel`, cuts a flat tensor, as our unit does. It *wraps* each
-# layer in a module of its own and replaces the layer's parameters by one `FlatParameter`.
+# PyTorch's first FSDP, the class `FullyShardedDataParallel` of 2022, cuts a flat tensor, as our unit does. It
+# *wraps* each layer in a module of its own and by default replaces the layer's parameters by one
+# `FlatParameter`.
 
 # %%
 # %%ranks
@@ -657,8 +701,9 @@ print(f"{len(fsdp1_shards)} parameters of shapes {[list(shard.shape) for shard i
 print(f"FSDP1: loss {fsdp1_losses[0]:.4f} at the first step, {fsdp1_losses[-1]:.4f} at the last")
 
 # %% [markdown]
-# The model had twenty parameters and has four now, one for each unit. On every rank each of the four equals
-# our shard, number by number: what you read above in `Unit` is FSDP1's FlatParameter.
+# The model had twenty parameters and has four now, one for each unit. (With `use_orig_params=True` FSDP1
+# shows all twenty, as views of the same four.) On every rank each of the four equals our shard, number by
+# number: what you read above in `Shards` is FSDP1's FlatParameter.
 
 # %% tags=["check"]
 # %%ranks
@@ -667,13 +712,13 @@ torch.testing.assert_close(fsdp1_losses, alone, rtol=1e-5, atol=1e-5)
 fsdp1 = measure(model, model.parameters())
 assert fsdp1.gathered_bytes == 2 * kept.gathered_bytes
 assert fsdp1.peak_whole_bytes == 2 * units[0].full.nbytes
-print("Checked: FSDP1 holds our shards, gathers the bytes of turn 1, and has two blocks at the peak.")
+print("Checked: FSDP1 holds our shards, gathers twice the bytes of Unit, and has two blocks at the peak.")
 
 # %% [markdown]
-# ## What one rank keeps between steps
+# ## What one rank holds at the end of a step
 #
-# Back to the prediction. After one step, count the bytes of parameters, gradients and optimizer state that
-# a rank holds.
+# Back to the prediction: 16 bytes per parameter, divided by the number of ranks. After `optimizer.step()` and
+# before `zero_grad()`, count the bytes of parameters, gradients and optimizer state that a rank holds.
 
 # %%
 # %%ranks
@@ -716,8 +761,9 @@ plots.memory_per_rank(kib, unit="KiB")
 
 # %% [markdown]
 # One process holds sixteen bytes per parameter, and each of four ranks a quarter of that, plus a little
-# padding. During a step more is needed for a moment: the full parameters of the units in use, their full
-# gradients before they are reduced, the buffers of the collectives, and the activations.
+# padding. `zero_grad()` then frees the gradients. During a step more is needed for a moment: the full
+# parameters of the units in use, their full gradients before they are reduced, the buffers of the
+# collectives, and the activations.
 
 # %% tags=["check"]
 assert sum(held["one process"]) == 16 * model_numel
@@ -728,7 +774,7 @@ print("Checked: 16 bytes per parameter, divided by the number of ranks.")
 # %% [markdown]
 # ## Proof
 #
-# Four ways to train, one curve.
+# The plot shows the losses of all four runs. They agree at every step.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -742,9 +788,9 @@ plots.losses(ranks.get("ways")[0])
 # %% [markdown]
 # ## Your turn 2 · DDP's collective
 #
-# DDP adds up gradients with `all_reduce`: every rank brings a tensor, and every rank gets the sum of all of
-# them. Write `all_reduce` with the two collectives of this lesson. The length of the tensor divides by the
-# world size.
+# DDP reduces gradients with `all_reduce`: each rank passes in a tensor, and each rank gets the sum of all of
+# them. Write `all_reduce` with the two collectives of this lesson. The length of the tensor is a multiple of
+# the world size. Edit the next cell, then run it and the two folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -823,8 +869,9 @@ def my_all_reduce(tensor):
 result = score_sum(my_all_reduce)
 
 # %% [markdown]
-# So one `all_reduce` sends as much as one `all_gather` and one `reduce_scatter` together. In each step, DDP
-# sends two model sizes' worth in this sense, and FSDP three: it gathers twice and reduces once.
+# With the usual ring algorithm, one `all_reduce` sends as much as one `all_gather` and one `reduce_scatter`
+# together. In this measure DDP sends two model sizes in each step, and FSDP three: it gathers twice and
+# reduces once. With `reshard_after_forward=False` it is two.
 
 # %% tags=["check"]
 try_answers(0)
@@ -833,7 +880,7 @@ try_answers(0)
 # ## When it goes wrong
 #
 # A mistake that raises no error: leave out the division by the world size in `Gather.backward`. Every
-# gradient is then the sum over the ranks, where one process has the mean.
+# gradient is then the sum over the ranks. It should be the mean.
 
 # %%
 # %%ranks
@@ -841,12 +888,11 @@ class GatherWithoutMean(Gather):
     @staticmethod
     def backward(ctx, grad):
         mine, _ = Gather.backward(ctx, grad)
-        return mine * world, None               # as if nobody had divided
+        return mine * world, None               # undoes the division
 
 
 class WrongUnit(Unit):
-    def __call__(self, x):
-        return run(self.layer, GatherWithoutMean.apply(self.shard, self), self.shapes, x)
+    gather_with_backward = GatherWithoutMean.apply
 
 
 def train_wrongly(**options):
@@ -868,25 +914,28 @@ compared = ranks.get("compared")[0]
 steps = [1, 2, 5, 10, 20]
 Table(
     ["loss at step", *map(str, steps)],
-    [[way, *(round(losses[step - 1], 4) for step in steps)] for way, losses in compared.items()],
+    [[way, *(f"{losses[step - 1]:.4f}" for step in steps)] for way, losses in compared.items()],
 )
 
 # %% [markdown]
 # With AdamW the losses show nothing. AdamW divides each gradient by its own average size, so a factor of
-# four in all gradients cancels. SGD takes steps that are four times as large. So losses prove less than they
-# seem to: compare them over several steps, and with SGD as well as with your own optimizer.
+# four in all gradients cancels, except for AdamW's small `eps`. SGD takes steps that are four times as large
+# and diverges: its loss at step 20 is above a thousand. So compare losses over several steps, and with SGD
+# as well as with your own optimizer.
 #
 # What you see, why, and what helps:
 #
 # - **`setStorage: … out of bounds for storage of size 0`.** A parameter is used after it was freed: turn 1
-#   without its last line. Gather before each use. With `fully_shard`, call the module, not its `forward`.
-# - **The losses differ from those of one process from the second step on.** Gradients are a sum where they
-#   should be a mean, or all ranks got the same samples. Look at the gradients, and at the rank in your
-#   sampler.
+#   without the hook. Gather before each use.
+# - **`got mixed torch.Tensor and DTensor`.** A sharded layer ran without its hooks, which gather. Call the
+#   module, not its `forward`.
+# - **The losses differ from those of one process.** From the first step on: all ranks got the same samples;
+#   look at the rank in your sampler. From the second step on: gradients are a sum, not a mean.
 # - **The program hangs.** One rank did not enter a collective in which the others wait. Call collectives on
 #   every rank; [lesson 3](03_full_state_dict.ipynb) shows how it happens.
-# - **The loss never changes.** The optimizer was made before the model was sharded, so it updates tensors
-#   that the model no longer uses. Make it after sharding, as [lesson 1](01_transformer_wrapper.ipynb) shows.
+# - **The loss never changes.** The optimizer was made before the model was sharded. It holds the old
+#   parameters, which get no gradients, so `step` does nothing. Make the optimizer after sharding, as
+#   [lesson 1](01_transformer_wrapper.ipynb) shows.
 
 # %% tags=["check"]
 def apart(optimizer):
@@ -912,24 +961,26 @@ lesson.claims(
     0,
     {
         "same-results": "Yes: all 20 losses equal those of one process to within 0.00004. "
-        "Efficiency is not for a CPU to say.",
+        "Efficiency is not measured here: that takes GPUs.",
         "two-gathers-one-scatter": f"Yes: {gathers} all_gathers and {scatters} reduce_scatters for 4 units.",
         "biggest-layer": f"True for the unit of turn 1, which needs {one:.0f} KiB. `fully_shard` needs more: "
-        f"{two:.0f} KiB of parameters, two of the biggest layers, and {three:.0f} KiB with its buffers.",
+        f"{two:.0f} KiB of parameters in backward, two of the biggest layers, and in forward {three:.0f} KiB "
+        "with its buffers.",
     },
 )
 
 # %% [markdown]
 # ## Takeaways
 #
-# - A rank keeps a shard of the parameters, and the gradients and optimizer state of that shard: `1 / world`
-#   of everything.
+# - A rank holds a shard of the parameters, of the gradients and of the optimizer state: `1 / world` of each
+#   of the three.
 # - `all_gather` rebuilds the full parameters of a unit before forward and again before backward. They are
 #   freed after each.
-# - `reduce_scatter` adds up the gradients, and leaves each rank those of its own shard.
+# - `reduce_scatter` adds up the gradients and gives each rank the gradients of its shard; FSDP divides them
+#   by the world size.
 # - The losses are those of one process. FSDP changes where numbers are kept, not what is computed.
-# - `fully_shard` (FSDP2) cuts every parameter by rows. FSDP1 cuts one flat tensor per unit, as you did by
-#   hand.
+# - `fully_shard` (FSDP2) cuts every parameter by rows, by default. FSDP1 cuts one flat tensor per unit, as
+#   you did by hand.
 #
 # ## Next
 #

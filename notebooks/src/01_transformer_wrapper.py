@@ -24,25 +24,25 @@
 # ## In your own code
 #
 # `fully_shard` on each block, then on the model. Save it as `train.py` and start it with
-# `torchrun --nproc-per-node 4 train.py`; it runs with GPUs and without.
+# `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none.
 #
 # ```python
 # import torch
 # import torch.distributed as dist
+# from torch.distributed.device_mesh import init_device_mesh
 # from torch.distributed.fsdp import fully_shard
 # from transformers import LlamaConfig, LlamaForCausalLM
 #
-# dist.init_process_group()
 # device = "cuda" if torch.cuda.is_available() else "cpu"
+# dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())
+# mesh = init_device_mesh(device, (dist.get_world_size(),))
 # torch.manual_seed(0)                                  # the same weights on every rank
-# config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=6,
-#                      num_attention_heads=4)
+# config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=6)
 # model = LlamaForCausalLM(config)
-# for block in model.model.layers:
-#     fully_shard(block)                                # each block is a unit
-# fully_shard(model)                                    # embeddings, last norm and head: the root unit
+# for part in [*model.model.layers, model]:             # each block is a unit; the root takes the rest
+#     fully_shard(part, mesh=mesh)
 # optimizer = torch.optim.AdamW(model.parameters())     # after sharding
 # torch.manual_seed(dist.get_rank())                    # other samples on each rank
 # for step in range(5):
