@@ -677,3 +677,30 @@ def test_cpu_capabilities_are_asked_of_this_torch() -> None:
     assert {"amx_bf16", "avx512_bf16", "bf16"} & set(found)
     with patch.object(torch, "cpu", object()):  # a torch that can say nothing
         assert not any(runtime.cpu_capabilities().values())
+
+
+ON_A_MAC = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+torch._C._get_accelerator = lambda: torch.device("mps")
+from fsdp_utils.torch_internals.runtime import hide_apple_gpu
+
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+if sys.argv[1] == "hidden":
+    platform, sys.platform = sys.platform, "darwin"
+    hide_apple_gpu()
+    sys.platform = platform
+print(fully_shard(torch.nn.Linear(2, 2)).weight.device_mesh.device_type)
+"""
+
+
+def test_a_bare_fully_shard_takes_the_cpu_on_a_mac() -> None:
+    """Imagined: this torch says that its accelerator is Apple's."""
+
+    def run(case: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", ON_A_MAC, case]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+    assert "torch.mps" in run("as it is").stderr  # if this no longer fails, hide_apple_gpu can go
+    assert run("hidden").stdout == "cpu\n"

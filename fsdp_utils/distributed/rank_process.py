@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fsdp_utils.distributed.rank_errors import pack_error
 from fsdp_utils.distributed.rank_supervisor import supervise_rank
+from fsdp_utils.torch_internals.runtime import hide_apple_gpu
 
 if sys.platform != "win32":  # where ranks are spawned, which inherit the caller's own output
     from multiprocessing.reduction import DupFd
@@ -120,6 +121,7 @@ def _be_rank(rank: int, job: Job) -> None:
         # Nothing on a rank of the CPU may choose the GPU, as a bare fully_shard would. HIP (ROCm) takes an
         # empty list for none given.
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="-1")
+        hide_apple_gpu()
     else:
         torch.cuda.set_device(rank)
     if isinstance(sys.stdout, io.TextIOWrapper):

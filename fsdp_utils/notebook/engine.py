@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from fsdp_utils.notebook import nccl, tracebacks
 from fsdp_utils.notebook.nccl import gpu_is_lost as gpu_is_lost  # called by the notebook, as all below
 from fsdp_utils.torch_internals.groups import process_groups, set_group_timeout
+from fsdp_utils.torch_internals.runtime import hide_apple_gpu
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
 EPOLL_CTL_MOD, EPOLLET = 3, 1 << 31  # of Linux's <sys/epoll.h>
@@ -83,6 +84,7 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
         torch.cuda.set_device(local_rank)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks on the CPU of a machine with a GPU: nothing picks it
+        hide_apple_gpu()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
     with contextlib.suppress(Exception):  # whatever state the old group was left in, it goes
         nccl.abort_groups() if on_gpu else dist.destroy_process_group()

@@ -134,3 +134,17 @@ def cpu_capabilities() -> Mapping[str, Any]:
         return {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported()}
     questions = {"amx_bf16": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512_bf16_supported"}
     return {name: getattr(torch.cpu, ask, bool)() for name, ask in questions.items()}
+
+
+def hide_apple_gpu() -> None:
+    """Have FSDP's default mesh take the CPU in this process, on a Mac too.
+
+    Without a mesh, fully_shard() takes the accelerator of `torch._C._get_accelerator`, and no process group
+    works on "mps". Apple's GPU has no counterpart of CUDA_VISIBLE_DEVICES. [torch 2.6 to 2.13]
+    """
+    if sys.platform != "darwin":
+        return
+    import torch
+
+    if torch._C._get_accelerator().type == "mps":
+        torch._C._get_accelerator = lambda: torch.device("cpu")
