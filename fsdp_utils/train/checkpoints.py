@@ -1,4 +1,4 @@
-"""The run's checkpoints: written while it goes on, and resumed from the newest that is whole."""
+"""A run's directory: locked; its checkpoints saved in the background, and the newest whole one resumed."""
 
 import time
 from pathlib import Path
@@ -8,11 +8,38 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint import CheckpointError, Save, load_distributed, save_distributed, verify_checkpoint
+from fsdp_utils.checkpoint.lock import Lock, Taken
 from fsdp_utils.checkpoint.manifest import committed
+from fsdp_utils.train.config import ConfigError
 from fsdp_utils.train.group import on_rank_0
 from fsdp_utils.train.metrics import Journal
 
-__all__ = ["Saves", "resume"]
+__all__ = ["Saves", "lock_directory", "resume"]
+
+_LOCK_WAIT_S = 5.0  # for the ranks of the start before to have ended, on another host perhaps
+
+
+def lock_directory(out: Path) -> Lock:
+    """Allow one run at a time in a directory: rank 0 locks the file `.lock` in it until the run ends.
+
+    Args:
+        out: the run's directory; it is made if it is not there.
+
+    Raises:
+        ConfigError: another run is going on in the directory, or it cannot be written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return Lock(out / ".lock", wait_s=_LOCK_WAIT_S)
+    except Taken as owner:
+        raise ConfigError(
+            f"out: expected a directory in which no other run is going on, found {out} is in use by {owner}. "
+            "End that run first, or choose another --out."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"out: expected a directory to write to, found {str(out)!r} is none: {error}"
+        ) from error
 
 
 def resume(directory: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:

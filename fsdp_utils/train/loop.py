@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from fsdp_utils.child_tuning.optimizer import ChildTuningAdamW
 from fsdp_utils.distributed.identity import get_rank, get_world_size
 from fsdp_utils.memory.maximizer import Memory_Maximizer
 from fsdp_utils.precision.bf16 import bf16_support
-from fsdp_utils.train.checkpoints import Saves, resume
+from fsdp_utils.train.checkpoints import Saves, lock_directory, resume
 from fsdp_utils.train.config import (
     ConfigError,
     OptimConfig,
@@ -48,7 +48,6 @@ from fsdp_utils.train.config import (
 )
 from fsdp_utils.train.data import Data, DataError, load_data, must_be_the_same, rows_at
 from fsdp_utils.train.group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
-from fsdp_utils.train.lock import RunLock
 from fsdp_utils.train.metrics import Journal
 from fsdp_utils.train.model import build_model, parallelize, throughput
 from fsdp_utils.train.watchdog import EXIT_REQUEUE, Heartbeat, NotFinite, Stop, check_finite
@@ -87,9 +86,9 @@ def train(config: TrainConfig) -> Progress:
     """
     out = Path(config.out)
     device = training_device(config.parallel.device)
-    with Heartbeat(out / "hang", config.timeout_s) as heart, Stop(heart) as stop, RunLock(out) as lock:
+    with Heartbeat(out / "hang", config.timeout_s) as heart, Stop(heart) as stop, ExitStack() as at_end:
         heart.at("building")
-        data, model = same_on_all(lambda: _prepare(config, lock))
+        data, model, is_locked = same_on_all(lambda: _prepare(config, at_end))
         model = parallelize(model, config, device)
         optimizer = _optimizer(model, config.optim)
 
@@ -109,8 +108,11 @@ def train(config: TrainConfig) -> Progress:
             journal.event("started", step=at.step, world_size=get_world_size(), config=about["config"])
             if changed:
                 journal.say(f"from step {at.step} on with other settings than before: {', '.join(changed)}")
-            if lock.warning:
-                journal.say(lock.warning)
+            if not is_locked:
+                journal.say(
+                    f"{out / '.lock'} cannot be locked here (the file system has no locks), so a second run "
+                    "in this directory would not be noticed: see to it that there is none"
+                )
             if config.parallel.precision == "bf16" and not (support := bf16_support(device)):
                 journal.say(f"bf16 will be slow here, or wrong: {support}")
             saves = Saves(out / "checkpoints", config.keep, at.step if state else None, journal, about)
@@ -119,15 +121,18 @@ def train(config: TrainConfig) -> Progress:
             journal.close()
 
 
-def _prepare(config: TrainConfig, lock: RunLock) -> tuple[Data, nn.Module]:
-    """All that can be refused before the ranks work together."""
+def _prepare(config: TrainConfig, at_end: ExitStack) -> tuple[Data, nn.Module, bool]:
+    """All that can be refused before the ranks work together: the data, the model, is `out` locked?"""
     check_ranges(config)
     micro_batches(config, get_world_size())
     mesh_shape(config, get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())))
+    is_locked = True
     if get_rank() == 0:
-        lock.take()
+        lock = lock_directory(Path(config.out))
+        at_end.callback(lock.release)
+        is_locked = lock.held
     data = load_data(config.data)
-    return data, build_model(config.model, data, config.seed)
+    return data, build_model(config.model, data, config.seed), is_locked
 
 
 def _loop(
