@@ -21,7 +21,7 @@ from fsdp_utils.train import checkpoints
 from fsdp_utils.train import loop as program
 from fsdp_utils.train.checkpoints import lock_directory
 from fsdp_utils.train.config import ConfigError, OptimConfig, TrainConfig, changes
-from fsdp_utils.train.metrics import Journal
+from fsdp_utils.train.metrics import RunLog
 from tests.training_runs import configured, events, metrics, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,12 +37,12 @@ def told_and_used(config: TrainConfig) -> tuple[list[str], dict[str, Any]]:
         made.append(build(*arguments))
         return made[-1]
 
-    build, say = program._optimizer, Journal.say
-    program._optimizer, Journal.say = making, lambda journal, text: told.append(text)
+    build, say = program._optimizer, RunLog.say
+    program._optimizer, RunLog.say = making, lambda log, text: told.append(text)
     try:
         program.train(config)
     finally:
-        program._optimizer, Journal.say = build, say
+        program._optimizer, RunLog.say = build, say
     (group,) = made[0].param_groups
     return told, {name: value for name, value in group.items() if name != "params"}
 
@@ -127,7 +127,7 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from fsdp_utils.train.checkpoints import lock_directory
-from fsdp_utils.train.metrics import Journal
+from fsdp_utils.train.metrics import RunLog
 lock = lock_directory(Path(sys.argv[1]))
 if os.fork() == 0:  # a child that outlives its parent
     os.setsid()
