@@ -49,8 +49,8 @@ def planner():
     plan(".", world_size=2, batch_size=2)
 
 def log():
-    from fsdp_utils.train.metrics import Journal
-    Journal(Path("."), step=0, steps=1, tensorboard=True)
+    from fsdp_utils.train.metrics import RunLog
+    RunLog(Path("."), step=0, steps=1, tensorboard=True)
 
 def model():
     from fsdp_utils.train.model import _transformers_config

@@ -181,7 +181,9 @@ def test_no_steps_at_all():
     report = measured(ImaginedDevice(), [])
     assert (report.steps, report.samples_per_s) == (0, None)
     assert report.max_reserved_gib == pytest.approx(5)  # what the model takes is known even so
-    assert report.advice == ["Nothing to go by: call start() before the first step and update() after each."]
+    assert report.advice == [
+        "Nothing was measured: call start() before the first step and update() after each."
+    ]
     assert "no step was counted" in str(report)
 
 

@@ -29,7 +29,7 @@ from fsdp_utils.train.config import (
 )
 from fsdp_utils.train.data import load_data, rows_at
 from fsdp_utils.train.loop import Progress, learning_rate, train
-from fsdp_utils.train.metrics import Journal
+from fsdp_utils.train.metrics import RunLog
 from fsdp_utils.train.watchdog import NotFinite
 from tests import tiny_training
 from tests.training_runs import STEPS, configured, events, metrics, run
@@ -135,31 +135,31 @@ def test_a_full_disk_costs_no_line_and_ends_nothing(
 ) -> None:
     out = tmp_path / "disk"
     with chaos.small_disk(out):
-        journal = Journal(out, step=0, steps=999, tensorboard=False)
+        run_log = RunLog(out, step=0, steps=999, tensorboard=False)
         with chaos.full_disk(out):
             for step in range(1, 400):  # more than what is left of a block
-                journal.metrics(step, loss=0.5)
-            journal.durable()
+                run_log.metrics(step, loss=0.5)
+            run_log.durable()
             assert len((out / "metrics.jsonl").read_text().splitlines()) < 399
-        journal.metrics(400, loss=0.5)
+        run_log.metrics(400, loss=0.5)
         assert metrics(out) == dict.fromkeys(range(1, 401), 0.5)
         with chaos.full_disk(out):
             for step in range(401, 800):
-                journal.metrics(step, loss=0.5)
-            journal.close()
+                run_log.metrics(step, loss=0.5)
+            run_log.close()
         told = capsys.readouterr().err
         assert told.count("No space left on device; the run goes on") == 1
         assert '"step": 799' in told.partition("never written:")[2]
-        Journal(out, step=800, steps=999, tensorboard=False).close()
+        RunLog(out, step=800, steps=999, tensorboard=False).close()
         assert 400 < len(metrics(out)) < 799  # whole lines, to which others can be added
 
-        journal = Journal(out, step=799, steps=999, tensorboard=False)
+        run_log = RunLog(out, step=799, steps=999, tensorboard=False)
         with chaos.full_disk(out), contextlib.suppress(OSError), (out / "log").open("w", buffering=1) as log:
             monkeypatch.setattr(sys, "stderr", log)  # as sbatch's file is that lies beside the run
             for step in range(800, 999):
-                journal.metrics(step, loss=0.5)
+                run_log.metrics(step, loss=0.5)
             monkeypatch.undo()
-        journal.close()
+        run_log.close()
         assert 998 in metrics(out)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_utils.train.metrics import Journal
+from fsdp_utils.train.metrics import RunLog
 
 LINES = [b'{"step": 1, "loss": 3.0}', b'{"step": 2, "loss": 2.0}', b'{"step": 2, "eval_loss": 2.5}']
 LATER = b'{"step": 3, "loss": 1.0}'
@@ -13,9 +13,9 @@ LATER = b'{"step": 3, "loss": 1.0}'
 
 def go_on(out: Path) -> tuple[list[bytes], list[bytes]]:
     """Go on from step 2 and write a line of step 3: metrics.jsonl after that, and what was set aside."""
-    journal = Journal(out, step=2, steps=9, tensorboard=False)
-    journal.metrics(3, loss=1.5)
-    journal.close()
+    log = RunLog(out, step=2, steps=9, tensorboard=False)
+    log.metrics(3, loss=1.5)
+    log.close()
     aside = [file.read_bytes() for file in out.glob("metrics.jsonl.damaged-*")]
     return (out / "metrics.jsonl").read_bytes().splitlines(), aside
 
@@ -51,16 +51,16 @@ def test_what_is_not_a_runs_is_set_aside_and_no_byte_of_it_lost(
 
 def test_what_could_be_read_is_in_the_new_file_at_once(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*LINES, b"[]", b""]))
-    journal = Journal(tmp_path, step=2, steps=9, tensorboard=False)
+    log = RunLog(tmp_path, step=2, steps=9, tensorboard=False)
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == LINES
-    journal.close()
+    log.close()
 
 
 def test_events_are_never_taken_out(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b'{"event": "started", "step": 7}\nmine\n')
-    journal = Journal(tmp_path, step=2, steps=9, tensorboard=False)
-    journal.event("finished")
-    journal.close()
+    log = RunLog(tmp_path, step=2, steps=9, tensorboard=False)
+    log.event("finished")
+    log.close()
     lines = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert lines == ["started", "finished"]
     (aside,) = tmp_path.glob("events.jsonl.damaged-*")
@@ -72,16 +72,16 @@ def test_it_knows_what_was_told_of_the_step_that_it_goes_on_from(tmp_path: Path)
     for step, told in [(2, True), (1, False), (3, False)]:  # step 1 takes the lines of step 2 out
         if step == 3:
             (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*LINES, b""]))
-        journal = Journal(tmp_path, step=step, steps=9, tensorboard=False)
-        assert journal.told("eval_loss") is told
-        journal.close()
+        log = RunLog(tmp_path, step=step, steps=9, tensorboard=False)
+        assert log.has("eval_loss") is told
+        log.close()
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, step=0, steps=9, tensorboard=False)
-    journal.metrics(1, loss=float("nan"), norm=float("inf"), lr=0.5, mfu=None)
-    journal.metrics(2)
-    journal.close()
+    log = RunLog(tmp_path, step=0, steps=9, tensorboard=False)
+    log.metrics(1, loss=float("nan"), norm=float("inf"), lr=0.5, mfu=None)
+    log.metrics(2)
+    log.close()
     assert (tmp_path / "metrics.jsonl").read_text() == (
         '{"step": 1, "loss": null, "norm": null, "lr": 0.5}\n'
     )

@@ -1,5 +1,6 @@
 """What a run keeps when it goes on, what it takes from the new settings, and that it is alone."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.train import lock as run_lock
+from fsdp_utils.checkpoint.lock import Lock
+from fsdp_utils.train import checkpoints
 from fsdp_utils.train import loop as program
+from fsdp_utils.train.checkpoints import lock_directory
 from fsdp_utils.train.config import ConfigError, OptimConfig, TrainConfig, changes
-from fsdp_utils.train.lock import RunLock
-from fsdp_utils.train.metrics import Journal
+from fsdp_utils.train.metrics import RunLog
 from tests.training_runs import configured, events, metrics, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,12 +37,12 @@ def told_and_used(config: TrainConfig) -> tuple[list[str], dict[str, Any]]:
         made.append(build(*arguments))
         return made[-1]
 
-    build, say = program._optimizer, Journal.say
-    program._optimizer, Journal.say = making, lambda journal, text: told.append(text)
+    build, say = program._optimizer, RunLog.say
+    program._optimizer, RunLog.say = making, lambda log, text: told.append(text)
     try:
         program.train(config)
     finally:
-        program._optimizer, Journal.say = build, say
+        program._optimizer, RunLog.say = build, say
     (group,) = made[0].param_groups
     return told, {name: value for name, value in group.items() if name != "params"}
 
@@ -89,8 +92,17 @@ def test_changes_are_named() -> None:
 # ---- alone -----------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def closing_lock(out: Path) -> Iterator[Lock]:
+    lock = lock_directory(out)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
 def begin(out: Path) -> dict[str, Any]:
-    run_lock._PATIENCE_S = 0.5
+    checkpoints._LOCK_WAIT_S = 0.5
     begun = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         run(out, steps=2)
@@ -98,8 +110,7 @@ def begin(out: Path) -> dict[str, Any]:
 
 
 def test_a_second_run_in_a_directory_is_refused_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
-    with RunLock(tmp_path) as lock:  # this process is the first run
-        lock.take()
+    with closing_lock(tmp_path):  # this process is the first run
         first, second = run_on_ranks(begin, tmp_path, world_size=2)
         assert [file.name for file in tmp_path.iterdir()] == [".lock"]
     assert first["told"] == second["told"]
@@ -115,9 +126,9 @@ def test_a_second_run_in_a_directory_is_refused_on_all_ranks_and_changes_nothing
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from fsdp_utils.train.lock import RunLock
-from fsdp_utils.train.metrics import Journal
-RunLock(Path(sys.argv[1])).take()
+from fsdp_utils.train.checkpoints import lock_directory
+from fsdp_utils.train.metrics import RunLog
+lock = lock_directory(Path(sys.argv[1]))
 if os.fork() == 0:  # a child that outlives its parent
     os.setsid()
     sys.stdout.close()
@@ -132,7 +143,7 @@ time.sleep(60)
 def test_a_killed_owner_leaves_no_lock_though_a_child_of_it_lives_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_lock, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(checkpoints, "_LOCK_WAIT_S", 0.5)
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -142,13 +153,12 @@ def test_a_killed_owner_leaves_no_lock_though_a_child_of_it_lives_on(
     try:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"taken\n"
-        with RunLock(tmp_path) as lock, pytest.raises(ConfigError, match=f"in use by process {owner.pid} on"):
-            lock.take()
+        with pytest.raises(ConfigError, match=f"in use by process {owner.pid} on .*, since 20"):
+            lock_directory(tmp_path)
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         begun = time.monotonic()
-        with RunLock(tmp_path) as lock:
-            lock.take()
+        lock_directory(tmp_path).release()
         assert time.monotonic() - begun < 1
     finally:
         owner.kill()
@@ -161,17 +171,13 @@ def test_where_there_are_no_locks_it_goes_on_and_says_so(
     def fail(*_: Any) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", fail)
-    with RunLock(tmp_path) as lock:
-        lock.take()
-        assert lock.warning is not None
-        assert "cannot be locked here (No locks available)" in lock.warning
+    monkeypatch.setattr(fcntl, "flock", fail)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         told, _ = told_and_used(configured(tmp_path, steps=2))
     finally:
         dist.destroy_process_group()
-    assert [line for line in told if "cannot be locked here" in line]
+    assert [line for line in told if "cannot be locked here (the file system has no locks)" in line]
     assert events(tmp_path)[-1] == "finished"
 
 
@@ -184,33 +190,31 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path, kind: str) -> 
         out.mkdir()
         (tmp_path / "elsewhere").write_text("mine")
         (out / ".lock").symlink_to(tmp_path / "elsewhere")
-    with (
-        RunLock(out) as lock,
-        pytest.raises(ConfigError, match="out: expected a directory to write to, found"),
-    ):
-        lock.take()
+    with pytest.raises(ConfigError, match="out: expected a directory to write to, found"):
+        lock_directory(out)
     assert "mine" in {file.read_text() for file in (tmp_path / "elsewhere", out) if file.is_file()}
 
 
 def test_the_owner_s_name_takes_the_place_of_a_longer_one(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("x" * 1000)
-    with RunLock(tmp_path) as lock:
-        lock.take()
+    with closing_lock(tmp_path):
         assert json.loads((tmp_path / ".lock").read_text())["process"] == os.getpid()
 
 
 @pytest.mark.parametrize("content", ["", "null", "[1]", '{"process": 1}', "\0"])
-def test_an_owner_that_left_no_name_is_still_one(tmp_path: Path, content: str) -> None:
-    lock = RunLock(tmp_path)
-    (tmp_path / ".lock").write_text(content)
-    lock._file = os.open(tmp_path / ".lock", os.O_RDONLY)
-    with lock:
-        assert lock._owner() == "a process that .lock does not name"
+def test_an_owner_that_left_no_name_is_still_one(
+    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_LOCK_WAIT_S", 0.0)
+    with closing_lock(tmp_path):
+        (tmp_path / ".lock").write_text(content)
+        with pytest.raises(ConfigError, match="is in use by another program"):
+            lock_directory(tmp_path)
 
 
 def test_two_programs_one_after_the_other(tmp_path: Path) -> None:
     """Exit codes and what is left, of a whole second program while the first is at it."""
-    code = "import sys; from fsdp_utils.train import lock, loop; lock._PATIENCE_S = 0.5; "
+    code = "import sys; from fsdp_utils.train import checkpoints, loop; checkpoints._LOCK_WAIT_S = 0.5; "
     command = [
         sys.executable,
         "-c",

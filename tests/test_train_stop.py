@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_utils.checkpoint.manifest import committed
-from fsdp_utils.train.watchdog import Heartbeat, Stop
+from fsdp_utils.train.watchdog import Heartbeat, StopSignal
 from tests.training_runs import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +84,7 @@ def test_handlers_are_as_before_after_it(tmp_path: Path) -> None:
         before = [signal.getsignal(number) for number in numbers]
         wakeup = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(wakeup)
-        with Stop(Heartbeat(tmp_path, 60.0)) as stop:
+        with StopSignal(Heartbeat(tmp_path, 60.0)) as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert stop.wanted == "SIGUSR1"
         assert [signal.getsignal(number) for number in numbers] == before

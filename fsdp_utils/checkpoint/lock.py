@@ -56,16 +56,34 @@ class Lock:
                     raise Taken(_owner(path))
                 time.sleep(_POLL_S)
         self._descriptor, self.held = descriptor, bool(locked)
-        owner = {"process": os.getpid(), "host": socket.gethostname()}
+        _held.add(self)
+        owner = {"process": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         with suppress(OSError):  # a full disk; the lock holds without its owner's name
             os.ftruncate(descriptor, 0)
             os.write(descriptor, json.dumps(owner).encode())
 
     def release(self) -> None:
+        if self not in _held:  # this process is a fork of the owner
+            return
+        _held.discard(self)
         with suppress(OSError):  # (Windows deletes no open file, and then it stays)
             self._path.unlink()
         unlock(self._descriptor)
         os.close(self._descriptor)
+
+
+_held: set[Lock] = set()
+
+
+def _close_in_fork() -> None:
+    """A fork shares its parent's locks, and would keep them after the parent's death."""
+    for lock in _held:
+        os.close(lock._descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def open_without_links(path: Path, flags: int) -> int:
@@ -107,11 +125,12 @@ def is_file(path: Path, descriptor: int) -> bool:
 
 
 def _owner(path: Path) -> str:
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         descriptor = open_without_links(path, os.O_RDONLY)
         try:
             owner = json.loads(os.read(descriptor, 1024))
         finally:
             os.close(descriptor)
-        return f"process {int(owner['process'])} on {str(owner['host'])[:100]}"
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
+        return f"process {int(owner['process'])} on {str(owner['host'])[:100]}, since {since}"
     return "another program"

@@ -1,4 +1,4 @@
-"""Ranks: who am I among them, start some on this machine, keep their failures in step.
+"""Ranks: identity, starting some on this machine, agreement between them, recovery from their failures.
 
 Above torch.distributed and below everything else: no other room is imported here.
 """

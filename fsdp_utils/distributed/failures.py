@@ -129,7 +129,7 @@ class _CheckBeforeCollectives(TorchDispatchMode):
 
 
 class Gradients:
-    """The gradients that exist when it is created, to tell later which ones a training step has left."""
+    """The gradients that exist when it is created: what a failed step adds to them can be dropped."""
 
     def __init__(self) -> None:
         self._known = {
@@ -162,7 +162,10 @@ def _gradients() -> Iterator[tuple[Any, str, torch.Tensor]]:
 
 
 def _versions(gradient: torch.Tensor) -> list[int]:
-    """They change with each operation in place. FSDP2 adds to the local part of a gradient."""
+    """The version counters of a gradient, which each in-place operation changes.
+
+    FSDP2 adds to the local part of a gradient, so a DTensor has two.
+    """
     parts = [gradient]
     if dist.is_available():
         from torch.distributed.tensor import DTensor
@@ -174,10 +177,10 @@ def _versions(gradient: torch.Tensor) -> list[int]:
 
 
 def recover(error: BaseException, before: Gradients) -> None:
-    """Undo what an exception in the middle of a training step leaves behind in the models of this process.
+    """Reset the models of this process after an exception in the middle of a training step.
 
-    Call it on every rank that the exception, or a PeerFailed, has stopped. It drops what the frames of the
-    exception hold, the gradients that the step has made or changed, and the state that FSDP2's units were in.
+    Call it on every rank that the exception, or a PeerFailed, has stopped. It drops the variables of the
+    exception's frames, the gradients that the step has made or changed, and the state of FSDP2's units.
 
     Args:
         error: The exception.
@@ -189,7 +192,7 @@ def recover(error: BaseException, before: Gradients) -> None:
     """
     link: BaseException | None = error
     while link is not None:
-        traceback.clear_frames(link.__traceback__)  # the activations hang on their variables
+        traceback.clear_frames(link.__traceback__)  # their variables hold the activations
         link = link.__context__
     gc.collect()
 
@@ -204,7 +207,7 @@ def _reset_fsdp() -> None:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     for module in _alive(FSDPModule):
-        # Of an FSDP2 model only the root can be reset; before its first forward nobody is root.
+        # Only the root of an FSDP2 model can be reset; before its first forward there is no root.
         if not fsdp2_is_root(module):
             continue
         if not hasattr(module, "reset_iter_state"):

@@ -1,6 +1,6 @@
-"""Who am I among the ranks, and who goes first? With right answers when there is only one process.
+"""This process's rank, its order among the others, its samples; with defaults for a single process.
 
-`run_on_ranks` (in launch.py) makes the ranks themselves, for scripts, tests and notebooks.
+`run_on_ranks` (in launch.py) starts ranks, for scripts, tests and notebooks.
 """
 
 import os
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def get_rank() -> int:
-    """Which of all ranks is this process?
+    """The rank of this process.
 
     Returns:
         The rank in the process group once there is one. Before that, the rank that the launcher gave
@@ -36,7 +36,7 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """How many ranks are there?
+    """The number of ranks.
 
     Returns:
         The size of the process group once there is one, else the number of processes that the launcher
@@ -46,7 +46,7 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """Which rank is this process on its own host, and so which of the host's GPUs is its own?
+    """The rank of this process among those of its host, which is also the index of its GPU.
 
     Returns:
         LOCAL_RANK (torchrun) or SLURM_LOCALID (srun). Where neither is set all ranks are taken to be
@@ -56,7 +56,7 @@ def get_local_rank() -> int:
 
 
 def get_node_rank() -> int:
-    """Which host, counted from 0, is this process on?
+    """The index of this process's host, from 0.
 
     Returns:
         GROUP_RANK (torchrun) or SLURM_NODEID (srun), else 0.
@@ -66,10 +66,10 @@ def get_node_rank() -> int:
 
 @contextmanager
 def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
-    """Let rank 0 do something before the others do it too, such as filling a cache that all read.
+    """Run the body on rank 0 first and then on the others, such as filling a cache that all read.
 
     Every rank of the default process group must enter it. Rank 0 runs the body while the others wait;
-    then the others run it, all at once. In a single process the body simply runs.
+    then the others run it, all at once. In a single process the body runs at once.
 
     Args:
         timeout: seconds that the others wait for rank 0 at most.
@@ -116,7 +116,7 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
 def sampler(
     dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> DistributedSampler:
-    """Which samples does this rank see? For `DataLoader(dataset, sampler=sampler(dataset))`.
+    """This rank's share of a dataset, for `DataLoader(dataset, sampler=sampler(dataset))`.
 
     The same class in every case, so that `set_epoch(epoch)` is always there: call it before each epoch,
     or each epoch has the same order. The order of the whole dataset depends on seed and epoch alone,
@@ -155,10 +155,10 @@ def _has_group() -> bool:
 
 
 def _launched() -> tuple[int, int]:
-    """Rank and number of ranks that the launcher told this process, (0, 1) when none did.
+    """The rank and world size from the launcher's environment variables, (0, 1) without a launcher.
 
-    Both or nothing: a RANK without a WORLD_SIZE means something else. For Slurm it is the task count of
-    the srun step that counts: SLURM_NTASKS is also set in a batch script or a shell that is no rank.
+    Both or nothing: a RANK without a WORLD_SIZE means something else. For Slurm only the task count of the
+    srun step counts: SLURM_NTASKS is also set in a batch script or a shell, which are no ranks.
     """
     for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         if rank in os.environ and world_size in os.environ:

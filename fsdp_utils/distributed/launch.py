@@ -33,7 +33,7 @@ from fsdp_utils.distributed.rank_process import EXIT_CUT_OFF, START_LIMIT_S, Cal
 _PRELOAD = ["fsdp_utils.distributed.preload"]
 
 _LONGEST_S = 1e6  # eleven days; faulthandler's clock overflows later
-_BLAME_S = 0.3  # after the first bad news, how long to listen for a failure that happened even earlier
+_BLAME_S = 0.3  # after the first failure arrived, how long to wait for one that happened earlier
 _EXIT_S = 5.0  # for a rank to leave once its result is here
 
 
@@ -196,11 +196,11 @@ def _main_hidden() -> Iterator[None]:
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
-    """Take the ranks through ready, go, result and done."""
-    _hear_all(ranks, "ready", START_LIMIT_S)
+    """Exchange the messages ready, go, result and done with each rank; returns the results."""
+    _receive_all(ranks, "ready", START_LIMIT_S)
     for rank in ranks:
         _tell(rank, "go")
-    results = [_loads(rank, packed) for rank, packed in enumerate(_hear_all(ranks, "result", timeout))]
+    results = [_loads(rank, packed) for rank, packed in enumerate(_receive_all(ranks, "result", timeout))]
     for rank in ranks:
         _tell(rank, "done")
     limit = time.monotonic() + _EXIT_S
@@ -209,10 +209,10 @@ def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
     return results
 
 
-def _hear_all(ranks: list[_Rank], expected: str, timeout: float) -> list[Any]:
-    """The message that each rank sends next, by rank; raises what went wrong first."""
+def _receive_all(ranks: list[_Rank], expected: str, timeout: float) -> list[Any]:
+    """The next message of each rank, by rank; raises the failure that happened first."""
     waiting = {rank.rank: rank for rank in ranks}
-    heard: dict[int, Any] = {}
+    received: dict[int, Any] = {}
     failures: list[tuple[int, BaseException]] = []  # (when, what)
     limit = time.monotonic() + timeout
     while waiting and (left := limit - time.monotonic()) > 0:
@@ -237,18 +237,18 @@ def _hear_all(ranks: list[_Rank], expected: str, timeout: float) -> list[Any]:
                     failures.append((when, unpack_error(error, f"rank {rank.rank} of {len(ranks)}")))
                 else:
                     assert kind == expected, (kind, expected)
-                    heard[rank.rank] = content
+                    received[rank.rank] = content
             del waiting[rank.rank]
             if failures:
                 limit = min(limit, time.monotonic() + _BLAME_S)
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
     if waiting:
-        raise TimeoutError(_where_they_stand(ranks, waiting, expected, timeout))
-    return [heard[rank.rank] for rank in ranks]
+        raise TimeoutError(_stacks(ranks, waiting, expected, timeout))
+    return [received[rank.rank] for rank in ranks]
 
 
-def _where_they_stand(ranks: list[_Rank], waiting: dict[int, _Rank], expected: str, timeout: float) -> str:
+def _stacks(ranks: list[_Rank], waiting: dict[int, _Rank], expected: str, timeout: float) -> str:
     if expected == "ready":
         return f"run_on_ranks: ranks {sorted(waiting)} were not ready after {timeout:g} s"
     lines = [

@@ -1,4 +1,4 @@
-"""What one process imports so that no rank has to: the ranks of this machine are its forks."""
+"""Imported once by the fork server, so that the ranks, which are forked from it, need not import it."""
 
 import contextlib
 import gc
@@ -6,8 +6,8 @@ import importlib
 
 from fsdp_utils.torch_internals.names import DYNAMO
 
-# Nothing of it becomes garbage. To look for some takes a second here, 0.2 s for each gc.collect() on a rank,
-# and another second where the process ends.
+# Garbage collection is off: these objects live until exit. A collection takes a second here, 0.2 s on a rank,
+# and another second at the end of a process.
 gc.disable()
 for module in (
     DYNAMO,  # fully_shard imports it: most of a second on each rank
@@ -16,7 +16,7 @@ for module in (
     "torch.distributed.checkpoint.state_dict",
     "fsdp_utils.distributed.rank_process",
 ):
-    with contextlib.suppress(ImportError):  # who needs it is told on the ranks
+    with contextlib.suppress(ImportError):  # a rank that needs it raises this again
         importlib.import_module(module)
 gc.freeze()
 gc.enable()

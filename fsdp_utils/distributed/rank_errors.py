@@ -1,4 +1,4 @@
-"""Exceptions on their way from one process to another, with the traceback that they had."""
+"""Sends exceptions from one process to another, with their tracebacks."""
 
 import pickle
 import traceback
@@ -14,7 +14,7 @@ def pack_error(error: BaseException) -> bytes:
     """An exception, caught where this is called, as bytes for another process."""
     frames = error.__traceback__
     if frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next  # the frame that caught it says nothing to a reader
+        frames = frames.tb_next  # without the frame of our own code that caught it
     text = "".join(traceback.format_exception(type(error), error, frames))
     summary = traceback.format_exception_only(type(error), error)[-1].strip()
     try:
@@ -25,7 +25,7 @@ def pack_error(error: BaseException) -> bytes:
 
 
 def unpack_error(packed: bytes, where: str) -> BaseException:
-    """The exception again, or a RuntimeError that tells of it; its cause holds the original traceback."""
+    """The exception, or a RuntimeError with its text; its cause holds the original traceback."""
     body, summary, text = pickle.loads(packed)
     try:
         error = pickle.loads(body)

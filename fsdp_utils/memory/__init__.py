@@ -1,4 +1,4 @@
-"""How full is a device while it trains, what does that cost, and which batch size is best?
+"""Memory use of a training loop, and the batch size with the highest throughput.
 
 `Memory_Maximizer` measures and advises; `find_batch_size` searches. Sizes are GiB (2^30 bytes).
 """

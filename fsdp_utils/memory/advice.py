@@ -1,4 +1,4 @@
-"""What is to be done about it? The words in which a `MemoryReport` advises."""
+"""The advice of a `MemoryReport`: what to change about batch size, allocator and sharding."""
 
 import os
 from typing import TYPE_CHECKING
@@ -17,10 +17,10 @@ _FRAGMENTED = 0.20, 0.05  # reserved and not allocated: of what is reserved, and
 
 
 def advise(report: "MemoryReport") -> list[str]:
-    """What should be changed, most urgent first?"""
+    """What to change, most urgent first."""
     worst = report.worst
     if not report.steps:
-        return ["Nothing to go by: call start() before the first step and update() after each."]
+        return ["Nothing was measured: call start() before the first step and update() after each."]
     if worst.kind == "process":
         return ["Measure on the accelerator before choosing a batch size: memory on a CPU does not tell."]
     if worst.reserved is None or not worst.total:
@@ -75,7 +75,7 @@ def _expandable_segments(rank: "RankMemory") -> list[str]:
 
 
 def _room(report: "MemoryReport") -> list[str]:
-    """What to save on, where there is no room left."""
+    """What to save memory on, where the device is full."""
     worst = report.worst
     if not worst.allocated or worst.live is None or not (_trouble(report) or worst.fullness >= _FULL):
         return []

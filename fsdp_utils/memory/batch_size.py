@@ -1,4 +1,4 @@
-"""Which batch size trains the most samples per second, without retries and without running out of memory?
+"""Search for the batch size with the most samples per second, without retries or running out of memory.
 
 def step(batch_size):
     optimizer.zero_grad()
@@ -39,7 +39,7 @@ _MARGIN = 0.02  # less is not worth a smaller batch size
 
 @dataclass(frozen=True)
 class Trial:
-    """How one batch size did.
+    """The measurement of one batch size.
 
     Args:
         batch_size: samples per step and rank.
@@ -60,7 +60,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class BatchSizeSearch:
-    """What `find_batch_size` found.
+    """The result of `find_batch_size`.
 
     Args:
         best: the batch size per rank that trained the most samples per second without retries; of several
@@ -78,7 +78,7 @@ class BatchSizeSearch:
         lines = [
             "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows
         ]
-        return "\n".join([*lines, self._verdict()])
+        return "\n".join([*lines, self._conclusion()])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(name)}</th>" for name in _HEAD)
@@ -87,7 +87,7 @@ class BatchSizeSearch:
             cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in self._row(trial))
             style = ' style="font-weight:bold"' if trial.batch_size == self.best else ""
             rows += f"<tr{style}>{cells}</tr>"
-        return f"<table><tr>{head}</tr>{rows}</table><div>{html.escape(self._verdict())}</div>"
+        return f"<table><tr>{head}</tr>{rows}</table><div>{html.escape(self._conclusion())}</div>"
 
     def _row(self, trial: Trial) -> tuple[str, ...]:
         def show(value: float | None, digits: int) -> str:
@@ -102,7 +102,7 @@ class BatchSizeSearch:
             "best" if trial.batch_size == self.best else trial.outcome,
         )
 
-    def _verdict(self) -> str:
+    def _conclusion(self) -> str:
         if self.best is None:
             return "Best: none. Every batch size that was tried had retries or ran out of memory."
         return f"Best: {self.best} per rank."
@@ -120,11 +120,11 @@ def find_batch_size(
     device: torch.device | str | DeviceStats | None = None,
     timeout: float = 300.0,
 ) -> BatchSizeSearch:
-    """Which batch size trains the most samples per second, without retries and without running out of memory?
+    """Search for the batch size with the most samples per second, without retries or running out of memory.
 
     NOTE: call it on ALL ranks. It doubles the batch size until a trial runs out of memory or has retries,
-    then halves the distance between the largest that did well and the smallest that did not. A trial that
-    runs out of memory on one rank has done so on all. After it the state of FSDP2's models is reset, the
+    then halves the distance between the largest that succeeded and the smallest that failed. A trial that
+    runs out of memory on one rank counts as such on all. After it the state of FSDP2's models is reset, the
     gradients that the trial has made or changed are dropped, the cache is emptied, and the search goes on.
 
     Speeds vary from trial to trial. Where a larger batch size is nearly as fast as the fastest, the trials of
@@ -146,11 +146,11 @@ def find_batch_size(
 
     Raises:
         ValueError: the arguments make no sense, or differ between ranks.
-        RuntimeError: it cannot go on, and tells what it has found so far. A rank does not answer. Or a model
-            cannot be reset: FSDP1, and FSDP2 in a torch without `FSDPModule.reset_iter_state` (DDP says so
-            itself, in its next step). Or one of several ranks ran out of memory in a timed step, after
-            untimed ones that went well; its peers may then wait in a collective until it ends, or until the
-            process group's own timeout.
+        RuntimeError: the search cannot continue; the text holds what it has found so far. A rank does not
+            answer. Or a model cannot be reset: FSDP1, and FSDP2 in a torch without
+            `FSDPModule.reset_iter_state` (DDP raises by itself, in its next step). Or one of several ranks
+            ran out of memory in a timed step, after untimed ones that succeeded; its peers may then wait in
+            a collective until it ends, or until the process group's own timeout.
         Exception: what `step` raises, other than for lack of memory (torch.OutOfMemoryError, MemoryError, and
             the RuntimeErrors of CUDA, its libraries and the CPU's allocator that say so). Other ranks raise
             a RuntimeError that names the rank.
@@ -234,8 +234,8 @@ def _contenders(trials: list[Trial]) -> list[int]:
 def _repeat(trials: list[Trial], sizes: list[int], run: Callable[[int], Trial]) -> float:
     """Repeat the trials of these sizes, in turns. Returns the fraction by which speeds vary.
 
-    What else a machine does only makes a trial slower. So the fastest of its repetitions is what counts, and
-    speeds vary by as much as half of the repetitions stay behind it.
+    Other work on the machine only makes a trial slower. So the fastest repetition counts, and speeds vary by
+    the distance of the median repetition from it.
     """
     place = {trial.batch_size: i for i, trial in enumerate(trials)}
     speeds = {size: [trials[place[size]].samples_per_s or 0.0] for size in sizes}
@@ -245,7 +245,7 @@ def _repeat(trials: list[Trial], sizes: list[int], run: Callable[[int], Trial]) 
             if known.outcome != "ok":
                 continue
             found = run(size)
-            if found.outcome != "ok":  # it is at the limit, and does not always fit
+            if found.outcome != "ok":  # it is at the limit of the memory, and does not always fit
                 trials[place[size]] = found
                 continue
             if (found.samples_per_s or 0.0) > max(speeds[size]):
@@ -256,7 +256,7 @@ def _repeat(trials: list[Trial], sizes: list[int], run: Callable[[int], Trial]) 
 
 
 def _next(fits: int, fails: int | None, limit: int | None) -> int | None:
-    """The batch size to try next; None when there is nothing left between what fits and what fails."""
+    """The batch size to try next; None when none is left between `fits` and `fails`."""
     if fails is None:
         larger = 2 * fits if limit is None else min(2 * fits, limit)
         return larger if larger > fits else None
@@ -264,13 +264,13 @@ def _next(fits: int, fails: int | None, limit: int | None) -> int | None:
 
 
 def _try(step: Callable[[int], object], size: int, steps: int, stats: DeviceStats, ranks: Ranks) -> Trial:
-    stats.empty_cache()  # what trials of other sizes left in the cache would not fit this one
+    stats.empty_cache()  # blocks that trials of other sizes left in the cache would not fit this one
     before = Gradients()
     try:
         with stop_together(ranks):
             step(size)  # fills the allocator's cache
             stats.reset()
-            step(size)  # is as all later ones
+            step(size)  # from the second step on, memory is as in all later ones
     except PeerFailed as error:
         if not error.out_of_memory:
             raise RuntimeError(f"find_batch_size: step({size}): {error}") from None
@@ -293,7 +293,7 @@ def _try(step: Callable[[int], object], size: int, steps: int, stats: DeviceStat
         if ranks.world_size > 1:
             raise CannotRecover(
                 f"out of memory at batch size {size} in a timed step, though two like it went well: "
-                "there the ranks do not ask each other, and are now at different places."
+                "timed steps do not exchange failures, so the ranks are now at different places."
             ) from error
         return _out_of_memory(size, error, stats, before)
 

@@ -1,7 +1,7 @@
-"""What does a device say about its own memory? One face for the allocators of accelerators and for the CPU.
+"""Memory statistics of a device: one interface for the allocators of accelerators and for the CPU.
 
-`Memory_Maximizer` and `find_batch_size` take anything with the methods of `DeviceStats` as their
-device, so that both can also be shown on a device that is only imagined.
+`Memory_Maximizer` and `find_batch_size` take anything with the methods of `DeviceStats` as their device, so
+that both can also be tried on a simulated device.
 """
 
 import os
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 class Reading(NamedTuple):
-    """What a device says at one moment. Sizes in bytes; None for what it does not say."""
+    """A device's statistics at one moment. Sizes in bytes; None for what the device does not report."""
 
     reserved: int | None  # most that was held from the device since the reading before
     allocated: int | None  # most that tensors occupied since the reading before
@@ -36,15 +36,15 @@ class DeviceStats(Protocol):
     remark: str  # what a reader of the numbers must know about this device; may be empty
 
     def reset(self) -> None:
-        """Begin anew: peaks are what is in use now, counters are 0."""
+        """Reset: peaks are what is in use now, counters are 0."""
         ...
 
     def read(self) -> Reading:
-        """What the device says now. The next reading's peaks begin here."""
+        """Read the statistics. The next reading's peaks begin here."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has finished its queued work."""
         ...
 
     def empty_cache(self) -> None:
@@ -57,7 +57,7 @@ class DeviceStats(Protocol):
 
 
 def device_stats(device: "torch.device | str | DeviceStats | None" = None) -> DeviceStats:
-    """Where do the memory statistics of this device come from?
+    """The memory statistics of a device.
 
     Args:
         device: None for the current accelerator, or the CPU where there is none. Anything that is not a
@@ -70,7 +70,7 @@ def device_stats(device: "torch.device | str | DeviceStats | None" = None) -> De
     device = torch.device(device or "cpu")
     if device.type == "cpu":
         return ProcessStats()
-    torch.empty(0, device=device)  # wakes it: before its first use a device has no counters
+    torch.empty(0, device=device)  # before its first use a device has no counters
     try:
         return AllocatorStats(device)
     except (AttributeError, KeyError, RuntimeError) as error:
@@ -83,10 +83,10 @@ class _Clock:
 
 
 class _Peaks:
-    """Keeps the peaks of one device apart for all that watch it at the same time.
+    """Separate peaks for several that measure one device at the same time.
 
-    A device has one peak for the whole process, and whoever reads it makes it begin anew. So each reading
-    goes to the other watchers, too, who count it in when they next read.
+    A device has one peak for the whole process, and each reading resets it. So each reading is also passed
+    to the other watchers, who take it into account when they next read.
     """
 
     _watching: ClassVar[dict[Any, "weakref.WeakSet[_Peaks]"]] = {}
@@ -130,10 +130,10 @@ class AllocatorStats(_Clock):
         if device.type == "cuda" and torch.cuda.get_allocator_backend() != "native":
             self._counts = False  # its counters exist, but stay 0
             self.remark = f"{torch.cuda.get_allocator_backend()} counts no retries"
-        self.read()  # raises here, not in a training loop, where the device keeps no statistics
+        self.read()  # so that a device without statistics raises here, and not in a training loop
 
     def reset(self) -> None:
-        # The device's own counters go on: somebody else may be counting from another moment.
+        # The device's own counters are not reset: others may measure at the same time.
         self._retries_before = self._ooms_before = 0
         now = self.read()
         self._retries_before, self._ooms_before = now.retries or 0, now.ooms or 0
@@ -159,10 +159,10 @@ class AllocatorStats(_Clock):
 
 
 class ProcessStats(_Clock):
-    """The memory of this process, for the CPU: what the system holds in RAM for it, tensors or not.
+    """The resident memory of this process, for the CPU: tensors and everything else.
 
-    On Linux the system keeps the peak itself (VmHWM), and forgets it when told to. Elsewhere the memory
-    is looked at when read() is called, and a peak in between goes unseen.
+    On Linux the system keeps the peak (VmHWM), and resets it on request. Elsewhere the memory is read when
+    read() is called, and a peak in between is missed.
     """
 
     kind: Literal["allocator", "process", "none"] = "process"
@@ -217,7 +217,7 @@ class ProcessStats(_Clock):
 
 
 class NoStats(_Clock):
-    """A device that says nothing about its memory: time is all that can be measured."""
+    """A device without memory statistics: only time can be measured."""
 
     kind: Literal["allocator", "process", "none"] = "none"
 
@@ -241,7 +241,7 @@ class NoStats(_Clock):
 
 
 def _since(before: int, count: int | None) -> int | None:
-    """How many there were since the count was `before`; all, where somebody has set it back."""
+    """The count since it was `before`; all of it, where somebody has reset it."""
     return count if count is None or count < before else count - before
 
 

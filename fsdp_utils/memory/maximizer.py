@@ -1,4 +1,4 @@
-"""How full is the device while it trains, and does that cost time?
+"""Measures how full the device is while it trains, and whether allocations had to be retried.
 
     mm = Memory_Maximizer()
     mm.start()
@@ -7,8 +7,8 @@
         mm.update(samples=len(batch))
     report = mm.stop()
 
-A device that is almost full still runs, but slower: when an allocation fails, the caching allocator gives
-back all that it holds in reserve and asks again (a retry). Nobody sees it unless somebody counts.
+A device that is almost full still runs, but slower: when an allocation fails, the caching allocator frees
+its cached blocks and asks the device again (a retry). Nothing reports it unless it is counted.
 """
 
 import json
@@ -30,11 +30,11 @@ _LATE_S = 1.0  # how long stop() waits for a rank that has not even started
 
 
 class Memory_Maximizer:
-    """How much of the device does training use, on every rank, and did it have to retry allocations?
+    """Measures the memory that training uses on every rank, and the allocations that were retried.
 
     Create it, `start()` before the first step, `update()` after each, `stop()` after the last; or use it as
     a context manager, which starts and stops. Best created on all ranks. Where only some create it, the
-    report covers those and says so: no rank waits for one that takes no part.
+    report covers those and says so: no rank waits for one that does not take part.
 
     It resets the device's peak statistics, which belong to the whole process: read peaks from the report, not
     from `torch.cuda.max_memory_allocated()`. Several may measure at the same time, such as one for each step
@@ -63,7 +63,7 @@ class Memory_Maximizer:
         self._steps: list[Step] = []
 
     def start(self) -> None:
-        """Begin to measure. Peaks and counters begin anew: nothing of an earlier trial is counted."""
+        """Begin to measure. Peaks and counters are reset: nothing from before is counted."""
         # Not when created: only now is it certain which device is this rank's and whether there is a group.
         self._stats = device_stats(self._device)
         self._peers = _Peers()
@@ -74,7 +74,7 @@ class Memory_Maximizer:
         self._begun = self._last = self._stats.now()
 
     def update(self, samples: int | None = None) -> None:
-        """Note what the step that just ended has used.
+        """Record the memory of the step that has ended.
 
         Seconds are the host's, which runs ahead of an accelerator: those of a single step may be off, their
         sum is not.
@@ -90,7 +90,7 @@ class Memory_Maximizer:
         self._steps.append(self._step(self._stats, samples))
 
     def stop(self) -> MemoryReport:
-        """End the measurement, bring the ranks together, and tell.
+        """End the measurement, gather the ranks' results, and print the report.
 
         Returns:
             The report over the ranks that took part. `rank` and `history` are this rank's, the rest is the
@@ -106,7 +106,7 @@ class Memory_Maximizer:
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
         # After an exception the others may never come to their stop(), and the device may be stuck in a
-        # kernel that waits for them: this rank tells, and waits for neither.
+        # kernel that waits for them: this rank publishes its result, and waits for neither.
         self._finish(self._timeout if error is None else 0.0, synchronize=error is None)
 
     def _step(self, stats: DeviceStats, samples: int | None) -> Step:
@@ -124,7 +124,7 @@ class Memory_Maximizer:
         if self._stats is None:  # not running
             if self.report is None:
                 unmeasured = _sum_up(device_stats(self._device), [], [], 0.0)
-                self._tell([unmeasured], get_world_size(), ["start() was not called: nothing was measured"])
+                self._report([unmeasured], get_world_size(), ["start() was not called: nothing was measured"])
             assert self.report is not None
             return self.report
 
@@ -137,9 +137,9 @@ class Memory_Maximizer:
         after = self._step(stats, None)  # memory that was used since the last step counts, too
         mine = _sum_up(stats, self._steps, [*self._steps, after], seconds)
         ranks, notes = self._peers.exchange(mine, timeout)
-        return self._tell(ranks, self._peers.world_size, notes + [stats.remark] * bool(stats.remark))
+        return self._report(ranks, self._peers.world_size, notes + [stats.remark] * bool(stats.remark))
 
-    def _tell(self, ranks: list[RankMemory], world_size: int, notes: list[str]) -> MemoryReport:
+    def _report(self, ranks: list[RankMemory], world_size: int, notes: list[str]) -> MemoryReport:
         self.report = MemoryReport(tuple(ranks), world_size, tuple(self._steps), get_rank(), tuple(notes))
         if self._verbose and ranks[0].rank == get_rank():
             print(self.report)
@@ -147,7 +147,7 @@ class Memory_Maximizer:
 
 
 def _sum_up(stats: DeviceStats, steps: Sequence[Step], seen: Sequence[Step], seconds: float) -> RankMemory:
-    """What this rank tells the others: of its steps, and of all that was seen from start() to stop()."""
+    """This rank's result: over its steps, and over all readings from start() to stop()."""
     samples = [step.samples for step in steps if step.samples is not None]
     return RankMemory(
         rank=get_rank(),
@@ -172,10 +172,10 @@ def _known(values: Iterable[int | None]) -> list[int]:
 
 
 class _Peers:
-    """The ranks that measure the same stretch of training, brought together by the process group's store.
+    """Exchanges results with the ranks that measure at the same time, through the process group's store.
 
-    The store and not a collective: a rank that takes no part would make a collective hang, and waiting here
-    has a limit of its own. Measurements are numbered: those that overlap on several ranks share a number.
+    The store and not a collective: a rank that does not take part would make a collective hang, and waiting
+    here has a limit of its own. Measurements are numbered, and overlapping ones of several ranks share one.
     """
 
     def __init__(self) -> None:
@@ -187,17 +187,17 @@ class _Peers:
             self._store.set(self._key("started", get_rank()), "")
 
     def exchange(self, mine: RankMemory, timeout: float) -> tuple[list[RankMemory], list[str]]:
-        """What each rank that takes part has measured, and what is to be said about those that do not."""
+        """The result of each rank that takes part, and notes about those that do not."""
         if self._store is None:
             alone = [f"rank {mine.rank} only: there was no process group, or a fake one, to ask the others"]
             return [mine], alone * (self.world_size > 1)
         try:
-            self._store.set(self._key("told", mine.rank), json.dumps(asdict(mine)))
+            self._store.set(self._key("result", mine.rank), json.dumps(asdict(mine)))
             started = self._wait_for("started", range(self.world_size), min(timeout, _LATE_S))
-            told = self._wait_for("told", started, timeout)
+            done = self._wait_for("result", started, timeout)
             # From here on a start(), on whichever rank, begins another measurement.
             self._store.compare_set("number", str(self._number), str(self._number + 1))
-            ranks = [RankMemory(**json.loads(self._store.get(self._key("told", rank)))) for rank in told]
+            ranks = [RankMemory(**json.loads(self._store.get(self._key("result", rank)))) for rank in done]
         except RuntimeError as error:  # such as: the process that keeps the store is gone
             return [mine], [
                 f"only rank {mine.rank} is in this report: the others cannot be reached ({error})"
@@ -205,7 +205,7 @@ class _Peers:
         notes = []
         if absent := sorted({*range(self.world_size)} - {*started}):
             notes.append(f"{rank_names(absent)} took no part: no start() there")
-        if silent := sorted({*started} - {*told}):
+        if silent := sorted({*started} - {*done}):
             notes.append(
                 f"{rank_names(silent)} did not come to stop() within {timeout:g} s and so are not included"
             )

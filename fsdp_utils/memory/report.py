@@ -1,4 +1,4 @@
-"""How full was the device, on which rank, what did it cost, and what is to be done about it?"""
+"""The report of `Memory_Maximizer`: memory, retries and throughput over all ranks, as text, HTML, figure."""
 
 import html
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from fsdp_utils.memory.device_stats import GIB
 
 
 class Step(NamedTuple):
-    """What one update() saw. Bytes and seconds; None for what the device does not say."""
+    """The readings of one update(). Bytes and seconds; None for what the device does not report."""
 
     reserved: int | None  # peak in this step
     allocated: int | None  # peak in this step
@@ -58,7 +58,7 @@ class MemoryReport:
         world_size: number of ranks in the process group, whether they took part or not.
         history: the steps of the rank that holds this report.
         rank: the rank that holds this report.
-        notes: what is to be known about the measurement itself.
+        notes: remarks about the measurement itself.
     """
 
     ranks: tuple[RankMemory, ...]

@@ -1,4 +1,4 @@
-"""Can this machine and its network train in bf16, and why not?
+"""Checks whether this machine and its network can train in bf16, and says why not.
 
 `bf16_support` asks; `python -m fsdp_utils.bf16` is the same from a shell.
 """

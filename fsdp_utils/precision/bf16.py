@@ -1,4 +1,4 @@
-"""Can this machine train in bf16?
+"""Checks whether this machine, and its network, can train in bf16.
 
     python -m fsdp_utils.bf16
     torchrun --nproc-per-node 8 -m fsdp_utils.bf16       the network too
@@ -30,7 +30,7 @@ _ORDER: list[Compute] = ["none", "emulated", "native"]
 
 @dataclass(frozen=True)
 class Bf16Support:
-    """The answer of `bf16_support`; the same on every rank, and true only if all ranks can.
+    """The result of `bf16_support`; the same on every rank, and true only if all ranks can.
 
     Attributes:
         ready: train in bf16. The hardware computes in it, and nothing speaks against the network.
@@ -65,7 +65,7 @@ class _NoAnswer(RuntimeError):
 
 
 def bf16_support(device: torch.device | str | None = None) -> Bf16Support:
-    """Can this machine, or this whole process group, train in bf16?
+    """Check whether this machine, or this whole process group, can train in bf16.
 
     Where there is a process group, every rank must call it: the ranks compare what they found and then sum
     a tensor in bf16 over a group of their own, so that the training's group stays as it was.
@@ -112,7 +112,7 @@ def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
             reasons += against
         elif compute == "none":
             reasons.append("The network was not tried: first all ranks must compute in bf16.")
-        elif why_not := _not_to_be_tried(device):
+        elif why_not := _why_not_tried(device):
             reasons.append(why_not)
         else:
             with ranks.guard():
@@ -139,7 +139,7 @@ def _backend(device: torch.device) -> str | None:
     return ""
 
 
-def _not_to_be_tried(device: torch.device) -> str:
+def _why_not_tried(device: torch.device) -> str:
     match _backend(device):
         case None:
             return (

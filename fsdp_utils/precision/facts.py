@@ -1,6 +1,7 @@
-"""What a device tells about itself, and what follows from it for bf16.
+"""Properties of a device that matter for bf16, and the conclusion from them.
 
-`look` asks torch, `judge` decides; so a judgement can be had on a device that is not here.
+`look` reads the properties from torch, `judge` draws the conclusion; so a device that is not present can be
+judged, too.
 """
 
 import platform
@@ -27,7 +28,7 @@ INSTEAD = "train in fp32, or in fp16 with a gradient scaler."
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What `judge` needs to know.
+    """Properties of a device.
 
     Attributes:
         kind: "cuda", "rocm", "xpu", "mps", "cpu" or the name of another device.
@@ -53,7 +54,7 @@ class DeviceFacts:
 
 
 def look(device: torch.device) -> DeviceFacts:
-    """Ask torch. Never raises for lack of a device, a driver or a build."""
+    """Read a device's properties. Never raises for lack of a device, a driver or a build."""
     facts = DeviceFacts("rocm" if device.type == "cuda" and torch.version.hip else device.type)
     try:
         facts = _named(facts, device)
@@ -71,7 +72,7 @@ def look(device: torch.device) -> DeviceFacts:
 
 
 def judge(facts: DeviceFacts) -> tuple[Compute, list[str]]:
-    """Does it compute in bf16, and why; each reason against it says what to do."""
+    """Whether the device computes in bf16, and why; each reason against it says what to do."""
     if facts.missing:
         return "none", [f"{facts.missing} Check the CPU instead: bf16_support('cpu')."]
     name = facts.name or facts.kind
@@ -94,7 +95,7 @@ def judge(facts: DeviceFacts) -> tuple[Compute, list[str]]:
 
 
 def judge_nccl(facts: DeviceFacts) -> str:
-    """What speaks against bf16 in NCCL's collectives; empty when nothing does."""
+    """The reason against bf16 in NCCL's collectives; empty when there is none."""
     if facts.kind != "cuda" or facts.missing or facts.nccl is None or facts.nccl >= FIRST_NCCL:
         return ""
     return (
@@ -104,7 +105,7 @@ def judge_nccl(facts: DeviceFacts) -> str:
 
 
 def _hardware(facts: DeviceFacts) -> tuple[bool, str]:
-    """Is there hardware for it, and how is that known?"""
+    """Whether the hardware computes in bf16, and how that is known."""
     if facts.kind == "cuda":
         capability = facts.capability or (0, 0)
         text = f"compute capability {_dotted(capability)}"

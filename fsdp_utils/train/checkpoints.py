@@ -1,4 +1,4 @@
-"""The run's checkpoints: written while it goes on, and resumed from the newest that is whole."""
+"""A run's directory: locked; its checkpoints saved in the background, and the newest whole one resumed."""
 
 import time
 from pathlib import Path
@@ -8,20 +8,47 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint import CheckpointError, Save, load_distributed, save_distributed, verify_checkpoint
+from fsdp_utils.checkpoint.lock import Lock, Taken
 from fsdp_utils.checkpoint.manifest import committed
+from fsdp_utils.train.config import ConfigError
 from fsdp_utils.train.group import on_rank_0
-from fsdp_utils.train.metrics import Journal
+from fsdp_utils.train.metrics import RunLog
 
-__all__ = ["Saves", "resume"]
+__all__ = ["Checkpoints", "lock_directory", "resume"]
+
+_LOCK_WAIT_S = 5.0  # for the ranks of the start before to have ended, on another host perhaps
+
+
+def lock_directory(out: Path) -> Lock:
+    """Allow one run at a time in a directory: rank 0 locks the file `.lock` in it until the run ends.
+
+    Args:
+        out: the run's directory; it is made if it is not there.
+
+    Raises:
+        ConfigError: another run is going on in the directory, or it cannot be written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return Lock(out / ".lock", wait_s=_LOCK_WAIT_S)
+    except Taken as owner:
+        raise ConfigError(
+            f"out: expected a directory in which no other run is going on, found {out} is in use by {owner}. "
+            "End that run first, or choose another --out."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"out: expected a directory to write to, found {str(out)!r} is none: {error}"
+        ) from error
 
 
 def resume(directory: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
     """Load the newest checkpoint that is whole, on any number of ranks. Every rank calls it.
 
-    A damaged one is given another name and left for inspection, so that nobody comes back to it.
+    A damaged one is renamed and left for inspection, so that no later start tries it again.
 
     Returns:
-        The state that was saved, {} where there is no checkpoint; and what is to be told about damaged ones.
+        The state that was saved, {} where there is no checkpoint; and the errors of the damaged ones.
 
     Raises:
         CheckpointError: the newest is whole, but not of this model or this optimizer.
@@ -58,27 +85,27 @@ def _set_aside_if_damaged(directory: Path) -> str | None:
     return None
 
 
-class Saves:
-    """Checkpoints in the background; one that fails is told, and the next is tried all the same.
+class Checkpoints:
+    """Saves in the background; a failed save is logged, and the next one is tried all the same.
 
     Args:
         directory: where they are.
         keep: how many are kept.
         saved: the step of the newest that is there; None where there is none.
-        journal: where failures are told.
-        about: what each checkpoint says of the run.
+        log: where failures are written.
+        about: what each checkpoint holds about the run.
     """
 
     def __init__(
-        self, directory: Path, keep: int, saved: int | None, journal: Journal, about: dict[str, Any]
+        self, directory: Path, keep: int, saved: int | None, log: RunLog, about: dict[str, Any]
     ) -> None:
-        self._directory, self._keep, self._journal, self._about = directory, keep, journal, about
+        self._directory, self._keep, self._log, self._about = directory, keep, log, about
         self._saved = saved
-        self._going_on: tuple[Save, int] | None = None
+        self._in_flight: tuple[Save, int] | None = None
 
     def begin(self, model: nn.Module, optimizer: Optimizer, step: int, **state: Any) -> None:
         """Save in the background. A failure, of this save or of the one before, does not end the run."""
-        self._settle()
+        self._wait()
         try:
             save = save_distributed(
                 self._directory,
@@ -90,9 +117,9 @@ class Saves:
                 **self._about,
                 **state,
             )
-            self._going_on = (save, step)
+            self._in_flight = (save, step)
         except CheckpointError as error:
-            self._journal.event("failed to save", step=step, error=str(error))
+            self._log.event("failed to save", step=step, error=str(error))
 
     def finish(self, model: nn.Module, optimizer: Optimizer, step: int, **state: Any) -> None:
         """Save before the run ends, if this step is not saved yet.
@@ -100,22 +127,22 @@ class Saves:
         Raises:
             CheckpointError: it is not saved, and so the run must not end as if it were.
         """
-        self._settle()
+        self._wait()
         if self._saved != step:
             save_distributed(
                 self._directory, model, optimizer, step=step, keep=self._keep, **self._about, **state
             )
             self._saved = step
-            self._journal.event("saved", step=step)
+            self._log.event("saved", step=step)
 
-    def _settle(self) -> None:
-        if self._going_on is None:
+    def _wait(self) -> None:
+        if self._in_flight is None:
             return
-        (save, step), self._going_on = self._going_on, None
+        (save, step), self._in_flight = self._in_flight, None
         try:
             save.wait()
         except CheckpointError as error:
-            self._journal.event("failed to save", step=step, error=str(error))
+            self._log.event("failed to save", step=step, error=str(error))
         else:
             self._saved = step
-            self._journal.event("saved", step=step)
+            self._log.event("saved", step=step)

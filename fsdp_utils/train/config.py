@@ -1,8 +1,9 @@
-"""What a training run is told: typed, from the command line and YAML, and refused early where it cannot be.
+"""The settings of a training run: typed, from the command line and YAML, checked before anything starts.
 
     torchrun --nproc-per-node 2 -m fsdp_utils.train --config run.yaml --steps 500 --optim.lr 1e-4
 
-Later arguments overrule earlier ones. `--print_config` writes the YAML of a run, `--help` tells each setting.
+Later arguments override earlier ones. `--print_config` writes the YAML of a run, `--help` explains each
+setting.
 """
 
 import contextlib
@@ -37,12 +38,12 @@ _LONGEST_S = 1e6  # that a wait can take: 11 days, as torch counts in millisecon
 
 
 class ConfigError(ValueError):
-    """The run cannot begin as it was asked for: says which setting, what was expected and what was found."""
+    """A setting that a run cannot have: names the setting, what was expected and what was found."""
 
 
 @dataclass
 class ModelConfig:
-    """Which model? With neither setting it is the one that the data's function brings with it.
+    """The model. With neither setting it is the one that the data's function returns.
 
     Args:
         config: a transformers configuration: a JSON file, a folder with a config.json, or one of the names in
@@ -56,7 +57,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """What does it learn from?
+    """The training data.
 
     Args:
         source: "module:function", called without arguments, for an object with the tensors of `train` and
@@ -81,7 +82,7 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """How does it learn?
+    """The optimizer and its schedule.
 
     Args:
         name: "adamw" (fused) or "child_tuning" (ChildTuningAdamW, mode "taskfree").
@@ -108,7 +109,7 @@ class OptimConfig:
 
 @dataclass
 class ParallelConfig:
-    """How do the ranks share the work?
+    """How the model is sharded, its precision, and its device.
 
     Args:
         strategy: as for fsdp_utils.shard.
@@ -132,12 +133,12 @@ class TrainConfig:
     """One run of `fsdp_utils.train`.
 
     Args:
-        out: the run's directory, the same for all ranks: checkpoints, metrics, events. A run goes on from
+        out: the run's directory, the same for all ranks: checkpoints, metrics, events. A run resumes from
             what it finds there.
-        data: what it learns from.
-        model: which model.
-        optim: how it learns.
-        parallel: how the ranks share the work.
+        data: the training data.
+        model: the model.
+        optim: the optimizer and its schedule.
+        parallel: sharding, precision and device.
         steps: of the optimizer.
         seed: of weights, order of samples and dropout.
         log_every: steps between lines of metrics.jsonl.
@@ -203,7 +204,7 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
 
 
 def _set_guarded_loader(jsonargparse: Any) -> None:
-    """jsonargparse's own way to read YAML, after a look at what it would expand to."""
+    """jsonargparse's own YAML loader, after a check of what the YAML would expand to."""
     yaml, read = need("yaml", "train"), jsonargparse.get_loader("yaml")
 
     def load(text: str, path: str = "") -> Any:
@@ -236,7 +237,7 @@ def _check_texts(value: Any, where: str) -> None:
 
 
 def check_ranges(config: TrainConfig) -> None:
-    """Is each number one that a run can have?
+    """Refuse numbers that a run cannot have.
 
     Raises:
         ConfigError: names the first that is not.
@@ -300,7 +301,7 @@ def changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> li
 
 
 def micro_batches(config: TrainConfig, world_size: int) -> tuple[int, int]:
-    """How many micro-batches does a rank compute in a step, and how many samples are in each?
+    """The number of micro-batches of a rank in a step, and the number of samples in each.
 
     Raises:
         ConfigError: the batch has no equal shares for that many ranks.

@@ -1,7 +1,9 @@
-"""Which samples does a rank see at a step? A function of the seed and of how many were seen before.
+"""The samples of each step, as a function of the seed and of how many samples were seen before.
 
 So the position in the data is one number, the same for any number of ranks: a run that is resumed on more or
-fewer ranks goes on with the sample after the last.
+fewer ranks continues with the sample after the last.
+
+Files of token ids are read piece by piece, and refused where they have changed since the run began.
 """
 
 import importlib
@@ -37,7 +39,7 @@ IGNORED = -100  # a label that the loss of transformers' models leaves out
 
 
 class DataError(RuntimeError):
-    """The data is not what the run began with. On the rank that read it; the checkpoints are from before."""
+    """The data changed during the run. Raised on the rank that read it; the checkpoints are from before."""
 
 
 class TokenFile:
@@ -141,7 +143,7 @@ class Rows(Protocol):
 
 
 class TensorRows:
-    """Samples that lie in tensors, one in each row."""
+    """Samples in tensors, one in each row."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -154,7 +156,7 @@ class TensorRows:
 
 
 class TokenRows:
-    """Samples that are stretches of text: `length` tokens each, one after the other, within a file."""
+    """Samples of `length` consecutive tokens of a file each."""
 
     def __init__(self, files: list[Any], length: int, places: Tensor | None = None) -> None:
         self._files, self._length = files, length  # of token ids: TokenFiles, or arrays in one dimension
@@ -190,7 +192,7 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run learns from.
+    """The samples of a run.
 
     Attributes:
         train, test: the samples; test may be empty.
@@ -206,7 +208,7 @@ class Data:
     identity: dict[str, str] = field(default_factory=dict)
 
     def predictions(self, batch: Mapping[str, Tensor]) -> int:
-        """How many labels does a batch's mean loss stand for?"""
+        """The number of labels over which a batch's loss is a mean."""
         labels = batch["labels"]
         if self.predicts_next:
             labels = labels[:, 1:]
@@ -305,7 +307,7 @@ def _tokenizer(folder: str) -> Any:
 
 
 def must_be_the_same(data: Data, before: dict[str, str] | None) -> None:
-    """Is this the data that the run has trained on so far, on every rank? A position means nothing in other.
+    """Refuse data other than the run has trained on so far, on any rank: the position means nothing in it.
 
     Args:
         data: this rank's.

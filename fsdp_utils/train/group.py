@@ -1,4 +1,4 @@
-"""From the processes that torchrun started to a process group, also when they were started anew."""
+"""The process group of the ranks that torchrun started or restarted, and what they exchange in training."""
 
 import json
 import os
@@ -55,10 +55,10 @@ def training_device(wanted: str) -> torch.device:
 
 
 def share_interface(environment: MutableMapping[str, str], interfaces: Iterable[str]) -> None:
-    """Let gloo and NCCL use the same network interface, where the user has named one for either.
+    """Make gloo and NCCL use the same network interface, where the user has set one for either.
 
-    With GPUs both are used, and each chooses by itself: gloo by the host's name, NCCL by the interface's. On
-    hosts with several networks, one named and one not may end in different ones, where the ranks never meet.
+    With GPUs both are used, and each chooses an interface by itself: gloo by the host's name, NCCL by the
+    interface's. On hosts with several networks the two may choose different ones, and never connect.
 
     Args:
         environment: GLOO_SOCKET_IFNAME (names) and NCCL_SOCKET_IFNAME (beginnings of names; "=" before names,
@@ -81,8 +81,8 @@ def share_interface(environment: MutableMapping[str, str], interfaces: Iterable[
 def process_group(device: torch.device, timeout_s: float) -> Iterator[None]:
     """The process group of the ranks that torchrun started; of a single one where nobody did.
 
-    Tensors on the CPU go by gloo, also where the model is on GPUs: what the ranks tell each other at each
-    step then waits for no GPU.
+    CPU tensors are sent by gloo, also where the model is on GPUs: what the ranks exchange at each step then
+    waits for no GPU.
 
     Raises:
         ConfigError: this is one of several ranks, and nothing says where the others are.
@@ -144,18 +144,18 @@ def fresh_store(store: Any, rank: int, world_size: int, timeout_s: float) -> Any
     raise TimeoutError(f"rank {rank}: not all {world_size} ranks started within {timeout_s:g} s")
 
 
-# ---- what the ranks tell each other ----------------------------------------------------------------
+# ---- what the ranks exchange in training ----------------------------------------------------------------
 
 
 def sum_of_all(*values: float) -> list[float]:
-    """Of each value, the sum of what the ranks give."""
+    """The sum over all ranks of each value."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()
 
 
 def same_on_all(fn: Callable[[], T]) -> T:
-    """What fn returns; if it is refused on any rank, the same ConfigError on all."""
+    """What fn returns on this rank; if it raises ConfigError on any rank, the same ConfigError on all."""
     return Ranks("", ConfigError, told=ConfigError).each(fn)
 
 

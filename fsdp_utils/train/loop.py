@@ -1,11 +1,11 @@
-"""A training program that does not lose work: FSDP2 from a laptop to a cluster, on the pieces of fsdp_utils.
+"""The training program: FSDP2 from a laptop to a cluster, resumed after failures.
 
     torchrun --nproc-per-node 2 -m fsdp_utils.train --out runs/a \\
         --data.source fsdp_utils.lessons.tasks:dates_llama --steps 200
 
-Started again it goes on from its newest whole checkpoint, on any number of ranks. SIGTERM and SIGUSR1 make it
-save and leave with exit code 75. `config.py` tells every setting; this file is the story: `train` sets
-up, `_loop` trains, `_step` and `_evaluate` are what each of its turns does.
+Started again, the program resumes from its newest whole checkpoint, on any number of ranks. SIGTERM and
+SIGUSR1 make it save and exit with code 75. `config.py` documents the settings. In this file `train` sets up,
+`_loop` is the training loop, `_step` trains one step and `_evaluate` evaluates.
 """
 
 import faulthandler
@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from fsdp_utils.child_tuning.optimizer import ChildTuningAdamW
 from fsdp_utils.distributed.identity import get_rank, get_world_size
 from fsdp_utils.memory.maximizer import Memory_Maximizer
 from fsdp_utils.precision.bf16 import bf16_support
-from fsdp_utils.train.checkpoints import Saves, resume
+from fsdp_utils.train.checkpoints import Checkpoints, lock_directory, resume
 from fsdp_utils.train.config import (
     ConfigError,
     OptimConfig,
@@ -48,10 +48,9 @@ from fsdp_utils.train.config import (
 )
 from fsdp_utils.train.data import Data, DataError, load_data, must_be_the_same, rows_at
 from fsdp_utils.train.group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
-from fsdp_utils.train.lock import RunLock
-from fsdp_utils.train.metrics import Journal
+from fsdp_utils.train.metrics import RunLog
 from fsdp_utils.train.model import build_model, parallelize, throughput
-from fsdp_utils.train.watchdog import EXIT_REQUEUE, Heartbeat, NotFinite, Stop, check_finite
+from fsdp_utils.train.watchdog import EXIT_REQUEUE, Heartbeat, NotFinite, StopSignal, check_finite
 
 __all__ = ["learning_rate", "main", "train"]
 
@@ -67,7 +66,7 @@ class Batch(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a run is."""
+    """The position of a run."""
 
     step: int  # steps of the optimizer that are done
     seen: int  # samples that were trained on, by all ranks together
@@ -75,10 +74,10 @@ class Progress(NamedTuple):
 
 
 def train(config: TrainConfig) -> Progress:
-    """Train as configured, from where the run's directory stands. Every rank of a process group calls it.
+    """Train as configured, from the newest checkpoint in the run's directory. Every rank must call it.
 
     Returns:
-        How far the run came.
+        The position at which the run ended.
 
     Raises:
         ConfigError: it cannot begin; the same on every rank.
@@ -87,47 +86,54 @@ def train(config: TrainConfig) -> Progress:
     """
     out = Path(config.out)
     device = training_device(config.parallel.device)
-    with Heartbeat(out / "hang", config.timeout_s) as heart, Stop(heart) as stop, RunLock(out) as lock:
+    with Heartbeat(out / "hang", config.timeout_s) as heart, StopSignal(heart) as stop, ExitStack() as at_end:
         heart.at("building")
-        data, model = same_on_all(lambda: _prepare(config, lock))
+        data, model, is_locked = same_on_all(lambda: _prepare(config, at_end))
         model = parallelize(model, config, device)
         optimizer = _optimizer(model, config.optim)
 
         heart.at("loading")
         state, damaged = resume(out / "checkpoints", model, optimizer)
         must_be_the_same(data, state.get("data"))
-        for group in optimizer.param_groups:  # those of the checkpoint give way
+        for group in optimizer.param_groups:  # instead of those of the checkpoint
             group.update(_hyperparameters(config.optim))
         at = Progress(state.get("step", 0), state.get("seen", 0))
         about = {"config": asdict(config), "data": data.identity}
         changed = changes(state.get("config", about["config"]), about["config"])
-        journal = Journal(out, step=at.step, steps=config.steps, tensorboard=config.tensorboard)
+        log = RunLog(out, step=at.step, steps=config.steps, tensorboard=config.tensorboard)
         try:
             for text in damaged:
-                journal.event("damaged", error=text)
-                journal.say(f"passed over a damaged checkpoint: {text}")
-            journal.event("started", step=at.step, world_size=get_world_size(), config=about["config"])
+                log.event("damaged", error=text)
+                log.say(f"passed over a damaged checkpoint: {text}")
+            log.event("started", step=at.step, world_size=get_world_size(), config=about["config"])
             if changed:
-                journal.say(f"from step {at.step} on with other settings than before: {', '.join(changed)}")
-            if lock.warning:
-                journal.say(lock.warning)
+                log.say(f"from step {at.step} on with other settings than before: {', '.join(changed)}")
+            if not is_locked:
+                log.say(
+                    f"{out / '.lock'} cannot be locked here (the file system has no locks), so a second run "
+                    "in this directory would not be noticed: see to it that there is none"
+                )
             if config.parallel.precision == "bf16" and not (support := bf16_support(device)):
-                journal.say(f"bf16 will be slow here, or wrong: {support}")
-            saves = Saves(out / "checkpoints", config.keep, at.step if state else None, journal, about)
-            return _loop(config, model, optimizer, data, at, saves, journal, stop, heart)
+                log.say(f"bf16 will be slow here, or wrong: {support}")
+            saved = at.step if state else None
+            checkpoints = Checkpoints(out / "checkpoints", config.keep, saved, log, about)
+            return _loop(config, model, optimizer, data, at, checkpoints, log, stop, heart)
         finally:
-            journal.close()
+            log.close()
 
 
-def _prepare(config: TrainConfig, lock: RunLock) -> tuple[Data, nn.Module]:
-    """All that can be refused before the ranks work together."""
+def _prepare(config: TrainConfig, at_end: ExitStack) -> tuple[Data, nn.Module, bool]:
+    """All that can be refused before the ranks work together: the data, the model, is `out` locked?"""
     check_ranges(config)
     micro_batches(config, get_world_size())
     mesh_shape(config, get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())))
+    is_locked = True
     if get_rank() == 0:
-        lock.take()
+        lock = lock_directory(Path(config.out))
+        at_end.callback(lock.release)
+        is_locked = lock.held
     data = load_data(config.data)
-    return data, build_model(config.model, data, config.seed)
+    return data, build_model(config.model, data, config.seed), is_locked
 
 
 def _loop(
@@ -136,23 +142,23 @@ def _loop(
     optimizer: Optimizer,
     data: Data,
     at: Progress,
-    saves: Saves,
-    journal: Journal,
-    stop: Stop,
+    checkpoints: Checkpoints,
+    log: RunLog,
+    stop: StopSignal,
     heart: Heartbeat,
 ) -> Progress:
-    """Step, tell, save, evaluate, until the last step or the scheduler's signal."""
+    """Train, log, save and evaluate until the last step or the scheduler's signal."""
 
     def evaluate(step: int) -> None:
         if step % config.eval_every == 0 or step == config.steps:
             found = _evaluate(config, model, data, heart)
-            journal.metrics(step, **found)
+            log.metrics(step, **found)
             if len(data.test) and not found:
-                journal.say(f"step {step}: no eval_loss, as no test sample has a label")
+                log.say(f"step {step}: no eval_loss, as no test sample has a label")
 
     device, count = next(model.parameters()).device, config.data.batch_size
     step, seen = at.step, at.seen
-    if step and not on_rank_0(lambda: journal.told("eval_loss")):
+    if step and not on_rank_0(lambda: log.has("eval_loss")):
         evaluate(step)  # the run had ended between the save and the evaluation of this step
     batch = _batch(config, data, seen)
     (labels,) = sum_of_all(sum(batch.labels))
@@ -178,26 +184,26 @@ def _loop(
         if step > at.step + 1:
             heart.longest_step_s = max(heart.longest_step_s, seconds)
         memory.update(count // get_world_size())
-        journal.moved(step)
+        log.progress(step)
         if step % config.log_every == 0 or step == config.steps:
-            journal.metrics(step, loss=known, lr=rate, norm=norm, seconds=seconds, **measure(seconds))
+            log.metrics(step, loss=known, lr=rate, norm=norm, seconds=seconds, **measure(seconds))
         if step == config.steps:
             break
         if step % config.save_every == 0:
             heart.at(f"saving after step {step}", is_saving=True)
-            journal.durable()
-            saves.begin(model, optimizer, step, seen=seen)
+            log.durable()
+            checkpoints.begin(model, optimizer, step, seen=seen)
         evaluate(step)
         if asked:
             stopped = _signal(stop.wanted)
     heart.at(f"saving after step {step}", is_saving=True)
-    journal.durable()
-    saves.finish(model, optimizer, step, seen=seen)
+    log.durable()
+    checkpoints.finish(model, optimizer, step, seen=seen)
     if step == config.steps > at.step:
         evaluate(step)  # after the save: an evaluation that fails costs no step
     report = memory.stop()
-    journal.event("stopped" if stopped else "finished", step=step, signal=stopped, memory=report.to_dict())
-    journal.say(str(report))
+    log.event("stopped" if stopped else "finished", step=step, signal=stopped, memory=report.to_dict())
+    log.say(str(report))
     return Progress(step, seen, stopped)
 
 
@@ -314,7 +320,7 @@ def _profiled(config: TrainConfig, step: int) -> Iterator[None]:
 
 
 def _signal(mine: str | None) -> str:
-    """The signal that some rank was sent; the same answer on every rank."""
+    """The signal that some rank has received; the same answer on every rank."""
     found: list[Any] = [None] * get_world_size()
     dist.all_gather_object(found, mine)
     return next(name for name in found if name is not None)

@@ -1,10 +1,10 @@
-"""What a run leaves to read: metrics without a seam, events, TensorBoard, a bar. Rank 0 writes, all call.
+"""The logs of a run: metrics, events, TensorBoard, a progress bar. Rank 0 writes; all ranks call.
 
-`metrics.jsonl` has one line for each logged step, as if the run had never been interrupted: what was written
-after the checkpoint that a run goes on from is taken out, as those steps are done again. `events.jsonl` is
-what happened, and nothing is ever taken out of it.
+`metrics.jsonl` has one line for each logged step, as if the run had never been interrupted: lines of steps
+after the checkpoint that a run resumes from are removed, as those steps are trained again. `events.jsonl`
+lists what happened, and nothing is ever removed from it.
 
-A full disk does not end a run here: that is for the checkpoints to decide. Lines wait until there is room.
+A full disk does not end a run here: its lines are kept in memory and written when there is room again.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from typing import Any
 from fsdp_utils._extras import need
 from fsdp_utils.distributed.identity import get_rank
 
-__all__ = ["Journal"]
+__all__ = ["RunLog"]
 
 
-class Journal:
-    """The run's diary.
+class RunLog:
+    """Writes the logs of a run.
 
     Args:
         directory: the run's.
-        step: the step that the run goes on from: 0, or that of its checkpoint.
+        step: the step that the run resumes from: 0, or that of its checkpoint.
         steps: the run's last.
         tensorboard: write for TensorBoard, too.
     """
@@ -50,9 +50,9 @@ class Journal:
 
             self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
-    def told(self, name: str) -> bool:
-        """Does metrics.jsonl have this already for the step that the run goes on from? Ask on rank 0."""
-        return name in self._metrics.told
+    def has(self, name: str) -> bool:
+        """Has metrics.jsonl this value of the step that the run resumes from? To be called on rank 0."""
+        return name in self._metrics.known
 
     def metrics(self, step: int, **values: float | None) -> None:
         """A line about a step. What is None is left out; NaN and infinity, which JSON lacks, become null."""
@@ -75,24 +75,24 @@ class Journal:
             if event in ("stopped", "failed to save"):
                 self.say(f"{event}: {values}")
 
-    def moved(self, step: int) -> None:
-        """The bar is at this step."""
+    def progress(self, step: int) -> None:
+        """Move the progress bar to this step."""
         if self._active:
             self._bar.update(step - self._bar.n)
 
     def say(self, text: str) -> None:
-        """A line for whoever watches."""
+        """Print a line on stderr, above the progress bar."""
         if self._active:
             with contextlib.suppress(OSError):  # it may go to a file on the full disk
                 self._bar.write(text, file=sys.stderr)
 
     def durable(self) -> None:
-        """What was written outlives a power failure: called before a checkpoint that counts on it."""
+        """Flush to the disk, so that a checkpoint never has steps that the metrics lack."""
         if self._active:
             self._metrics.durable()
 
     def close(self) -> None:
-        """Nothing more will be written. Lines for which there still is no room go to stderr."""
+        """Write what is left. Lines for which there is still no room go to stderr."""
         if self._active:
             self._bar.close()
             self._to_tensorboard(lambda writer: writer.close())
@@ -110,29 +110,29 @@ class Journal:
 
 
 class _Lines:
-    """A file that lines are added to. Those that cannot be written now are tried again with the next.
+    """A file to which lines are appended. Lines that cannot be written are retried with the next.
 
-    A last line that was cut short is cut off. A file with lines that are not a run's gets another name, and
-    nothing of it is lost; the lines that can be read begin the new one.
+    An incomplete last line is removed. A file with lines that no run has written is renamed, so that nothing
+    of it is lost; the lines of it that can be read begin a new file.
 
     Args:
         path: the file.
         key: what each line begins with: "step" or "event".
-        say: tells whoever watches.
-        until: lines of later steps are taken out.
+        say: prints a line.
+        until: lines of later steps are removed.
     """
 
     def __init__(self, path: Path, key: str, say: Callable[[str], None], until: int | None = None) -> None:
         self._path, self._say = path, say
-        self.told: set[str] = set()  # what the lines of step `until` tell
+        self.known: set[str] = set()  # the names in the lines of step `until`
         self._waiting = b""  # it may begin within a line, whose first part is in the file
-        self._said = False
+        self._has_warned = False
         if path.exists():
-            self._go_on(key, until)
+            self._resume(key, until)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self._try(self._empty)
+        self._try(self._flush)
 
-    def _go_on(self, key: str, until: int | None) -> None:
+    def _resume(self, key: str, until: int | None) -> None:
         *lines, cut_short = self._path.read_bytes().split(b"\n")
         start = b'{"%s": ' % key.encode()
         found = [(line, _parsed(line, key)) for line in lines]
@@ -146,7 +146,7 @@ class _Lines:
             if until is not None and values["step"] > until:
                 break
             if until is not None and values["step"] == until:
-                self.told |= values.keys()
+                self.known |= values.keys()
             kept.append(line + b"\n")
         if not broken:
             os.truncate(self._path, sum(map(len, kept)))  # takes no room on the disk
@@ -161,19 +161,19 @@ class _Lines:
 
     def write(self, line: dict[str, Any]) -> None:
         self._waiting += json.dumps(line).encode() + b"\n"
-        self._try(self._empty)
+        self._try(self._flush)
 
     def durable(self) -> None:
-        self._try(self._empty)
+        self._try(self._flush)
         self._try(lambda: os.fsync(self._file))
 
     def close(self) -> None:
-        self._try(self._empty)
+        self._try(self._flush)
         if self._waiting:
             self._say(f"{self._path}: never written: {self._waiting.decode()}")
         self._try(lambda: os.close(self._file))
 
-    def _empty(self) -> None:
+    def _flush(self) -> None:
         while self._waiting:
             self._waiting = self._waiting[os.write(self._file, self._waiting) :]
 
@@ -181,9 +181,9 @@ class _Lines:
         try:
             act()
         except OSError as error:
-            if not self._said:  # once in a start
+            if not self._has_warned:  # once in a start
                 self._say(f"{self._path}: {error.strerror}; the run goes on, its lines wait for room")
-            self._said = True
+            self._has_warned = True
 
 
 def _parsed(line: bytes, key: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""From a configuration to a model on its ranks: built, recomputing, compiled, sharded, in this order."""
+"""Builds the model and applies activation checkpointing, compilation and sharding, in this order."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def build_model(config: ModelConfig, data: Data, seed: int) -> nn.Module:
         kind, settings = _transformers_config(source, setting)
         with torch.device("meta"):
             model = kind._from_config(settings, dtype=torch.float32)
-        _must_have_room(model, ranks=get_world_size() if config.pretrained else 1)
+        _check_room(model, ranks=get_world_size() if config.pretrained else 1)
         if config.pretrained is not None:
             return model  # no rank ever holds the whole of it: parallelize fills its shards
         torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def _transformers_config(source: str, setting: str) -> tuple[Any, Any]:
     if file.stat().st_size > _MOST_BYTES:
         raise ConfigError(f"expected a file of at most {_MOST_BYTES:,} bytes, found {file.stat().st_size:,}")
     content = json.loads(file.read_text(encoding="utf-8"))
-    _must_be_harmless(content)
+    _check_harmless(content)
     settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     name = (getattr(settings, "architectures", None) or [None])[0]
     kind = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -98,7 +98,7 @@ def _transformers_config(source: str, setting: str) -> tuple[Any, Any]:
     return kind, settings
 
 
-def _must_be_harmless(content: Any) -> None:
+def _check_harmless(content: Any) -> None:
     """Refuse what would run other people's code, or take minutes and gigabytes before it fails.
 
     Args:
@@ -119,10 +119,10 @@ def _must_be_harmless(content: Any) -> None:
             raise ConfigError(f"expected {key} to be part of transformers, found {value!r}, to be downloaded")
         if "layer" in key and isinstance(value, int) and value > _MOST_LAYERS:
             raise ConfigError(f"expected {key} to be at most {_MOST_LAYERS:,}, found {value:,}")
-        _must_be_harmless(value)
+        _check_harmless(value)
 
 
-def _must_have_room(model: nn.Module, ranks: int) -> None:
+def _check_room(model: nn.Module, ranks: int) -> None:
     size, room = 4 * sum(p.numel() for p in model.parameters()) / ranks, psutil.virtual_memory().total
     if size > room:
         found = f"{size / 2**30:.1f} GiB for each rank"
@@ -169,7 +169,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> nn.Mod
 
 
 def flops_per_token(model: Any, seq_len: int) -> float | None:
-    """What a decoder computes for one token, forward and backward; None where the formula does not apply.
+    """The FLOPs of a decoder for one token, forward and backward; None where the formula does not apply.
 
     Args:
         model: sharded or not.
@@ -194,7 +194,7 @@ def flops_per_token(model: Any, seq_len: int) -> float | None:
 
 
 def peak_flops(device: torch.device, peak_tflops: float | None) -> float | None:
-    """What the device can compute in a second at most, in bf16; None where that is not known."""
+    """The device's peak rate in bf16, FLOP/s; None where it is not known."""
     if peak_tflops is not None:
         return peak_tflops * 1e12
     return gpus.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

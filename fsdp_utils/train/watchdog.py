@@ -24,18 +24,18 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from fsdp_utils.distributed.agreement import library_store, wait_for
 from fsdp_utils.distributed.identity import get_rank, get_world_size
 
-__all__ = ["EXIT_HANG", "EXIT_REQUEUE", "Hang", "Heartbeat", "NotFinite", "Stop", "check_finite"]
+__all__ = ["EXIT_HANG", "EXIT_REQUEUE", "Hang", "Heartbeat", "NotFinite", "StopSignal", "check_finite"]
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: come again, and it goes on
 EXIT_HANG = 70  # EX_SOFTWARE
 
 _STUCK_S = 20.0  # after a signal; torchrun kills 30 s after SIGTERM, unless it is told otherwise
 _STUCK_POLL_S = 0.25
-_TOLD_WAIT_S = 3.0  # for the ranks that can speak to have written their stacks
+_ANSWER_S = 3.0  # for the ranks that can speak to have written their stacks
 
 
 class NotFinite(FloatingPointError):
-    """The gradient or the loss is NaN or infinite. The same on every rank; no checkpoint holds it."""
+    """The gradient or the loss is NaN or infinite. Raised on every rank; no checkpoint holds such a step."""
 
 
 def check_finite(what: str, value: float, loss: float, step: int, rows: list[int]) -> None:
@@ -75,15 +75,15 @@ class Hang(RuntimeError):
 
 
 class Heartbeat:
-    """Is every rank still moving? If one is not: the stacks of all ranks that can speak, then the end.
+    """Ends all ranks when one of them hangs, with the stacks of all ranks that still answer.
 
-    A thread on each rank tells the others, through the process group's store, where its training is. When
-    its own training has not moved for the limit, or another rank says so, it writes the stacks of all of its
-    threads to `directory`, waits for the other ranks to do the same, names those that did not, and ends the
-    process. A hang thus becomes a failure, after which torchrun can start the ranks anew.
+    A thread on each rank publishes, in the process group's store, where its training is. When its own
+    training makes no progress within the limit, or another rank reports so, the thread writes the stacks of
+    all threads to `directory`, waits for the other ranks to do the same, names those that did not, and ends
+    the process. A hang thus becomes a failure, after which torchrun can restart the ranks.
 
-    A rank of this host that does not answer, as it was stopped or C code holds its GIL, is ended by SIGABRT:
-    it leaves its stacks on its stderr, where torchrun would wait 30 s for it and then kill it without.
+    A rank of this host that does not answer, because it was stopped or C code holds its GIL, is ended by
+    SIGABRT and leaves its stacks on its stderr; torchrun would kill it after 30 s without them.
 
     Args:
         directory: where the stacks go; shared by all ranks.
@@ -101,7 +101,7 @@ class Heartbeat:
         self._siblings = [socket.gethostname(), os.getppid()]  # what ranks of one torchrun have in common
 
     def at(self, where: str, limit_s: float | None = None, *, is_saving: bool = False) -> None:
-        """Training has come here: the limit begins anew. It can be another one from here on.
+        """Report progress: the time limit starts again, and can be changed.
 
         Args:
             where: in words.
@@ -111,10 +111,10 @@ class Heartbeat:
         self._limit_s = limit_s or self._limit_s
         self._where, self._when, self._is_saving = where, time.monotonic(), is_saving
         # Should C code hold the GIL, the thread below cannot speak; this one needs no GIL.
-        faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _TOLD_WAIT_S, exit=True)
+        faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _ANSWER_S, exit=True)
 
     def stuck_s(self, since: float, patience_s: float) -> float | None:
-        """For how long has training not moved? None if it has, or is saving, or may still be at a long step.
+        """Seconds without progress; None if training is saving, or may still be at a long step.
 
         Args:
             since: the time.monotonic() from which on it counts.
@@ -126,7 +126,7 @@ class Heartbeat:
 
     @property
     def where(self) -> str:
-        """The last place of training, in words."""
+        """The last place that training reported."""
         return self._where
 
     def __enter__(self) -> "Heartbeat":
@@ -149,14 +149,14 @@ class Heartbeat:
                 if quiet_s > self._limit_s:
                     self._store.set("hang", "")
                 if self._store.check(["hang"]):
-                    self._tell(quiet_s)
+                    self._end_hang(quiet_s)
             except RuntimeError:  # the store is gone: the run is ending, and torchrun sees to it
                 return
 
     def _beat(self) -> str:
         return json.dumps([time.time(), self._where, self._siblings, os.getpid()])
 
-    def _tell(self, quiet_s: float) -> None:
+    def _end_hang(self, quiet_s: float) -> None:
         with contextlib.suppress(OSError):  # a full disk must not keep this from its end
             self._directory.mkdir(parents=True, exist_ok=True)
             with (self._directory / f"stack-of-rank-{self._rank}.txt").open("w") as stacks:
@@ -173,16 +173,16 @@ class Heartbeat:
         os._exit(EXIT_HANG)
 
     def _report(self, quiet_s: float) -> tuple[str, list[int]]:
-        """What is known of all ranks, once those that can speak have written their stacks.
+        """Wait until the ranks that answer have written their stacks.
 
         Returns:
-            It in words, and the processes of this host that do not answer.
+            A text about the ranks that do not answer, and the processes of those on this host.
         """
-        self._store.set(f"told/{self._rank}", "")
+        self._store.set(f"answer/{self._rank}", "")
         everyone = range(self._world_size)
-        wait_for(self._store, [f"told/{rank}" for rank in everyone], _TOLD_WAIT_S)
+        wait_for(self._store, [f"answer/{rank}" for rank in everyone], _ANSWER_S)
         silent, pids = [], []
-        for rank in [rank for rank in everyone if not self._store.check([f"told/{rank}"])]:
+        for rank in [rank for rank in everyone if not self._store.check([f"answer/{rank}"])]:
             seen = "it was never heard of"
             if self._store.check([f"beat/{rank}"]):
                 when, where, siblings, pid = json.loads(self._store.get(f"beat/{rank}"))
@@ -209,18 +209,18 @@ def _abort(pid: int) -> None:
 # ---- a scheduler's signal ------------------------------------------------------------------------
 
 
-class Stop:
-    """Has the scheduler asked this rank to stop? SIGTERM (torchrun, scancel) and SIGUSR1 (sbatch --signal).
+class StopSignal:
+    """Receives a scheduler's request to stop: SIGTERM (torchrun, scancel), SIGUSR1 (sbatch --signal).
 
-    The handler only notes it: the ranks agree on the step at which they stop, as not all get the signal at
-    the same time, and with `sbatch --signal=B:...` not all get it.
+    The handler only records the signal: the ranks agree on the step at which they stop, as not all receive
+    it at the same time, and with `sbatch --signal=B:...` not all receive it.
 
     Python runs handlers on the main thread, between two of its instructions: never while that thread waits
-    in C, such as for an NCCL kernel whose peer is gone. So a thread of its own hears of the signal too, and
-    ends a rank that does not move for 20 s; torchrun would wait longer, and then kill it without a word.
+    in C, such as for an NCCL kernel whose peer is gone. So a thread of its own receives the signal too, and
+    ends a rank without progress for 20 s; torchrun would wait longer, and then kill it without a message.
 
     Args:
-        heart: knows where training is.
+        heart: the rank's heartbeat.
     """
 
     def __init__(self, heart: Heartbeat) -> None:
@@ -229,14 +229,14 @@ class Stop:
         self._before: dict[int, Any] = {}
         self._over = threading.Event()
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():  # no other can have handlers
-            self._heard, self._told = socket.socketpair()
-            self._told.setblocking(False)
+            self._receiver, self._sender = socket.socketpair()
+            self._sender.setblocking(False)
             # Python's signal handling in C writes the signal's number there, whatever any thread is at.
-            self._fd_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            self._fd_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
             for number in (signal.SIGTERM, signal.SIGUSR1):
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._record)
             threading.Thread(target=self._watch, name="stop", daemon=True).start()
         return self
 
@@ -248,24 +248,24 @@ class Stop:
             signal.signal(number, handler)
         if self._before:
             signal.set_wakeup_fd(self._fd_before)
-            self._told.close()  # ends the thread's wait
+            self._sender.close()  # ends the thread's wait
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.wanted = signal.Signals(number).name
 
     def _watch(self) -> None:
-        with self._heard:
-            name, asked = self._hear(), time.monotonic()
+        with self._receiver:
+            name, asked = self._receive(), time.monotonic()
             while name is not None and not self._over.wait(_STUCK_POLL_S):
                 stuck_s = self._heart.stuck_s(asked, _STUCK_S)
                 if stuck_s is not None:
                     _end_stuck(name, self._heart.where, stuck_s)
 
-    def _hear(self) -> str | None:
+    def _receive(self) -> str | None:
         """Wait for one of the signals: its name; None when it is over."""
         while not self._over.is_set():
-            select.select([self._heard], [], [])
-            numbers = self._heard.recv(64)
+            select.select([self._receiver], [], [])
+            numbers = self._receiver.recv(64)
             asking = [number for number in numbers if number in self._before]
             if asking or not numbers:
                 return signal.Signals(asking[0]).name if asking else None
