@@ -28,8 +28,8 @@ def report():
     MemoryReport.plot(None)
 
 def collectives():
-    from fsdp_utils.collectives.trace import Trace
-    Trace.plot(None)
+    from fsdp_utils.collectives.trace import CollectiveTrace
+    CollectiveTrace.plot(None)
 
 def replay():
     from fsdp_utils.collectives.replay import Replay

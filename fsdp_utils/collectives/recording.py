@@ -1,4 +1,4 @@
-"""Record what FSDP or DDP sends, computes and frees, in the order in which it is issued."""
+"""record_collectives: record what FSDP or DDP sends, computes and frees, in the order of issue."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from torch.optim.optimizer import (
 
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls, when_done
 from fsdp_utils.collectives.device_times import DeviceTimes
+from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, StepEvent
 from fsdp_utils.collectives.fsdp_hooks import as_it_is, in_backward, listen
-from fsdp_utils.collectives.trace import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, Event, Trace
+from fsdp_utils.collectives.trace import CollectiveTrace
 from fsdp_utils.sharding.names import module_names
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parents
 from fsdp_utils.torch_internals.names import sequence_nr
@@ -33,32 +34,30 @@ _recording = False
 
 
 @contextmanager
-def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -> Iterator[Trace]:
-    """What did FSDP or DDP send, in which order, how much, and over which links?
+def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -> Iterator[CollectiveTrace]:
+    """Record which collectives FSDP or DDP issues: their order, bytes, links and durations.
 
     Put it around any number of training steps, on one rank or on all. Nothing is sent by the recording
     itself, and what it watches runs as it would without it. The trace grows while the block runs; if the
     block raises, what was recorded until then is in the trace, with a note.
 
-    All collectives of the process are recorded, but for the all-gather with which DDP's constructor compares
-    shapes, and how long they took, waiting for other ranks included. Of what is computed, the model's forward
-    and backward and the optimizer's steps are recorded: the loss is not, and in backward neither is what
-    stands between two units.
+    All collectives of the process are recorded, and how long they took, including the wait for other ranks.
+    Of the computation, the model's forward and backward and the optimizer's steps are recorded, but not the
+    loss, nor in backward what stands between two units.
 
     On a GPU, times are those at which the GPU ran what was issued, read from torch's profiler when the block
-    ends; a collective of gloo has there the time of its copies only. torch runs one profiler at a time. Where
-    another one is in use, or torch's profiler cannot see the device, a note says so, `start` is when the CPU
-    issued an event, and `seconds` is None.
+    ends; of a collective of gloo they cover only the copies. torch runs one profiler at a time. Where another
+    one is in use, or torch's profiler cannot see the device, a note says so, `start` is when the CPU issued
+    an event, and `seconds` is None.
 
     Args:
-        model: The one that is trained, after fully_shard, FullyShardedDataParallel or
-            DistributedDataParallel.
+        model: Under fully_shard, FullyShardedDataParallel or DistributedDataParallel.
         ranks_per_host: How many consecutive ranks share a host, to tell the links apart. By default what
             torchrun says (LOCAL_WORLD_SIZE); without torchrun, all ranks are on one host. Give it to see
             what another placement of the same ranks would send over which link.
 
     Returns:
-        A context manager that gives a `Trace`.
+        A context manager that gives a `CollectiveTrace`.
 
     Raises:
         ValueError: no part of the model is distributed, or ranks_per_host is less than 1.
@@ -92,7 +91,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     devices = _devices(model, parts, units)
     is_compiled = has_compiled() or any(map(is_under_compile, names))
     hidden = torch.compiler.disable if is_compiled else as_it_is
-    trace = Trace(rank, world_size, {unit.name: unit.nbytes for unit in units})
+    trace = CollectiveTrace(rank, world_size, {unit.name: unit.nbytes for unit in units})
     times = _times(trace, _compute_device(model, units))  # a GPU's
     _recording = True
     try:
@@ -100,7 +99,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
             recorder = _Recorder(trace, on_host, ddp=_has_ddp(parts), parents=parents(units), times=times)
             try:
                 with (
-                    listen_to_calls(recorder.collective, hidden),
+                    listen_to_calls(recorder.collective),
                     listen(model, units, recorder, hidden),
                     recorder.optimizer_steps(),
                 ):
@@ -134,8 +133,8 @@ def _compute_device(model: nn.Module, units: list[Unit]) -> torch.device:
     return units[0].parts[0].device if units else next(model.parameters()).device
 
 
-def _times(trace: Trace, device: torch.device) -> DeviceTimes | None:
-    """Who sees when the device computes; None for the CPU, which sees it itself."""
+def _times(trace: CollectiveTrace, device: torch.device) -> DeviceTimes | None:
+    """What measures when the device computes; None for the CPU, where events are timed as they are issued."""
     if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
         return None
     return DeviceTimes(trace, device.type)
@@ -176,11 +175,11 @@ def _changed(
 
 
 class _Recorder:
-    """Is told by `listen_to_calls` what is sent, and by `listen` what FSDP does and what is computed."""
+    """Writes the trace: `listen_to_calls` tells it what is sent, `listen` what FSDP does and computes."""
 
     def __init__(
         self,
-        trace: Trace,
+        trace: CollectiveTrace,
         ranks_per_host: int,
         *,
         ddp: bool,
@@ -205,7 +204,7 @@ class _Recorder:
         self._buckets = 0  # that DDP has reduced in this backward pass
         self._thread = 0  # in which FSDP worked, or the model computed, last
         # Collectives whose end was perhaps not seen yet, and whether they are over.
-        self._unended: list[tuple[Event, Callable[[], bool]]] = []
+        self._unended: list[tuple[StepEvent, Callable[[], bool]]] = []
         self._links: dict[Any, tuple[tuple[int, ...], str]] = {}  # by process group
 
     def close(self) -> None:
@@ -214,7 +213,7 @@ class _Recorder:
 
     @contextmanager
     def optimizer_steps(self) -> Iterator[None]:
-        """Know when an optimizer steps."""
+        """Record the steps of every optimizer as computation."""
         before = register_optimizer_step_pre_hook(lambda *_: self.begin(ROOT, "optimizer"))
         after = register_optimizer_step_post_hook(lambda *_: self.end(ROOT, "optimizer"))
         try:
@@ -269,7 +268,7 @@ class _Recorder:
         if unit in self._gathered:
             self._gathered.discard(unit)
             self._cut()
-            self._add(Event(0, FREE, unit, self._phase(), start=self._now(), seconds=0.0))
+            self._add(StepEvent(0, FREE, unit, self._phase(), start=self._now(), seconds=0.0))
             self._resume()
 
     # what `listen_to_calls` tells
@@ -286,7 +285,7 @@ class _Recorder:
                 module = f"{BUCKET}{self._buckets}"  # DDP reduces its buckets in their order
                 self._buckets += 1
         event = self._add(
-            Event(0, call.kind, module, phase, call.bytes_in, call.bytes_out, ranks, link, self._now())
+            StepEvent(0, call.kind, module, phase, call.bytes_in, call.bytes_out, ranks, link, self._now())
         )
         if call.kind == "all_gather" and module:
             self._gathered.add(module)
@@ -308,7 +307,7 @@ class _Recorder:
                 self._ended(event)
         self._unended = [pending for pending in self._unended if pending[0].seconds is None]
 
-    def _ended(self, event: Event) -> None:
+    def _ended(self, event: StepEvent) -> None:
         if event.seconds is None:
             event.seconds = self._now() - event.start
 
@@ -343,13 +342,13 @@ class _Recorder:
             return
         if phase == "forward":
             phase = self._phase()  # backward, where activation checkpointing computes it again
-        event = self._add(Event(0, COMPUTE, module, phase, start=since))
+        event = self._add(StepEvent(0, COMPUTE, module, phase, start=since))
         if self._times:
             self._times.issued(event, self._mark)
         else:
             event.seconds = self._now() - since
 
-    def _add(self, event: Event) -> Event:
+    def _add(self, event: StepEvent) -> StepEvent:
         if not self._closed:
             event.order = len(self._trace.events)
             self._trace.events.append(event)

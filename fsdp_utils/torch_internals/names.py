@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch import _foreach_add_ as foreach_add_
     from torch import _foreach_copy_ as foreach_copy_
     from torch import _fused_adamw_ as fused_adamw_
-    from torch._C import DispatchKey as DispatchKey
-    from torch._C import _dispatch_library as dispatch_library
     from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
     from torch._compile import _disable_dynamo as disable_dynamo
     from torch._guards import detect_fake_mode as detect_fake_mode
@@ -134,17 +132,6 @@ NAMES: dict[str, Private] = {
     ),
     "detect_fake_mode": Private(
         "torch._guards", "detect_fake_mode", "whether it is on; nothing public tells"
-    ),
-    "dispatch_library": Private(
-        "torch._C",
-        "_dispatch_library",
-        "to see collectives pass by. torch.library.Library is the public one; with it, to begin and end a "
-        "recording took 131 µs and not 62",
-    ),
-    "DispatchKey": Private(
-        "torch._C",
-        "DispatchKey",
-        "to go on to the kernels after the recorder's own, which nothing public can say",
     ),
     "RecordFunctionFast": Private(
         "torch._C._profiler",
