@@ -19,9 +19,9 @@ def translate():
     translate("config.yaml")
 
 def allocator():
-    from fsdp_utils.allocator.trace import Trace
+    from fsdp_utils.allocator.trace import AllocationTrace
     from fsdp_utils import simulate_allocator
-    simulate_allocator(Trace()).plot()
+    simulate_allocator(AllocationTrace()).plot()
 
 def report():
     from fsdp_utils.memory.report import MemoryReport
