@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -151,27 +151,35 @@ def _devices(model: nn.Module, parts: list[nn.Module], units: list[Unit]) -> dic
 def _changed(
     model: nn.Module, parts: list[nn.Module], units: list[Unit], devices: dict[str, str]
 ) -> str | None:
-    """What is no longer as it was when the recording began, in words."""
+    """What has changed since the recording began, in words; None if nothing."""
     names = module_names(model)
     after = find_units(model, names)
-    if [unit.parts for unit in units] != [unit.parts for unit in after]:
-        return (
-            f"the model was wrapped again inside the block: {len(units)} units with parameters at its "
-            f"start, {len(after)} at its end, and not all are the same"
-        )
-    if (parts_after := _distributed(names)) != parts:
-        return (
-            f"the model was wrapped again inside the block: {len(parts)} modules under FSDP or DDP at its "
-            f"start, {len(parts_after)} at its end, and not all are the same"
-        )
-    now = _devices(model, parts, after)
+    for what, before, now in (
+        ("units with parameters", [unit.parts for unit in units], [unit.parts for unit in after]),
+        ("modules under FSDP or DDP", parts, _distributed(names)),
+    ):
+        if before != now:
+            return (
+                f"the model was wrapped again inside the block: {len(before)} {what} at its start, "
+                f"{len(now)} at its end, and not all are the same"
+            )
+    devices_now = _devices(model, parts, after)
     for what, device in devices.items():
-        if now[what] != device:
+        if devices_now[what] != device:
             return (
                 f"the model was moved inside the block: {what} were on {device} at its start, and are on "
-                f"{now[what]} at its end"
+                f"{devices_now[what]} at its end"
             )
     return None
+
+
+class _Piece(NamedTuple):
+    """Computation of one module between two events."""
+
+    start: float  # seconds since the recording began
+    mark: int  # in the profiler's record, on a GPU
+    is_first: bool  # of its module's pieces
+    nodes: int  # that autograd had made when it began
 
 
 class _Recorder:
@@ -196,19 +204,16 @@ class _Recorder:
         self._closed = False
         self._forwards = 0  # calls of the model that are running
         self._computing: list[tuple[str, str]] = []  # what is being computed: modules and phases, nested
-        self._since: float | None = None  # when the present piece of computation began, if there is one, ...
-        self._mark = 0  # ... at which mark ...
-        self._is_first = False  # ... whether it is the first one of its module ...
-        self._nodes = 0  # ... and how many nodes autograd had made until then
+        self._piece: _Piece | None = None  # what is being computed since the last event
         self._gathered: set[str] = set()
         self._buckets = 0  # that DDP has reduced in this backward pass
         self._thread = 0  # in which FSDP worked, or the model computed, last
-        # Collectives whose end was perhaps not seen yet, and whether they are over.
-        self._unended: list[tuple[StepEvent, Callable[[], bool]]] = []
+        # Collectives whose end may not have been seen yet, and functions that say whether they are over.
+        self._pending: list[tuple[StepEvent, Callable[[], bool]]] = []
         self._links: dict[Any, tuple[tuple[int, ...], str]] = {}  # by process group
 
     def close(self) -> None:
-        """Record nothing more: hooks that autograd still holds may call after the block."""
+        """Record nothing more: hooks that autograd still holds may be called after the block."""
         self._closed = True
 
     @contextmanager
@@ -233,32 +238,32 @@ class _Recorder:
 
     def enter(self, unit: str) -> None:
         self._thread = get_ident()
-        if self._since is not None:
-            self._cut()
+        if self._piece is not None:
+            self._end_piece()
         self._working_for.append(unit)
 
     def leave(self, unit: str) -> None:
         if unit in self._working_for:
             self._working_for.remove(unit)
-        if self._unended:
-            self._end_waiting()
+        if self._pending:
+            self._end_finished()
         if self._computing and not self._working_for:
-            self._resume()
+            self._begin_piece()
 
     def begin(self, module: str, phase: str) -> None:
         self._thread = get_ident()
-        self._cut()
+        self._end_piece()
         if not in_backward():  # what has not ended in backward by now, never will
             self._computing = [running for running in self._computing if running[1] != "backward"]
         if phase != "backward" or (module, phase) not in self._computing:
             self._computing.append((module, phase))
-        self._resume(is_first=True)
+        self._begin_piece(is_first=True)
 
     def end(self, module: str, phase: str) -> None:
         if (module, phase) not in self._computing:
             return
         if self._computing[-1] == (module, phase):
-            self._cut(is_last=True)
+            self._end_piece(is_last=True)
         if phase == "backward" and module == ROOT:
             self._buckets = 0
         # the innermost: an optimizer may call another one's step
@@ -267,9 +272,9 @@ class _Recorder:
     def freed(self, unit: str) -> None:
         if unit in self._gathered:
             self._gathered.discard(unit)
-            self._cut()
+            self._end_piece()
             self._add(StepEvent(0, FREE, unit, self._phase(), start=self._now(), seconds=0.0))
-            self._resume()
+            self._begin_piece()
 
     # what `listen_to_calls` tells
 
@@ -279,7 +284,7 @@ class _Recorder:
         is_ours = self._thread in (0, get_ident())  # else another thread sends something of its own
         module, phase = "", "other"
         if is_ours:
-            self._cut()
+            self._end_piece()
             module, phase = self._working_for[-1] if self._working_for else "", self._phase()
             if call.kind == "all_reduce" and not module and self._ddp and in_backward():
                 module = f"{BUCKET}{self._buckets}"  # DDP reduces its buckets in their order
@@ -295,17 +300,17 @@ class _Recorder:
         if self._times:
             self._times.issued(event, mark)
         else:
-            self._unended.append((event, when_done(call.kind, result, lambda: self._ended(event))))
+            self._pending.append((event, when_done(call.kind, result, lambda: self._ended(event))))
         if is_ours:
-            self._resume()
+            self._begin_piece()
         return result
 
-    def _end_waiting(self) -> None:
-        """FSDP goes on, and has waited for what it needs: what is over by now has ended."""
-        for event, is_over in self._unended:
+    def _end_finished(self) -> None:
+        """Called when FSDP goes on and has waited for what it needs: set the end of what is over."""
+        for event, is_over in self._pending:
             if event.seconds is None and is_over():
                 self._ended(event)
-        self._unended = [pending for pending in self._unended if pending[0].seconds is None]
+        self._pending = [pending for pending in self._pending if pending[0].seconds is None]
 
     def _ended(self, event: StepEvent) -> None:
         if event.seconds is None:
@@ -313,28 +318,26 @@ class _Recorder:
 
     # pieces of computation, from one event to the next
 
-    def _resume(self, *, is_first: bool = False) -> None:
+    def _begin_piece(self, *, is_first: bool = False) -> None:
         if self._working_for or not self._computing:
             return  # nothing is computed now
-        self._since = self._now()
-        self._mark = self._times.mark() if self._times else 0
-        self._is_first = is_first
-        self._nodes = sequence_nr()
+        mark = self._times.mark() if self._times else 0
+        self._piece = _Piece(self._now(), mark, is_first, sequence_nr())
 
-    def _cut(self, *, is_last: bool = False) -> None:
-        """The present piece is over; record it if anything was computed in it."""
-        if self._unended:
-            self._end_waiting()
-        since, self._since = self._since, None
-        if since is None:
+    def _end_piece(self, *, is_last: bool = False) -> None:
+        """End the current piece of computation; record it if anything was computed in it."""
+        if self._pending:
+            self._end_finished()
+        piece, self._piece = self._piece, None
+        if piece is None:
             return
         module, phase = self._computing[-1]
         # A module may compute nothing of its own between two units, and a unit nothing more before it ends.
-        # In forward autograd's nodes tell; in backward, which adds none, a unit's first and last piece count.
-        is_end = self._is_first or is_last
+        # In forward, new nodes of autograd show it; backward adds none: a unit's first and last piece count.
+        is_end = piece.is_first or is_last
         if phase == "forward" and module in self._parents:
             if torch.is_grad_enabled():
-                if sequence_nr() == self._nodes:
+                if sequence_nr() == piece.nodes:
                     return
             elif not (is_end and module in self._trace.unit_bytes):
                 return
@@ -342,11 +345,11 @@ class _Recorder:
             return
         if phase == "forward":
             phase = self._phase()  # backward, where activation checkpointing computes it again
-        event = self._add(StepEvent(0, COMPUTE, module, phase, start=since))
+        event = self._add(StepEvent(0, COMPUTE, module, phase, start=piece.start))
         if self._times:
-            self._times.issued(event, self._mark)
+            self._times.issued(event, piece.mark)
         else:
-            event.seconds = self._now() - since
+            event.seconds = self._now() - piece.start
 
     def _add(self, event: StepEvent) -> StepEvent:
         if not self._closed:

@@ -8,7 +8,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_utils.sharding.names import WRAPPED, plain_name
 from fsdp_utils.sharding.units import find_units, parameter_sizes, within
-from fsdp_utils.torch_internals.runtime import own_children
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A repeated class with less than this share of the parameters in blocks is not worth units of its own.
@@ -89,10 +88,9 @@ def _is_single_layer(module: nn.Module) -> bool:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    for name in WRAPPED:
-        if name in own_children(module):
-            return unwrapped(own_children(module)[name])  # pyright: ignore[reportArgumentType]
-    return module
+    """The module inside all wrappers around it."""
+    inner = [child for name, child in module.named_children() if name in WRAPPED]
+    return unwrapped(inner[0]) if inner else module
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:

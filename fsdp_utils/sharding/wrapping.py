@@ -109,7 +109,7 @@ def shard(
 
     blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
     _refuse_what_fully_shard_refuses(model, blocks)
-    for unit in _units_of(model, blocks):
+    for unit in _group_blocks(model, blocks):
         fully_shard(unit, reshard_after_forward=strategy != "grad_op", **options)
     if strategy == "grad_op":
         options["reshard_after_forward"] = False  # else torch's default, which is the same for a root
@@ -133,7 +133,7 @@ def _refuse_gloo_that_adds(mesh: DeviceMesh) -> None:
         )
 
 
-def _units_of(model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
+def _group_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
     """The blocks, grouped so that no two units share a parameter, nor one with what stays in the root."""
 
     def outside(module: nn.Module) -> Iterator[nn.Parameter]:
