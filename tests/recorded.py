@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fsdp_utils import record_collectives
-from fsdp_utils.collectives import Trace
+from fsdp_utils.collectives import CollectiveTrace
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -67,7 +67,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> fl
     return loss.item()
 
 
-def record(model: nn.Module, **options: Any) -> Trace:
+def record(model: nn.Module, **options: Any) -> CollectiveTrace:
     """The second step: the first one also sets FSDP up."""
     step(model)
     with record_collectives(model, **options) as trace:
@@ -75,7 +75,7 @@ def record(model: nn.Module, **options: Any) -> Trace:
     return trace
 
 
-def short(trace: Trace, phase: str) -> str:
+def short(trace: CollectiveTrace, phase: str) -> str:
     """The order in letters: AG, RS, AR, and mm for the computation of a unit."""
     letters = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "compute": "mm"}
     return " ".join(
@@ -101,7 +101,7 @@ LAYER = [(7, 7), (7,)]
 HEAD = [(5, 7), (5,)]
 
 
-def by_unit(trace: Trace) -> dict[str, list[tuple[str, str, int, int]]]:
+def by_unit(trace: CollectiveTrace) -> dict[str, list[tuple[str, str, int, int]]]:
     """By unit: kind, phase, bytes in and bytes out of its collectives, sorted."""
     seen: dict[str, list[tuple[str, str, int, int]]] = {}
     for event in trace.collectives:

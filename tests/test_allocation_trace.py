@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.allocator.trace import Event, Trace, record_allocations
+from fsdp_utils.allocator.trace import AllocationEvent, AllocationTrace, record_allocations
 
 MIB = 2**20
 
@@ -35,7 +35,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
     optimizer.zero_grad()
 
 
-def live_bytes(trace: Trace) -> int:
+def live_bytes(trace: AllocationTrace) -> int:
     return sum({"alloc": 1, "free": -1, "step": 0}[event.kind] * event.size for event in trace.events)
 
 
@@ -113,7 +113,7 @@ def test_only_modules_optimizers_and_tensors_can_be_recorded() -> None:
         wrong.__enter__()
 
 
-def fsdp_trace(version: int, backend: str, fake_tensors: bool) -> list[Event]:
+def fsdp_trace(version: int, backend: str, fake_tensors: bool) -> list[AllocationEvent]:
     """Two steps of a model sharded over all ranks, in which each unit's parameters are gathered and freed."""
     mesh = DeviceMesh.from_group(torch.distributed.new_group(backend=backend), "cpu")
     with FakeTensorMode() if fake_tensors else nullcontext():
@@ -148,7 +148,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def traces() -> list[dict[str, list[Event]]]:
+def traces() -> list[dict[str, list[AllocationEvent]]]:
     """The events of every case, by rank."""
     return run_on_ranks(lambda: {name: fsdp_trace(*case) for name, case in CASES.items()}, timeout=100)
 
@@ -162,10 +162,10 @@ def test_fsdp_gathers_in_streams_of_its_own_and_frees_what_it_gathered(traces, c
         gathered = Counter(e.kind for e in second if e.stream == 1 and e.size >= 0.9 * unit)
         # 4 units in forward and again in backward, where the last may have stayed
         assert gathered["alloc"] == gathered["free"] >= 7
-        at_rest = Trace([e for e in events if e.name == "before the recording"]).peak_gib * 2**30
+        at_rest = AllocationTrace([e for e in events if e.name == "before the recording"]).peak_gib * 2**30
         assert at_rest == pytest.approx(4 * unit / 2, rel=0.02)
         # unsharded training would hold weights, moments and at least one unit's gradients
-        assert Trace(events).peak_gib * 2**30 < 3 * 4 * unit
+        assert AllocationTrace(events).peak_gib * 2**30 < 3 * 4 * unit
 
 
 def test_fake_tensors_give_the_same_trace_as_real_ones(traces) -> None:
@@ -207,7 +207,7 @@ def snapshot_of(entries: list[tuple[str, int, int, int]], blocks: Sequence[tuple
 
 
 def test_a_snapshot_becomes_a_trace_in_which_frees_count_when_complete() -> None:
-    trace = Trace.from_snapshot(
+    trace = AllocationTrace.from_snapshot(
         snapshot_of(
             [
                 ("segment_alloc", 0x1000, 2 * MIB, 0),
@@ -229,7 +229,7 @@ def test_a_snapshot_becomes_a_trace_in_which_frees_count_when_complete() -> None
 
 
 def test_what_lived_before_the_history_stands_at_the_beginning() -> None:
-    trace = Trace.from_snapshot(
+    trace = AllocationTrace.from_snapshot(
         snapshot_of([("alloc", 0x9000, 10, 0), ("free_completed", 0x5000, 700, 0)], blocks=[(0x7000, 50)])
     )
     assert [(e.kind, e.size) for e in trace.events] == [
@@ -243,4 +243,4 @@ def test_what_lived_before_the_history_stands_at_the_beginning() -> None:
 @pytest.mark.parametrize("snapshot", [{"segments": []}, {"device_traces": [[]], "segments": []}])
 def test_a_snapshot_without_history_is_refused(snapshot: dict) -> None:
     with pytest.raises(ValueError, match=r"history of device 0 .* found none.*_record_memory_history"):
-        Trace.from_snapshot(snapshot)
+        AllocationTrace.from_snapshot(snapshot)

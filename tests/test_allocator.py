@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_utils import run_on_ranks
 from fsdp_utils.allocator.rules import Block, ExpandableAllocator, SegmentAllocator
 from fsdp_utils.allocator.simulate import Simulation, simulate_allocator
-from fsdp_utils.allocator.trace import Event, Trace, record_allocations
+from fsdp_utils.allocator.trace import AllocationEvent, AllocationTrace, record_allocations
 
 MIB = 2**20
 GIB = 2**30
@@ -22,17 +22,17 @@ GIB = 2**30
 
 def replay(*actions: tuple[str, float] | str, streams: dict[str, int] | None = None, **options) -> Simulation:
     """Simulate ("a", 5), "a": allocate a of 5 MiB, free a."""
-    trace, blocks = Trace(), {}
+    trace, blocks = AllocationTrace(), {}
     for action in actions:
         if isinstance(action, tuple):
             name, mib = action
-            blocks[name] = Event(
+            blocks[name] = AllocationEvent(
                 "alloc", len(trace.events), int(mib * MIB), name, (streams or {}).get(name, 0)
             )
             trace.events.append(blocks[name])
         else:
             freed = blocks[action]
-            trace.events.append(Event("free", freed.block, freed.size, action, freed.stream))
+            trace.events.append(AllocationEvent("free", freed.block, freed.size, action, freed.stream))
     if "limit_mib" in options:
         options["limit_gib"] = options.pop("limit_mib") / 1024
     return simulate_allocator(trace, **options)
@@ -198,11 +198,11 @@ def test_books_balance_after_every_event(kind: type[SegmentAllocator], limit: in
 
 def test_a_limit_must_be_positive() -> None:
     with pytest.raises(ValueError, match="expected a positive limit_gib, found 0"):
-        simulate_allocator(Trace(), limit_gib=0)
+        simulate_allocator(AllocationTrace(), limit_gib=0)
 
 
 def test_an_empty_trace_fits() -> None:
-    result = simulate_allocator(Trace(), limit_gib=1)
+    result = simulate_allocator(AllocationTrace(), limit_gib=1)
     assert (result.regime, result.peak_reserved_gib, result.retries_by_step) == ("fits", 0, [])
 
 
@@ -235,7 +235,7 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
-def language_model_trace(batch_size: int, lengths: list[int]) -> Trace:
+def language_model_trace(batch_size: int, lengths: list[int]) -> AllocationTrace:
     """Training steps of a small language model on batches of different lengths, on fake tensors."""
     with FakeTensorMode():
         vocabulary = 32000
@@ -279,7 +279,7 @@ def test_under_a_limit_a_growing_batch_fits_then_retries_then_runs_out_of_memory
     assert all(result.peak_reserved_gib <= limit_gib for result in expandable)
 
 
-def fsdp_trace(batch_size: int) -> Trace:
+def fsdp_trace(batch_size: int) -> AllocationTrace:
     """Equal training steps of one rank of 8, its gathered parameters kept between forward and backward."""
     mesh = DeviceMesh.from_group(torch.distributed.new_group(backend="fake"), "cpu")
     with FakeTensorMode():
@@ -309,6 +309,6 @@ def test_fsdp_near_the_limit_retries_in_every_step_because_its_streams_do_not_sh
     assert {trace.events[retry].stream for retry in limited.retries} == {0, 1}
     assert limited.num_device_alloc > 1.3 * unlimited.num_device_alloc
 
-    one_stream = Trace([replace(event, stream=0) for event in trace.events])
+    one_stream = AllocationTrace([replace(event, stream=0) for event in trace.events])
     assert simulate_allocator(one_stream, limit_gib=limit_gib).regime == "fits"
     assert simulate_allocator(trace, limit_gib=0.95 * unlimited.peak_allocated_gib).regime == "out of memory"

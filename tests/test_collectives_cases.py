@@ -11,13 +11,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils import record_collectives
-from fsdp_utils.collectives import Event, Trace
+from fsdp_utils.collectives import CollectiveTrace, StepEvent
 from tests.recorded import LAYERS, Model, fsdp1, fsdp2, step
 
 UNITS = LAYERS + 1  # with the root's, of the head
 
 
-def phases(trace: Trace, kind: str) -> Counter[str]:
+def phases(trace: CollectiveTrace, kind: str) -> Counter[str]:
     return Counter(event.phase for event in trace.events if event.kind == kind)
 
 
@@ -195,7 +195,7 @@ def test_torch_compile_sees_nothing_of_a_recording(two_ranks):
 def test_a_gather_sends_as_much_as_a_scatter_on_every_rank():
     piece, whole = 12, 48
     sent = [
-        Event(0, kind, "", "other", given, got, (0, 1, 2, 3)).sent_bytes
+        StepEvent(0, kind, "", "other", given, got, (0, 1, 2, 3)).sent_bytes
         for kind, given, got in (
             ("gather", piece, whole),  # on the root
             ("gather", piece, 0),

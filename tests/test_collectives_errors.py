@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils import record_collectives
-from fsdp_utils.collectives import Trace
+from fsdp_utils.collectives import CollectiveTrace
 from tests.recorded import Model, fsdp1, fsdp2, step
 
 
@@ -99,7 +99,7 @@ def test_a_failed_forward_leaves_no_hooks_behind(two_ranks):
         ]
 
 
-def changed(change: Any) -> tuple[str, Trace]:
+def changed(change: Any) -> tuple[str, CollectiveTrace]:
     model = Model()
     for layer in list(model.layers)[:2]:
         fully_shard(layer)

@@ -6,34 +6,36 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from fsdp_utils.collectives import Event, Trace
+from fsdp_utils.collectives import CollectiveTrace, StepEvent
 
 GIB = 2**30
 BETWEEN, WITHIN = "between hosts", "within a host"
 
 
-def gather(unit: str, phase: str) -> Event:
+def gather(unit: str, phase: str) -> StepEvent:
     """Two ranks: each sends half a GiB."""
-    return Event(0, "all_gather", unit, phase, GIB // 2, GIB, (0, 1), WITHIN, 0.0, 0.3)
+    return StepEvent(0, "all_gather", unit, phase, GIB // 2, GIB, (0, 1), WITHIN, 0.0, 0.3)
 
 
-def reduce(unit: str) -> Event:
-    return Event(0, "reduce_scatter", unit, "backward", GIB, GIB // 2, (0, 1), WITHIN, 0.0, 0.3)
+def reduce(unit: str) -> StepEvent:
+    return StepEvent(0, "reduce_scatter", unit, "backward", GIB, GIB // 2, (0, 1), WITHIN, 0.0, 0.3)
 
 
-def compute(unit: str, phase: str, seconds: float = 0.1) -> Event:
-    return Event(0, "compute", unit, phase, seconds=seconds)
+def compute(unit: str, phase: str, seconds: float = 0.1) -> StepEvent:
+    return StepEvent(0, "compute", unit, phase, seconds=seconds)
 
 
-def free(unit: str, phase: str) -> Event:
-    return Event(0, "free", unit, phase, seconds=0.0)
+def free(unit: str, phase: str) -> StepEvent:
+    return StepEvent(0, "free", unit, phase, seconds=0.0)
 
 
-def backward(order: str) -> Trace:
+def backward(order: str) -> CollectiveTrace:
     """A backward pass of two units, a and b, in letters: A gathers a, m computes, f frees, R reduces."""
     makes = {"A": gather, "m": compute, "f": free, "R": lambda unit, _: reduce(unit)}
     events = [makes[word[0]](word[1], "backward") for word in order.split()]
-    return Trace(0, 2, {"a": GIB, "b": GIB}, [replace(event, order=i) for i, event in enumerate(events)])
+    return CollectiveTrace(
+        0, 2, {"a": GIB, "b": GIB}, [replace(event, order=i) for i, event in enumerate(events)]
+    )
 
 
 NONE = "Ab mb fb Rb Aa ma fa Ra"
@@ -79,7 +81,9 @@ def test_the_limit_holds_back_a_gather_until_a_unit_is_done():
         for unit in "abcd"
         for event in (gather(unit, "forward"), compute(unit, "forward"), free(unit, "forward"))
     ]
-    trace = Trace(0, 2, dict.fromkeys("abcd", GIB), [replace(e, order=i) for i, e in enumerate(events)])
+    trace = CollectiveTrace(
+        0, 2, dict.fromkeys("abcd", GIB), [replace(e, order=i) for i, e in enumerate(events)]
+    )
     # gathers of 0.5 s, computations of 1 s
     gathers = [
         s.start for s in trace.replay(compute_s=1.0, link_gib_s=1.0).spans if s.event.kind == "all_gather"
@@ -110,13 +114,17 @@ def test_durations_by_name_by_link_and_as_recorded():
     ]
 
 
-def bucket(number: int, nbytes: int) -> Event:
-    return Event(0, "all_reduce", f"bucket {number}", "backward", nbytes, nbytes, (0, 1), WITHIN, 0.0, 0.3)
+def bucket(number: int, nbytes: int) -> StepEvent:
+    return StepEvent(
+        0, "all_reduce", f"bucket {number}", "backward", nbytes, nbytes, (0, 1), WITHIN, 0.0, 0.3
+    )
 
 
-def computing(events: list[Event], compute_s) -> list[float]:
+def computing(events: list[StepEvent], compute_s) -> list[float]:
     """Seconds of each computation in the replay."""
-    trace = Trace(0, 2, {"a": GIB, "b": GIB}, [replace(event, order=i) for i, event in enumerate(events)])
+    trace = CollectiveTrace(
+        0, 2, {"a": GIB, "b": GIB}, [replace(event, order=i) for i, event in enumerate(events)]
+    )
     spans = trace.replay(compute_s=compute_s, link_gib_s=1.0).spans
     return [round(span.end - span.start, 6) for span in spans if span.event.kind == "compute"]
 
@@ -174,11 +182,11 @@ def test_what_a_ring_sends():
         ("all_reduce", 400, 600),
     ):
         big, small = (size, size) if kind == "all_reduce" else (size // 4, size)
-        event = Event(0, kind, "", "other", big, small, (0, 1, 2, 3), WITHIN)
+        event = StepEvent(0, kind, "", "other", big, small, (0, 1, 2, 3), WITHIN)
         assert (event.bytes, event.sent_bytes) == (size, sent)
-    assert Event(0, "all_reduce", "", "other", 400, 400, (0,), WITHIN).sent_bytes == 0
-    assert Event(0, "send", "", "other", 400, 0, (0, 1), WITHIN).sent_bytes == 400
-    assert Event(0, "recv", "", "other", 0, 400, (0, 1), WITHIN).sent_bytes == 0
+    assert StepEvent(0, "all_reduce", "", "other", 400, 400, (0,), WITHIN).sent_bytes == 0
+    assert StepEvent(0, "send", "", "other", 400, 0, (0, 1), WITHIN).sent_bytes == 400
+    assert StepEvent(0, "recv", "", "other", 0, 400, (0, 1), WITHIN).sent_bytes == 0
 
 
 def test_figures_show_every_bar_in_its_lane():
@@ -198,7 +206,7 @@ def test_figures_show_every_bar_in_its_lane():
 
 
 def test_the_film_shows_units_gathered_and_freed():
-    from fsdp_utils.collectives.animation import held
+    from fsdp_utils.collectives.plot import held
 
     replay = backward(NONE).replay(compute_s=1.0, link_gib_s=1.0)
     seen = {moment: held(replay.spans, "b", moment) for moment in (0.0, 0.25, 1.0, 2.6, 6.0)}
@@ -213,4 +221,4 @@ def test_the_film_shows_units_gathered_and_freed():
     with pytest.raises(ValueError, match="at least 1 FSDP unit and 2 frames, found 2 and 1"):
         replay.animate(frames=1)
     with pytest.raises(ValueError, match="DDP gathers and frees nothing"):
-        Trace(0, 2).replay(link_gib_s=1.0).animate()
+        CollectiveTrace(0, 2).replay(link_gib_s=1.0).animate()

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdp_utils import record_collectives, run_on_ranks
-from fsdp_utils.collectives import Event, Trace, recording
+from fsdp_utils.collectives import CollectiveTrace, StepEvent, recording
 from fsdp_utils.collectives.device_times import MARK, TAKEN, UNFINISHED, UNSEEN, DeviceTimes, read
 from tests.recorded import Model, fsdp1, fsdp2
 
@@ -31,7 +31,7 @@ WIDTH = 384  # a layer computes for milliseconds
 class WatchedTimes(DeviceTimes):
     """Looks at the clock at each mark as well."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: CollectiveTrace) -> None:
         super().__init__(trace, "cpu")
         self.clock: list[float] = []
 
@@ -62,7 +62,7 @@ def step(model: nn.Module) -> None:
 def recorded(model: nn.Module, fails: bool = False) -> Recorded:
     watched: list[WatchedTimes] = []
 
-    def times(trace: Trace, device: torch.device) -> WatchedTimes:
+    def times(trace: CollectiveTrace, device: torch.device) -> WatchedTimes:
         assert device == torch.device("cpu")  # where these models compute
         watched.append(WatchedTimes(trace))
         return watched[0]
@@ -227,7 +227,7 @@ def test_kernels_belong_to_what_launched_them_however_late_they_run() -> None:
         on_gpu("mystery", 16000, 100, 707, 0),
     ]
     events = [
-        Event(i, kind, "layer", "forward") for i, kind in enumerate(["all_gather", "compute", "compute"])
+        StepEvent(i, kind, "layer", "forward") for i, kind in enumerate(["all_gather", "compute", "compute"])
     ]
     issued = [(events[0], 1, 2), (events[1], 3, 4), (events[2], 5, 6)]
     for order in (records, records[::-1]):
@@ -283,8 +283,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, set[ProfilerActivi
     return found
 
 
-def compute(times: DeviceTimes) -> Event:
-    event = Event(0, "compute", "layer", "forward")
+def compute(times: DeviceTimes) -> StepEvent:
+    event = StepEvent(0, "compute", "layer", "forward")
     mark = times.mark()
     torch.ones(3).add(1)
     times.issued(event, mark)
@@ -292,7 +292,7 @@ def compute(times: DeviceTimes) -> Event:
 
 
 def test_on_cuda_kinetos_cuda_activity_is_recorded(asked: list[tuple[Any, set[ProfilerActivity]]]) -> None:
-    with DeviceTimes(Trace(0, 1, {}), "cuda") as times:
+    with DeviceTimes(CollectiveTrace(0, 1, {}), "cuda") as times:
         assert times._profiler.profiler_kind == ProfilerState.KINETO
         compute(times)
     assert [activities for _, activities in asked] == [{ProfilerActivity.CPU, ProfilerActivity.CUDA}]
@@ -300,16 +300,16 @@ def test_on_cuda_kinetos_cuda_activity_is_recorded(asked: list[tuple[Any, set[Pr
 
 @pytest.mark.usefixtures("asked")
 def test_where_the_profiler_saw_no_kernel_no_times_are_invented() -> None:
-    trace = Trace(0, 1, {})
+    trace = CollectiveTrace(0, 1, {})
     with DeviceTimes(trace, "cuda") as times:
         event = compute(times)
     assert trace.notes == [UNSEEN]
     assert event.seconds is None  # and not 0.0, as of what has nothing for the device
 
 
-def broken_recording(trace: Trace) -> Event:
+def broken_recording(trace: CollectiveTrace) -> StepEvent:
     """A recording that an exception ends, and its one event."""
-    found: list[Event] = []
+    found: list[StepEvent] = []
 
     def run() -> None:
         with DeviceTimes(trace, "cuda") as times:
@@ -325,7 +325,7 @@ def broken_recording(trace: Trace) -> Event:
 def test_after_an_exception_a_stuck_kernel_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     finished = threading.Event()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: finished.wait(30))
-    trace, begun = Trace(0, 1, {}), time.monotonic()
+    trace, begun = CollectiveTrace(0, 1, {}), time.monotonic()
     try:
         event = broken_recording(trace)
         assert time.monotonic() - begun < 10
@@ -343,7 +343,7 @@ def test_an_error_of_the_device_ends_the_profiler_and_hides_no_exception(
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    trace = Trace(0, 1, {})
+    trace = CollectiveTrace(0, 1, {})
     broken_recording(trace)  # raises its own error
     assert UNFINISHED in trace.notes
     with pytest.raises(RuntimeError, match="device-side assert"), DeviceTimes(trace, "cuda") as times:
@@ -354,7 +354,7 @@ def test_an_error_of_the_device_ends_the_profiler_and_hides_no_exception(
 
 @pytest.mark.parametrize("device", ["xpu", "mps"])
 def test_a_device_that_the_profiler_cannot_see_gets_a_note(device: str) -> None:
-    trace = Trace(0, 1, {})
+    trace = CollectiveTrace(0, 1, {})
     with DeviceTimes(trace, device) as times:
         event = compute(times)
     (note,) = trace.notes

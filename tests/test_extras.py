@@ -19,17 +19,17 @@ def translate():
     translate("config.yaml")
 
 def allocator():
-    from fsdp_utils.allocator.trace import Trace
+    from fsdp_utils.allocator.trace import AllocationTrace
     from fsdp_utils import simulate_allocator
-    simulate_allocator(Trace()).plot()
+    simulate_allocator(AllocationTrace()).plot()
 
 def report():
     from fsdp_utils.memory.report import MemoryReport
     MemoryReport.plot(None)
 
 def collectives():
-    from fsdp_utils.collectives.trace import Trace
-    Trace.plot(None)
+    from fsdp_utils.collectives.trace import CollectiveTrace
+    CollectiveTrace.plot(None)
 
 def replay():
     from fsdp_utils.collectives.replay import Replay

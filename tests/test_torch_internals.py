@@ -252,22 +252,6 @@ def test_fake_tensor_mode_and_detect_fake_mode() -> None:
         assert torch.empty(1 << 50).sum().shape == ()  # more than any memory
 
 
-def test_dispatch_library_adds_a_kernel_and_dispatch_key_leaves_it_out() -> None:
-    seen = []
-    library = names.dispatch_library("IMPL", "aten", "BackendSelect", __file__, 0)
-    going_on = torch.ops.aten.relu.default.redispatch
-
-    def kernel(keys: Any, *args: Any) -> Any:
-        seen.append(args)
-        return going_on(keys.remove(names.DispatchKey.BackendSelect), *args)
-
-    library.impl("relu", "BackendSelect", kernel, True)
-    assert torch.relu(torch.tensor(-1.0)) == 0
-    library.reset()
-    assert torch.relu(torch.tensor(-1.0)) == 0
-    assert len(seen) == 1
-
-
 def test_record_function_fast_marks_the_profile() -> None:
     with torch.profiler.profile() as profiler, names.RecordFunctionFast("a mark"):
         torch.ones(1)

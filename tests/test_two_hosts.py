@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import two_hosts
-from fsdp_utils.collectives.trace import Event
+from fsdp_utils.collectives import StepEvent
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def result() -> dict[str, dict]:
     }
 
 
-def collective(kind: str, ranks: tuple[int, ...]) -> Event:
-    return Event(0, kind, "layer", "forward", bytes_in=400, bytes_out=400, ranks=ranks)
+def collective(kind: str, ranks: tuple[int, ...]) -> StepEvent:
+    return StepEvent(0, kind, "layer", "forward", bytes_in=400, bytes_out=400, ranks=ranks)
 
 
 def test_around_a_ring_only_the_last_rank_of_a_host_sends_to_the_other() -> None:

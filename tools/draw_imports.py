@@ -1,7 +1,7 @@
 """Draw which room of fsdp_utils imports which, from the real imports, into CONTRIBUTING.md.
 
 python tools/draw_imports.py            writes the diagram (Mermaid, which code hosts draw)
-An arrow that follows from two others is left out. tests/test_rooms.py holds the diagram to the imports.
+An arrow that follows from two others is left out. tests/test_rooms.py compares the diagram with the imports.
 """
 
 import ast

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.gpu_parts import Done, Result, Setting, workload
 from fsdp_utils.allocator.simulate import Simulation, simulate_allocator
-from fsdp_utils.allocator.trace import Trace, record_allocations
+from fsdp_utils.allocator.trace import AllocationTrace, record_allocations
 
 USES = (
     "benchmarks/gpu_parts/workload.py",
@@ -54,7 +54,7 @@ def measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
     train = partial(_train, setting, meshes[device.type], device, tiny)
     torch.cuda.memory._record_memory_history(context=None)
     result["measured"] = _measured(train, device)
-    history = Trace.from_snapshot(torch.cuda.memory._snapshot(), device=torch.cuda.current_device())
+    history = AllocationTrace.from_snapshot(torch.cuda.memory._snapshot(), device=torch.cuda.current_device())
     torch.cuda.memory._record_memory_history(enabled=None)
     result["simulated_from_history"] = _sizes(simulate(history))
 

@@ -9,10 +9,11 @@ from fsdp_utils._lazy import loader
 
 if TYPE_CHECKING:
     from fsdp_utils.allocator.simulate import simulate_allocator
-    from fsdp_utils.allocator.trace import record_allocations
+    from fsdp_utils.allocator.trace import AllocationTrace, record_allocations
 
-__all__ = ["record_allocations", "simulate_allocator"]
+__all__ = ["AllocationTrace", "record_allocations", "simulate_allocator"]
 _MODULE_OF = {
+    "AllocationTrace": "trace",
     "record_allocations": "trace",
     "simulate_allocator": "simulate",
 }

@@ -1,8 +1,8 @@
-"""Which blocks does PyTorch's CUDA caching allocator hand out, cut, merge and give back?
+"""The rules of PyTorch's CUDA caching allocator: how it allocates, splits, merges and releases blocks.
 
-A model of its rules on plain numbers, for the simulation in `fsdp_utils.allocator`. Memory is taken from the
-GPU in segments and handed out in blocks; a freed block stays cached for later requests of its pool (small or
-large) and stream, merged with the free neighbours in its segment.
+A model of them on numbers, for the simulation in `fsdp_utils.allocator`. The allocator reserves memory of the
+GPU in segments and allocates blocks in them; a freed block stays cached for later requests of its pool (small
+or large) and stream, merged with the free neighbours in its segment.
 
 Source: c10/cuda/CUDACachingAllocator.cpp, whose functions are named where they are followed.
 """
@@ -37,14 +37,14 @@ class Block:
         self.next: Block | None = None
 
     def insert_after(self, before: "Block | None") -> None:
-        """Take the place behind a block of the same segment."""
+        """Become the neighbour behind a block of the same segment."""
         self.prev, self.next = before, before.next if before else None
         if self.prev:
             self.prev.next = self
         if self.next:
             self.next.prev = self
 
-    def cut(self, size: int) -> "Block":
+    def split(self, size: int) -> "Block":
         """Keep the first `size` bytes; the rest becomes the block behind."""
         rest = Block(self.pool, self.stream, self.address + size, self.size - size, mapped=self.mapped)
         rest.insert_after(self)
@@ -114,8 +114,8 @@ class SegmentAllocator:
             block = self._grow(pool, size, stream)
             if block is None:
                 return None
-        if self._worth_cutting(block, size):
-            pool.add(block.cut(size))
+        if self._should_split(block, size):
+            pool.add(block.split(size))
         block.allocated = True
         self.allocated += block.size
         return block
@@ -134,15 +134,15 @@ class SegmentAllocator:
             return None
         return pool.free.pop(index)[-1]
 
-    def _worth_cutting(self, block: Block, size: int) -> bool:
-        """should_split: a large block is cut only if more than 1 MiB remains."""
+    def _should_split(self, block: Block, size: int) -> bool:
+        """should_split: a large block is split only if more than 1 MiB remains."""
         rest = block.size - size
         return rest >= MIN_BLOCK if block.pool.small else rest > SMALL_REQUEST
 
     def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
         """alloc_block: a new segment of get_allocation_size(size) bytes."""
         segment = round_up(size, SEGMENT_ROUNDING) if size >= LARGE_REQUEST else pool.segment
-        if not self._fits(segment):
+        if not self._is_within_limit(segment):
             return None
         self._reserve(segment)
         self._next_address += segment
@@ -156,7 +156,7 @@ class SegmentAllocator:
                     pool.remove(block)
                     self._unreserve(block.size)
 
-    def _fits(self, size: int) -> bool:
+    def _is_within_limit(self, size: int) -> bool:
         return self.limit is None or self.reserved + size <= self.limit
 
     def _reserve(self, size: int) -> None:
@@ -188,7 +188,7 @@ class ExpandableAllocator(SegmentAllocator):
             index += 1
         return pool.free.pop(index)[-1]
 
-    def _worth_cutting(self, block: Block, size: int) -> bool:
+    def _should_split(self, block: Block, size: int) -> bool:
         return block.size - size >= MIN_BLOCK
 
     def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
@@ -225,11 +225,11 @@ class ExpandableAllocator(SegmentAllocator):
     def _map(self, block: Block, size: int) -> bool:
         """map_block: back the beginning of an unmapped block with pages."""
         size = round_up(min(size, block.size), block.pool.segment)
-        if not self._fits(size):
+        if not self._is_within_limit(size):
             return False
         block.pool.remove(block)
         if size < block.size:
-            block.pool.add(block.cut(size))
+            block.pool.add(block.split(size))
         block.mapped = True
         block.pool.merge_neighbours(block)
         block.pool.add(block)
@@ -251,11 +251,11 @@ class ExpandableAllocator(SegmentAllocator):
         pool = block.pool
         pool.remove(block)
         if skipped:
-            pages = block.cut(skipped)
+            pages = block.split(skipped)
             pool.add(block)
             block = pages
         if size < block.size:
-            pool.add(block.cut(size))
+            pool.add(block.split(size))
         block.mapped = False
         pool.merge_neighbours(block)
         pool.add(block)

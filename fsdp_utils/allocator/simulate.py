@@ -1,13 +1,13 @@
-"""How much memory would PyTorch's CUDA allocator reserve for this trace, and would it run out?
+"""Simulate how much memory PyTorch's CUDA allocator reserves for a trace, and whether it runs out.
 
-A simulation: it replays a trace of allocations (`fsdp_utils.allocator.trace`) through the rules of
-PyTorch's caching allocator (`fsdp_utils.allocator.rules`), under a memory limit, without a GPU. It tells
-"reserved" from "allocated", and shows the three regimes of a growing batch: it fits; it fits only because the
-allocator gives its cache back and asks again (`num_alloc_retries`, each a wait for the GPU); it runs out.
+The trace (`fsdp_utils.allocator.trace`) is replayed through the allocator's rules
+(`fsdp_utils.allocator.rules`) under a memory limit, without a GPU. The simulation distinguishes reserved from
+allocated memory, and shows the three regimes of a growing batch: it fits; it fits only because the allocator
+releases its cache and tries again (`num_alloc_retries`, each a wait for the GPU); it runs out of memory.
 
-Simplified: a free is complete at once, where `record_stream` on a GPU delays it until the other stream is
-done; cudaMalloc fails exactly at the limit; memory that is not PyTorch's (CUDA context, NCCL) must be taken
-off the limit by the caller; the allocator's options other than expandable segments keep their defaults.
+Simplified: a free is complete at once, while `record_stream` on a GPU delays it until the other stream is
+done; cudaMalloc fails exactly at the limit; memory that is not PyTorch's (CUDA context, NCCL) must be
+subtracted from the limit by the caller; options other than expandable segments keep their defaults.
 
 Source: c10/cuda/CUDACachingAllocator.cpp; https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_utils._extras import need
 from fsdp_utils.allocator.rules import Block, ExpandableAllocator, SegmentAllocator
-from fsdp_utils.allocator.trace import GIB, Trace
+from fsdp_utils.allocator.trace import GIB, AllocationTrace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The allocation that could not be served. Sizes in GiB, at the moment of failure."""
+    """The allocation that failed. Sizes in GiB, at the moment of failure."""
 
     event: int  # index into the trace's events
     step: int  # training steps begun before it; 0 is before the first
@@ -53,12 +53,12 @@ class Simulation:
 
     @property
     def num_alloc_retries(self) -> int:
-        """As in `torch.cuda.memory_stats()`: allocations tried again after giving the cache back."""
+        """As in `torch.cuda.memory_stats()`: allocations tried again after the cache was released."""
         return len(self.retries)
 
     @property
     def num_ooms(self) -> int:
-        """1 when the program would have raised OutOfMemoryError: the replay ends there."""
+        """1 if the program would have raised OutOfMemoryError, which ends the replay."""
         return int(self.out_of_memory is not None)
 
     @property
@@ -129,17 +129,17 @@ class Simulation:
 
 
 def simulate_allocator(
-    trace: Trace, *, limit_gib: float | None = None, expandable_segments: bool = False
+    trace: AllocationTrace, *, limit_gib: float | None = None, expandable_segments: bool = False
 ) -> Simulation:
-    """Replay a trace through the rules of PyTorch's CUDA caching allocator: a simulation, no GPU takes part.
+    """Replay a trace through the rules of PyTorch's CUDA caching allocator: a simulation, without a GPU.
 
     Args:
-        trace: from `record_allocations` or `Trace.from_snapshot`.
+        trace: from `record_allocations` or `AllocationTrace.from_snapshot`.
         limit_gib: memory that PyTorch may reserve, in GiB; unlimited by default.
         expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 
     Returns:
-        Memory over the events, peaks, retries, and where it ran out if it did. The replay ends there.
+        Memory over the events, peaks, retries, and where it ran out of memory, which ends the replay.
 
     Raises:
         ValueError: the limit is not positive.

@@ -1,7 +1,6 @@
-"""What does a training step allocate and free, and in which order?
+"""Record what a training step allocates and frees, in order: the input of the allocator's simulation.
 
-A trace is what the simulation in `fsdp_utils.allocator` replays. It is recorded from a real step, on CPU or
-under FakeTensorMode, or read from the snapshot that PyTorch takes of a GPU.
+A trace is recorded from a step, on CPU or under FakeTensorMode, or read from PyTorch's snapshot of a GPU.
 """
 
 import weakref
@@ -25,7 +24,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class AllocationEvent:
     """One allocation, one free, or the beginning of a training step.
 
     Args:
@@ -44,18 +43,18 @@ class Event:
 
 
 @dataclass
-class Trace:
+class AllocationTrace:
     """Allocations and frees in the order in which a program made them."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[AllocationEvent] = field(default_factory=list)
 
     def begin_step(self) -> None:
         """Mark that a training step begins here."""
-        self.events.append(Event("step"))
+        self.events.append(AllocationEvent("step"))
 
     @property
     def peak_gib(self) -> float:
-        """The most that was allocated at one time, in GiB, as asked for: nothing is rounded."""
+        """The most that was allocated at one time, in GiB, by requested sizes: nothing is rounded."""
         live = peak = 0
         for event in self.events:
             live += event.size if event.kind == "alloc" else -event.size
@@ -63,11 +62,11 @@ class Trace:
         return peak / GIB
 
     @classmethod
-    def from_snapshot(cls, snapshot: Mapping[str, Any], *, device: int = 0) -> "Trace":
-        """Read what PyTorch's allocator did on a GPU, so that a simulation can be held against it.
+    def from_snapshot(cls, snapshot: Mapping[str, Any], *, device: int = 0) -> "AllocationTrace":
+        """Read what PyTorch's allocator did on a GPU, to compare a simulation with it.
 
         A block counts as freed once the allocator may use it again ("free_completed"). For a tensor under
-        `record_stream` that is later than the moment at which the program let go of it.
+        `record_stream` that is later than the moment at which the program dropped it.
 
         Args:
             snapshot: `torch.cuda.memory._snapshot()`, after `torch.cuda.memory._record_memory_history()` with
@@ -75,7 +74,7 @@ class Trace:
             device: index of the GPU.
 
         Returns:
-            The trace. What was allocated before the history began stands at its beginning.
+            The trace. It begins with what was allocated before the history began.
 
         Raises:
             ValueError: the snapshot holds no history of this device.
@@ -85,17 +84,17 @@ class Trace:
         histories = snapshot.get("device_traces", [])
         if device >= len(histories) or not histories[device]:
             raise ValueError(
-                f"Trace.from_snapshot: expected the history of device {device} in snapshot['device_traces'], "
-                "found none. Call torch.cuda.memory._record_memory_history() before the steps and "
-                "torch.cuda.memory._snapshot() after them."
+                f"AllocationTrace.from_snapshot: expected the history of device {device} in "
+                "snapshot['device_traces'], found none. Call torch.cuda.memory._record_memory_history() "
+                "before the steps and torch.cuda.memory._snapshot() after them."
             )
         trace, earlier = cls(), []
-        live: dict[int, Event] = {}  # address -> its allocation
+        live: dict[int, AllocationEvent] = {}  # address -> its allocation
         streams = {0: 0}
 
-        def allocate(address: int, size: int, stream: int, into: list[Event]) -> None:
+        def allocate(address: int, size: int, stream: int, into: list[AllocationEvent]) -> None:
             number = streams.setdefault(stream, len(streams))
-            live[address] = Event("alloc", len(trace.events) + len(earlier), size, stream=number)
+            live[address] = AllocationEvent("alloc", len(trace.events) + len(earlier), size, stream=number)
             into.append(live[address])
 
         for entry in histories[device]:
@@ -105,7 +104,7 @@ class Trace:
                 if entry["addr"] not in live:
                     allocate(entry["addr"], entry["size"], entry["stream"], earlier)
                 freed = live.pop(entry["addr"])
-                trace.events.append(Event("free", freed.block, freed.size, stream=freed.stream))
+                trace.events.append(AllocationEvent("free", freed.block, freed.size, stream=freed.stream))
         for segment in snapshot["segments"]:
             for block in segment["blocks"] if segment["device"] == device else ():
                 if block["state"] == "active_allocated" and block["address"] not in live:
@@ -117,15 +116,16 @@ class Trace:
 @contextmanager
 def record_allocations(
     *existing: nn.Module | torch.optim.Optimizer | torch.Tensor, device: str = "cpu"
-) -> Iterator[Trace]:
+) -> Iterator[AllocationTrace]:
     """Record what the enclosed code allocates and frees: `with record_allocations(model, optimizer) as trace`
 
-    Works on real tensors and, entered inside a FakeTensorMode, on tensors that have a size but no memory: a
-    model far larger than this machine can be traced so. Storages that FSDP empties and refills are followed.
+    Works on real tensors and, entered inside a FakeTensorMode, on tensors that have a size but no memory, so
+    that a model far larger than this machine can be traced. Storages that FSDP empties and refills are
+    followed.
 
-    It does not see workspaces that a kernel allocates inside itself. A trace on CPU counts every CPU tensor,
+    Workspaces that a kernel allocates inside itself are not seen. A trace on CPU counts every CPU tensor,
     also those that a GPU program keeps on the host, and the copies that gloo makes while it reduces; a `fake`
-    process group makes none, as NCCL.
+    process group makes none, like NCCL.
 
     Args:
         existing: modules, optimizers and tensors made before; they are allocated at the trace's start.
@@ -145,7 +145,7 @@ def record_allocations(
 
 @contextmanager
 def listening(recorder: "Recorder") -> Iterator[None]:
-    """Have a recorder see all that is allocated and freed."""
+    """Show a recorder everything that is allocated and freed inside the context."""
     resize, infer = torch.UntypedStorage.resize_, getattr(*place("dtensor_shapes"))
 
     @wraps(resize)
@@ -202,16 +202,16 @@ def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees the storage of every operator's result, and through a weak reference the end of each."""
+    """Observes the storage of every operator's result, and its end through a weak reference."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.trace = Trace()
+        self.trace = AllocationTrace()
         self.muted = False
         self._device = device
         # a fake storage lives on "meta", whichever device its tensor claims
         self._storage_device = "meta" if detect_fake_mode() else device
-        self._allocated: dict[int, Event] = {}  # by address of the C++ storage; empty storages are absent
+        self._allocated: dict[int, AllocationEvent] = {}  # by storage_id, without empty storages
         self._watched: dict[int, weakref.ref] = {}
         self._blocks = 0
         self._streams: dict[int, int] = {}
@@ -235,11 +235,11 @@ class Recorder(TorchDispatchMode):
         if storage.device.type == self._storage_device:
             self._update(storage, name)
 
-    def note(self, event: Event) -> None:
+    def note(self, event: AllocationEvent) -> None:
         self.trace.events.append(event)
 
     def close(self) -> None:
-        """Stop listening: what dies from now on is no part of the trace."""
+        """Stop recording: what is freed from now on is not part of the trace."""
         self._watched.clear()
 
     def _update(self, storage: torch.UntypedStorage, name: str) -> None:
@@ -252,7 +252,7 @@ class Recorder(TorchDispatchMode):
             return
         self._free(key)
         if size:
-            event = Event("alloc", self._blocks, size, name, self._stream_number())
+            event = AllocationEvent("alloc", self._blocks, size, name, self._stream_number())
             self._blocks += 1
             self._allocated[key] = event
             self.note(event)
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
     def _free(self, key: int) -> None:
         event = self._allocated.pop(key, None)
         if event:
-            self.note(Event("free", event.block, event.size, event.name, event.stream))
+            self.note(AllocationEvent("free", event.block, event.size, event.name, event.stream))
 
     def _stream_number(self) -> int:
         # on CPU torch's streams do nothing, but FSDP enters and leaves them there as it does on a GPU

@@ -1,7 +1,10 @@
-"""What did FSDP or DDP send, in which order, how much, and over which links?"""
+"""Record which collectives FSDP or DDP issues: order, bytes, links and durations; replay and draw them."""
 
+from fsdp_utils.collectives.events import Span, StepEvent
 from fsdp_utils.collectives.recording import record_collectives
-from fsdp_utils.collectives.replay import Replay, Span
-from fsdp_utils.collectives.trace import Event, Trace
+from fsdp_utils.collectives.replay import Replay
+from fsdp_utils.collectives.trace import CollectiveTrace
 
-__all__ = ["Event", "Replay", "Span", "Trace", "record_collectives"]
+Event, Trace = StepEvent, CollectiveTrace  # their names in earlier versions
+
+__all__ = ["CollectiveTrace", "Event", "Replay", "Span", "StepEvent", "Trace", "record_collectives"]

@@ -1,7 +1,12 @@
-"""Which calls of torch are collectives, what do they move, and how does one listen to them?"""
+"""Intercept the collectives that this process issues, from Python or from C++.
+
+torch.distributed.tensor.debug.CommDebugMode does not serve here: it counts calls, without their bytes, groups
+and moments, and slows every operation of the model.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,43 +15,34 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.library import Library
 
-from fsdp_utils.collectives import dispatcher
-from fsdp_utils.collectives.fsdp_hooks import Wrapper, as_it_is
-
-# What Python alone issues, by methods of a process group: FSDP's collectives of every unit are among it. To
-# listen here costs a tenth of a millisecond less, in each call, than in the dispatcher.
-METHODS = {
-    "allgather": "all_gather",  # FSDP1's on the CPU; the constructor of DDP issues it from C++
-    "all_gather_single": "all_gather",
-    "_allgather_base": "all_gather",  # its older name
-    "allgather_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",  # its older name
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "alltoall": "all_to_all",
-    "recv_anysource": "recv",
-    "barrier": "barrier",
-}
-# What C++ issues too, for DDP and for DTensor's functional collectives, by the names under which it reaches
-# the dispatcher, whoever issues it.
+# By the names of the operations in the dispatcher, which all calls reach: those of ProcessGroup's methods, of
+# DDP from C++, and of DTensor's functional collectives.
 OPERATIONS = {
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
     "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
     "send": "send",
     "recv_": "recv",
+    "recv_any_source_": "recv",
+    "barrier": "barrier",
 }
-# These issue from C++ what FSDP issues by methods; torch.compile puts them into its graphs. Their first call
-# tells that it is to be listened to in the dispatcher as well.
-FUNCTIONAL = ("all_gather_into_tensor_out", "reduce_scatter_tensor_out")
-OF_FUNCTIONAL = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+# The dispatch key after autograd's and before those of the backends. Operations on given tensors have no
+# kernel under it, and it is looked at in every thread; operations that are not intercepted cost no more.
+KEY = "BackendSelect"
 
 
 class Call(NamedTuple):
@@ -68,96 +64,58 @@ Around = Callable[[Call, Callable[[], Any]], Any]
 
 
 @contextmanager
-def listen_to_calls(around: Around, hidden: Wrapper = as_it_is) -> Iterator[None]:
-    """Have all collectives of this process pass by, for as long as the context lasts.
+def listen_to_calls(around: Around) -> Iterator[None]:
+    """Pass all collectives of this process to a function, for as long as the context lasts.
 
     Args:
         around: Gets the call, and a function that issues it and whose result it has to return.
-        hidden: Applied to each function that is called from outside, to keep torch.compile out of it.
     """
-    calls = _Calls(around)
-    # as they stand in the class; what getattr gives of a function from C++ would not bind to a group again
-    methods = {name: vars(dist.ProcessGroup)[name] for name in METHODS if name in vars(dist.ProcessGroup)}
-    c10d, functional = dispatcher.Kernels("c10d"), dispatcher.Kernels("_c10d_functional")
-
-    is_first = True
-
-    def functional_call(_args: Any, issue: Callable[[], Any]) -> Any:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            c10d.add(OF_FUNCTIONAL, lambda name: calls.operation(OF_FUNCTIONAL[name]))
-        return issue()
-
+    library: list[Library] = [Library("c10d", "IMPL", KEY)]
+    here = threading.local()  # each thread is inside of a call, or not
     try:
-        for name in methods:
-            method = getattr(dist.ProcessGroup, name)
-            setattr(dist.ProcessGroup, name, hidden(calls.method(METHODS[name], method)))
-        c10d.add(OPERATIONS, lambda name: calls.operation(OPERATIONS[name]))
-        functional.add(FUNCTIONAL, lambda _: functional_call)
+        for name, kind in OPERATIONS.items():
+            library[0].impl(name, _kernel(name, kind, around, here), with_keyset=True)
         yield
     finally:
-        functional.close()
-        c10d.close()
-        for name, method in methods.items():
-            setattr(dist.ProcessGroup, name, method)
+        library.clear()  # the kernels go with the last reference
 
 
-class _Here(threading.local):
-    """Is this thread inside of a call?"""
+def _kernel(name: str, kind: str, around: Around, here: threading.local) -> Callable[..., Any]:
+    redispatch, selected = _redispatch(name), torch.DispatchKeySet(KEY)  # pyright: ignore[reportArgumentType]
 
-    inside = False
+    def kernel(keys: Any, *args: Any) -> Any:
+        def issue() -> Any:
+            return redispatch(keys - selected, *args)
 
-
-class _Calls:
-    """What stands in the place of methods and operations, and tells of their calls."""
-
-    def __init__(self, around: Around) -> None:
-        self._around = around
-        # what a call does on its way, as to reach the dispatcher, is the same call; each thread has its own
-        self._here = _Here()
-
-    def method(self, kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """For a method of ProcessGroup."""
-
-        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._here.inside:
-                return method(group, *args, **kwargs)
-            return self._tell(kind, (*args, *kwargs.values()), group, lambda: method(group, *args, **kwargs))
-
-        return call
-
-    def operation(self, kind: str) -> dispatcher.Around:
-        """For an operation of c10d, which is given the group after its tensors."""
-
-        def call(args: tuple[Any, ...], issue: Callable[[], Any]) -> Any:
-            if self._here.inside:
-                return issue()
-            group = args[1] if isinstance(args[1], torch.ScriptObject) else args[2]
-            return self._tell(kind, args, dist.ProcessGroup.unbox(group), issue)
-
-        return call
-
-    def _tell(self, kind: str, args: tuple[Any, ...], group: Any, issue: Callable[[], Any]) -> Any:
+        if getattr(here, "inside", False):  # what a call issues on its way, is the same call
+            return issue()
         bytes_in = bytes_out = 0
         if kind != "barrier":  # its tensor only says on which device
-            # first the output, then the input; or one operand that is both
-            output, given, *_ = (*args, None)
-            given = given if isinstance(given, Tensor | list | tuple) else output
+            # first the output, then the input; or one operand that is both; then the group
+            output, given, *_ = args
+            given = output if isinstance(given, torch.ScriptObject) else given
             bytes_in = 0 if kind == "recv" else _nbytes(given)
             bytes_out = 0 if kind == "send" else _nbytes(output)
-        self._here.inside = True
+        group = args[1] if isinstance(args[1], torch.ScriptObject) else args[2]
+        here.inside = True
         try:
-            return self._around(Call(kind, bytes_in, bytes_out, group), issue)
+            return around(Call(kind, bytes_in, bytes_out, dist.ProcessGroup.unbox(group)), issue)
         finally:
-            self._here.inside = False
+            here.inside = False
+
+    return kernel
+
+
+@functools.cache
+def _redispatch(name: str) -> Callable[..., Any]:
+    return getattr(torch.ops.c10d, name).default.redispatch
 
 
 _without_future: set[str] = set()  # kinds whose work, here, has no future to call back
 
 
 def when_done(kind: str, result: Any, callback: Callable[[], None]) -> Callable[[], bool]:
-    """Call back as soon as a collective on the CPU is over: in the thread that has ended it.
+    """Call back as soon as a collective on the CPU is over, in the thread that has ended it.
 
     Args:
         kind: Of the call.
@@ -170,9 +128,7 @@ def when_done(kind: str, result: Any, callback: Callable[[], None]) -> Callable[
     """
     if result is None or kind in _without_future:
         return lambda: True
-    work = result
-    if not isinstance(work, dist.Work):  # an operation's
-        work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+    work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
     try:
         future = work.get_future()
     except RuntimeError:  # "not implemented", of this work or of this backend; slow, so it is tried only once

@@ -1,4 +1,4 @@
-"""When did a GPU do what was recorded? Read from torch's profiler, which runs beside the recording."""
+"""When the GPU ran each recorded event, read from torch's profiler, which runs during the recording."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType, profiler
 
-from fsdp_utils.collectives.trace import COMPUTE, Event, Trace
+from fsdp_utils.collectives.events import COMPUTE, StepEvent
+from fsdp_utils.collectives.trace import CollectiveTrace
 from fsdp_utils.torch_internals.names import RecordFunctionFast
 from fsdp_utils.torch_internals.runtime import profiler_is_on
 
@@ -29,23 +30,23 @@ UNFINISHED = (
     "recorded"
 )
 _LATE_S = 1.0  # how long the end of a recording waits for the GPU after an exception
-Issued = tuple[Event, int, int]  # an event, and the numbers of the marks around its issue
+Issued = tuple[StepEvent, int, int]  # an event, and the numbers of the marks around its issue
 
 
 class DeviceTimes:
-    """The profiler, for as long as the context lasts, with marks in its record between what is issued.
+    """Runs the profiler, for as long as the context lasts, with marks in its record between what is issued.
 
     A mark is an empty operation. At the end of the context, an event gets the time from the first to the last
     thing that the device ran for calls between its two marks. After an exception, the end waits no longer
     than a second for the device, which may be stuck in a kernel.
 
     Args:
-        trace: Whose events get their start and duration, and which gets the notes.
+        trace: Its events get their start and duration; it gets the notes.
         device: "cuda", or another one that torch's profiler can see; for others a note says that it cannot.
-            "cpu" takes torch's operations on the CPU for what was run.
+            "cpu" takes torch's operations on the CPU as what was run.
     """
 
-    def __init__(self, trace: Trace, device: str) -> None:
+    def __init__(self, trace: CollectiveTrace, device: str) -> None:
         self._trace = trace
         self._device = device
         self._profiler: Any = None
@@ -76,7 +77,7 @@ class DeviceTimes:
                 self._marks += 1
         return self._marks - 1
 
-    def issued(self, event: Event, since: int) -> None:
+    def issued(self, event: StepEvent, since: int) -> None:
         """All of an event has been issued, from the mark `since` until now."""
         if self._profiler is not None:
             self._issued.append((event, since, self.mark()))
@@ -88,9 +89,8 @@ class DeviceTimes:
         problem = None
         if self._device != "cpu":
             problem = _wait_for(self._device, None if kind is None else _LATE_S)
-        running.use_device = (
-            None  # or its end would wait for the device itself, and stay in use if that fails
-        )
+        # or its end would wait for the device itself, and the profiler would stay in use if that fails
+        running.use_device = None
         records = []
         try:
             running.__exit__(kind, *rest)
@@ -150,7 +150,7 @@ def _wait_for(device: str, limit: float | None) -> Exception | None:
 def read(
     records: Sequence[Any], marks: Mapping[int, Any], issued: Sequence[Issued], device: str
 ) -> list[tuple[float, float] | None]:
-    """When did the device run what was issued for each event?
+    """Read from the profiler's records when the device ran what was issued for each event.
 
     Args:
         records: The profiler's, as `kineto_results.events()` of torch.autograd.profiler.profile gives them.
@@ -178,11 +178,12 @@ def read(
 
 
 def _on_device(records: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Kernels and copies, and for each when (in ns) and in which thread the CPU called for it.
+    """Kernels and copies, and for each when (in ns) and in which thread the CPU launched it.
 
     Each has two ids, and so has the runtime's call that launched it: that call's own, and that of torch's
     operation around it. An operation has its own id alone, and so has a call that no operation made; the two
-    count apart, and meet. An annotation appears on the device too, over all that was run in it.
+    are counted separately, so the same number may occur in both. An annotation appears on the device too,
+    over all that was run in it.
 
     Source: `_parse_kineto_results` in torch/autograd/profiler.py;
         https://github.com/pytorch/pytorch/issues/124388
@@ -208,7 +209,7 @@ def _on_device(records: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
 
 
 def _on_cpu(records: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Likewise torch's operations on the CPU, each of which is the call itself; not those around a mark."""
+    """Torch's operations on the CPU, each of which is the call itself, except those around a mark."""
     marks = sorted(record.start_ns() for record in records if record.name().startswith(MARK))
     for record in records:
         begin, end = record.start_ns(), record.start_ns() + record.duration_ns()

@@ -1,4 +1,4 @@
-"""When does FSDP work for which unit, and when does that unit compute?"""
+"""Observe when FSDP works for which unit, and when that unit computes."""
 
 from __future__ import annotations
 
@@ -21,48 +21,41 @@ from fsdp_utils.torch_internals.names import FlatParamHandle, FSDPParamGroup, pl
 from fsdp_utils.torch_internals.runtime import when_backward_ends
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-_TRACKER = ModuleTracker()  # it tells without being entered
+_TRACKER = ModuleTracker()  # its is_bw is right without entering it
 
 
 def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide it from nobody."""
+    """Hide nothing."""
     return function
 
 
 class Listener(Protocol):
-    """Who is told what FSDP does."""
+    """Is told what FSDP does."""
 
     def enter(self, unit: str) -> None:
         """FSDP itself works for that unit from here on, and possibly for another one in between."""
-        ...
 
     def leave(self, unit: str) -> None:
-        """It is done."""
-        ...
+        """FSDP's work for that unit is over."""
 
     def enter_forward(self) -> None:
         """The model is called."""
-        ...
 
     def leave_forward(self) -> None:
         """The call of the model is over."""
-        ...
 
     def begin(self, module: str, phase: str) -> None:
         """The computation of that unit, or of the model itself, begins. In backward, possibly told twice."""
-        ...
 
     def end(self, module: str, phase: str) -> None:
-        """It is over. Possibly told twice."""
-        ...
+        """That computation is over. Possibly told twice."""
 
     def freed(self, unit: str) -> None:
-        """The whole parameters of that unit, if it has any, are given up."""
-        ...
+        """The full parameters of that unit are freed, if they were gathered."""
 
 
 def in_backward() -> bool:
-    """Is autograd going backward in this thread?"""
+    """Does autograd run backward in this thread?"""
     return _TRACKER.is_bw
 
 
@@ -75,7 +68,7 @@ def listen(
     `hidden` is applied to each function that is called from outside, to keep torch.compile out of it.
 
     torch has no public hooks for all of this. Functions inside of FSDP1 and FSDP2 (see torch_internals) run
-    as before, with the listener told around them; for other models, nothing is told.
+    as before, with the listener told before and after; for other models, nothing is told.
     """
     handles = {part: unit.name for unit in units if unit.fsdp1 for part in unit.parts}
     groups = {part: unit.name for unit in units if not unit.fsdp1 for part in unit.parts}
@@ -236,7 +229,7 @@ def _within(
 
 
 def _freeing(listener: Listener, unit_of: Callable[..., str | None]) -> Wrapper:
-    """A unit's whole parameters may be given up when the function has run."""
+    """A unit's full parameters may be freed when the function has run."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

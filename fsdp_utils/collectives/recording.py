@@ -1,4 +1,4 @@
-"""Record what FSDP or DDP sends, computes and frees, in the order in which it is issued."""
+"""record_collectives: record what FSDP or DDP sends, computes and frees, in the order of issue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,9 @@ from torch.optim.optimizer import (
 
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls, when_done
 from fsdp_utils.collectives.device_times import DeviceTimes
+from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, StepEvent
 from fsdp_utils.collectives.fsdp_hooks import as_it_is, in_backward, listen
-from fsdp_utils.collectives.trace import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, Event, Trace
+from fsdp_utils.collectives.trace import CollectiveTrace
 from fsdp_utils.sharding.names import module_names
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parents
 from fsdp_utils.torch_internals.names import sequence_nr
@@ -33,32 +34,30 @@ _recording = False
 
 
 @contextmanager
-def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -> Iterator[Trace]:
-    """What did FSDP or DDP send, in which order, how much, and over which links?
+def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -> Iterator[CollectiveTrace]:
+    """Record which collectives FSDP or DDP issues: their order, bytes, links and durations.
 
     Put it around any number of training steps, on one rank or on all. Nothing is sent by the recording
     itself, and what it watches runs as it would without it. The trace grows while the block runs; if the
     block raises, what was recorded until then is in the trace, with a note.
 
-    All collectives of the process are recorded, but for the all-gather with which DDP's constructor compares
-    shapes, and how long they took, waiting for other ranks included. Of what is computed, the model's forward
-    and backward and the optimizer's steps are recorded: the loss is not, and in backward neither is what
-    stands between two units.
+    All collectives of the process are recorded, and how long they took, including the wait for other ranks.
+    Of the computation, the model's forward and backward and the optimizer's steps are recorded, but not the
+    loss, nor in backward what stands between two units.
 
     On a GPU, times are those at which the GPU ran what was issued, read from torch's profiler when the block
-    ends; a collective of gloo has there the time of its copies only. torch runs one profiler at a time. Where
-    another one is in use, or torch's profiler cannot see the device, a note says so, `start` is when the CPU
-    issued an event, and `seconds` is None.
+    ends; of a collective of gloo they cover only the copies. torch runs one profiler at a time. Where another
+    one is in use, or torch's profiler cannot see the device, a note says so, `start` is when the CPU issued
+    an event, and `seconds` is None.
 
     Args:
-        model: The one that is trained, after fully_shard, FullyShardedDataParallel or
-            DistributedDataParallel.
+        model: Under fully_shard, FullyShardedDataParallel or DistributedDataParallel.
         ranks_per_host: How many consecutive ranks share a host, to tell the links apart. By default what
             torchrun says (LOCAL_WORLD_SIZE); without torchrun, all ranks are on one host. Give it to see
             what another placement of the same ranks would send over which link.
 
     Returns:
-        A context manager that gives a `Trace`.
+        A context manager that gives a `CollectiveTrace`.
 
     Raises:
         ValueError: no part of the model is distributed, or ranks_per_host is less than 1.
@@ -92,7 +91,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     devices = _devices(model, parts, units)
     is_compiled = has_compiled() or any(map(is_under_compile, names))
     hidden = torch.compiler.disable if is_compiled else as_it_is
-    trace = Trace(rank, world_size, {unit.name: unit.nbytes for unit in units})
+    trace = CollectiveTrace(rank, world_size, {unit.name: unit.nbytes for unit in units})
     times = _times(trace, _compute_device(model, units))  # a GPU's
     _recording = True
     try:
@@ -100,7 +99,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
             recorder = _Recorder(trace, on_host, ddp=_has_ddp(parts), parents=parents(units), times=times)
             try:
                 with (
-                    listen_to_calls(recorder.collective, hidden),
+                    listen_to_calls(recorder.collective),
                     listen(model, units, recorder, hidden),
                     recorder.optimizer_steps(),
                 ):
@@ -134,8 +133,8 @@ def _compute_device(model: nn.Module, units: list[Unit]) -> torch.device:
     return units[0].parts[0].device if units else next(model.parameters()).device
 
 
-def _times(trace: Trace, device: torch.device) -> DeviceTimes | None:
-    """Who sees when the device computes; None for the CPU, which sees it itself."""
+def _times(trace: CollectiveTrace, device: torch.device) -> DeviceTimes | None:
+    """What measures when the device computes; None for the CPU, where events are timed as they are issued."""
     if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
         return None
     return DeviceTimes(trace, device.type)
@@ -152,35 +151,43 @@ def _devices(model: nn.Module, parts: list[nn.Module], units: list[Unit]) -> dic
 def _changed(
     model: nn.Module, parts: list[nn.Module], units: list[Unit], devices: dict[str, str]
 ) -> str | None:
-    """What is no longer as it was when the recording began, in words."""
+    """What has changed since the recording began, in words; None if nothing."""
     names = module_names(model)
     after = find_units(model, names)
-    if [unit.parts for unit in units] != [unit.parts for unit in after]:
-        return (
-            f"the model was wrapped again inside the block: {len(units)} units with parameters at its "
-            f"start, {len(after)} at its end, and not all are the same"
-        )
-    if (parts_after := _distributed(names)) != parts:
-        return (
-            f"the model was wrapped again inside the block: {len(parts)} modules under FSDP or DDP at its "
-            f"start, {len(parts_after)} at its end, and not all are the same"
-        )
-    now = _devices(model, parts, after)
+    for what, before, now in (
+        ("units with parameters", [unit.parts for unit in units], [unit.parts for unit in after]),
+        ("modules under FSDP or DDP", parts, _distributed(names)),
+    ):
+        if before != now:
+            return (
+                f"the model was wrapped again inside the block: {len(before)} {what} at its start, "
+                f"{len(now)} at its end, and not all are the same"
+            )
+    devices_now = _devices(model, parts, after)
     for what, device in devices.items():
-        if now[what] != device:
+        if devices_now[what] != device:
             return (
                 f"the model was moved inside the block: {what} were on {device} at its start, and are on "
-                f"{now[what]} at its end"
+                f"{devices_now[what]} at its end"
             )
     return None
 
 
+class _Piece(NamedTuple):
+    """Computation of one module between two events."""
+
+    start: float  # seconds since the recording began
+    mark: int  # in the profiler's record, on a GPU
+    is_first: bool  # of its module's pieces
+    nodes: int  # that autograd had made when it began
+
+
 class _Recorder:
-    """Is told by `listen_to_calls` what is sent, and by `listen` what FSDP does and what is computed."""
+    """Writes the trace: `listen_to_calls` tells it what is sent, `listen` what FSDP does and computes."""
 
     def __init__(
         self,
-        trace: Trace,
+        trace: CollectiveTrace,
         ranks_per_host: int,
         *,
         ddp: bool,
@@ -197,24 +204,21 @@ class _Recorder:
         self._closed = False
         self._forwards = 0  # calls of the model that are running
         self._computing: list[tuple[str, str]] = []  # what is being computed: modules and phases, nested
-        self._since: float | None = None  # when the present piece of computation began, if there is one, ...
-        self._mark = 0  # ... at which mark ...
-        self._is_first = False  # ... whether it is the first one of its module ...
-        self._nodes = 0  # ... and how many nodes autograd had made until then
+        self._piece: _Piece | None = None  # what is being computed since the last event
         self._gathered: set[str] = set()
         self._buckets = 0  # that DDP has reduced in this backward pass
         self._thread = 0  # in which FSDP worked, or the model computed, last
-        # Collectives whose end was perhaps not seen yet, and whether they are over.
-        self._unended: list[tuple[Event, Callable[[], bool]]] = []
+        # Collectives whose end may not have been seen yet, and functions that say whether they are over.
+        self._pending: list[tuple[StepEvent, Callable[[], bool]]] = []
         self._links: dict[Any, tuple[tuple[int, ...], str]] = {}  # by process group
 
     def close(self) -> None:
-        """Record nothing more: hooks that autograd still holds may call after the block."""
+        """Record nothing more: hooks that autograd still holds may be called after the block."""
         self._closed = True
 
     @contextmanager
     def optimizer_steps(self) -> Iterator[None]:
-        """Know when an optimizer steps."""
+        """Record the steps of every optimizer as computation."""
         before = register_optimizer_step_pre_hook(lambda *_: self.begin(ROOT, "optimizer"))
         after = register_optimizer_step_post_hook(lambda *_: self.end(ROOT, "optimizer"))
         try:
@@ -234,32 +238,32 @@ class _Recorder:
 
     def enter(self, unit: str) -> None:
         self._thread = get_ident()
-        if self._since is not None:
-            self._cut()
+        if self._piece is not None:
+            self._end_piece()
         self._working_for.append(unit)
 
     def leave(self, unit: str) -> None:
         if unit in self._working_for:
             self._working_for.remove(unit)
-        if self._unended:
-            self._end_waiting()
+        if self._pending:
+            self._end_finished()
         if self._computing and not self._working_for:
-            self._resume()
+            self._begin_piece()
 
     def begin(self, module: str, phase: str) -> None:
         self._thread = get_ident()
-        self._cut()
+        self._end_piece()
         if not in_backward():  # what has not ended in backward by now, never will
             self._computing = [running for running in self._computing if running[1] != "backward"]
         if phase != "backward" or (module, phase) not in self._computing:
             self._computing.append((module, phase))
-        self._resume(is_first=True)
+        self._begin_piece(is_first=True)
 
     def end(self, module: str, phase: str) -> None:
         if (module, phase) not in self._computing:
             return
         if self._computing[-1] == (module, phase):
-            self._cut(is_last=True)
+            self._end_piece(is_last=True)
         if phase == "backward" and module == ROOT:
             self._buckets = 0
         # the innermost: an optimizer may call another one's step
@@ -268,9 +272,9 @@ class _Recorder:
     def freed(self, unit: str) -> None:
         if unit in self._gathered:
             self._gathered.discard(unit)
-            self._cut()
-            self._add(Event(0, FREE, unit, self._phase(), start=self._now(), seconds=0.0))
-            self._resume()
+            self._end_piece()
+            self._add(StepEvent(0, FREE, unit, self._phase(), start=self._now(), seconds=0.0))
+            self._begin_piece()
 
     # what `listen_to_calls` tells
 
@@ -280,13 +284,13 @@ class _Recorder:
         is_ours = self._thread in (0, get_ident())  # else another thread sends something of its own
         module, phase = "", "other"
         if is_ours:
-            self._cut()
+            self._end_piece()
             module, phase = self._working_for[-1] if self._working_for else "", self._phase()
             if call.kind == "all_reduce" and not module and self._ddp and in_backward():
                 module = f"{BUCKET}{self._buckets}"  # DDP reduces its buckets in their order
                 self._buckets += 1
         event = self._add(
-            Event(0, call.kind, module, phase, call.bytes_in, call.bytes_out, ranks, link, self._now())
+            StepEvent(0, call.kind, module, phase, call.bytes_in, call.bytes_out, ranks, link, self._now())
         )
         if call.kind == "all_gather" and module:
             self._gathered.add(module)
@@ -296,46 +300,44 @@ class _Recorder:
         if self._times:
             self._times.issued(event, mark)
         else:
-            self._unended.append((event, when_done(call.kind, result, lambda: self._ended(event))))
+            self._pending.append((event, when_done(call.kind, result, lambda: self._ended(event))))
         if is_ours:
-            self._resume()
+            self._begin_piece()
         return result
 
-    def _end_waiting(self) -> None:
-        """FSDP goes on, and has waited for what it needs: what is over by now has ended."""
-        for event, is_over in self._unended:
+    def _end_finished(self) -> None:
+        """Called when FSDP goes on and has waited for what it needs: set the end of what is over."""
+        for event, is_over in self._pending:
             if event.seconds is None and is_over():
                 self._ended(event)
-        self._unended = [pending for pending in self._unended if pending[0].seconds is None]
+        self._pending = [pending for pending in self._pending if pending[0].seconds is None]
 
-    def _ended(self, event: Event) -> None:
+    def _ended(self, event: StepEvent) -> None:
         if event.seconds is None:
             event.seconds = self._now() - event.start
 
     # pieces of computation, from one event to the next
 
-    def _resume(self, *, is_first: bool = False) -> None:
+    def _begin_piece(self, *, is_first: bool = False) -> None:
         if self._working_for or not self._computing:
             return  # nothing is computed now
-        self._since = self._now()
-        self._mark = self._times.mark() if self._times else 0
-        self._is_first = is_first
-        self._nodes = sequence_nr()
+        mark = self._times.mark() if self._times else 0
+        self._piece = _Piece(self._now(), mark, is_first, sequence_nr())
 
-    def _cut(self, *, is_last: bool = False) -> None:
-        """The present piece is over; record it if anything was computed in it."""
-        if self._unended:
-            self._end_waiting()
-        since, self._since = self._since, None
-        if since is None:
+    def _end_piece(self, *, is_last: bool = False) -> None:
+        """End the current piece of computation; record it if anything was computed in it."""
+        if self._pending:
+            self._end_finished()
+        piece, self._piece = self._piece, None
+        if piece is None:
             return
         module, phase = self._computing[-1]
         # A module may compute nothing of its own between two units, and a unit nothing more before it ends.
-        # In forward autograd's nodes tell; in backward, which adds none, a unit's first and last piece count.
-        is_end = self._is_first or is_last
+        # In forward, new nodes of autograd show it; backward adds none: a unit's first and last piece count.
+        is_end = piece.is_first or is_last
         if phase == "forward" and module in self._parents:
             if torch.is_grad_enabled():
-                if sequence_nr() == self._nodes:
+                if sequence_nr() == piece.nodes:
                     return
             elif not (is_end and module in self._trace.unit_bytes):
                 return
@@ -343,13 +345,13 @@ class _Recorder:
             return
         if phase == "forward":
             phase = self._phase()  # backward, where activation checkpointing computes it again
-        event = self._add(Event(0, COMPUTE, module, phase, start=since))
+        event = self._add(StepEvent(0, COMPUTE, module, phase, start=piece.start))
         if self._times:
-            self._times.issued(event, self._mark)
+            self._times.issued(event, piece.mark)
         else:
-            event.seconds = self._now() - since
+            event.seconds = self._now() - piece.start
 
-    def _add(self, event: Event) -> Event:
+    def _add(self, event: StepEvent) -> StepEvent:
         if not self._closed:
             event.order = len(self._trace.events)
             self._trace.events.append(event)

@@ -1,4 +1,4 @@
-"""A simulation: the recorded order on one stream of computation and one of communication."""
+"""Simulate the recorded order on one stream of computation and one of communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from itertools import pairwise
 from typing import Any
 
 from fsdp_utils._extras import need
-from fsdp_utils.collectives.trace import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, Event, peak_units
+from fsdp_utils.collectives.events import (
+    BETWEEN,
+    BUCKET,
+    COMPUTE,
+    FREE,
+    WITHIN,
+    Span,
+    StepEvent,
+    peak_units,
+)
 from fsdp_utils.sharding.units import ROOT
 
 GIB = 2**30
@@ -17,22 +26,13 @@ BACKWARD = 2.0  # a matrix product of forward has two in backward: for its input
 
 
 @dataclass(frozen=True)
-class Span:
-    """When an event runs in a replay: seconds from `start` to `end`, both the same for what was freed."""
-
-    event: Event
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class Replay:
-    """When each recorded event would run, if computation and communication overlapped. A simulation.
+    """A simulation: when each recorded event runs if computation and communication overlap.
 
     Args:
         spans: In the order of issue.
         units: Names of the units, in the model's order.
-        peak_units: The most units that were gathered and not yet freed, in the order of issue.
+        peak_units: The largest number of units that were gathered and not yet freed, in the order of issue.
     """
 
     spans: tuple[Span, ...]
@@ -65,10 +65,10 @@ class Replay:
         return exposed
 
     def plot(self, *, title: str = "replay", until: float | None = None) -> Any:
-        """Both streams, a colour for each unit.
+        """Draw both streams, with a colour for each unit.
 
         Args:
-            title: Over the figure. Let it say that this is a replay.
+            title: Over the figure. It should say that this is a replay.
             until: Seconds that the axis shows, to compare several replays; by default, all.
 
         Returns:
@@ -78,22 +78,18 @@ class Replay:
             ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
         need("matplotlib", "notebooks")
-        from fsdp_utils.collectives.plot import Bar, plot_bars  # here: only who plots needs it
+        from fsdp_utils.collectives.plot import timeline  # here, as matplotlib may not be installed
 
-        bars = [
-            Bar(span.event.kind, span.event.module, span.start, span.end)
-            for span in self.spans
-            if span.end > span.start
-        ]
-        return plot_bars(bars, list(self.units), title=title, until=until, one_communication_lane=True)
+        running = [span for span in self.spans if span.end > span.start]
+        return timeline(running, self.units, title=title, until=until, one_communication_lane=True)
 
     def animate(self, *, title: str = "replay", frames: int = 60, until: float | None = None) -> bytes:
-        """The step as a film: shards gathered, used, freed and their gradients reduced.
+        """Draw the step as an animation: shards gathered, used and freed, and their gradients reduced.
 
         Args:
-            title: Over the film. Let it say that this is a replay.
+            title: Over the pictures. It should say that this is a replay.
             frames: How many pictures.
-            until: Seconds that the film shows, to compare several replays; by default, all.
+            until: Seconds that they show, to compare several replays; by default, all.
 
         Returns:
             An animated PNG, which shows wherever a PNG does.
@@ -102,13 +98,13 @@ class Replay:
             ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
         need("matplotlib", "notebooks")
-        from fsdp_utils.collectives.animation import film  # here: only who draws needs it
+        from fsdp_utils.collectives.plot import animation  # here, as matplotlib may not be installed
 
-        return film(self, title=title, frames=frames, until=until or self.step_s)
+        return animation(self.spans, self.units, title=title, frames=frames, until=until or self.step_s)
 
 
 def replay(
-    events: Sequence[Event],
+    events: Sequence[StepEvent],
     *,
     units: Sequence[str] = (),
     compute_s: float | Mapping[str, float] | None = None,
@@ -117,7 +113,7 @@ def replay(
     issue_s: float = 0.0,
     limit_units: int | None = 2,
 ) -> Replay:
-    """How long would this order take if computation and communication overlapped? A simulation.
+    """Simulate how long this order takes if computation and communication overlap.
 
     The CPU issues the events in their recorded order. Each waits for its stream; computation also for
     the all-gather of its unit; a reduce-scatter or all-reduce also for all computation issued before it. An
@@ -131,7 +127,7 @@ def replay(
             step no time, and neither does what activation checkpointing computes again. None: all computation
             takes as long as it was recorded.
         link_gib_s: GiB/s at which a rank sends: one number, or by link ("within a host", "between hosts").
-            A collective takes `Event.sent_bytes` divided by it. None: as long as it was recorded.
+            A collective takes `StepEvent.sent_bytes` divided by it. None: as long as it was recorded.
         latency_s: Seconds that each collective takes besides; only with link_gib_s.
         issue_s: Seconds that the CPU takes to issue the computation of a unit in forward, and twice that in
             backward. It begins with the first kernel, and is not over before the last one is issued.
@@ -148,7 +144,7 @@ def replay(
     _check(compute_s, link_gib_s, latency_s, issue_s, limit_units)
     shares = _shares(events)
     cpu = computed = sent = 0.0  # when the CPU, and each stream, is free again
-    gathered: dict[str, float] = {}  # when the whole parameters of a unit are there
+    gathered: dict[str, float] = {}  # when a unit's full parameters are there
     freed: list[float] = []  # when units were done that no all-gather has waited for yet
     spans = []
     for event in events:
@@ -157,8 +153,12 @@ def replay(
             start = end = freed[-1]
         elif event.kind == COMPUTE:
             start = max(cpu, computed, gathered.get(event.module, 0.0))
-            cpu += _of_unit(event, issue_s, shares)
-            end = computed = max(cpu, start + _computing(event, compute_s, shares))
+            cpu += _computing(event, issue_s, shares)
+            if compute_s is None:
+                end = start + _recorded(event, "compute_s")
+            else:
+                end = start + _computing(event, compute_s, shares)
+            end = computed = max(cpu, end)
         else:
             start = max(cpu, sent)
             if event.kind == "all_gather" and event.module:
@@ -195,14 +195,14 @@ def _check(
         raise ValueError(f"replay: expected limit_units of at least 1, or None, found {limit_units}")
 
 
-def _shares(events: Sequence[Event]) -> dict[int, float]:
+def _shares(events: Sequence[StepEvent]) -> dict[int, float]:
     """By order of each computation: which part it is of its unit's forward or backward.
 
     A unit's computation is in several events where something came between. In backward, DDP sends a bucket as
-    soon as its gradients are there: each part makes the next bucket, and takes as long as its bytes say.
-    Where FSDP reduced another unit's gradients, the first part is the whole: after it the unit's own
-    gradients are only laid together. Where other units computed, as between a model's head and its embedding,
-    and in forward, nothing tells: equal parts.
+    soon as its gradients are there: each part makes the next bucket, in proportion to its bytes.
+    Where FSDP reduced another unit's gradients, the first part is all of it: after it the unit's own
+    gradients are only copied together. Where other units computed, as between a model's head and its
+    embedding, and in forward, nothing tells: equal parts.
     """
     passes: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
     bucket_bytes: dict[int, int] = defaultdict(int)  # that follow a computation
@@ -228,24 +228,16 @@ def _shares(events: Sequence[Event]) -> dict[int, float]:
     return shares
 
 
-def _computing(
-    event: Event, compute_s: float | Mapping[str, float] | None, shares: Mapping[int, float]
-) -> float:
-    if compute_s is None:
-        return _recorded(event, "compute_s")
-    if isinstance(compute_s, Mapping):
-        return _of_unit(event, compute_s.get(event.module, 0.0), shares, of_root=True)
-    return _of_unit(event, compute_s, shares)
+def _computing(event: StepEvent, seconds: float | Mapping[str, float], shares: Mapping[int, float]) -> float:
+    """The part of an event in the seconds that its unit takes in forward, or in twice that in backward."""
+    if isinstance(seconds, Mapping):
+        of_unit = seconds.get(event.module, 0.0)
+    else:
+        of_unit = 0.0 if event.module == ROOT else seconds
+    return of_unit * shares[event.order] * {"forward": 1.0, "backward": BACKWARD}.get(event.phase, 0.0)
 
 
-def _of_unit(event: Event, seconds: float, shares: Mapping[int, float], *, of_root: bool = False) -> float:
-    """The part that falls to an event, of the seconds that a unit takes in forward."""
-    if event.phase not in ("forward", "backward") or (event.module == ROOT and not of_root):
-        return 0.0
-    return seconds * shares[event.order] * (BACKWARD if event.phase == "backward" else 1.0)
-
-
-def _sending(event: Event, link_gib_s: float | Mapping[str, float] | None, latency_s: float) -> float:
+def _sending(event: StepEvent, link_gib_s: float | Mapping[str, float] | None, latency_s: float) -> float:
     if link_gib_s is None:
         return _recorded(event, "link_gib_s")
     if isinstance(link_gib_s, Mapping):
@@ -260,7 +252,7 @@ def _sending(event: Event, link_gib_s: float | Mapping[str, float] | None, laten
     return latency_s + event.sent_bytes / GIB / speed
 
 
-def _recorded(event: Event, argument: str) -> float:
+def _recorded(event: StepEvent, argument: str) -> float:
     if event.seconds is None:
         raise ValueError(
             f"replay: no duration was recorded for event {event.order} ({event.kind} {event.module}). "

@@ -1,91 +1,26 @@
-"""What was recorded: collectives, computation and freed units, in the order in which they were issued."""
+"""What one rank sent, computed and freed, in the order of issue."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdp_utils._extras import need
+from fsdp_utils.collectives.events import FREE, Span, StepEvent, peak_units
+from fsdp_utils.collectives.replay import Replay, replay
 
-if TYPE_CHECKING:
-    from fsdp_utils.collectives.replay import Replay
-
-COMPUTE, FREE = "compute", "free"
-BUCKET = "bucket "  # and its number: what DDP reduces at once
-WITHIN, BETWEEN = "within a host", "between hosts"
 MIB = 2**20
 
 
 @dataclass
-class Event:
-    """One thing that this rank issued.
-
-    Args:
-        order: Place in the order of issue, from 0.
-        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast", ...; "compute" for what was computed
-            between two other events for one module; "free" when a gathered unit was given up.
-        module: Name of the FSDP unit that the bytes belong to, "(root)" for the model itself, "bucket 0",
-            "bucket 1", ... for the gradients of DDP, "" where it belongs to no unit.
-        phase: "forward", "backward", "optimizer", or "other" for what is none of these.
-        bytes_in, bytes_out: What this rank gave to the collective and what it got, padding included.
-        ranks: Global ranks that took part; empty where nothing was sent.
-        link: "within a host" or "between hosts"; "" where nothing was sent.
-        start: Seconds since the recording began. On a GPU, where streams run side by side, events need not
-            start in their order.
-        seconds: Duration; None for a collective that nobody has seen end. gloo does not tell the end of a
-            reduce-scatter, a send or a receive: what is not FSDP's own lasts until the model's next event.
-    """
-
-    order: int
-    kind: str
-    module: str
-    phase: str
-    bytes_in: int = 0
-    bytes_out: int = 0
-    ranks: tuple[int, ...] = ()
-    link: str = ""
-    start: float = 0.0
-    seconds: float | None = None
-
-    @property
-    def is_collective(self) -> bool:
-        """Did ranks talk to each other?"""
-        return self.kind not in (COMPUTE, FREE)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole: what an all-gather gives, what a reduce-scatter or an all-reduce takes."""
-        return max(self.bytes_in, self.bytes_out)
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that this rank has to send, if they go around a ring: the least that is possible.
-
-        (n - 1) / n of `bytes` for n ranks, and twice that for an all-reduce. For kinds in which ranks do not
-        send alike, such as a broadcast, it is the mean over the ranks.
-
-        Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-        """
-        if not self.ranks or self.kind == "recv":
-            return 0.0
-        if self.kind == "send":
-            return float(self.bytes_in)
-        rounds = 2 if self.kind == "all_reduce" else 1
-        whole = self.bytes
-        if self.kind in ("gather", "scatter"):  # the root has the whole on one side, and a piece on the other
-            whole = min(self.bytes_in, self.bytes_out) or whole
-        return rounds * (len(self.ranks) - 1) * whole / len(self.ranks)
-
-
-@dataclass
-class Trace:
+class CollectiveTrace:
     """What `record_collectives` saw on this rank.
 
     Args:
         rank, world_size: Whose trace it is.
-        unit_bytes: By name of each FSDP unit: bytes of its whole parameters, without padding.
+        unit_bytes: By name of each FSDP unit: bytes of its full parameters, without padding.
         events: In the order of issue.
         notes: What is to be known about the recording itself, such as the exception that ended it.
     """
@@ -93,31 +28,31 @@ class Trace:
     rank: int
     world_size: int
     unit_bytes: dict[str, int] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[StepEvent] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def collectives(self) -> list[Event]:
-        """The events in which ranks talked to each other."""
+    def collectives(self) -> list[StepEvent]:
+        """The events in which ranks communicated."""
         return [event for event in self.events if event.is_collective]
 
     @property
     def peak_units(self) -> int:
-        """How many units were gathered and not yet freed at once, in the order of issue?
+        """The largest number of units that were gathered and not yet freed, in the order of issue.
 
-        Units that were whole when the recording began are not among them.
+        Units that were gathered already when the recording began are not counted.
         """
         return peak_units(self.events)
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of all collectives of each kind (`Event.bytes`), such as {"all_gather": 4096}."""
+        """Bytes of all collectives of each kind (`StepEvent.bytes`), such as {"all_gather": 4096}."""
         total: Counter[str] = Counter()
         for event in self.collectives:
             total[event.kind] += event.bytes
         return dict(total)
 
     def sent_bytes_by_link(self) -> dict[str, float]:
-        """Bytes that this rank has to send (`Event.sent_bytes`) within a host, and between hosts.
+        """Bytes that this rank has to send (`StepEvent.sent_bytes`) within a host, and between hosts.
 
         All bytes of a collective across hosts count as between hosts, though some pass from one rank to
         another on the same host: an upper bound of what crosses the link.
@@ -141,7 +76,6 @@ class Trace:
 
     def summary(self) -> str:
         """A table: for each kind of collective, phase and link, how many, and how many MiB."""
-        head = ("collective", "phase", "ranks", "link", "count", "MiB", "MiB sent")
         rows: dict[tuple[Any, ...], list[float]] = {}
         for event in self.collectives:
             key = (event.kind, event.phase, len(event.ranks), event.link)
@@ -149,14 +83,14 @@ class Trace:
             row[0] += 1
             row[1] += event.bytes / MIB
             row[2] += event.sent_bytes / MIB
-        cells: list[tuple[Any, ...]] = [head]
-        for key, (count, whole, sent) in rows.items():
-            cells.append((*key, int(count), f"{whole:.3f}", f"{sent:.3f}"))
-        widths = [max(len(str(cell)) for cell in column) for column in zip(*cells, strict=True)]
+        cells: list[tuple[str, ...]] = [("collective", "phase", "ranks", "link", "count", "MiB", "MiB sent")]
+        for key, (count, full, sent) in rows.items():
+            cells.append((*map(str, key), str(int(count)), f"{full:.3f}", f"{sent:.3f}"))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         words = (0, 1, 3)  # to the left; numbers to the right
         lines = [
             "  ".join(
-                str(cell).ljust(width) if i in words else str(cell).rjust(width)
+                cell.ljust(width) if i in words else cell.rjust(width)
                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in cells
@@ -168,7 +102,7 @@ class Trace:
         return self.summary()
 
     def plot(self) -> Any:
-        """When did what run? One lane for computation, one for each kind of collective, a colour for a unit.
+        """Draw when each event ran: one lane for computation, one for each kind, a colour for each unit.
 
         Returns:
             A matplotlib Figure, on the time axis of the recording.
@@ -177,14 +111,14 @@ class Trace:
             ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
         need("matplotlib", "notebooks")
-        from fsdp_utils.collectives.plot import Bar, plot_bars  # here: only who plots needs it
+        from fsdp_utils.collectives.plot import timeline  # here, as matplotlib may not be installed
 
-        bars = [
-            Bar(event.kind, event.module, event.start, event.start + event.seconds)
+        spans = [
+            Span(event, event.start, event.start + event.seconds)
             for event in self.events
             if event.kind != FREE and event.seconds is not None
         ]
-        return plot_bars(bars, list(self.unit_bytes), title=f"rank {self.rank}, recorded")
+        return timeline(spans, list(self.unit_bytes), title=f"rank {self.rank}, recorded")
 
     def replay(
         self,
@@ -195,12 +129,10 @@ class Trace:
         issue_s: float = 0.0,
         limit_units: int | None = 2,
     ) -> Replay:
-        """A simulation: how long would this order take if computation and communication overlapped?
+        """Simulate how long this order takes if computation and communication overlap.
 
         See `fsdp_utils.collectives.replay.replay`.
         """
-        from fsdp_utils.collectives.replay import replay
-
         return replay(
             self.events,
             units=list(self.unit_bytes),
@@ -210,16 +142,3 @@ class Trace:
             issue_s=issue_s,
             limit_units=limit_units,
         )
-
-
-def peak_units(events: list[Event]) -> int:
-    """How many units were gathered and not yet freed at once, in the order of issue?"""
-    gathered: set[str] = set()
-    most = 0
-    for event in events:
-        if event.kind == "all_gather" and event.module:
-            gathered.add(event.module)
-            most = max(most, len(gathered))
-        elif event.kind == FREE:
-            gathered.discard(event.module)
-    return most

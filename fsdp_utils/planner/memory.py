@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from fsdp_utils.allocator.trace import GIB, Event, Trace
+from fsdp_utils.allocator.trace import GIB, AllocationEvent, AllocationTrace
 from fsdp_utils.planner.work_items import AT_REST, Alloc, Free, Label, Recording, Step
 
 
@@ -62,20 +62,24 @@ def moments_of(recording: Recording, *, offload: bool = False) -> list[Moment]:
     return moments
 
 
-def trace_of(recording: Recording, *, offload: bool = False) -> Trace:
+def trace_of(recording: Recording, *, offload: bool = False) -> AllocationTrace:
     """What the simulated allocator replays."""
-    trace = Trace()
+    trace = AllocationTrace()
     held: dict[int, Alloc] = {}
     for _, entries in recording:
         for entry in entries:
             if isinstance(entry, Alloc):
                 held[entry.block] = entry
                 if not (offload and entry.category in AT_REST):
-                    trace.events.append(Event("alloc", entry.block, entry.size, entry.name, entry.stream))
+                    trace.events.append(
+                        AllocationEvent("alloc", entry.block, entry.size, entry.name, entry.stream)
+                    )
             elif isinstance(entry, Free):
                 alloc = held.pop(entry.block)
                 if not (offload and alloc.category in AT_REST):
-                    trace.events.append(Event("free", alloc.block, alloc.size, alloc.name, alloc.stream))
+                    trace.events.append(
+                        AllocationEvent("free", alloc.block, alloc.size, alloc.name, alloc.stream)
+                    )
             elif isinstance(entry, Step):
                 trace.begin_step()
     return trace

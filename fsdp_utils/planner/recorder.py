@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fsdp_utils.allocator.trace import Event, Recorder, listening
+from fsdp_utils.allocator.trace import AllocationEvent, Recorder, listening
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
 from fsdp_utils.collectives.fsdp_hooks import in_backward, listen
 from fsdp_utils.planner import work_items
@@ -172,7 +172,7 @@ class StepRecorder(Recorder):
             self._work(func, args, kwargs, result)
         return result
 
-    def note(self, event: Event) -> None:
+    def note(self, event: AllocationEvent) -> None:
         if event.kind == "free":
             self._add(Free(event.block), unit=self._unit_of_block.get(event.block))
             return
@@ -180,7 +180,7 @@ class StepRecorder(Recorder):
         self.category[event.block] = self._kind or self._guess(event)
         self._add(Alloc(event.block, event.size, event.stream, event.name, ""))
 
-    def _guess(self, event: Event) -> str:
+    def _guess(self, event: AllocationEvent) -> str:
         """What a tensor is for, by when it was made."""
         if self._working_for:
             if self._reducing:

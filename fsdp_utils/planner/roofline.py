@@ -14,8 +14,8 @@ Source: S. Williams et al., "Roofline", 2009; for the latencies src/graph/tuning
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_utils.collectives.events import COMPUTE, FREE, StepEvent
 from fsdp_utils.collectives.replay import Replay, replay
-from fsdp_utils.collectives.trace import COMPUTE, FREE, Event
 from fsdp_utils.planner.gpus import GPU
 from fsdp_utils.planner.work_items import Gone, Label, Recording, Send, Step, Work
 
@@ -52,14 +52,14 @@ def time_of(recording: Recording, gpu: GPU, *, ranks_per_host: int, offload_rati
         ranks_per_host: that share the host's network.
         offload_ratio: 0 where nothing is offloaded; else bytes of a parameter on the host per byte gathered.
     """
-    events: list[Event] = []
+    events: list[StepEvent] = []
     forward_flop = 0
     beside = 0.0  # kernels on the streams of communication, before the next collective
     computing: list[Work] = []
     computing_label = Label("")
 
     def add(kind: str, unit: str, phase: str, seconds: float) -> None:
-        events.append(Event(len(events), kind, unit, phase, seconds=seconds))
+        events.append(StepEvent(len(events), kind, unit, phase, seconds=seconds))
 
     def compute() -> None:
         if computing:

@@ -1,4 +1,4 @@
-"""export_safetensors: a checkpoint as the folder that transformers' from_pretrained reads.
+"""export_safetensors: write a checkpoint as the folder that transformers' from_pretrained reads.
 
 Source of the format: https://huggingface.co/docs/safetensors (eight bytes with the length of the header, the
 header in JSON, the tensors' bytes), and of the index: transformers' sharded checkpoints.
@@ -26,6 +26,8 @@ from fsdp_utils.checkpoint.replacing import replacing
 from fsdp_utils.checkpoint.state import MODEL
 from fsdp_utils.checkpoint.verify import newest, verify_checkpoint
 
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,11 +44,11 @@ DTYPE_NAMES = {
 }
 
 
-class _Source(NamedTuple):
-    """A checkpoint's model."""
+class SavedModel(NamedTuple):
+    """The model in a checkpoint."""
 
     specs: dict[str, tuple[torch.dtype, torch.Size]]  # by name, without tied ones
-    read: Callable[[str], Tensor]  # one whole tensor, in CPU memory
+    read: Callable[[str], Tensor]  # one full tensor, in CPU memory
     config: dict[str, Any] | None  # of a transformers model
 
 
@@ -58,7 +60,7 @@ def export_safetensors(
     verify: bool = True,
     progress: Progress = lambda count: None,
 ) -> Path:
-    """Write the model of a checkpoint as safetensors, in one process that never holds more than one tensor.
+    """Write the model of a checkpoint as safetensors, in one process that holds one tensor at a time.
 
     The folder gets model.safetensors, or several numbered ones and model.safetensors.index.json. The
     config.json of a transformers model is written too: it was saved with the checkpoint. Add the tokenizer
@@ -69,14 +71,14 @@ def export_safetensors(
             last one is taken), or a checkpoint of plain DCP that has its model under "model" (not verified).
         out_dir: made if it is not there; what has the same name is replaced.
         shard_gib: begin another file where one would become larger than this.
-        verify: False takes the checkpoint's hashes on trust.
+        verify: False does not check the checkpoint's hashes.
         progress: told of each piece of work, in bytes of tensors written.
 
     Returns:
         out_dir.
 
     Raises:
-        CheckpointError: the checkpoint is not what was saved, or holds what safetensors has no word for.
+        CheckpointError: the checkpoint is not what was saved, or holds what safetensors cannot represent.
     """
     if not 0 < shard_gib < float("inf"):
         raise CheckpointError(f"expected shard_gib to be above 0, and finite, found {shard_gib}")
@@ -87,27 +89,23 @@ def export_safetensors(
     shards = list(_shards(source.specs, int(shard_gib * 2**30)))
     weight_map = {}
     for number, names in enumerate(shards, 1):
-        file = (
-            "model.safetensors"
-            if len(shards) == 1
-            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        )
+        file = ONE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write(out / file, names, source, progress)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(_bytes(source.specs[name]) for name in weight_map)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _replace(out / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        _replace(out / INDEX, json.dumps(index, indent=2).encode())
     if source.config is not None:
         _replace(out / "config.json", json.dumps(source.config, indent=2).encode())
     return out
 
 
-def open_model(checkpoint: Path, *, verify: bool) -> _Source:
+def open_model(checkpoint: Path, *, verify: bool) -> SavedModel:
     """The model in a checkpoint of any kind."""
     if checkpoint.is_dir() and not (checkpoint / MANIFEST).exists():  # of plain DCP
         metadata = read_any_metadata(checkpoint)
-        return _Source(
+        return SavedModel(
             _model_specs(specs(metadata), tied={}),
             lambda name: read_tensor(checkpoint, metadata, MODEL + name),
             None,
@@ -117,7 +115,7 @@ def open_model(checkpoint: Path, *, verify: bool) -> _Source:
     if checkpoint.is_dir():
         manifest = read_manifest(checkpoint)
         metadata = read_described(checkpoint, manifest)
-        return _Source(
+        return SavedModel(
             _model_specs(tensor_specs(manifest), manifest["tied"]),
             lambda name: read_tensor(checkpoint, metadata, MODEL + name),
             manifest["config"],
@@ -125,7 +123,7 @@ def open_model(checkpoint: Path, *, verify: bool) -> _Source:
     content = read_full(checkpoint)
     model: dict[str, Any] = content["model"]
     tensors = {MODEL + name: (t.dtype, t.shape) for name, t in model.items() if isinstance(t, Tensor)}
-    return _Source(
+    return SavedModel(
         _model_specs(tensors, content["tied"]),
         lambda name: model[name].contiguous(),
         content["about"]["config"],
@@ -158,7 +156,7 @@ def _shards(found: dict[str, tuple[torch.dtype, torch.Size]], limit: int) -> Ite
     yield names
 
 
-def _write(path: Path, names: list[str], source: _Source, progress: Progress) -> None:
+def _write(path: Path, names: list[str], source: SavedModel, progress: Progress) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:

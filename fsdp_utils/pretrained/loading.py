@@ -1,8 +1,8 @@
-"""load_pretrained: a folder of safetensors straight into the shards of a model that no rank holds whole.
+"""load_pretrained: read a folder of safetensors straight into the shards of a model.
 
 Why not torch.distributed.checkpoint's HuggingFaceStorageReader, which reads such folders too: it maps files,
 so that a rank's peak grows by two to three times its shard (measured with torch 2.13), it converts dtypes
-without a word, takes no notice of what the model does not want, and torch 2.6 does not have it.
+without a warning, ignores what the model does not want, and torch 2.6 does not have it.
 """
 
 import io
@@ -23,8 +23,8 @@ from fsdp_utils.checkpoint.names import has_fsdp1
 from fsdp_utils.checkpoint.regular import open_regular
 from fsdp_utils.checkpoint.state import MODEL, Snapshot
 from fsdp_utils.distributed.agreement import WAIT_S, fingerprint
-from fsdp_utils.pretrained.folder import Entry, read_folder, read_part
 from fsdp_utils.pretrained.meta_init import device_of, is_meta, materialise
+from fsdp_utils.pretrained.reading import Entry, read_folder, read_part
 from fsdp_utils.sharding.local_part import local, local_chunk
 
 _SHOWN = 3  # problems of a kind in one error
@@ -41,9 +41,9 @@ def load_pretrained(
 ) -> None:
     """Load a folder of safetensors into a model that may be sharded, and may still be on the meta device.
 
-    Call it on every rank. Each reads its own part of each tensor, straight into its shard: beside that it
-    holds no more than 16 MiB, or one row of a tensor. So build the model under `torch.device("meta")`, wrap
-    it with fully_shard, and call this instead of to_empty. Names, shapes and dtypes are checked on all ranks
+    Call it on every rank. Each reads its own part of each tensor, straight into its shard; in addition it
+    holds at most 16 MiB, or one row of a tensor. So build the model under `torch.device("meta")`, wrap it
+    with fully_shard, and call this instead of to_empty. Names, shapes and dtypes are checked on all ranks
     before the model is touched. Tied weights may be in the folder under one of their names, or under each.
 
     The format has no hashes: a file that was cut short is noticed, a changed byte is not.
@@ -102,7 +102,7 @@ def load_pretrained(
 def _choose(
     folder: Path, wanted: Snapshot, found: dict[str, Entry], *, cast: bool, ignore: list[str]
 ) -> dict[str, list[str]]:
-    """Under which names is each tensor of the model in the files? Several if it is tied.
+    """The names under which each tensor of the model is in the files; several if it is tied.
 
     Raises:
         CheckpointError: the files do not hold exactly this model.
@@ -167,13 +167,13 @@ def _fill(wanted: Snapshot, chosen: dict[str, list[str]], found: dict[str, Entry
             return files[entry.path]
 
         for key in sorted(chosen, key=lambda key: found[chosen[key][0]][:2]):
-            offsets, lengths = local_chunk(wanted.tensors[key])
+            offsets, sizes = local_chunk(wanted.tensors[key])
             target = local(wanted.tensors[key])
             first, *others = chosen[key]
-            read_part(found[first], file_of(found[first]), offsets, lengths, target)
+            read_part(found[first], file_of(found[first]), offsets, sizes, target)
             for name in others:
                 other = torch.empty_like(target)
-                read_part(found[name], file_of(found[name]), offsets, lengths, other)
+                read_part(found[name], file_of(found[name]), offsets, sizes, other)
                 if not torch.equal(other, target):
                     raise CheckpointError(
                         f"{found[name].path}: expected {name} to equal {first} (they are tied in the model), "

@@ -1,8 +1,8 @@
-"""From the meta device to memory, with buffers that are right.
+"""Materialise a model from the meta device, and compute the buffers that no checkpoint holds.
 
-`to_empty` gives parameters and buffers memory with whatever was in it. What is saved with the model is loaded
-then. But a non-persistent buffer, such as the frequencies of rotary embeddings, is in no file: something has
-to compute it again, or the model is wrong without an error.
+`to_empty` gives parameters and buffers uninitialised memory. What is saved with the model is loaded then. But
+a non-persistent buffer, such as the frequencies of rotary embeddings, is in no file: something has to compute
+it again, or the model is wrong without an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.torch_internals.runtime import own_buffers, own_parameters, unsaved_buffers
+from fsdp_utils.torch_internals.runtime import unsaved_buffers
 
-_MARK = 0xA5  # a byte of memory that nobody has written to
+_MARK = 0xA5  # fills the buffers, to see afterwards whether anything was written to them
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -35,7 +35,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 @torch.no_grad()
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give parameters and buffers memory on the device; buffers that are not saved have their values then.
+    """Give parameters and buffers memory on the device, and compute the buffers that are not saved.
 
     Those that were on meta are computed by the module that has them: by a transformers model's
     `_init_weights(module)`, else by its own `reset_parameters()`. Those that were not on meta keep theirs.
@@ -53,24 +53,23 @@ def materialise(model: nn.Module, device: torch.device) -> None:
                 computed.append((module, path, leaf))
 
     model.to_empty(device=device)
-    for places in ties:
-        first_module, first = places[0]
-        for module, leaf in places[1:]:
-            own_parameters(module)[leaf] = own_parameters(first_module)[first]
+    for (first_module, first), *others in ties:
+        for module, leaf in others:
+            setattr(module, leaf, getattr(first_module, first))
     for module, leaf, buffer in real:
-        own_buffers(module)[leaf] = buffer.to(device)
+        setattr(module, leaf, buffer.to(device))
     for module, _, leaf in computed:
-        own_buffers(module)[leaf].untyped_storage().fill_(_MARK)  # type: ignore[union-attr]
+        module.get_buffer(leaf).untyped_storage().fill_(_MARK)
     for module, path in {module: path for module, path, _ in computed}.items():
         for compute in _ways(model, path, module):
             with _parameters_on_meta(module):
                 compute()
-            if not any(_untouched(own_buffers(module)[leaf]) for one, _, leaf in computed if one is module):
+            if not any(_untouched(getattr(module, leaf)) for one, _, leaf in computed if one is module):
                 break
     left = [
         f"{plain_name(path, leaf)} of {_class_name(module)}"
         for module, path, leaf in computed
-        if _untouched(own_buffers(module)[leaf])
+        if _untouched(getattr(module, leaf))
     ]
     if left:
         raise CheckpointError(
@@ -106,14 +105,14 @@ def _ways(model: nn.Module, path: str, module: nn.Module) -> Iterator[Callable[[
 @contextmanager
 def _parameters_on_meta(module: nn.Module) -> Iterator[None]:
     """Stand-ins for the module's own parameters: they are loaded, and need no random numbers."""
-    own = dict(own_parameters(module))
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for leaf, param in own.items():
-        if param is not None:
-            own_parameters(module)[leaf] = nn.Parameter(torch.empty(param.shape, device="meta"))
+        setattr(module, leaf, nn.Parameter(torch.empty(param.shape, device="meta")))
     try:
         yield
     finally:
-        own_parameters(module).update(own)
+        for leaf, param in own.items():
+            setattr(module, leaf, param)
 
 
 def _class_name(module: nn.Module) -> str:

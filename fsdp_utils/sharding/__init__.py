@@ -1,7 +1,7 @@
-"""Which modules become FSDP units, what they are called, and which part of a tensor a rank holds.
+"""FSDP units: choose them, find them, check them; names without wrappers; the part a rank holds.
 
-`shard` wraps a model with FSDP2, `wrap_policy` is the same choice for FSDP1, `check_sharding`
-says what is wrong with how a model was wrapped.
+`shard` wraps a model with FSDP2, `wrap_policy` makes the same choice for FSDP1, `check_sharding` finds
+mistakes in how a model was wrapped.
 """
 
 from typing import TYPE_CHECKING

@@ -8,7 +8,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_utils.sharding.names import WRAPPED, plain_name
 from fsdp_utils.sharding.units import find_units, parameter_sizes, within
-from fsdp_utils.torch_internals.runtime import own_children
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A repeated class with less than this share of the parameters in blocks is not worth units of its own.
@@ -16,11 +15,11 @@ SMALL = 0.1
 
 
 def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """Which classes are this model's transformer blocks, to be FSDP units?
+    """The classes of this model's transformer blocks, which should be FSDP units.
 
-    Looks at what stands in a ModuleList, ModuleDict or Sequential. Where a transformers model names its
-    blocks (`_no_split_modules`), these are taken; elsewhere the outermost repeated classes, if they hold
-    at least a tenth of all that is repeated. Plain layers (nn.Linear in a Sequential) are not blocks.
+    Candidates are the modules in a ModuleList, ModuleDict or Sequential. Where a transformers model names its
+    blocks (`_no_split_modules`), these are taken; elsewhere the outermost repeated classes, if they hold at
+    least a tenth of all candidates' parameters. Single layers (nn.Linear in a Sequential) are not blocks.
 
     Args:
         model: any module, sharded or not, on any device, "meta" too.
@@ -52,11 +51,11 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """What may be a block, outermost, by name, and whether the model itself names its class as one."""
+    """The outermost modules that may be blocks: name, module, and whether the model names its class."""
     names: set[str] = set()
     for module in model.modules():
         # transformers: None, a list or a set of class names, of which some may not occur in this model,
-        # and some are no blocks (embeddings). A composite model leaves it to its parts.
+        # and some are no blocks (embeddings). In a composite model, its parts have it.
         names.update(getattr(module, "_no_split_modules", None) or ())
     in_containers = [unwrapped(child) for parent in model.modules() for child in _contained(parent)]
     counts = Counter(map(_class_of, in_containers))
@@ -76,23 +75,22 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 
 def _contained(parent: nn.Module) -> list[nn.Module]:
-    """The children that may be blocks for where they stand and what they are."""
+    """The children that may be blocks, by their container and their class."""
     if not isinstance(parent, _CONTAINERS):
         return []
-    return [child for child in parent.children() if not _is_plain(unwrapped(child))]
+    return [child for child in parent.children() if not _is_single_layer(unwrapped(child))]
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_single_layer(module: nn.Module) -> bool:
     cls = _class_of(module)
     is_leaf_of_torch = cls.__module__.startswith("torch.nn.") and not list(module.children())
     return cls in _CONTAINERS or is_leaf_of_torch
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    for name in WRAPPED:
-        if name in own_children(module):
-            return unwrapped(own_children(module)[name])  # pyright: ignore[reportArgumentType]
-    return module
+    """The module inside all wrappers around it."""
+    inner = [child for name, child in module.named_children() if name in WRAPPED]
+    return unwrapped(inner[0]) if inner else module
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
@@ -104,7 +102,7 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 def outermost(
     model: nn.Module, classes: tuple[type[nn.Module], ...], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks by name, as they stand in the model: a checkpoint wrapper around one belongs to it."""
+    """The blocks by name, with the checkpoint wrapper around a block if it has one."""
     for name, child in model.named_children():
         if isinstance(unwrapped(child), classes):
             yield plain_name(prefix, name), child

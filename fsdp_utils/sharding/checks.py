@@ -14,17 +14,17 @@ HALF = 0.5
 
 
 def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
-    """What is wrong with how this model was wrapped?
+    """Find mistakes in how a model was wrapped, and say how to mend them.
 
-    Only looks: no collective, no change, so it may be called on one rank.
+    Issues no collective and changes nothing, so it may be called on one rank.
 
     Args:
         model: after FSDP1 or FSDP2 was applied.
-        optimizer: the one that is to train it.
+        optimizer: the one that trains it.
 
     Returns:
-        A sentence or two for each problem and what to do about it; empty when nothing is wrong. Only
-        transformers models tell which weights are tied.
+        A sentence or two for each problem and what to do about it; empty when nothing is wrong. Tied weights
+        are known of transformers models only.
     """
     units = find_units(model, also_empty=True)
     if not units:
@@ -48,7 +48,7 @@ def _check_units(
     loose: dict[str, int],
     fsdp2: bool,
 ) -> list[str]:
-    """The first thing that is wrong with what is in which unit; the rest would follow from it."""
+    """The first mistake in the choice of units; further ones would follow from it."""
     if loose:
         what_to_do = "Call fully_shard(model) after its parts." if fsdp2 else "Wrap the whole model in FSDP."
         return [

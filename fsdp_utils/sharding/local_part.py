@@ -20,31 +20,31 @@ from fsdp_utils.torch_internals.names import FLAT_PARAM
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter of the model inside FSDP1's flat one, as far as this rank holds it."""
+    """This rank's part of a parameter inside FSDP1's flat parameter."""
 
     name: str  # within its FSDP unit
     shape: torch.Size
-    offset: int  # of this rank's part, in elements of the whole parameter
+    offset: int  # of this rank's part, in elements of the full parameter
     start: int  # of this rank's part, in elements of this rank's flat parameter
     numel: int
 
 
 @dataclass(frozen=True)
 class Place:
-    """This rank's part of a parameter: `numel` elements that follow each other from `offset` on.
+    """This rank's part of a parameter: `numel` contiguous elements from `offset` on.
 
-    For a tensor that is split along another dimension than the first they do not follow each other in the
-    whole parameter; then they are counted as if the ranks' parts lay one after the other.
+    Of a tensor that is split along another dimension than the first, the part is not contiguous in the full
+    parameter; then the elements are counted as if the ranks' parts lay one after the other.
     """
 
-    shape: torch.Size  # of the whole parameter
+    shape: torch.Size  # of the full parameter
     offset: int
     numel: int
     members: tuple[Member, ...] = ()  # of FSDP1's flat parameter
 
     @property
     def padding(self) -> int:
-        """How many of the elements, at the end, are none of the parameter's: FSDP1 makes its parts equal."""
+        """How many elements at the end are padding: FSDP1 makes the ranks' parts equal."""
         return min(self.numel, max(0, self.offset + self.numel - self.shape.numel()))
 
 
@@ -66,7 +66,7 @@ def local_chunk(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def places(params: Sequence[Tensor]) -> list[Place]:
-    """Where the part of each parameter lies that this rank holds."""
+    """The place of this rank's part of each parameter, by position in the flattened parameter."""
     fsdp1: dict[int, Place] = {}
     if any(map(is_fsdp1_parameter, params)):
         fsdp1 = _fsdp1_places()
@@ -80,21 +80,21 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, over the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not torch.is_grad_enabled():  # it is the part itself then, and not a new tensor of autograd's
+    if not torch.is_grad_enabled():  # to_local() gives the part itself then, and not autograd's view of it
         return tensor.to_local()
     with torch.no_grad():
         return tensor.to_local()
 
 
 def as_dtensor(part: Tensor, like: DTensor) -> DTensor:
-    """The distributed tensor of which each rank gives its part, sharded as another one."""
+    """The DTensor made of the ranks' parts, sharded like another one."""
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def member_names(name: str, place: Place) -> list[str]:
-    """The names of the parameters inside FSDP1's flat one, which is called `name`."""
+    """The names of the parameters inside FSDP1's flat parameter `name`."""
     unit = plain_name(name).removesuffix(FLAT_PARAM)
     return [unit + member.name for member in place.members]
 

@@ -1,8 +1,8 @@
-"""Which modules become FSDP units?
+"""Choose the FSDP units of a model and wrap it.
 
-A unit is what FSDP gathers, computes and frees in one piece. For a transformer the right unit is the
-block: gathered one by one, only a block or two need whole parameters at a time. `blocks.py` finds the
-blocks, `checks.py` finds what went wrong.
+A unit is what FSDP gathers, computes and frees in one piece. For a transformer the right unit is the block:
+gathered one after the other, only a block or two hold full parameters at a time. `blocks.py` finds the
+blocks, `checks.py` finds mistakes in the wrapping.
 """
 
 from collections.abc import Iterator
@@ -39,12 +39,12 @@ _SPELLINGS = {
 
 
 def strategy_named(spelling: str) -> str:
-    """ "full", "grad_op" or "hybrid" for that spelling; what is none, as it is."""
+    """ "full", "grad_op" or "hybrid" for that spelling; anything else unchanged."""
     return _SPELLINGS.get(spelling, spelling) if isinstance(spelling, str) else spelling
 
 
 def wrap_policy(model: nn.Module) -> ModuleWrapPolicy:
-    """How does FSDP1 make each block a unit? By `FSDP(model, auto_wrap_policy=wrap_policy(model))`.
+    """Make each transformer block an FSDP1 unit: `FSDP(model, auto_wrap_policy=wrap_policy(model))`.
 
     Raises:
         ValueError: the model has no transformer blocks.
@@ -60,7 +60,7 @@ def shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
 ) -> nn.Module:
-    """Make each transformer block an FSDP2 unit, then the model: the loop that one would write by hand.
+    """Call fully_shard on each transformer block, then on the model.
 
     Build the optimizer after this call. Blocks that share a parameter become one unit; a block that shares
     one with the rest of the model (tied weights) stays in the root's unit.
@@ -70,8 +70,8 @@ def shard(
         mesh: 1-D, or for "hybrid" 2-D with named dimensions (replicate, shard). None is 1-D over all ranks.
         strategy: "full": parameters are freed after a block's forward and gathered again in backward.
             "grad_op": they stay until backward. "hybrid": as "full" within the mesh's second dimension,
-            replicated over the first. Or the same by FSDP1's names ("FULL_SHARD", "SHARD_GRAD_OP",
-            "HYBRID_SHARD") or DeepSpeed's ("zero3", "zero2").
+            replicated over the first. FSDP1's names ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD") and
+            DeepSpeed's ("zero3", "zero2") mean the same.
         mp_policy: mixed precision, for every unit.
         offload_policy: CPUOffloadPolicy(...), for every unit.
 
@@ -80,7 +80,7 @@ def shard(
 
     Raises:
         ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
-            is sharded already, or has parameters that FSDP2 cannot shard. The model is then as it was.
+            is sharded already, or has parameters that FSDP2 cannot shard. The model is unchanged then.
         RuntimeError: there is no process group; this torch trains FSDP2 wrongly on ranks without a GPU.
     """
     strategy = strategy_named(strategy)
@@ -109,7 +109,7 @@ def shard(
 
     blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
     _refuse_what_fully_shard_refuses(model, blocks)
-    for unit in _units_of(model, blocks):
+    for unit in _group_blocks(model, blocks):
         fully_shard(unit, reshard_after_forward=strategy != "grad_op", **options)
     if strategy == "grad_op":
         options["reshard_after_forward"] = False  # else torch's default, which is the same for a root
@@ -133,7 +133,7 @@ def _refuse_gloo_that_adds(mesh: DeviceMesh) -> None:
         )
 
 
-def _units_of(model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
+def _group_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
     """The blocks, grouped so that no two units share a parameter, nor one with what stays in the root."""
 
     def outside(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -150,7 +150,7 @@ def _units_of(model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
 
 
 def _refuse_what_fully_shard_refuses(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Before anything is changed: fully_shard would find it after some blocks were sharded already."""
+    """Check before anything is changed: fully_shard would raise after some blocks were sharded already."""
     for name, module in model.named_modules():
         where = plain_name(name) or "the model"
         if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):

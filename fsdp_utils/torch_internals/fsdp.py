@@ -1,4 +1,4 @@
-"""What the units of FSDP1 and FSDP2 hold: nothing public says it."""
+"""What the units of FSDP1 and FSDP2 hold; torch has no public access to any of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def fsdp1_handle(module: FSDP1) -> FlatParamHandle | None:
-    """What keeps the unit's parameters; None where all of them are in units within."""
+    """What holds the unit's parameters; None where all of them are in inner units."""
     return module._handle
 
 
@@ -88,7 +88,7 @@ class Flat:
 
     @property
     def extensions(self) -> tuple[Any, ...]:
-        """Something for each parameter that was sharded before FSDP1 came."""
+        """Not None for each parameter that was sharded already when FSDP1 wrapped it."""
         return self._flat._param_extensions
 
     @property
@@ -111,7 +111,7 @@ class Flat:
 
 
 def fsdp2_state(module: Any) -> Any:
-    """What FSDP2 keeps of a module under fully_shard; modules sharded together, as a list, have one."""
+    """FSDP2's state of a module under fully_shard; modules sharded together, as a list, share one."""
     return module._get_fsdp_state()
 
 
@@ -124,10 +124,10 @@ def fsdp2_groups(module: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def fsdp2_is_root(module: FSDPModule) -> bool:
-    """Is it the outermost? Nobody is, before the first forward."""
+    """Is it the outermost? Before the first forward, no module is."""
     return bool(fsdp2_state(module)._is_root)
 
 
 def fsdp2_whole(param: FSDPParam) -> Tensor | None:
-    """The gathered parameter, once there was one; its gradient is nowhere else until it is reduced."""
+    """The gathered parameter, after the first gather; its gradient is only there until it is reduced."""
     return getattr(param, "_unsharded_param", None)

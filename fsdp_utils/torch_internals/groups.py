@@ -1,4 +1,4 @@
-"""Process groups: their store, which are alive, time-outs, ending one at once, and fake ones."""
+"""Process groups: their store, which ones exist, time-outs, aborting, and fake ones."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def default_store() -> dist.Store:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """All that are alive in this process; nothing public lists them."""
+    """All process groups of this process; nothing public lists them."""
     from torch.distributed import distributed_c10d
 
     return list(distributed_c10d._world.pg_map)
 
 
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What does the group's collectives on that device; only it knows of its errors and its time-out.
+    """The backend that runs the group's collectives on that device; its errors and time-out are only there.
 
     Raises:
-        RuntimeError: the group has none for it.
+        RuntimeError: the group has no backend for that device.
     """
     return group._get_backend(device)
 
 
 def abort_groups(group: dist.ProcessGroup | None = None) -> None:
-    """End a group at once, or all: destroy_process_group waits for kernels, they for a rank that has died.
+    """Abort a group, or all: destroy_process_group waits for kernels, which wait for a rank that has died.
 
     The public ProcessGroup.abort leaves the group registered, so that the end of the program waits for it,
     and communicators that overlap must be aborted together (https://github.com/pytorch/pytorch/issues/119797).
@@ -46,9 +46,9 @@ def abort_groups(group: dist.ProcessGroup | None = None) -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """From its next collective on.
+    """Set the time-out of a group's collectives, from the next one on.
 
-    torch.distributed.set_timeout; before it was public (it is in torch 2.15), it had another name.
+    This is torch.distributed.set_timeout, which is public from torch 2.15 on.
     """
     import torch.distributed as dist
 
@@ -63,7 +63,7 @@ def gloo_timeout(group: dist.ProcessGroup) -> float | None:
 
 
 def set_gloo_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """From the group's next gloo collective on; a backend of GPUs that the group also has keeps its own."""
+    """Set the time-out of the group's gloo collectives, from the next one on; other backends keep theirs."""
     if (backend := _gloo(group)) is not None:
         backend._set_default_timeout(timedelta(seconds=seconds))
 
@@ -81,7 +81,7 @@ def _gloo(group: dist.ProcessGroup) -> Any:
 
 
 def fake_store() -> dist.Store:
-    """For init_process_group("fake", ...), which this import makes known; fake tensors can be sent there."""
+    """For init_process_group("fake", ...), which this import registers; it takes fake tensors too."""
     import torch
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

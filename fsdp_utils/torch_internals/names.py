@@ -1,14 +1,15 @@
 """Private classes and functions of torch, under the names that the library has for them.
 
-`NAMES` says what each is for. `from fsdp_utils.torch_internals.names import ShardedTensor` imports torch's
-module then, and says in words if this torch lacks the name. All of them are as old as the oldest torch that
-the tests were run with, 2.9, and mostly older.
+`NAMES` says what each is for, and which public name comes closest and why it does not serve. Every one of
+them exists since torch 2.9, the oldest that the tests were run with, or longer.
+`from fsdp_utils.torch_internals.names import ShardedTensor` imports torch's module then, and its error says
+what the name is for if this torch lacks it.
 
-Named elsewhere in the library all the same: `torch.utils._pytree` and `torch.utils._python_dispatch`, which
-have no public counterpart and are how torch is to be extended; operators under `torch.ops`, whose names are
-part of saved programs; and names in pickles (checkpoint/archive.py, metadata.py), part of the file format.
+Other files may name these: `torch.utils._pytree` and `torch.utils._python_dispatch`, which have no public
+counterpart and are torch's documented way to extend it; operators under `torch.ops`, whose names are part of
+saved programs; and names in pickles (checkpoint/archive.py, metadata.py), which are part of the file format.
 """
-# ruff: noqa: F401 (it is for others that this file imports)
+# ruff: noqa: F401 (other files import these names from here)
 
 from __future__ import annotations
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from torch import _foreach_add_ as foreach_add_
     from torch import _foreach_copy_ as foreach_copy_
     from torch import _fused_adamw_ as fused_adamw_
-    from torch._C import DispatchKey as DispatchKey
-    from torch._C import _dispatch_library as dispatch_library
     from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
     from torch._compile import _disable_dynamo as disable_dynamo
     from torch._guards import detect_fake_mode as detect_fake_mode
@@ -54,7 +53,10 @@ _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FSDP1 = "torch.distributed.fsdp._runtime_utils"
 _FLAT = "torch.distributed.fsdp._flat_param"
 _FSDP2 = "torch.distributed.fsdp._fully_shard"  # in torch.distributed._composable.fsdp before 2.6
-_HOOK = "to tell when a unit works in backward: torch has no public hooks on what FSDP does"
+_HOOK = (
+    "to observe when a unit computes in backward: torch has no public hooks on what FSDP does, and those of "
+    "nn.Module run before or after FSDP's own work, not around it"
+)
 _FAKE = (
     "replaced while a rank is simulated on fake tensors, which have no memory: FSDP has no switch for that"
 )
@@ -66,13 +68,13 @@ NAMES: dict[str, Private] = {
     "FSDPParam": Private(
         f"{_FSDP2}._fsdp_param",
         "FSDPParam",
-        "it holds gradients of microbatches, found by its type after an exception, as nothing lists them",
+        "it holds gradients of microbatches; after an exception it is found by its type, as nothing lists it",
     ),
     "FSDPParamGroup": Private(
         f"{_FSDP2}._fsdp_param_group",
         "FSDPParamGroup",
-        "its unshard, reshard and post_backward are recorded. set_custom_all_gather and "
-        "set_custom_reduce_scatter see the communication only, not for which unit nor when memory is freed",
+        "its unshard, reshard and post_backward are recorded. FSDPModule.set_custom_all_gather and "
+        "set_custom_reduce_scatter see the communication only, and not when parameters are freed",
     ),
     "fsdp2_pre_backward": Private(f"{_FSDP2}._fsdp_state:FSDPState", "_pre_backward", _HOOK),
     "fsdp1_pre_backward": Private(_FSDP1, "_pre_backward_hook", _HOOK),
@@ -90,7 +92,7 @@ NAMES: dict[str, Private] = {
     "get_param_to_fqns": Private(
         "torch.distributed.fsdp._common_utils",
         "_get_param_to_fqns",
-        "names of FSDP1's flat parameters; named_parameters() does not look into them",
+        "names of the parameters inside FSDP1's flat ones; named_parameters() gives the flat ones only",
     ),
     # DTensor and ShardedTensor
     "dtensor_shapes": Private(
@@ -115,7 +117,10 @@ NAMES: dict[str, Private] = {
         "how DCP's .metadata holds a memory format; part of the file format",
     ),
     "checkpoint_wrapper": Private(
-        _WRAPPER, "checkpoint_wrapper", "activation checkpointing; public, but in a private module"
+        _WRAPPER,
+        "checkpoint_wrapper",
+        "activation checkpointing of a module: documented, but in a private module; "
+        "torch.utils.checkpoint.checkpoint wraps a call",
     ),
     "apply_activation_checkpointing": Private(
         _WRAPPER, "apply_activation_checkpointing", "the same for each block of a model"
@@ -124,29 +129,20 @@ NAMES: dict[str, Private] = {
     "FakeTensorMode": Private(
         "torch._subclasses.fake_tensor",
         "FakeTensorMode",
-        "tensors without memory; torch's pages import it there",
+        "tensors without memory; torch's documentation imports it from this private module",
     ),
     "detect_fake_mode": Private(
-        "torch._guards", "detect_fake_mode", "whether it is on; nothing public tells"
-    ),
-    "dispatch_library": Private(
-        "torch._C",
-        "_dispatch_library",
-        "to see collectives pass by. torch.library.Library is the public one; with it, to begin and end a "
-        "recording took 131 µs and not 62",
-    ),
-    "DispatchKey": Private(
-        "torch._C",
-        "DispatchKey",
-        "to go on to the kernels after the recorder's own, which nothing public can say",
+        "torch._guards", "detect_fake_mode", "whether a FakeTensorMode is on; nothing public says it"
     ),
     "RecordFunctionFast": Private(
         "torch._C._profiler",
         "_RecordFunctionFast",
-        "marks between what is issued; torch.profiler.record_function takes 5 µs, this 0.2 to 1.5",
+        "marks between what is issued; torch.profiler.record_function takes 5 µs, this one 0.2 to 1.5 µs",
     ),
     "sequence_nr": Private(
-        "torch.autograd", "_get_sequence_nr", "the number of the next node: has anything been computed since?"
+        "torch.autograd",
+        "_get_sequence_nr",
+        "the number of autograd's next node, to see whether anything was computed; nothing public counts",
     ),
     "disable_dynamo": Private(
         "torch._compile",

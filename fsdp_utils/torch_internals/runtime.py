@@ -1,4 +1,4 @@
-"""What tensors, modules, autograd, the profiler, the compiler and devices say only in private."""
+"""Private state of tensors, modules, autograd, the profiler, the compiler and devices."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ if TYPE_CHECKING:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Of its memory, whichever Python object it has; a fake tensor's has no data_ptr() to tell it by."""
+    """Identifies the memory behind a storage object; data_ptr() would, but a fake tensor has none."""
     return storage._cdata
 
 
 def version(tensor: Tensor) -> int:
-    """Another one after each operation in place; torch's pages name it, nothing public gives it."""
+    """A number that changes with each in-place operation; documented, but under a private name only."""
     return tensor._version
 
 
 def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
-    """The DTensor with that part here, on whichever device; from_local() would move it to the mesh's."""
+    """The DTensor whose local tensor is `part`, on its device; from_local() moves it to the mesh's device."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(part, like._spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def sharded_tensor_group(tensor: ShardedTensor) -> Any:
+    """The process group that it is sharded over; nothing public gives it."""
     return tensor._process_group
 
 
 def write_archive(value: Tensor, file: Any) -> None:
     """What torch.save(value, file) writes, without the CRC-32 of each part.
 
-    The CRC takes two thirds of the time of a SHA-256, torch.load does not look at it, and torch's switch for
-    it is one for the whole program.
+    The CRC takes two thirds of the time of a SHA-256, and torch.load does not check it. The public switch,
+    torch.serialization.set_crc32_options, acts on the whole process, and saves run in threads.
     """
     import torch
 
@@ -63,8 +64,8 @@ def collect_adamw(optimizer: torch.optim.AdamW, group: dict[str, Any], lists: li
     return optimizer._init_group(group, *lists)  # type: ignore[call-arg]
 
 
-# nn.Module's own tables: named_parameters() and its like leave out what is None or there twice, take several
-# times as long, and cannot be written to.
+# nn.Module's own tables. named_parameters() and its like leave out None and duplicates, take several times as
+# long, and cannot be written to.
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
@@ -82,7 +83,7 @@ def set_children(module: nn.Module, children: dict[str, nn.Module | None]) -> No
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
-    """The names of those that state_dict() leaves out."""
+    """The names of the buffers that state_dict() leaves out; calling it would gather under FSDP1."""
     return module._non_persistent_buffers_set
 
 
@@ -90,14 +91,14 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
-    """Inside of backward: call it when all of it is over, in the way FSDP does."""
+    """Inside backward: call a function when all of backward is over, as FSDP does. Hooks see one tensor."""
     import torch
 
     torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
 
 
 def profiler_is_on() -> bool:
-    """Is one running, or warming up? A second one ends the first without a word, or kills the process."""
+    """Is one running, or warming up? Starting a second one ends the first silently, or kills the process."""
     import torch
     from torch.autograd import profiler
 
@@ -110,7 +111,7 @@ def has_compiled() -> bool:
 
 
 def is_under_compile(module: nn.Module) -> bool:
-    """Was it compiled, in place or in a wrapper?"""
+    """Was it compiled, in place or in a wrapper? Nothing public says it."""
     return module._compiled_call_impl is not None or COMPILED in module._modules
 
 
@@ -118,7 +119,7 @@ def is_under_compile(module: nn.Module) -> bool:
 
 
 def nvml_device_count() -> int:
-    """GPUs, without starting CUDA; -1 without NVML's answer, which torch.cuda.device_count() does not say."""
+    """GPUs by NVML, without initialising CUDA; -1 where it cannot say, which the public one hides."""
     import torch
 
     return torch.cuda._device_count_nvml()

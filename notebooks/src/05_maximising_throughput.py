@@ -193,7 +193,7 @@ assert real.events == fake.events
 
 # %%
 from dataclasses import replace
-from fsdp_utils.allocator.trace import Trace
+from fsdp_utils.allocator import AllocationTrace
 
 with FakeTensorMode():
     smallest, middle, largest = (record(size).events for size in (16, 24, 32))
@@ -203,7 +203,8 @@ dist.destroy_process_group()
 def between(size):
     """The trace of a batch size from 16 to 32."""
     pairs = zip(smallest, largest, strict=True)                             # of the same tensor
-    return Trace([replace(a, size=a.size + (b.size - a.size) * (size - 16) // 16) for a, b in pairs])
+    resized = (replace(a, size=a.size + (b.size - a.size) * (size - 16) // 16) for a, b in pairs)
+    return AllocationTrace(list(resized))
 
 
 sizes = [16, 20, 22, 23, 24, 25, 26, 28, 32]
@@ -282,7 +283,7 @@ plots.show(fig, alt="Simulated memory over three steps: it fits, it retries, it 
 
 # %%
 streams = sorted({event.stream for event in traces[24].events})
-one_stream = Trace([replace(event, stream=0) for event in traces[24].events])
+one_stream = AllocationTrace([replace(event, stream=0) for event in traces[24].events])
 
 print(f"streams {streams}:", simulate_allocator(traces[24]))
 print("one stream:       ", simulate_allocator(one_stream))

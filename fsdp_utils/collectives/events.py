@@ -1,0 +1,93 @@
+"""The events of a recorded step, and when each of them ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+COMPUTE, FREE = "compute", "free"
+BUCKET = "bucket "  # and its number: what DDP reduces at once
+WITHIN, BETWEEN = "within a host", "between hosts"
+
+
+@dataclass
+class StepEvent:
+    """One thing that this rank issued.
+
+    Args:
+        order: Place in the order of issue, from 0.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast", ...; "compute" for what was computed
+            between two other events for one module; "free" when gathered parameters were freed.
+        module: Name of the FSDP unit that the bytes belong to, "(root)" for the model itself, "bucket 0",
+            "bucket 1", ... for the gradients of DDP, "" where it belongs to no unit.
+        phase: "forward", "backward", "optimizer", or "other" for what is none of these.
+        bytes_in, bytes_out: What this rank gave to the collective and what it got, padding included.
+        ranks: Global ranks that took part; empty where nothing was sent.
+        link: "within a host" or "between hosts"; "" where nothing was sent.
+        start: Seconds since the recording began. On a GPU, where streams run side by side, events need not
+            start in their order.
+        seconds: Duration; None for a collective whose end was not seen. gloo does not tell the end of a
+            reduce-scatter, a send or a receive: what is not FSDP's own lasts until the model's next event.
+    """
+
+    order: int
+    kind: str
+    module: str
+    phase: str
+    bytes_in: int = 0
+    bytes_out: int = 0
+    ranks: tuple[int, ...] = ()
+    link: str = ""
+    start: float = 0.0
+    seconds: float | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Did ranks communicate?"""
+        return self.kind not in (COMPUTE, FREE)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the full tensor: what an all-gather gives, a reduce-scatter or an all-reduce takes."""
+        return max(self.bytes_in, self.bytes_out)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that this rank has to send, if they go around a ring: the least that is possible.
+
+        (n - 1) / n of `bytes` for n ranks, and twice that for an all-reduce. For kinds in which ranks send
+        different amounts, such as a broadcast, it is the mean over the ranks.
+
+        Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        """
+        if not self.ranks or self.kind == "recv":
+            return 0.0
+        if self.kind == "send":
+            return float(self.bytes_in)
+        rounds = 2 if self.kind == "all_reduce" else 1
+        full = self.bytes
+        if self.kind in ("gather", "scatter"):  # the root's other side is a part
+            full = min(self.bytes_in, self.bytes_out) or full
+        return rounds * (len(self.ranks) - 1) * full / len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an event ran, or runs in a replay: seconds from `start` to `end`, equal for what was freed."""
+
+    event: StepEvent
+    start: float
+    end: float
+
+
+def peak_units(events: Iterable[StepEvent]) -> int:
+    """The largest number of units that were gathered and not yet freed, in the order of issue."""
+    gathered: set[str] = set()
+    most = 0
+    for event in events:
+        if event.kind == "all_gather" and event.module:
+            gathered.add(event.module)
+            most = max(most, len(gathered))
+        elif event.kind == FREE:
+            gathered.discard(event.module)
+    return most
