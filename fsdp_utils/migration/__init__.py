@@ -11,8 +11,8 @@ from typing import Any
 
 from fsdp_utils._safe_yaml import YamlError, load_yaml
 from fsdp_utils.migration import accelerate, composer, deepspeed
-from fsdp_utils.migration.errors import TranslationError, check_size, shown
 from fsdp_utils.migration.translation import Row, Translation
+from fsdp_utils.migration.values import TranslationError, plain_copy, shown
 
 __all__ = ["Row", "Translation", "TranslationError", "translate"]
 
@@ -62,8 +62,7 @@ def _read(config: Any) -> Mapping[str, Any]:
         content, where = config, "config"
         if not isinstance(content, Mapping):
             raise TypeError(f"as config: expected a dict of settings, found {type(content).__name__}")
-    check_size(content, where)
-    return content
+    return plain_copy(content, where)
 
 
 def _content(path: Path) -> Any:
