@@ -117,10 +117,11 @@ def check(yours: Any, spec: Any, *, strict: bool = False) -> Markdown:
         rows = [_called(yours, *case) for case in spec.items()]
     else:
         rows = [("", yours, spec)]
+    rows = [(call, None if mine is ... else mine, asked) for call, mine, asked in rows]
     marks = [_mark(mine, asked) for _, mine, asked in rows]
     open_rows = {mark for mark, (_, _, asked) in zip(marks, rows, strict=True) if asked is not None}
     if open_rows == {"·"}:
-        verdict = "**Not yet.** Your answer is still empty (`None` or `...`)."
+        verdict = "**Not yet.** Your answer is still `None`."
     elif set(marks) == {"✓"}:
         verdict = "✓ **Right.**"
     else:
@@ -162,7 +163,7 @@ def _is_stub(function: Callable[..., Any]) -> bool:
 def _mark(mine: Any, asked: Any) -> str:
     if _same(mine, asked):
         return "✓"
-    return "·" if mine is None or mine is ... else "✗"
+    return "·" if mine is None else "✗"
 
 
 def _same(mine: Any, asked: Any) -> bool:
