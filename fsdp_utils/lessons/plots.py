@@ -1,4 +1,4 @@
-"""One look for all figures: what each rank holds, and how units of FSDP compare."""
+"""The figures of the lessons, in one style: what each rank holds, and how FSDP units compare."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ def show(fig: Figure, *, alt: str) -> Image:
 
 @in_look
 def life_of_a_unit(world_size: int = 4) -> Image:
-    """What does each rank hold of one FSDP unit, from one step to the next? A drawing, not a measurement.
+    """Draw what each rank holds of one FSDP unit during a step: an illustration, not a measurement.
 
     Args:
         world_size: Number of ranks; the unit is drawn as that many pieces.
@@ -127,7 +127,7 @@ def life_of_a_unit(world_size: int = 4) -> Image:
 
 @in_look
 def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
-    """Which part of each parameter does each rank hold?
+    """Draw the part of each parameter that each rank holds.
 
     Args:
         layouts: By the name of a way to shard, then of a parameter: its elements on rank 0, 1, ...
@@ -154,7 +154,7 @@ def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
 
 @in_look
 def units(ways: Mapping[str, Sequence[int]]) -> Image:
-    """Into which units is the model cut?
+    """Draw the FSDP units of a model for several ways of wrapping it.
 
     Args:
         ways: By the name of a way to wrap: the elements in each unit, the root's first.
@@ -178,7 +178,7 @@ def units(ways: Mapping[str, Sequence[int]]) -> Image:
 
 @in_look
 def memory_per_rank(amounts: Mapping[str, Mapping[str, float]], *, unit: str) -> Image:
-    """What fills the memory of one rank?
+    """Draw the memory of one rank by kind of tensor.
 
     Args:
         amounts: By the name of a way to train, then of a kind of tensor: how much of it one rank holds.
@@ -203,7 +203,7 @@ def memory_per_rank(amounts: Mapping[str, Mapping[str, float]], *, unit: str) ->
 
 @in_look
 def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
-    """How much of the model was whole at each moment of a training step?
+    """Draw the share of the model that is gathered at each moment of a training step.
 
     Args:
         curves: By the name of a way to shard: bytes of gathered parameters that were alive after each
@@ -231,7 +231,7 @@ def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
 
 @in_look
 def losses(curves: Mapping[str, Sequence[float]]) -> Image:
-    """Do the ways to train follow one curve?
+    """Draw the loss curves of several ways of training over each other.
 
     Args:
         curves: By the name of a way to train: the loss of each step, of which the first is called step 1.
@@ -262,7 +262,7 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _side_by_side(sizes: Sequence[float]) -> list[tuple[float, float]]:
-    """Where each of the bars of one row begins, and its size."""
+    """Start and size of each bar in a row."""
     return list(zip(accumulate(sizes, initial=0.0), sizes, strict=False))
 
 

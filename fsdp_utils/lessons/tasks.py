@@ -1,4 +1,4 @@
-"""Small models with something to learn: digits for a ViT, dates for a T5 and for a Llama.
+"""Small training tasks: digits for a ViT, dates for a T5 and for a Llama.
 
 Each task is seeded, needs no download, and keeps test samples that training never sees. Give the name
 of a checkpoint (`pretrained="google-t5/t5-small"`) to use real weights instead: that needs the network
@@ -100,7 +100,7 @@ class Task:
 
 
 def digits_vit(*, pretrained: str | None = None) -> Task:
-    """Which digit is it? Scikit-learn's 1,797 images of 8 by 8 pixels, for a vision transformer.
+    """Digit classification: scikit-learn's 1,797 images of 8 by 8 pixels, for a vision transformer.
 
     Args:
         pretrained: A ViT checkpoint, such as "google/vit-base-patch16-224-in21k": a name or a folder.
@@ -142,7 +142,7 @@ def digits_vit(*, pretrained: str | None = None) -> Task:
 
 
 def dates_t5(*, pretrained: str | None = None) -> Task:
-    """Read "7 march 1998", write "1998-03-07": generated text, for an encoder-decoder.
+    """Dates for an encoder-decoder: "7 march 1998" becomes "1998-03-07".
 
     Args:
         pretrained: A T5 checkpoint, such as "google-t5/t5-small": a name or a folder. Its tokenizer is
@@ -169,7 +169,7 @@ def dates_t5(*, pretrained: str | None = None) -> Task:
 
 
 def dates_llama(*, pretrained: str | None = None) -> Task:
-    """Continue "7 march 1998>" with "1998-03-07": the same dates, for a decoder.
+    """Dates for a decoder: "7 march 1998>" is continued with "1998-03-07".
 
     Args:
         pretrained: A Llama checkpoint, such as "HuggingFaceTB/SmolLM2-135M": a name or a folder. Its

@@ -1,4 +1,4 @@
-"""What does a config of Accelerate, Composer or DeepSpeed say in FSDP2?
+"""Translate a config of Accelerate, Composer or DeepSpeed to FSDP2.
 
 `translate` reads the config. What it returns holds the settings, the Python to write, and what became of each
 key. Nothing is dropped in silence: a setting that FSDP2 has no counterpart for is named, with the reason.
@@ -21,7 +21,7 @@ READERS = {"accelerate": accelerate, "composer": composer, "deepspeed": deepspee
 
 
 def translate(config: str | Path | Mapping[str, Any], *, framework: str | None = None) -> Translation:
-    """What do I write in FSDP2 for what this config asks for?
+    """Translate a config to FSDP2.
 
     Args:
         config: the file (.json, .yaml or .yml) or what is in it: the file of `accelerate config`; a dict with

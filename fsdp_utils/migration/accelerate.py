@@ -19,7 +19,7 @@ LAUNCH = "https://huggingface.co/docs/accelerate/v1.15.0/en/package_reference/cl
 
 
 def is_mine(config: Mapping[str, Any]) -> bool:
-    """Is this the file that `accelerate config` writes?"""
+    """Whether this is the file that `accelerate config` writes."""
     return "distributed_type" in config
 
 

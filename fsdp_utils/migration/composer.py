@@ -18,7 +18,7 @@ NOTES = "https://docs.mosaicml.com/projects/composer/en/stable/notes/distributed
 
 
 def is_mine(config: Mapping[str, Any]) -> bool:
-    """Does it hold what Composer's Trainer takes?"""
+    """Whether this is what Composer's Trainer takes."""
     return "distributed_type" not in config and ("parallelism_config" in config or "fsdp_config" in config)
 
 

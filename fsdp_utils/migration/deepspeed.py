@@ -32,7 +32,7 @@ OFFLOAD_KEYS = {
 
 
 def is_mine(config: Mapping[str, Any]) -> bool:
-    """Does it have DeepSpeed's section of ZeRO?"""
+    """Whether the config has DeepSpeed's section about ZeRO."""
     return "zero_optimization" in config
 
 

@@ -1,4 +1,4 @@
-"""Reading a section of a config key by key: no key is passed over, no value is guessed."""
+"""Read a section of a config key by key: no key is ignored, no value is guessed."""
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
@@ -39,7 +39,7 @@ class Key(NamedTuple):
 def read_section(
     section: Any, keys: Mapping[str, Key], translation: Translation, *, name: str = "", framework: str
 ) -> None:
-    """Give each key of a section to what reads it, and note what came of it.
+    """Read each key of a section, and add a row for it to the translation.
 
     Args:
         section: the settings.
