@@ -46,12 +46,12 @@ def cell(source):
     return time.perf_counter() - began
 
 cells = [cell("pass") for _ in range(60)][10:]
-team = ranks._team
-os.kill(team.pids[2], signal.SIGKILL)
-while not team._happened("ended"):
+cluster = ranks._cluster
+os.kill(cluster.pids[2], signal.SIGKILL)
+while not cluster._happened("ended"):
     time.sleep(0.001)
 began_restart = time.time()
-team.regroup(team.the_dead())
+cluster.regroup(cluster.ended_ranks())
 restart = time.time() - began_restart
 ranks.stop()
 print(json.dumps([began, ready, statistics.median(cells), restart]))

@@ -76,7 +76,7 @@ class Notebook:
 
     def ranks_processes(self) -> list[psutil.Process]:
         """Every process that `ranks` has started: those of the fork server's session."""
-        leader = int(self.run("ranks._team._fork_server.pid").value)
+        leader = int(self.run("ranks._cluster._fork_server.pid").value)
         return [process for process in psutil.process_iter() if _session(process.pid) == leader]
 
     def close(self) -> None:

@@ -78,8 +78,8 @@ def tasks():
 
 def ranks():
     from types import SimpleNamespace
-    from fsdp_utils.notebook.local_cluster import Team
-    Team._connect(SimpleNamespace(settings={"directory": "."}))
+    from fsdp_utils.notebook.local_cluster import LocalCluster
+    LocalCluster._connect(SimpleNamespace(settings={"directory": "."}))
 
 for name, blocked in json.loads(sys.argv[1]):
     before = sys.modules.get(blocked)

@@ -130,9 +130,9 @@ def test_none_can_be_the_right_answer_of_some_cases():
 
 def test_a_text_where_a_number_is_asked_for_is_told_apart():
     shown = lesson.check(lambda numel: str(numel), {(12,): 12}).data
-    assert "`'12'` is a text, and the spec is a number" in shown
+    assert "`'12'` is a string, and the spec is a number" in shown
     assert "1 of 1 differ" in shown
-    assert "is a text" not in lesson.check("12", "13").data
+    assert "is a string" not in lesson.check("12", "13").data
 
 
 def test_a_wrong_answer_shows_yours_and_spec():

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from fsdp_utils.migration import TranslationError, accelerate, composer, deepspeed, translate
-from fsdp_utils.migration.keys import Key
+from fsdp_utils.migration.reading import Key
 
 HOSTILE = (
     'Block"+__import__("os").system("true")+"',
@@ -379,3 +379,20 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         translate(tmp_path / "pipe.yaml")
     with pytest.raises(FileNotFoundError):
         translate(tmp_path / "nowhere.yaml")
+
+
+def test_a_subclass_of_int_is_written_as_the_number_that_it_is() -> None:
+    class Ranks(int):
+        def __str__(self) -> str:
+            return "os.abort()"
+
+        __repr__ = __str__
+
+        def __format__(self, _: str) -> str:
+            return "os.abort()"
+
+    section = {"stage": Ranks(3), "zero_hpz_partition_size": Ranks(8)}
+    found = translate({"zero_optimization": section})
+    assert "reshard_after_forward=8" in found.code()
+    assert "abort" not in found.code() + str(found)
+    assert section["stage"].__class__ is Ranks  # the config itself is left as it was

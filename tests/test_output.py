@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_utils.notebook.output import Live, settle, who
+from fsdp_utils.notebook.output import Live, merge, name_ranks
 
 
 @pytest.mark.parametrize(
@@ -10,20 +10,20 @@ from fsdp_utils.notebook.output import Live, settle, who
     [([0, 1], 2, "all ranks"), ([1], 2, "rank 1"), ([0, 2], 3, "ranks 0, 2"), ([0], 1, "rank 0")],
 )
 def test_ranks_are_named(ranks: list[int], world_size: int, label: str) -> None:
-    assert who(ranks, world_size) == label
+    assert name_ranks(ranks, world_size) == label
 
 
 def test_the_same_text_is_shown_once() -> None:
-    assert settle({0: "a\nb\n", 1: "a\nb\n"}, 2) == "all ranks | a\nall ranks | b\n"
+    assert merge({0: "a\nb\n", 1: "a\nb\n"}, 2) == "all ranks | a\nall ranks | b\n"
 
 
 def test_of_some_ranks_the_same_text_names_them() -> None:
-    assert settle({0: "a\n", 2: "a\n"}, 3) == "ranks 0, 2 | a\n"
+    assert merge({0: "a\n", 2: "a\n"}, 3) == "ranks 0, 2 | a\n"
 
 
 def test_common_beginning_and_end_stand_around_what_differs() -> None:
     texts = {0: "same\nown 0\nend\n", 1: "same\nown 1\nmore 1\nend\n"}
-    assert settle(texts, 2).splitlines() == [
+    assert merge(texts, 2).splitlines() == [
         "all ranks | same",
         "rank 0 | own 0",
         "rank 1 | own 1",
@@ -33,19 +33,19 @@ def test_common_beginning_and_end_stand_around_what_differs() -> None:
 
 
 def test_a_line_is_never_both_beginning_and_end() -> None:
-    assert settle({0: "a\n", 1: "a\na\n"}, 2).splitlines() == ["all ranks | a", "rank 1 | a"]
+    assert merge({0: "a\n", 1: "a\na\n"}, 2).splitlines() == ["all ranks | a", "rank 1 | a"]
 
 
 def test_a_rank_that_printed_nothing_does_not_hide_the_others() -> None:
-    assert settle({0: "a\n", 1: ""}, 2) == "rank 0 | a\n"
+    assert merge({0: "a\n", 1: ""}, 2) == "rank 0 | a\n"
 
 
 def test_empty_lines_and_a_missing_last_newline_are_kept_readable() -> None:
-    assert settle({0: "a\n\nb"}, 2) == "rank 0 | a\nrank 0 |\nrank 0 | b\n"
+    assert merge({0: "a\n\nb"}, 2) == "rank 0 | a\nrank 0 |\nrank 0 | b\n"
 
 
 def test_of_a_progress_bar_the_last_drawing_stays() -> None:
-    assert settle({0: " 10%\r 50%\r100%\ndone\n"}, 2) == "rank 0 | 100%\nrank 0 | done\n"
+    assert merge({0: " 10%\r 50%\r100%\ndone\n"}, 2) == "rank 0 | 100%\nrank 0 | done\n"
 
 
 def test_live_output_shows_each_line_once_as_it_is_finished(capsys: pytest.CaptureFixture[str]) -> None:

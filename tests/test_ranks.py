@@ -150,7 +150,8 @@ def test_after_an_abandoned_collective_no_thread_of_a_rank_burns_a_core(four: No
     )
     failed = four.run("%%ranks --timeout 0.3\nif rank == 0:\n    model.weight.full_tensor()")
     assert "rank 3 had finished the cell" in failed.traceback
-    processes = [psutil.Process(int(pid)) for pid in eval(four.run("list(ranks._team.pids.values())").value)]
+    pids = four.run("print(*ranks._cluster.pids.values())").text.split()
+    processes = [psutil.Process(int(pid)) for pid in pids]
     before = [sum(process.cpu_times()[:2]) for process in processes]
     time.sleep(2)
     used = [sum(process.cpu_times()[:2]) - was for process, was in zip(processes, before, strict=True)]
@@ -185,7 +186,7 @@ def test_rank_0_can_be_replaced_too(four: Notebook) -> None:
 
 
 def test_a_death_between_two_cells_is_told_before_the_next_one_runs(four: Notebook) -> None:
-    four.run("import os, signal, time\nos.kill(ranks._team.pids[3], signal.SIGKILL); time.sleep(0.5)")
+    four.run("import os, signal, time\nos.kill(ranks._cluster.pids[3], signal.SIGKILL); time.sleep(0.5)")
     failed = four.run("%%ranks\nran = True")
     assert failed.error.startswith("RankError: rank 3 was killed by SIGKILL")
     assert "this cell was not run" in failed.error

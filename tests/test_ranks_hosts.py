@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from benchmarks import two_hosts
-from fsdp_utils.notebook.local_cluster import until
+from fsdp_utils.notebook.local_cluster import wait_until
 from tests.notebook_kernel import Notebook
 
 NEAR, FAR = "10.78.0.1", "10.78.0.2"
@@ -65,7 +65,7 @@ def serve_ssh(folder: Path, address: str, within: list[str], undo: ExitStack) ->
     sshd = [*within, shutil.which("sshd") or "sshd", "-D", "-f", str(settings)]
     process = subprocess.Popen(sshd, stderr=subprocess.DEVNULL, start_new_session=True)
     undo.callback(two_hosts.end, process)
-    until(lambda: answers(address), 10, f"sshd at {address}")
+    wait_until(lambda: answers(address), 10, f"sshd at {address}")
 
 
 def answers(address: str) -> bool:
@@ -147,7 +147,7 @@ def test_ranks_on_two_hosts_fail_recover_and_end_as_they_do_on_one(notebook: Not
     assert "not replaced one by one: all were stopped" in died.traceback
     assert died.seconds < 20
     assert "Call ranks.start()" in notebook.run(WHOLE).error
-    until(lambda: not left_behind(), 5, "ipyparallel's processes to end")
+    wait_until(lambda: not left_behind(), 5, "ipyparallel's processes to end")
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"another host: {why_not()}")
@@ -155,7 +155,7 @@ def test_when_the_notebook_is_closed_no_process_stays(notebook: Notebook) -> Non
     assert notebook.run("ranks.start(2, profile='two')").error == ""
     assert len(left_behind()) >= 5  # two engines with their nannies, and the controller's
     notebook.close()
-    until(lambda: not left_behind(), 5, "ipyparallel's processes to end")
+    wait_until(lambda: not left_behind(), 5, "ipyparallel's processes to end")
 
 
 def left_behind() -> list[str]:

@@ -77,7 +77,7 @@ def test_joining_sets_nccls_environment_aborts_the_old_group_and_warms_up(two_ra
         calls: list[str] = []
         with faked_cuda(calls):
             join(calls)
-            return calls, os.environ["NCCL_SOCKET_IFNAME"], engine.group_is_whole()
+            return calls, os.environ["NCCL_SOCKET_IFNAME"], engine.group_is_healthy()
 
     for rank, (calls, interface, whole) in enumerate(two_ranks(on_rank)):
         init = "init cpu:gloo,cuda:nccl, environment set: True"
@@ -92,13 +92,13 @@ def test_the_health_check_polls_an_all_reduce_on_the_gpus_and_has_a_limit(two_ra
         with (
             faked_cuda([]),
             patch.object(dist, "barrier") as barrier,
-            patch.object(engine, "cut_group") as cut,
+            patch.object(engine, "shut_connections") as cut,
         ):
             barrier.return_value = None  # over gloo all is well
             if rank == 1:  # one collective ahead of rank 0
                 dist.all_reduce(torch.ones(()), async_op=True)
             began = time.monotonic()
-            whole = engine.group_is_whole(0.5)
+            whole = engine.group_is_healthy(0.5)
             seconds = time.monotonic() - began
         if rank == 0:
             time.sleep(3)
@@ -180,7 +180,7 @@ def test_a_context_is_lost_if_the_error_does_not_pass(answers: list[str | bool],
         assert nccl.gpu_is_lost() is lost
 
 
-class ImaginedTeam:
+class FakeCluster:
     """Two ranks on GPUs, of which rank 1 has lost its context; the first call of a signal ends a rank."""
 
     world_size, device = 2, "cuda"
@@ -198,7 +198,7 @@ class ImaginedTeam:
         if number == SIGKILL:
             self.ended.update((rank, -SIGKILL) for rank in some)
 
-    def the_dead(self) -> dict[int, int]:
+    def ended_ranks(self) -> dict[int, int]:
         told, self.ended = self.ended, {}
         return told
 
@@ -206,30 +206,30 @@ class ImaginedTeam:
         self.replaced = list(dead)
 
 
-def cell_on(team: ImaginedTeam) -> Cell:
+def cell_on(cluster: FakeCluster) -> Cell:
     cell = object.__new__(Cell)
-    cell.team, cell.chosen, cell.outcomes = team, [0, 1], {}  # type: ignore[assignment]
+    cell.cluster, cell.chosen, cell.outcomes = cluster, [0, 1], {}  # type: ignore[assignment]
     cell.cut, cell.signalled, cell.interrupted, cell.trouble_at = set(), set(), False, None
     return cell
 
 
 def test_a_rank_whose_context_is_lost_is_replaced() -> None:
-    team = ImaginedTeam()
-    note = cell_on(team)._mend()
-    assert team.signals == [([1], SIGKILL)]
-    assert team.replaced == [1]
+    cluster = FakeCluster()
+    note = cell_on(cluster)._recover()
+    assert cluster.signals == [([1], SIGKILL)]
+    assert cluster.replaced == [1]
     assert "The new rank 1 has no variables yet" in note
 
 
 @pytest.mark.parametrize(("device", "killed"), [("cuda", False), ("cpu", True)])
 def test_ranks_on_gpus_have_time_to_abort_their_communicators(device: str, killed: bool) -> None:
-    team = ImaginedTeam()
-    team.device = device
-    cell = cell_on(team)
+    cluster = FakeCluster()
+    cluster.device = device
+    cell = cell_on(cluster)
     cell.trouble_at = time.monotonic() - 5
-    cell._free_the_stuck()
-    assert ([0, 1], signal.SIGINT) in team.signals
-    assert (([0, 1], SIGKILL) in team.signals) == killed
+    cell._free_stuck_ranks()
+    assert ([0, 1], signal.SIGINT) in cluster.signals
+    assert (([0, 1], SIGKILL) in cluster.signals) == killed
 
 
 def test_the_end_of_a_rank_by_an_abort_is_explained() -> None:

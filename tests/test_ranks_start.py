@@ -98,7 +98,7 @@ def test_a_number_that_is_asked_for_is_started(monkeypatch: pytest.MonkeyPatch) 
     assert resolved(monkeypatch, 1, device="cuda")["world_size"] == 1
 
 
-class ImaginedTeam:
+class FakeCluster:
     device, ended = "cuda", False
 
     def __init__(self, world_size: int | None, *_: object) -> None:
@@ -110,15 +110,15 @@ def test_one_line_says_that_gpus_are_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(os.environ, "FSDP_RANKS", raising=False)
-    monkeypatch.setattr(ranks, "Team", ImaginedTeam)
+    monkeypatch.setattr(ranks, "LocalCluster", FakeCluster)
     monkeypatch.setattr(ranks, "ipython", lambda: "a notebook")
-    monkeypatch.setattr(ranks, "_team", None)
+    monkeypatch.setattr(ranks, "_cluster", None)
     ranks.start()
     assert capsys.readouterr().out.splitlines() == [
         "4 ranks in one process group (nccl, one GPU each)",
         "5 GPUs are here. The lessons' batches of 24 samples have no equal shares for 5 ranks; "
         "ranks.start(5) starts them all the same.",
     ]
-    monkeypatch.setattr(ranks, "_team", None)
+    monkeypatch.setattr(ranks, "_cluster", None)
     ranks.start(5)
     assert len(capsys.readouterr().out.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Which weights matter most for a task? Those with the largest Fisher information, over the whole model.
+"""Find the weights with the largest Fisher information for a task, over the whole sharded model.
 
 No rank ever sees another rank's values: the ranks add up histograms of the values' bits, and so find the
 exact threshold.
@@ -29,7 +29,7 @@ def fisher_mask(
     *,
     keep: float = 0.3,
 ) -> dict[str, Tensor]:
-    """Which weights should a fine-tuning on this task move? The ones with the largest squared gradients.
+    """Select the weights to fine-tune on a task: those with the largest squared gradients.
 
     Sums the squares of the gradient over the batches, and keeps the largest fraction of all weights of the
     model that require gradients. Smaller batches are closer to the Fisher information, whose expectation is
@@ -122,16 +122,15 @@ def _largest(fisher: list[Tensor], where: list[Place], keep: float, ranks: "_Ran
     owned = [
         f
         for i, f in enumerate(fisher)
-        if f.numel() and not any(_same(span[i], spans[ranks.rank][i]) for span in spans[: ranks.rank])
+        if f.numel() and not any(span[i, 1] > 0 and span[i, 0] == mine[i][0] for span in spans[: ranks.rank])
     ]
     total = int(ranks.sum(torch.tensor([sum(f.numel() for f in owned)])))
     wanted = max(1, round(keep * total))
 
     # The bits of floats that are not negative are in the order of the floats. First the upper 16 bits of the
     # threshold, then the lower ones.
-    high, wanted_there = _bin_of(wanted, ranks.sum(sum(_histogram(f, None) for f in owned) + _no_counts()))
-    counts = ranks.sum(sum(_histogram(f, high) for f in owned) + _no_counts())
-    low, wanted_ties = _bin_of(wanted_there, counts)
+    high, wanted_there = _bin_of(wanted, ranks.sum(_histogram(owned, None)))
+    low, wanted_ties = _bin_of(wanted_there, ranks.sum(_histogram(owned, high)))
     bound = high << 16 | low
 
     ties = [int((f.view(torch.int32) == bound).sum()) for f in fisher]
@@ -150,18 +149,10 @@ def _largest(fisher: list[Tensor], where: list[Place], keep: float, ranks: "_Ran
     return masks
 
 
-def _same(span: Tensor, other: Tensor) -> bool:
-    return bool(span[1] > 0) and bool(span[0] == other[0])
-
-
-def _no_counts() -> Tensor:
-    return torch.zeros(2**16, dtype=torch.int64)
-
-
-def _histogram(values: Tensor, high: int | None) -> Tensor:
+def _histogram(tensors: list[Tensor], high: int | None) -> Tensor:
     """How many values have each upper half of bits; or, of those with the upper half `high`, each lower."""
-    counts = _no_counts()
-    for chunk in values.view(torch.int32).split(_CHUNK):
+    counts = torch.zeros(2**16, dtype=torch.int64)
+    for chunk in (chunk for values in tensors for chunk in values.view(torch.int32).split(_CHUNK)):
         halves = chunk >> 16 if high is None else chunk[chunk >> 16 == high] & 0xFFFF
         counts += torch.bincount(halves, minlength=2**16).cpu()
     return counts

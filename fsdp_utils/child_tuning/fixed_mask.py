@@ -1,4 +1,4 @@
-"""A mask that is given lives in AdamW's second moments: where it holds a weight, that moment is infinite.
+"""Fixed masks, stored in AdamW's second moments: the moment of a masked weight is infinite.
 
 AdamW divides what it takes from a weight by the root of its second moment, and what is divided by infinity is
 0. An infinite average of squares stays infinite. So AdamW's own kernel leaves these weights where they are,
@@ -24,7 +24,7 @@ _AT_ONCE = 2**20  # elements whose decay needs memory of its own at one time
 
 
 def held(exp_avg_sq: Tensor) -> Tensor:
-    """Which weights are held? One whose moment has overflowed, too: AdamW never moves it again."""
+    """Which weights are masked: also those whose moment has overflowed, as AdamW never moves them again."""
     return exp_avg_sq.isinf()
 
 

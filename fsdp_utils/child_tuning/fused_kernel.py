@@ -57,21 +57,20 @@ def laid_out_as(params: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     Raises:
         ValueError: a parameter's elements do not fill its memory.
     """
-    return [
-        t if t.is_contiguous() and p.is_contiguous() else _laid_out_as(p, t)
-        for p, t in zip(params, tensors, strict=True)
-    ]
-
-
-def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
-    own = torch.empty_like(param)
-    if own.stride() != param.stride():  # AdamW's kernel would write over what lies between
-        raise ValueError(
-            "ChildTuningAdamW: expected parameters whose elements fill their memory, found one of shape "
-            f"{tuple(param.shape)} with strides {param.stride()}: a part of a larger tensor. Make it one of "
-            "its own: nn.Parameter(tensor.contiguous())."
-        )
-    return tensor if tensor.stride() == param.stride() else own.copy_(tensor)
+    found = list(tensors)
+    for i, (param, tensor) in enumerate(zip(params, tensors, strict=True)):
+        if param.is_contiguous() and tensor.is_contiguous():
+            continue
+        own = torch.empty_like(param)
+        if own.stride() != param.stride():  # AdamW's kernel would write over what lies between
+            raise ValueError(
+                "ChildTuningAdamW: expected parameters whose elements fill their memory, found one of shape "
+                f"{tuple(param.shape)} with strides {param.stride()}: a part of a larger tensor. Make it one "
+                "of its own: nn.Parameter(tensor.contiguous())."
+            )
+        if tensor.stride() != param.stride():
+            found[i] = own.copy_(tensor)
+    return found
 
 
 def steps_on(device: torch.device, steps: list[Tensor]) -> list[Tensor]:

@@ -1,6 +1,5 @@
-"""Where gradients are masked: a few at a time, in memory from which AdamW's kernel takes them."""
+"""A step with masked gradients: a few at a time, in scratch memory from which AdamW's kernel reads."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -84,14 +83,6 @@ class _Run:
         return self.stop - self.first == PAGE
 
 
-@dataclass
-class _Drawn:
-    """What is drawn at once: a page's elements that follow each other, or several whole pages."""
-
-    numbers: Tensor  # a row for each page
-    table: Tensor
-
-
 class _Batch:
     """What passes through the scratch memory at once."""
 
@@ -102,12 +93,14 @@ class _Batch:
 
     def close(self, scratch: Scratch) -> None:
         """All items are there: make the views of the scratch memory that each step needs."""
-        self.drawn: list[_Drawn] = []
+        # What is drawn at once, elements that follow each other in a page or several whole pages: their
+        # numbers, a row for each page, and the entries of the table.
+        self.drawn: list[tuple[Tensor, Tensor]] = []
         for is_page, runs in groupby(self.runs, lambda run: run.is_page):
             for group in [list(runs)] if is_page else [[run] for run in runs]:
                 first, stop, at = group[0].first, group[0].stop, group[0].at
                 numbers = scratch.numbers[at : at + len(group) * (stop - first)].view(len(group), -1)
-                self.drawn.append(_Drawn(numbers, scratch.table[first:stop]))
+                self.drawn.append((numbers, scratch.table[first:stop]))
         self.numbers, self.bits, self.gathered, self.masked, self.out = (
             memory[: self.n]
             for memory in (scratch.numbers, scratch.bits, scratch.gathered, scratch.masked, scratch.out)
@@ -125,13 +118,7 @@ class Plan:
         scratch: the memory.
     """
 
-    def __init__(
-        self,
-        chosen: list[int],
-        parts: list[Tensor],
-        first: list[int],
-        scratch: Scratch,
-    ) -> None:
+    def __init__(self, chosen: list[int], parts: list[Tensor], first: list[int], scratch: Scratch) -> None:
         self.device = parts[chosen[0]].device
         self._scratch = scratch
         self._batches: list[_Batch] = []
@@ -155,7 +142,7 @@ class Plan:
             batch.close(scratch)
         pages = [run.page for batch in self._batches for run in batch.runs]
         self._pages = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        self._rows = [len(drawn.numbers) for batch in self._batches for drawn in batch.drawn]
+        self._rows = [len(numbers) for batch in self._batches for numbers, _ in batch.drawn]
 
     def run(
         self,
@@ -181,8 +168,8 @@ class Plan:
                 [t[i.index] if i.whole else row(t[i.index])[i.start : i.stop] for i in batch.items]
                 for t in (params, grads, exp_avgs, exp_avg_sqs)
             )
-            for drawn, (own_k1, own_k2) in zip(batch.drawn, of_draws, strict=False):
-                draw(drawn.numbers, drawn.table, own_k1, own_k2)
+            for (numbers, entries), (own_k1, own_k2) in zip(batch.drawn, of_draws, strict=False):
+                draw(numbers, entries, own_k1, own_k2)
             if batch.bits.dtype != batch.numbers.dtype:
                 batch.bits.copy_(batch.numbers)
             self._keep(batch, gradients, bound)
@@ -204,17 +191,13 @@ class Plan:
 
 def _add_runs(batch: _Batch, first: int, stop: int) -> None:
     """The model's elements [first, stop) come to the end of what the batch holds."""
-    for run in _by_page(first, stop, batch.n):
-        last = batch.runs[-1] if batch.runs else None
-        if last and (last.page, last.stop, last.at + last.stop - last.first) == (run.page, run.first, run.at):
-            last.stop = run.stop
-        else:
-            batch.runs.append(run)
-
-
-def _by_page(first: int, stop: int, at: int) -> Iterator[_Run]:
+    at = batch.n
     while first < stop:
         page, entry = divmod(first, PAGE)
         n = min(stop - first, PAGE - entry)
-        yield _Run(page, entry, entry + n, at)
+        last = batch.runs[-1] if batch.runs else None
+        if last and (last.page, last.stop, last.at + last.stop - last.first) == (page, entry, at):
+            last.stop += n
+        else:
+            batch.runs.append(_Run(page, entry, entry + n, at))
         first, at = first + n, at + n

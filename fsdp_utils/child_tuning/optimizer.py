@@ -24,7 +24,7 @@ _OWN = ("reserve_p", "mode", "seed", "freeze_masked", "mask_step")  # what each 
 
 
 class ChildTuningAdamW(AdamW):
-    """How to fine-tune on little data without overfitting? Let only a part of each gradient through.
+    """AdamW for child tuning: each step lets only a part of each gradient through.
 
     Mode "taskfree" (the paper's F) keeps each element of each gradient with probability reserve_p, drawn
     anew at each step, and divides what it keeps by reserve_p, so that the gradient is right on average. Mode
@@ -256,7 +256,7 @@ class ChildTuningAdamW(AdamW):
                     yield (number, position), p, self.state[p]
 
     def _hold(self) -> bool:
-        """Move masks that were given or loaded into the moments, where there are moments. Were there any?"""
+        """Move masks that were given or loaded into the moments that exist; return whether there were any."""
         found = False
         for where, p, state in self._with_masks():
             given, loaded = self._masks.get(where), state.pop(MASK, None)

@@ -1,4 +1,4 @@
-"""What only the lessons need: the card, checks of exercises, small tasks, figures, the meter, recordings.
+"""What only the lessons use: the card, checks of exercises, small tasks, figures, the meter, recordings.
 
 No other room imports this one.
 """

@@ -1,4 +1,4 @@
-"""What all lessons show alike: the opening card, the claims then and now, the checks of exercises."""
+"""The opening card of a lesson, its table of claims, and the checks of its exercises."""
 
 import dis
 import json
@@ -15,7 +15,7 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 def card(*, learn: Sequence[str], needs: str, ranks: str, takes: str, video: str = "none") -> Markdown:
-    """What is this lesson about, and what does it cost me?
+    """The opening card of a lesson: what it teaches, and what it needs.
 
     Args:
         learn: What the reader can do afterwards, one short sentence each.
@@ -38,7 +38,7 @@ def card(*, learn: Sequence[str], needs: str, ranks: str, takes: str, video: str
 
 
 def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS) -> Markdown:
-    """What was claimed, what did this lesson measure, and what did a GPU record?
+    """The claims of a lesson beside what the lesson measured and what a GPU recorded.
 
     Args:
         lesson: Number of the lesson whose claims in claims.yaml are shown.
@@ -65,7 +65,7 @@ def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS
 
 
 def read_claims(folder: Path = NOTEBOOKS) -> list[dict[str, Any]]:
-    """Which claims do the lessons hold against a measurement?
+    """Read the claims that the lessons compare with a measurement.
 
     Args:
         folder: Holds claims.yaml, whose head describes the fields.
@@ -96,7 +96,7 @@ def _recorded(claim: Mapping[str, Any], folder: Path) -> str:
 
 
 def check(yours: Any, spec: Any, *, strict: bool = False) -> Markdown:
-    """Does my answer do what the exercise asks for?
+    """Compare an answer with what the exercise asks for.
 
     Numbers are compared as numbers: 1, 1.0, and scalars of NumPy and torch alike, up to rounding.
 
@@ -117,10 +117,11 @@ def check(yours: Any, spec: Any, *, strict: bool = False) -> Markdown:
         rows = [_called(yours, *case) for case in spec.items()]
     else:
         rows = [("", yours, spec)]
+    rows = [(call, None if mine is ... else mine, asked) for call, mine, asked in rows]
     marks = [_mark(mine, asked) for _, mine, asked in rows]
     open_rows = {mark for mark, (_, _, asked) in zip(marks, rows, strict=True) if asked is not None}
     if open_rows == {"·"}:
-        verdict = "**Not yet.** Your answer is still empty (`None` or `...`)."
+        verdict = "**Not yet.** Your answer is still `None`."
     elif set(marks) == {"✓"}:
         verdict = "✓ **Right.**"
     else:
@@ -162,7 +163,7 @@ def _is_stub(function: Callable[..., Any]) -> bool:
 def _mark(mine: Any, asked: Any) -> str:
     if _same(mine, asked):
         return "✓"
-    return "·" if mine is None or mine is ... else "✗"
+    return "·" if mine is None else "✗"
 
 
 def _same(mine: Any, asked: Any) -> bool:
@@ -207,10 +208,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _text_for_number(mine: Any, asked: Any) -> str:
-    """What to say of a text where a number is asked for; "" where that is not the mistake."""
+    """A sentence about a string given where the spec is a number; "" where the mistake is another."""
     if not isinstance(mine, str) or not _is_number(_plain(asked)):
         return ""
-    return f" `{mine!r}` is a text, and the spec is a number: leave the quotes away, or convert it."
+    return f" `{mine!r}` is a string, and the spec is a number: leave out the quotes, or convert it."
 
 
 def _is_tensor(value: Any) -> bool:

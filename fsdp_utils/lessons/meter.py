@@ -1,4 +1,4 @@
-"""How much did a training step gather, and how much of the model was whole at once?"""
+"""A meter of a training step: collectives, bytes gathered, and the peak of gathered parameters."""
 
 import weakref
 from collections.abc import Iterable, Iterator

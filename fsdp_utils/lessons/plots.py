@@ -1,7 +1,8 @@
-"""One look for all figures: what each rank holds, and how units of FSDP compare."""
+"""The figures of the lessons, in one style: what each rank holds, and how FSDP units compare."""
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import matplotlib as mpl
@@ -76,7 +77,7 @@ def show(fig: Figure, *, alt: str) -> Image:
 
 @in_look
 def life_of_a_unit(world_size: int = 4) -> Image:
-    """What does each rank hold of one FSDP unit, from one step to the next? A drawing, not a measurement.
+    """Draw what each rank holds of one FSDP unit during a step: an illustration, not a measurement.
 
     Args:
         world_size: Number of ranks; the unit is drawn as that many pieces.
@@ -110,12 +111,8 @@ def life_of_a_unit(world_size: int = 4) -> Image:
                         linewidth=1.5,
                     )
         axes.set_title(title, fontsize=9)
-        axes.set(xlim=(-0.1, world_size), ylim=(world_size - 0.4, -0.6), xticks=[])
-        axes.set_yticks(
-            range(world_size), [f"rank {r}" for r in range(world_size)] if axes is panels[0] else []
-        )
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
+        axes.set(xlim=(-0.1, world_size), ylim=(world_size - 0.4, -0.6))
+        _rows(axes, [f"rank {rank}" if axes is panels[0] else "" for rank in range(world_size)])
     handles = [
         Patch(facecolor=INK, label="parameters, a colour for each piece"),
         Patch(facecolor=CARD, edgecolor=INK, hatch="////", label="gradients of this rank's samples"),
@@ -130,7 +127,7 @@ def life_of_a_unit(world_size: int = 4) -> Image:
 
 @in_look
 def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
-    """Which part of each parameter does each rank hold?
+    """Draw the part of each parameter that each rank holds.
 
     Args:
         layouts: By the name of a way to shard, then of a parameter: its elements on rank 0, 1, ...
@@ -143,19 +140,13 @@ def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
     fig, panels = figure(len(layouts), width=2.6 * len(layouts) + 1.2, height=0.26 * len(names) + 1.1)
     for axes, (title, parameters) in zip(panels, layouts.items(), strict=True):
         for row, held in enumerate(parameters.values()):
-            left = 0.0
-            for rank, numel in enumerate(held):
-                share = numel / sum(held)
+            for rank, (left, share) in enumerate(_side_by_side([numel / sum(held) for numel in held])):
                 axes.barh(row, share, left=left, color=_color(rank), edgecolor=CARD, height=0.86)
                 if share > 0.08:
                     _label(axes, left + share / 2, row, str(rank), on=_color(rank))
-                left += share
-        axes.set(title=title, xlim=(0, 1), ylim=(len(names) - 0.4, -0.6), xticks=[])
-        axes.set_yticks(range(len(names)), names if axes is panels[0] else [])
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-    handles = [Patch(color=_color(rank), label=f"rank {rank}") for rank in range(world_size)]
-    fig.legend(handles=handles, loc="outside lower center", ncols=world_size)
+        axes.set(title=title, xlim=(0, 1), ylim=(len(names) - 0.4, -0.6))
+        _rows(axes, names if axes is panels[0] else [""] * len(names))
+    _legend_of_colors(fig, [f"rank {rank}" for rank in range(world_size)])
     return show(
         fig, alt=f"The part of each parameter that each of {world_size} ranks holds: {', '.join(layouts)}."
     )
@@ -163,7 +154,7 @@ def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
 
 @in_look
 def units(ways: Mapping[str, Sequence[int]]) -> Image:
-    """Into which units is the model cut?
+    """Draw the FSDP units of a model for several ways of wrapping it.
 
     Args:
         ways: By the name of a way to wrap: the elements in each unit, the root's first.
@@ -173,26 +164,21 @@ def units(ways: Mapping[str, Sequence[int]]) -> Image:
     """
     fig, (axes,) = figure(width=8.0, height=0.42 * len(ways) + 0.9)
     for row, sizes in enumerate(ways.values()):
-        left = 0.0
-        for index, size in enumerate(sizes):
-            share = size / sum(sizes)
+        for index, (left, share) in enumerate(_side_by_side([size / sum(sizes) for size in sizes])):
             color = FAINT if index == 0 else _color(row)
             axes.barh(row, share, left=left, color=color, edgecolor=CARD, linewidth=1.2, height=0.7)
             if index == 0 and share > 0.12:
                 _label(axes, left + share / 2, row, "root", on=color)
-            left += share
         count = f"{len(sizes)} units" if len(sizes) > 1 else "1 unit"
         axes.text(1.01, row, count, va="center")
-    axes.set_yticks(range(len(ways)), list(ways))
-    axes.set(xlim=(0, 1.12), ylim=(len(ways) - 0.5, -0.5), xticks=[], xlabel="all parameters of the model")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
+    _rows(axes, list(ways))
+    axes.set(xlim=(0, 1.12), ylim=(len(ways) - 0.5, -0.5), xlabel="all parameters of the model")
     return show(fig, alt=f"The units of one model under each way to wrap it: {', '.join(ways)}.")
 
 
 @in_look
 def memory_per_rank(amounts: Mapping[str, Mapping[str, float]], *, unit: str) -> Image:
-    """What fills the memory of one rank?
+    """Draw the memory of one rank by kind of tensor.
 
     Args:
         amounts: By the name of a way to train, then of a kind of tensor: how much of it one rank holds.
@@ -204,24 +190,20 @@ def memory_per_rank(amounts: Mapping[str, Mapping[str, float]], *, unit: str) ->
     fig, (axes,) = figure(width=7.5, height=0.42 * len(amounts) + 1.0)
     kinds = list(next(iter(amounts.values())))
     for row, parts in enumerate(amounts.values()):
-        left = 0.0
-        for index, kind in enumerate(kinds):
-            axes.barh(row, parts[kind], left=left, color=_color(index), edgecolor=CARD, height=0.7)
-            left += parts[kind]
-        axes.text(left, row, f"  {left:,.{0 if left >= 100 else 1}f} {unit}", va="center")
-    axes.set_yticks(range(len(amounts)), list(amounts))
-    axes.set(ylim=(len(amounts) - 0.5, -0.5), xticks=[])
+        for index, (left, amount) in enumerate(_side_by_side([parts[kind] for kind in kinds])):
+            axes.barh(row, amount, left=left, color=_color(index), edgecolor=CARD, height=0.7)
+        total = sum(parts[kind] for kind in kinds)
+        axes.text(total, row, f"  {total:,.{0 if total >= 100 else 1}f} {unit}", va="center")
+    _rows(axes, list(amounts))
+    axes.set(ylim=(len(amounts) - 0.5, -0.5))
     axes.margins(x=0.14)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    handles = [Patch(color=_color(index), label=kind) for index, kind in enumerate(kinds)]
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(kinds))
+    _legend_of_colors(fig, kinds)
     return show(fig, alt=f"Memory of one rank in {unit}: {'; '.join(amounts)}.")
 
 
 @in_look
 def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
-    """How much of the model was whole at each moment of a training step?
+    """Draw the share of the model that is gathered at each moment of a training step.
 
     Args:
         curves: By the name of a way to shard: bytes of gathered parameters that were alive after each
@@ -249,7 +231,7 @@ def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
 
 @in_look
 def losses(curves: Mapping[str, Sequence[float]]) -> Image:
-    """Do the ways to train follow one curve?
+    """Draw the loss curves of several ways of training over each other.
 
     Args:
         curves: By the name of a way to train: the loss of each step, of which the first is called step 1.
@@ -257,18 +239,10 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Image:
     """
     fig, (axes,) = figure(width=6.5, height=2.8)
     for index, (name, values) in enumerate(curves.items()):
-        steps = range(1, len(values) + 1)
-        if index == 0:
-            axes.plot(steps, values, color=FAINT, linewidth=9, label=name, solid_capstyle="round")
-        else:
-            axes.plot(
-                steps,
-                values,
-                color=_color(index - 1),
-                linestyle=("-", "--", ":")[index - 1],
-                label=name,
-                linewidth=2,
-            )
+        look: dict[str, Any] = {"color": FAINT, "linewidth": 9, "solid_capstyle": "round"}
+        if index > 0:
+            look = {"color": _color(index - 1), "linewidth": 2, "linestyle": ("-", "--", ":")[index - 1]}
+        axes.plot(range(1, len(values) + 1), values, label=name, **look)
     axes.set(xlabel="step", ylabel="loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
@@ -277,6 +251,24 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Image:
 
 def _color(index: int) -> str:
     return RANK_COLORS[index % len(RANK_COLORS)]
+
+
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    """Rows with names and nothing else: no ticks, no scale, no frame."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _side_by_side(sizes: Sequence[float]) -> list[tuple[float, float]]:
+    """Start and size of each bar in a row."""
+    return list(zip(accumulate(sizes, initial=0.0), sizes, strict=False))
+
+
+def _legend_of_colors(fig: Figure, names: Sequence[str]) -> None:
+    handles = [Patch(color=_color(index), label=name) for index, name in enumerate(names)]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(names))
 
 
 def _label(axes: Axes, x: float, y: float, text: str, *, on: str) -> None:

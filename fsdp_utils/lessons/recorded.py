@@ -1,4 +1,4 @@
-"""What did a GPU record, and which GPU? Reads notebooks/recorded, which `benchmarks/gpu.py` writes."""
+"""Read the measurements made on GPUs: notebooks/recorded, which `benchmarks/gpu.py` writes."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from fsdp_utils.lessons.lesson import NOTEBOOKS
 
 
 def load(part: str, *, folder: Path = NOTEBOOKS) -> dict[str, Any] | None:
-    """What was recorded for this part?
+    """Load what was recorded for one part.
 
     Args:
         part: Its name, as `python benchmarks/gpu.py --list` shows it.
@@ -25,7 +25,7 @@ def load(part: str, *, folder: Path = NOTEBOOKS) -> dict[str, Any] | None:
 
 
 def caption(part: str, *, folder: Path = NOTEBOOKS) -> Markdown:
-    """The line to stand beside recorded numbers: on what they were made, and when.
+    """A caption for recorded numbers: on which device they were measured, and when.
 
     Args:
         part: As for `load`.

@@ -1,4 +1,4 @@
-"""Small models with something to learn: digits for a ViT, dates for a T5 and for a Llama.
+"""Small training tasks: digits for a ViT, dates for a T5 and for a Llama.
 
 Each task is seeded, needs no download, and keeps test samples that training never sees. Give the name
 of a checkpoint (`pretrained="google-t5/t5-small"`) to use real weights instead: that needs the network
@@ -100,7 +100,7 @@ class Task:
 
 
 def digits_vit(*, pretrained: str | None = None) -> Task:
-    """Which digit is it? Scikit-learn's 1,797 images of 8 by 8 pixels, for a vision transformer.
+    """Digit classification: scikit-learn's 1,797 images of 8 by 8 pixels, for a vision transformer.
 
     Args:
         pretrained: A ViT checkpoint, such as "google/vit-base-patch16-224-in21k": a name or a folder.
@@ -142,7 +142,7 @@ def digits_vit(*, pretrained: str | None = None) -> Task:
 
 
 def dates_t5(*, pretrained: str | None = None) -> Task:
-    """Read "7 march 1998", write "1998-03-07": generated text, for an encoder-decoder.
+    """Dates for an encoder-decoder: "7 march 1998" becomes "1998-03-07".
 
     Args:
         pretrained: A T5 checkpoint, such as "google-t5/t5-small": a name or a folder. Its tokenizer is
@@ -151,24 +151,8 @@ def dates_t5(*, pretrained: str | None = None) -> Task:
     Returns:
         The task, with input_ids and attention_mask i64[n, source] and labels i64[n, target].
     """
-    if pretrained is None:
-        config = transformers.AutoConfig.for_model(
-            "t5",
-            vocab_size=VOCABULARY,
-            d_model=64,
-            d_kv=16,
-            d_ff=256,
-            num_layers=2,
-            num_heads=4,
-            dropout_rate=0.0,
-            pad_token_id=PAD,
-            eos_token_id=END,
-            decoder_start_token_id=PAD,
-        )
-        tokenize = _characters
-    else:
-        config = transformers.AutoConfig.from_pretrained(pretrained)
-        tokenize = _tokenizer(pretrained)
+    small = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    config, tokenize = _text_model("t5", pretrained, **small, decoder_start_token_id=PAD)
 
     def encode(pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
         sources = tokenize([source for source, _ in pairs])
@@ -185,7 +169,7 @@ def dates_t5(*, pretrained: str | None = None) -> Task:
 
 
 def dates_llama(*, pretrained: str | None = None) -> Task:
-    """Continue "7 march 1998>" with "1998-03-07": the same dates, for a decoder.
+    """Dates for a decoder: "7 march 1998>" is continued with "1998-03-07".
 
     Args:
         pretrained: A Llama checkpoint, such as "HuggingFaceTB/SmolLM2-135M": a name or a folder. Its
@@ -194,23 +178,10 @@ def dates_llama(*, pretrained: str | None = None) -> Task:
     Returns:
         The task, with input_ids i64[n, length] and labels i64[n, length] that leave the question out.
     """
-    if pretrained is None:
-        config = transformers.AutoConfig.for_model(
-            "llama",
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=6,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-            pad_token_id=PAD,
-            bos_token_id=None,
-            eos_token_id=END,
-        )
-        tokenize = _characters
-    else:
-        config = transformers.AutoConfig.from_pretrained(pretrained)
-        tokenize = _tokenizer(pretrained)
+    small = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6, "num_attention_heads": 4}
+    config, tokenize = _text_model(
+        "llama", pretrained, **small, max_position_embeddings=64, bos_token_id=None
+    )
 
     def encode(pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
         # spaces in front make all questions equally long, so that the answers stand in the same columns
@@ -254,7 +225,11 @@ def _characters(texts: list[str], *, end: bool = True) -> Tensor:
     )
 
 
-def _tokenizer(pretrained: str) -> Callable[..., Tensor]:
+def _text_model(kind: str, pretrained: str | None, **small: Any) -> tuple[Any, Callable[..., Tensor]]:
+    """The configuration of a small model of characters, or of a checkpoint, and what makes its tokens."""
+    if pretrained is None:
+        tokens = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END}
+        return transformers.AutoConfig.for_model(kind, **tokens, **small), _characters
     tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -262,7 +237,7 @@ def _tokenizer(pretrained: str) -> Callable[..., Tensor]:
     def tokenize(texts: list[str], *, end: bool = True) -> Tensor:
         return tokenizer(texts, padding=True, add_special_tokens=end, return_tensors="pt")["input_ids"]
 
-    return tokenize
+    return transformers.AutoConfig.from_pretrained(pretrained), tokenize
 
 
 def _builder(

@@ -1,4 +1,4 @@
-"""What does a config of Accelerate, Composer or DeepSpeed say in FSDP2?
+"""Translate a config of Accelerate, Composer or DeepSpeed to FSDP2.
 
 `translate` reads the config. What it returns holds the settings, the Python to write, and what became of each
 key. Nothing is dropped in silence: a setting that FSDP2 has no counterpart for is named, with the reason.
@@ -11,8 +11,8 @@ from typing import Any
 
 from fsdp_utils._safe_yaml import YamlError, load_yaml
 from fsdp_utils.migration import accelerate, composer, deepspeed
-from fsdp_utils.migration.errors import TranslationError, check_size, shown
 from fsdp_utils.migration.translation import Row, Translation
+from fsdp_utils.migration.values import TranslationError, plain_copy, shown
 
 __all__ = ["Row", "Translation", "TranslationError", "translate"]
 
@@ -21,7 +21,7 @@ READERS = {"accelerate": accelerate, "composer": composer, "deepspeed": deepspee
 
 
 def translate(config: str | Path | Mapping[str, Any], *, framework: str | None = None) -> Translation:
-    """What do I write in FSDP2 for what this config asks for?
+    """Translate a config to FSDP2.
 
     Args:
         config: the file (.json, .yaml or .yml) or what is in it: the file of `accelerate config`; a dict with
@@ -62,8 +62,7 @@ def _read(config: Any) -> Mapping[str, Any]:
         content, where = config, "config"
         if not isinstance(content, Mapping):
             raise TypeError(f"as config: expected a dict of settings, found {type(content).__name__}")
-    check_size(content, where)
-    return content
+    return plain_copy(content, where)
 
 
 def _content(path: Path) -> Any:

@@ -6,22 +6,10 @@ Source: https://huggingface.co/docs/accelerate/v1.15.0/en/usage_guides/fsdp
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_utils.migration import settings
-from fsdp_utils.migration.errors import TranslationError, shown
-from fsdp_utils.migration.keys import (
-    Key,
-    Lost,
-    Same,
-    Words,
-    at_least_one,
-    dtype,
-    fixed,
-    if_on,
-    is_on,
-    one_of,
-    read_section,
-)
+from fsdp_utils.migration import reading
+from fsdp_utils.migration.reading import Key, Lost, Same, Words, fixed, if_on, is_on, read_section
 from fsdp_utils.migration.translation import FSDP2, GUIDE, STATE_DICT, TITAN, Translation
+from fsdp_utils.migration.values import TranslationError, shown
 
 NAME = "Accelerate"
 DOCS = "https://huggingface.co/docs/accelerate/v1.15.0/en/concept_guides/fsdp1_vs_fsdp2"
@@ -31,7 +19,7 @@ LAUNCH = "https://huggingface.co/docs/accelerate/v1.15.0/en/package_reference/cl
 
 
 def is_mine(config: Mapping[str, Any]) -> bool:
-    """Is this the file that `accelerate config` writes?"""
+    """Whether this is the file that `accelerate config` writes."""
     return "distributed_type" in config
 
 
@@ -60,7 +48,7 @@ def _distributed_type(value: Any, translation: Translation) -> Words:
 def _mixed_precision(value: Any, translation: Translation) -> Words:
     if value == "fp8":
         return Lost("fully_shard has no fp8 of its own")
-    return settings.precision(dtype(value), dtype(value), translation)
+    return reading.precision(reading.dtype(value), reading.dtype(value), translation)
 
 
 def _parallelism(section: Any, translation: Translation) -> None:
@@ -82,18 +70,18 @@ def _parallelism(section: Any, translation: Translation) -> None:
 def _size(words: Words) -> Key:
     """A size of the mesh, of which something is to be said only where it is above 1."""
     alone = Same("nothing: 1 is no dimension")
-    return Key(lambda value, translation: words if at_least_one(value) > 1 else alone, MESH)
+    return Key(lambda value, translation: words if reading.at_least_one(value) > 1 else alone, MESH)
 
 
 def _reshard(value: Any, translation: Translation) -> Words:
     if str(value).lower() not in ("true", "false"):
-        return settings.strategy(value, translation)  # with FSDP1 this key, too, holds a strategy
+        return reading.strategy(value, translation)  # with FSDP1 this key, too, holds a strategy
     translation.reshard_after_forward = is_on(value)
     return Same(f"reshard_after_forward={is_on(value)}")
 
 
 def _wrap(value: Any, translation: Translation) -> Words:
-    policy = one_of(value, ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"))
+    policy = reading.one_of(value, ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"))
     if policy == "NO_WRAP":
         return Same("fully_shard(model) alone: one unit")
     translation.blocks = None
@@ -116,7 +104,7 @@ RANK0 = Same("meta device, then set_model_state_dict with full_state_dict=True, 
 SAVE_ON_CPU = Lost("not part of fully_shard: torch.autograd.graph.save_on_cpu in the block's forward")
 FSDP = {
     "fsdp_version": fixed(Same("fully_shard is version 2"), DOCS),
-    "fsdp_sharding_strategy": Key(settings.strategy, TITAN),
+    "fsdp_sharding_strategy": Key(reading.strategy, TITAN),
     "fsdp_reshard_after_forward": Key(_reshard, DOCS),
     "fsdp_auto_wrap_policy": Key(_wrap, TITAN),
     "fsdp_transformer_layer_cls_to_wrap": Key(_classes, GUIDE),
@@ -124,12 +112,12 @@ FSDP = {
     "fsdp_backward_prefetch": fixed(Same("nothing: always as BACKWARD_PRE"), DOCS),
     "fsdp_backward_prefetch_policy": fixed(Same("nothing: always as BACKWARD_PRE"), DOCS),  # its name in 2023
     "fsdp_forward_prefetch": if_on(Same("set_modules_to_forward_prefetch, on each block"), FSDP2),
-    "fsdp_offload_params": Key(lambda value, t: settings.offload(is_on(value), t), FSDP2),
-    "fsdp_state_dict_type": Key(settings.state_dict, STATE_DICT),
+    "fsdp_offload_params": Key(lambda value, t: reading.offload(is_on(value), t), FSDP2),
+    "fsdp_state_dict_type": Key(reading.state_dict, STATE_DICT),
     "fsdp_cpu_ram_efficient_loading": if_on(RANK0, GUIDE),
     "fsdp_sync_module_states": if_on(RANK0, GUIDE),
     "fsdp_use_orig_params": fixed(Same("nothing: parameters keep their names and shapes"), DOCS),
-    "fsdp_activation_checkpointing": Key(settings.checkpointing, PLUGIN),
+    "fsdp_activation_checkpointing": Key(reading.checkpointing, PLUGIN),
     "fsdp_activation_checkpointing_offload": if_on(SAVE_ON_CPU, PLUGIN),
     "fsdp_ignored_modules": fixed(Same("ignored_params=..., a set of parameters; from torch 2.7 on"), FSDP2),
     "fsdp_limit_all_gathers": fixed(Same("nothing: FSDP2 needs no such limit"), TITAN),

@@ -6,23 +6,10 @@ Source: https://docs.mosaicml.com/projects/composer/en/stable/notes/distributed_
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_utils.migration import settings
-from fsdp_utils.migration.errors import TranslationError, shown
-from fsdp_utils.migration.keys import (
-    Key,
-    Lost,
-    Same,
-    Words,
-    dtype,
-    fixed,
-    if_on,
-    is_on,
-    number,
-    one_of,
-    only,
-    read_section,
-)
+from fsdp_utils.migration import reading
+from fsdp_utils.migration.reading import Key, Lost, Same, Words, fixed, if_on, is_on, read_section
 from fsdp_utils.migration.translation import FSDP2, GUIDE, STATE_DICT, TITAN, Row, Translation
+from fsdp_utils.migration.values import TranslationError, shown
 
 NAME = "Composer"
 API = "https://docs.mosaicml.com/projects/composer/en/latest/api_reference/generated/composer.utils"
@@ -31,7 +18,7 @@ NOTES = "https://docs.mosaicml.com/projects/composer/en/stable/notes/distributed
 
 
 def is_mine(config: Mapping[str, Any]) -> bool:
-    """Does it hold what Composer's Trainer takes?"""
+    """Whether this is what Composer's Trainer takes."""
     return "distributed_type" not in config and ("parallelism_config" in config or "fsdp_config" in config)
 
 
@@ -67,7 +54,7 @@ def read(config: Mapping[str, Any]) -> Translation:
 def _trainers(config: Mapping[str, Any]) -> str | None:
     """What the Trainer computes in, if the config says it."""
     try:
-        return dtype(str(config["precision"]).removeprefix("amp_")) if "precision" in config else None
+        return reading.dtype(str(config["precision"]).removeprefix("amp_")) if "precision" in config else None
     except TranslationError:
         found = config["precision"]
         raise TranslationError(
@@ -77,29 +64,29 @@ def _trainers(config: Mapping[str, Any]) -> str | None:
 
 def _mixed_precision(value: Any, computing: str | None, translation: Translation) -> Words:
     if isinstance(value, Mapping):
-        only(value, ("param_dtype", "reduce_dtype", "buffer_dtype"))
-        param = dtype("fp32" if value.get("param_dtype") is None else value["param_dtype"])
-        reduce = param if value.get("reduce_dtype") is None else dtype(value["reduce_dtype"])
-        return settings.precision(param, reduce, translation)
-    kind = one_of(value, ("DEFAULT", "PURE", "FULL"))
+        reading.only(value, ("param_dtype", "reduce_dtype", "buffer_dtype"))
+        param = reading.dtype("fp32" if value.get("param_dtype") is None else value["param_dtype"])
+        reduce = param if value.get("reduce_dtype") is None else reading.dtype(value["reduce_dtype"])
+        return reading.precision(param, reduce, translation)
+    kind = reading.one_of(value, ("DEFAULT", "PURE", "FULL"))
     if kind == "FULL":
-        return settings.precision("float32", "float32", translation)
+        return reading.precision("float32", "float32", translation)
     if computing is None:
         return Lost("depends on the Trainer's precision, which is not in this config: add 'precision'")
-    return settings.precision(computing, computing if kind == "PURE" else "float32", translation)
+    return reading.precision(computing, computing if kind == "PURE" else "float32", translation)
 
 
 def _shard_degree(value: Any, translation: Translation) -> Words:
-    if number(value) < 1:
+    if reading.number(value) < 1:
         return Same("nothing: over all ranks")
     translation.shard_size = value
     return Same("the second dimension of a 2-D mesh")
 
 
 def _replicate_degree(value: Any, translation: Translation) -> Words:
-    if value is None or number(value) in (0, 1):
+    if value is None or reading.number(value) in (0, 1):
         return Same("nothing: one copy")
-    if number(value) < 0:
+    if reading.number(value) < 0:
         if translation.shard_size is None:
             raise TranslationError(
                 "expected data_parallel_shard_degree beside it: one of the two can be left open"
@@ -126,13 +113,13 @@ SAVE_ON_CPU = Lost("not part of fully_shard: torch.autograd.graph.save_on_cpu in
 FSDP = {
     "data_parallel_shard_degree": Key(_shard_degree, FSDP2),  # first: a strategy takes this size over
     "data_parallel_replicate_degree": Key(_replicate_degree, FSDP2),
-    "sharding_strategy": Key(settings.strategy, TITAN),
+    "sharding_strategy": Key(reading.strategy, TITAN),
     "mixed_precision": fixed(Same(""), NOTES),  # read() puts in what it takes
     "auto_wrap": Key(_auto_wrap, TITAN),
-    "activation_checkpointing": Key(settings.checkpointing, CONFIG),
+    "activation_checkpointing": Key(reading.checkpointing, CONFIG),
     "activation_checkpointing_reentrant": if_on(Lost("checkpoint_wrapper is used without reentry"), CONFIG),
     "activation_cpu_offload": if_on(SAVE_ON_CPU, CONFIG),
-    "cpu_offload": Key(lambda value, t: settings.offload(is_on(value), t), FSDP2),
+    "cpu_offload": Key(lambda value, t: reading.offload(is_on(value), t), FSDP2),
     "backward_prefetch": fixed(Same("nothing: always as BACKWARD_PRE"), TITAN),
     "backward_prefetch_limit": fixed(Same("set_modules_to_backward_prefetch, with that many"), FSDP2),
     "forward_prefetch": if_on(Same("set_modules_to_forward_prefetch, on each block"), FSDP2),
@@ -141,7 +128,7 @@ FSDP = {
     "use_orig_params": fixed(Same("nothing: parameters keep their names and shapes"), TITAN),
     "sync_module_states": if_on(RANK0, GUIDE),
     "load_monolith_rank0_only": if_on(RANK0, GUIDE),
-    "state_dict_type": Key(settings.state_dict, STATE_DICT),
+    "state_dict_type": Key(reading.state_dict, STATE_DICT),
     "sharded_ckpt_prefix_dir": fixed(Same("checkpoint_id= of torch.distributed.checkpoint.save"), STATE_DICT),
     "load_planner": fixed(Same("planner= of torch.distributed.checkpoint.load"), STATE_DICT),
     "save_planner": fixed(Same("planner= of torch.distributed.checkpoint.save"), STATE_DICT),

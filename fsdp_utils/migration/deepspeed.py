@@ -6,23 +6,10 @@ Source: https://www.deepspeed.ai/docs/config-json/
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_utils.migration import settings
-from fsdp_utils.migration.errors import TranslationError, shown
-from fsdp_utils.migration.keys import (
-    Key,
-    Lost,
-    Same,
-    Words,
-    dtype,
-    fixed,
-    if_on,
-    is_on,
-    number,
-    one_of,
-    only,
-    read_section,
-)
+from fsdp_utils.migration import reading
+from fsdp_utils.migration.reading import Key, Lost, Same, Words, fixed, if_on, is_on, read_section
 from fsdp_utils.migration.translation import FSDP2, STATE_DICT, TITAN, Translation
+from fsdp_utils.migration.values import TranslationError, shown
 
 NAME = "DeepSpeed"
 DOCS = "https://www.deepspeed.ai/docs/config-json/"
@@ -45,7 +32,7 @@ OFFLOAD_KEYS = {
 
 
 def is_mine(config: Mapping[str, Any]) -> bool:
-    """Does it have DeepSpeed's section of ZeRO?"""
+    """Whether the config has DeepSpeed's section about ZeRO."""
     return "zero_optimization" in config
 
 
@@ -75,7 +62,7 @@ def _section(section: Any, keys: Mapping[str, Key], translation: Translation, *,
 
 
 def _stage(value: Any, translation: Translation) -> Words:
-    if number(value) not in (0, 1, 2, 3):
+    if reading.number(value) not in (0, 1, 2, 3):
         raise TranslationError(f"expected 0, 1, 2 or 3, found {shown(value)}")
     translation.ddp, translation.reshard_after_forward = value == 0, value == 3
     if value == 0:
@@ -88,7 +75,7 @@ def _stage(value: Any, translation: Translation) -> Words:
 
 
 def _hpz(value: Any, translation: Translation) -> Words:
-    if number(value) < 2:
+    if reading.number(value) < 2:
         return Same("nothing: it is off")
     if translation.reshard_after_forward is not True:
         raise TranslationError(f"expected stage 3 beside it, found {value} with another stage")
@@ -97,7 +84,7 @@ def _hpz(value: Any, translation: Translation) -> Words:
 
 
 def _mics(value: Any, translation: Translation) -> Words:
-    if number(value) < 1:
+    if reading.number(value) < 1:
         return Same("nothing: it is off")
     translation.shard_size = value
     return Same("a 2-D mesh (copies, ranks that share one)")
@@ -107,7 +94,7 @@ def _offload_param(value: Any, translation: Translation) -> Words:
     device = _device(value)
     if device == "NVME":
         return Lost("FSDP2 offloads to host memory alone, not to NVMe")
-    return settings.offload(device == "CPU", translation, pin_memory=is_on(value.get("pin_memory", True)))
+    return reading.offload(device == "CPU", translation, pin_memory=is_on(value.get("pin_memory", True)))
 
 
 def _offload_optimizer(value: Any, translation: Translation) -> Words:
@@ -124,8 +111,8 @@ def _offload_optimizer(value: Any, translation: Translation) -> Words:
 def _device(value: Any) -> str:
     if not isinstance(value, Mapping):
         raise TranslationError(f"expected a section with a device, found {shown(value)}")
-    only(value, OFFLOAD_KEYS)
-    return one_of(value.get("device", "cpu"), ("CPU", "NVME", "NONE"))
+    reading.only(value, OFFLOAD_KEYS)
+    return reading.one_of(value.get("device", "cpu"), ("CPU", "NVME", "NONE"))
 
 
 def _precision(name: str, communication: Any, enabled: list[str]) -> Any:
@@ -135,8 +122,8 @@ def _precision(name: str, communication: Any, enabled: list[str]) -> Any:
         enabled.append(name)
         if len(enabled) > 1:
             raise TranslationError("expected one of bf16 and fp16, found both enabled")
-        reduce = dtype(name if communication in ("auto", None) else communication)
-        return settings.precision(dtype(name), reduce, translation)
+        reduce = reading.dtype(name if communication in ("auto", None) else communication)
+        return reading.precision(reading.dtype(name), reduce, translation)
 
     return read
 
@@ -155,7 +142,7 @@ def _gather_16bit(value: Any, translation: Translation) -> Words:
 
 
 def _accumulation(value: Any, translation: Translation) -> Words:
-    if number(value) < 2:
+    if reading.number(value) < 2:
         return Same("nothing: one batch for each step")
     return Same(f"set_requires_gradient_sync(False) for the first {value - 1} of {value} batches")
 
@@ -182,13 +169,23 @@ def _type(value: Any, keys: tuple[str, ...]) -> tuple[str, Mapping[str, Any]]:
     """The type that a section names, and its parameters."""
     if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
         raise TranslationError(f"expected a section with a type, found {shown(value)}")
-    only(value, keys)
+    reading.only(value, keys)
     params = value.get("params", {})
     if not isinstance(params, Mapping):
         raise TranslationError(f"expected params to be a section, found {shown(params)}")
     return value["type"], params
 
 
+INSIDE_NAMES = (
+    "reduce_scatter allgather_partitions contiguous_gradients sub_group_size round_robin_gradients "
+    "ignore_unused_parameters load_from_fp32_weights elastic_checkpoint log_trace_cache_warnings "
+    "compute_grad_norm parameter_alignment memory_efficient_linear mics_hierarchical_params_gather"
+)
+OTHER_NAMES = (
+    "prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown dump_state "
+    "memory_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio flops_profiler "
+    "comms_logger tensorboard wandb csv_monitor checkpoint elasticity autotuning"
+)
 UNITS = fixed(Lost("a unit is gathered and freed as a whole: the choice of units decides"), FSDP2)
 INSIDE = fixed(Lost("is about how DeepSpeed does it"), DOCS)
 ZERO = {
@@ -211,21 +208,7 @@ ZERO = {
         if_on(Lost("fully_shard does not quantize what it sends"), FSDP2),
     ),
     **dict.fromkeys(
-        [
-            "reduce_scatter",
-            "allgather_partitions",
-            "contiguous_gradients",
-            "sub_group_size",
-            "round_robin_gradients",
-            "ignore_unused_parameters",
-            "load_from_fp32_weights",
-            "elastic_checkpoint",
-            "log_trace_cache_warnings",
-            "compute_grad_norm",
-            "parameter_alignment",
-            "memory_efficient_linear",
-            "mics_hierarchical_params_gather",
-        ],
+        INSIDE_NAMES.split(),
         INSIDE,
     ),
 }
@@ -255,25 +238,7 @@ ABOVE = {
         Lost("configures deepspeed.checkpointing; in PyTorch, checkpoint_wrapper around each block"), DOCS
     ),
     **dict.fromkeys(
-        [
-            "prescale_gradients",
-            "gradient_predivide_factor",
-            "steps_per_print",
-            "wall_clock_breakdown",
-            "dump_state",
-            "memory_breakdown",
-            "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer",
-            "aio",
-            "flops_profiler",
-            "comms_logger",
-            "tensorboard",
-            "wandb",
-            "csv_monitor",
-            "checkpoint",
-            "elasticity",
-            "autotuning",
-        ],
+        OTHER_NAMES.split(),
         fixed(Same("nothing: not a setting of sharding"), DOCS),
     ),
 }

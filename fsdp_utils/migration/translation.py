@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fsdp_utils.migration.errors import TranslationError, shown
+from fsdp_utils.migration.values import TranslationError, shown
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

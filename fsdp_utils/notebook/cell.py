@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from fsdp_utils.notebook import output
-from fsdp_utils.notebook.local_cluster import SIGKILL, CallError, Team, result_of, until
-from fsdp_utils.notebook.remote_cluster import RemoteTeam
-from fsdp_utils.notebook.tracebacks import words
+from fsdp_utils.notebook.local_cluster import SIGKILL, CallError, Cluster, result_of, wait_until
+from fsdp_utils.notebook.tracebacks import text_of
 
 CUT_S = 0.2  # after a failure: time for the other ranks to come back by themselves, then they are cut free
 INTERRUPT_S = 0.5  # ... after this those that are in no collective are interrupted
@@ -50,11 +49,11 @@ def _interrupt(details: list[str]) -> KeyboardInterrupt:
 class Cell:
     """One run of a cell: what each rank has printed, how it ended there, and what to do about it."""
 
-    def __init__(self, team: Team | RemoteTeam, source: str, chosen: list[int], timeout_s: float) -> None:
-        self.team = team
+    def __init__(self, cluster: Cluster, source: str, chosen: list[int], timeout_s: float) -> None:
+        self.cluster = cluster
         self.chosen = chosen
         self.timeout_s = timeout_s
-        self.calls = {rank: team.call(rank, "run_cell", source, timeout_s) for rank in chosen}
+        self.calls = {rank: cluster.call(rank, "run_cell", source, timeout_s) for rank in chosen}
         self.printed = {rank: call.metadata for rank, call in self.calls.items()}  # filled while it runs
         self.outcomes: dict[int, dict[str, Any]] = {}
         self.trouble_at: float | None = None  # when something first went wrong
@@ -63,7 +62,7 @@ class Cell:
         self.interrupted = False
         self.began = time.monotonic()
         streams = ("stdout", "stderr") if someone_watches() else ()
-        self.live = {stream: output.Live(team.world_size) for stream in streams}
+        self.live = {stream: output.Live(cluster.world_size) for stream in streams}
 
     def run(self) -> None:
         """Wait for all ranks, show what they printed, and raise what went wrong."""
@@ -77,7 +76,7 @@ class Cell:
         failures = {rank: outcome for rank, outcome in self.outcomes.items() if not outcome["ok"]}
         if not failures:
             return
-        note = self._mend()
+        note = self._recover()
         if self.interrupted:
             raise _interrupt([*self._where_stood(self.chosen), *filter(None, ["", note])])
         self._raise(failures, note)
@@ -85,7 +84,7 @@ class Cell:
     def _look(self) -> None:
         """One round of waiting."""
         self._collect()
-        self._free_the_stuck()
+        self._free_stuck_ranks()
         for stream, live in self.live.items():
             live.update(self._texts(stream))
         if self.live:
@@ -114,7 +113,7 @@ class Cell:
             return ""
         where = {place["where"] for place in positions.values() if place and place["where"]}
         at = f" at {where.pop()}" if len(where) == 1 else ""
-        return f"running on {output.who(self._busy(), self.team.world_size)}{at}"[:STATUS_LENGTH]
+        return f"running on {output.name_ranks(self._busy(), self.cluster.world_size)}{at}"[:STATUS_LENGTH]
 
     def _texts(self, stream: str) -> dict[int, str]:
         texts = {rank: printed[stream] or "" for rank, printed in self.printed.items()}
@@ -125,10 +124,10 @@ class Cell:
             if not self.calls[rank].ready():
                 continue
             if _engine_is_gone(self.calls[rank]):
-                self.team.signal([rank], SIGKILL)  # it has ended, or would never answer; the_dead tells
+                self.cluster.signal([rank], SIGKILL)  # it has ended, or would never answer; ended_ranks tells
             else:
                 self.outcomes[rank] = _outcome(self.calls[rank])
-        for rank, code in self.team.the_dead().items():
+        for rank, code in self.cluster.ended_ranks().items():
             self.outcomes[rank] = {"ok": False, "time": time.time(), "code": code, "where": None}
         if self.trouble_at is None and not all(outcome["ok"] for outcome in self.outcomes.values()):
             self.trouble_at = time.monotonic()
@@ -136,7 +135,7 @@ class Cell:
     def _busy(self) -> list[int]:
         return [rank for rank in self.chosen if rank not in self.outcomes]
 
-    def _free_the_stuck(self) -> None:
+    def _free_stuck_ranks(self) -> None:
         """Once a rank has failed nobody can finish a collective with it: get the others out, gently first."""
         if self.trouble_at is None or not self._busy():
             return
@@ -145,15 +144,15 @@ class Cell:
             for rank in set(self.outcomes) - self.cut:
                 self.cut.add(rank)
                 if "code" not in self.outcomes[rank]:
-                    self.team.call(rank, "cut_group")
+                    self.cluster.call(rank, "shut_connections")
         signals = {
             signal.SIGINT: 0 if self.interrupted else INTERRUPT_S,
-            SIGKILL: KILL_S[self.team.device],
+            SIGKILL: KILL_S[self.cluster.device],
         }
         for number, after_s in signals.items():
             if since > after_s:
                 again = [rank for rank in self._busy() if (rank, number) not in self.signalled]
-                self.team.signal(again, number)
+                self.cluster.signal(again, number)
                 self.signalled.update((rank, number) for rank in again)
 
     def _show(self) -> None:
@@ -173,26 +172,29 @@ class Cell:
         for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
             texts = self._texts(name)
             if texts:
-                stream.write(output.settle(texts, self.team.world_size))
+                stream.write(output.merge(texts, self.cluster.world_size))
                 stream.flush()
-        output.show_values(shown, self.team.world_size)
+        output.show_values(shown, self.cluster.world_size)
 
-    def _mend(self) -> str:
+    def _recover(self) -> str:
         """Make the process group whole again where it is not; returns what the reader should know."""
         dead = [rank for rank, outcome in self.outcomes.items() if "code" in outcome]
-        everyone = range(self.team.world_size)
-        if self.team.device == "cuda":
-            dead += self._end_those_without_gpu([rank for rank in everyone if rank not in dead])
-        if not (dead or self.cut) and all(self.team.ask(everyone, "group_is_whole")):
+        everyone = range(self.cluster.world_size)
+        if self.cluster.device == "cuda":
+            dead += self._end_ranks_without_gpu([rank for rank in everyone if rank not in dead])
+        if not (dead or self.cut) and all(self.cluster.ask(everyone, "group_is_healthy")):
             return ""
-        return regroup(self.team, dead)
+        return regroup(self.cluster, dead)
 
-    def _end_those_without_gpu(self, alive: list[int]) -> list[int]:
+    def _end_ranks_without_gpu(self, alive: list[int]) -> list[int]:
         """Kill the ranks on which every later CUDA call would fail; returns them."""
-        lost = [rank for rank, gone in zip(alive, self.team.ask(alive, "gpu_is_lost"), strict=True) if gone]
-        self.team.signal(lost, SIGKILL)
+        answers = self.cluster.ask(alive, "gpu_is_lost")
+        lost = [rank for rank, is_lost in zip(alive, answers, strict=True) if is_lost]
+        self.cluster.signal(lost, SIGKILL)
         ended: set[int] = set()
-        until(lambda: ended.update(self.team.the_dead()) or ended >= set(lost), END_S, "ranks to end")
+        wait_until(
+            lambda: ended.update(self.cluster.ended_ranks()) or ended >= set(lost), END_S, "ranks to end"
+        )
         return sorted(ended)
 
     def _raise(self, failures: dict[int, dict[str, Any]], note: str) -> NoReturn:
@@ -210,7 +212,7 @@ class Cell:
             first = min(timed_out, key=lambda rank: failures[rank]["time"])
         cause = failures[first]
         same = sorted(died) or [rank for rank in self.chosen if _alike(self.outcomes[rank], cause)]
-        label = output.who(same, self.team.world_size)
+        label = output.name_ranks(same, self.cluster.world_size)
         details = [] if died else [f"{label}, {cause['text']}", f"{cause['name']}: {cause['message']}", ""]
         others = self._where_stood([rank for rank in self.chosen if rank not in same])
         details += ["Meanwhile", *others, ""] if others else []
@@ -222,11 +224,11 @@ class Cell:
             ]
         details += [note] if note else []
         if died:
-            raise death(died, "while it ran this cell", "\n".join(details), self.team.world_size)
+            raise ranks_died(died, "while it ran this cell", "\n".join(details))
         raise RankError(f"{label} raised {cause['name']}: {cause['message']}", "\n".join(details).rstrip())
 
     def _where_stood(self, some: list[int]) -> list[str]:
-        return [f"{output.who([rank], 0)} {self._stood(rank)}" for rank in some]
+        return [f"{output.name_ranks([rank], 0)} {self._stood(rank)}" for rank in some]
 
     def _stood(self, rank: int) -> str:
         outcome = self.outcomes[rank]
@@ -237,15 +239,16 @@ class Cell:
         return f"stood at {outcome['where'] or 'a place unknown'}"
 
 
-def regroup(team: Team | RemoteTeam, dead: Iterable[int]) -> str:
+def regroup(cluster: Cluster, dead: Iterable[int]) -> str:
     """Make the process group anew, with new ranks for the dead; returns what the reader should know."""
     dead = list(dead)
-    team.regroup(dead)
-    if dead and isinstance(team, RemoteTeam):
+    cluster.regroup(dead)
+    if cluster.ended:
         return "Ranks of a profile are not replaced one by one: all were stopped. Call ranks.start() again."
     note = "The process group was made anew: models sharded before are void."
     if dead:
-        return f"{note} The new {output.who(dead, 0)} has no variables yet; the other ranks keep theirs."
+        new = output.name_ranks(dead, 0)
+        return f"{note} The new {new} has no variables yet; the other ranks keep theirs."
     return f"{note} Ordinary variables are kept."
 
 
@@ -260,7 +263,7 @@ def _outcome(call: Any) -> dict[str, Any]:
         return result_of(call)
     except Exception as error:
         unknown = {"text": "no place known", "where": None, "in_collective": False, "seconds": 0.0}
-        name, message = type(error).__name__, words(error)
+        name, message = type(error).__name__, text_of(error)
         if isinstance(error, CallError):
             name, message = error.name, error.message
         return {"ok": False, "time": time.time(), "name": name, "message": message, **unknown}
@@ -269,7 +272,7 @@ def _outcome(call: Any) -> dict[str, Any]:
 def _clause(ranks: list[int], what: str) -> str:
     """ "rank 2 waits in ..." or "ranks 0, 1 wait in ..." of "waits|wait in ..."."""
     verbs, _, rest = what.partition(" ")
-    return f"{output.who(ranks, 0)} {verbs.split('|')[len(ranks) > 1]} {rest}"
+    return f"{output.name_ranks(ranks, 0)} {verbs.split('|')[len(ranks) > 1]} {rest}"
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -290,8 +293,8 @@ def _how_it_ended(code: int | None) -> str:
     return f"was killed by {name}{OFTEN.get(name, '')}"
 
 
-def death(dead: Mapping[int, int | None], when: str, details: str, world_size: int) -> RankError:
-    how = "; ".join(f"{output.who([rank], world_size)} {_how_it_ended(code)}" for rank, code in dead.items())
+def ranks_died(dead: Mapping[int, int | None], when: str, details: str) -> RankError:
+    how = "; ".join(f"{output.name_ranks([rank], 0)} {_how_it_ended(code)}" for rank, code in dead.items())
     return RankError(f"{how} {when}", details)
 
 

@@ -109,7 +109,7 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
         nccl.warm_up(settings["timeout_s"])
 
 
-def group_is_whole(limit_s: float = 2.0) -> bool:
+def group_is_healthy(limit_s: float = 2.0) -> bool:
     """Whether all ranks still agree on which collective comes next: try one, on GPUs another one there."""
     if not dist.is_initialized():
         return False
@@ -121,11 +121,11 @@ def group_is_whole(limit_s: float = 2.0) -> bool:
     except RuntimeError:
         whole = False
     if not whole:
-        cut_group()  # there will be a new one: let nobody wait for this rank until the limit
+        shut_connections()  # there will be a new one: let nobody wait for this rank until the limit
     return whole
 
 
-def cut_group() -> None:
+def shut_connections() -> None:
     """Break the connections to the other ranks, so that nobody stays in a collective.
 
     Destroying a gloo group does not wake those who wait in it while a model still holds the group;
@@ -215,7 +215,7 @@ def _controller_ports() -> set[int]:
 # --- on other hosts ----------------------------------------------------------------------------------
 
 
-def arrive() -> tuple[str, str, int]:
+def describe_host() -> tuple[str, str, int]:
     """In an engine that a launcher has started: its host's name, its address there, its GPUs."""
     from ipyparallel.engine.app import IPEngine
 
@@ -333,7 +333,7 @@ def answer(function: str, *args: Any) -> dict[str, Any]:
     """Call a function of this module for the notebook.
 
     ipyparallel's own way fails silently: its thread in the notebook dies of a result that cannot be
-    unpickled there, and no later result arrives. So the result travels as bytes, which team.py unpickles.
+    unpickled there, and no later result arrives. So the result travels as bytes, which cluster.py unpickles.
 
     Returns:
         `{"value": bytes}`, or `{"name": str, "message": str}` of what the function raised.
@@ -341,7 +341,7 @@ def answer(function: str, *args: Any) -> dict[str, Any]:
     try:
         return {"value": cloudpickle.dumps(globals()[function](*args), protocol=pickle.DEFAULT_PROTOCOL)}
     except BaseException as error:  # an expression of the reader's may raise SystemExit as well
-        return {"name": type(error).__name__, "message": tracebacks.words(error)}
+        return {"name": type(error).__name__, "message": tracebacks.text_of(error)}
 
 
 def _portable(value: Any) -> Any:
@@ -381,4 +381,4 @@ def _watch_for_interrupts() -> None:
 def _cut_when_interrupted(wakeups: socket.socket) -> None:
     while True:
         if signal.SIGINT in wakeups.recv(1024) and not _cell_is_over.wait(GRACE_S):
-            cut_group()
+            shut_connections()

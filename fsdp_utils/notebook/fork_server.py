@@ -60,7 +60,7 @@ def engine(settings: dict[str, Any], rank: int) -> None:
         [
             *_profile(settings),
             f"--file={settings['directory']}/security/ipcontroller-engine.json",
-            f"--IPEngine.id={settings['birth'] * 1000 + rank}",  # team.py finds a rank's engine by it
+            f"--IPEngine.id={settings['generation'] * 1000 + rank}",  # cluster.py finds a rank's engine by it
             "--timeout=60",
             "--IPEngine.enable_nanny=False",
             "--IPEngine.max_heartbeat_misses=0",
@@ -79,7 +79,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def become(settings: dict[str, Any], rank: int | None) -> NoReturn:
+def run_child(settings: dict[str, Any], rank: int | None) -> NoReturn:
     """In a child: turn into rank `rank`, or into the controller for None. Never returns."""
     code = 1
     try:
@@ -133,7 +133,7 @@ class ForkServer:
         if self.settings["method"] == "fork":
             pid = os.fork()
             if pid == 0:
-                become(self.settings, rank)
+                run_child(self.settings, rank)
             self.ends[rank] = lambda: _exit_code(pid)
         else:
             command = [sys.executable, "-m", "fsdp_utils.notebook.fork_server", json.dumps(self.settings)]
@@ -146,7 +146,7 @@ class ForkServer:
             code = ended()
             if code is not None:
                 del self.ends[rank]
-                say(event="ended", rank=rank, pid=self.pids.pop(rank), code=code)
+                send_event(event="ended", rank=rank, pid=self.pids.pop(rank), code=code)
 
     def end(self) -> NoReturn:
         """Kill all children and whatever they started, then go."""
@@ -163,7 +163,7 @@ def _exit_code(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if done else None
 
 
-def written(connection: Path) -> bool:
+def is_written(connection: Path) -> bool:
     """Whether the controller has written a connection file to its end."""
     try:
         return bool(json.loads(connection.read_text()))
@@ -171,7 +171,7 @@ def written(connection: Path) -> bool:
         return False
 
 
-def say(**event: Any) -> None:
+def send_event(**event: Any) -> None:
     sys.stdout.write(json.dumps(event) + "\n")
     sys.stdout.flush()
 
@@ -232,7 +232,7 @@ def _equal_shares(gpus: int) -> int:
     return max((ranks for ranks in range(1, gpus + 1) if LESSON_BATCH % ranks == 0), default=1)
 
 
-def listen(commands: "queue.Queue[dict[str, Any] | None]") -> None:
+def read_commands(commands: "queue.Queue[dict[str, Any] | None]") -> None:
     for line in sys.stdin:
         commands.put(json.loads(line))
     commands.put(None)  # the kernel closed the pipe, or is gone
@@ -241,7 +241,7 @@ def listen(commands: "queue.Queue[dict[str, Any] | None]") -> None:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     if len(sys.argv) > 2:
-        become(settings, json.loads(sys.argv[2]))
+        run_child(settings, json.loads(sys.argv[2]))
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counting GPUs does not initialise CUDA then
     kernel = os.getppid()
     fork_server = ForkServer(settings)
@@ -253,16 +253,16 @@ def main() -> None:
                 importlib.import_module(name)
         resolve(settings)
         for_engines = Path(settings["directory"], "security", "ipcontroller-engine.json")
-        while not written(for_engines) and None in fork_server.pids:
+        while not is_written(for_engines) and None in fork_server.pids:
             fork_server.reap()
             time.sleep(0.01)
         fork_server.fork(list(range(settings["world_size"])))
     except Exception as error:
-        say(event="failed", name=type(error).__name__, message=str(error))
+        send_event(event="failed", name=type(error).__name__, message=str(error))
         fork_server.end()
-    say(event="born", settings=settings, pids=fork_server.pids)
+    send_event(event="forked", settings=settings, pids=fork_server.pids)
     commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=listen, args=(commands,), daemon=True).start()
+    threading.Thread(target=read_commands, args=(commands,), daemon=True).start()
     while os.getppid() == kernel:
         fork_server.reap()
         try:
@@ -273,7 +273,7 @@ def main() -> None:
             break
         settings.update(command["settings"])
         fork_server.fork(command["ranks"])
-        say(event="born", settings=settings, pids=fork_server.pids)
+        send_event(event="forked", settings=settings, pids=fork_server.pids)
     fork_server.end()
 
 

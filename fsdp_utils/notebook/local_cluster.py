@@ -13,13 +13,13 @@ import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdp_utils._extras import need
-from fsdp_utils.notebook.fork_server import written
-from fsdp_utils.notebook.tracebacks import words
+from fsdp_utils.notebook.fork_server import is_written
+from fsdp_utils.notebook.tracebacks import text_of
 from fsdp_utils.torch_internals.names import DYNAMO
 
 START_LIMIT_S = 90.0
@@ -30,7 +30,7 @@ SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
 T = TypeVar("T")
 
 
-def until(ready: Callable[[], T], limit_s: float, what: str) -> T:
+def wait_until(ready: Callable[[], T], limit_s: float, what: str) -> T:
     """Wait for a true value of `ready()` and return it; TimeoutError after `limit_s` seconds."""
     end = time.monotonic() + limit_s
     while not (value := ready()):
@@ -56,7 +56,7 @@ class CallError(RuntimeError):
 
 
 def result_of(call: Any, timeout_s: float | None = None) -> Any:
-    """What the function returned that `Crew.call` called.
+    """What the function returned that `Cluster.call` called.
 
     Raises:
         CallError: it raised, or this process cannot unpickle its result.
@@ -71,12 +71,12 @@ def result_of(call: Any, timeout_s: float | None = None) -> Any:
     except BaseException as error:  # unpickling runs the reader's code, which may raise SystemExit as well
         raise CallError(
             type(error).__name__,
-            f"{words(error)} (while the notebook unpickled the rank's value: ask for something simpler, "
+            f"{text_of(error)} (while the notebook unpickled the rank's value: ask for something simpler, "
             "such as tensors, numbers, and lists and dictionaries of them)",
         ) from None
 
 
-class Crew(ABC):
+class Cluster(ABC):
     """How the notebook talks to ranks, wherever they run."""
 
     client: Any  # of ipyparallel's controller
@@ -96,8 +96,24 @@ class Crew(ABC):
         """ipyparallel's number of the engine that is this rank now."""
 
     @abstractmethod
-    def a_rank_ended(self) -> bool:
-        """Whether a rank has ended that `the_dead` has not told of yet."""
+    def has_ended_ranks(self) -> bool:
+        """Whether a rank has ended that `ended_ranks` has not told of yet."""
+
+    @abstractmethod
+    def ended_ranks(self) -> Mapping[int, int | None]:
+        """rank -> exit code (minus the signal; None: unknown) of those that ended since this was last asked."""
+
+    @abstractmethod
+    def signal(self, some: Iterable[int], number: int) -> None:
+        """Send a signal to some ranks."""
+
+    @abstractmethod
+    def regroup(self, dead: Iterable[int]) -> None:
+        """Replace the dead ranks where that is possible, and form the process group of all ranks anew."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End all ranks and whatever else was started for them."""
 
     def call(self, rank: int, function: str, *args: Any) -> Any:
         """Call a function of engine.py on a rank; returns ipyparallel's AsyncResult, for `result_of`."""
@@ -114,13 +130,13 @@ class Crew(ABC):
         def answered() -> bool:
             return all(call.ready() for call in calls)
 
-        until(lambda: answered() or self.a_rank_ended(), limit_s, "answers of the ranks")
+        wait_until(lambda: answered() or self.has_ended_ranks(), limit_s, "answers of the ranks")
         if not answered():
             raise RuntimeError("a rank ended before it answered. The next %%ranks cell replaces it.")
         return [result_of(call) for call in calls]
 
 
-class Team(Crew):
+class LocalCluster(Cluster):
     """Ranks of this machine: the fork server that starts them, and a client of ipyparallel's controller.
 
     Args:
@@ -143,12 +159,12 @@ class Team(Crew):
             "device": device,
             "method": method,
             "directory": tempfile.mkdtemp(prefix="ranks-"),
-            "birth": 0,
+            "generation": 0,
             "timeout_s": 60.0,
             "preload": [*_imported_here(), *preload],
         }
         self._events: list[dict[str, Any]] = []
-        self._birth_of: dict[int, int] = {}  # rank -> which birth its present process came from
+        self._generation_of: dict[int, int] = {}  # rank -> which generation its present process came from
         self._fork_server = subprocess.Popen(
             [sys.executable, "-m", "fsdp_utils.notebook.fork_server", json.dumps(self.settings)],
             stdin=subprocess.PIPE,
@@ -168,14 +184,14 @@ class Team(Crew):
             raise
 
     def engine_of(self, rank: int) -> int:
-        return self._birth_of[rank] * 1000 + rank
+        return self._generation_of[rank] * 1000 + rank
 
-    def a_rank_ended(self) -> bool:
+    def has_ended_ranks(self) -> bool:
         return self._happened("ended") is not None
 
     # --- life and death ---
 
-    def the_dead(self) -> dict[int, int]:
+    def ended_ranks(self) -> dict[int, int]:
         """rank -> exit code (minus the signal) of the ranks that ended since this was last asked."""
         dead = {}
         while event := self._take("ended"):
@@ -198,13 +214,13 @@ class Team(Crew):
         if 0 in alive:
             (self.settings["store"],) = self.ask([0], "open_store")
         if dead:
-            self.settings["birth"] += 1
+            self.settings["generation"] += 1
             for rank in dead:
-                self._birth_of[rank] = self.settings["birth"]
+                self._generation_of[rank] = self.settings["generation"]
             assert self._fork_server.stdin is not None
             self._fork_server.stdin.write(json.dumps({"ranks": dead, "settings": self.settings}) + "\n")
             self._fork_server.stdin.flush()
-            self._await_birth()
+            self._await_forks()
         joining = [self.call(rank, "join_group", rank, self.settings) for rank in alive]
         for each in joining:
             result_of(each, CALL_LIMIT_S)
@@ -244,7 +260,7 @@ class Team(Crew):
 
     def _await(self, ready: Callable[[], T], what: str) -> T:
         """Wait for the start of something, unless it has failed."""
-        until(lambda: ready() or self._happened("failed", "gone", "ended"), START_LIMIT_S, what)
+        wait_until(lambda: ready() or self._happened("failed", "gone", "ended"), START_LIMIT_S, what)
         if failed := self._happened("failed"):
             raise {"ValueError": ValueError}.get(failed["name"], RuntimeError)(failed["message"])
         if self._happened("gone", "ended"):
@@ -262,21 +278,21 @@ class Team(Crew):
         connection = Path(self.settings["directory"], "security", "ipcontroller-client.json")
         ipyparallel = need("ipyparallel", "notebooks")
 
-        self._await(lambda: written(connection), "the controller to start")
+        self._await(lambda: is_written(connection), "the controller to start")
         self.client = ipyparallel.Client(str(connection), timeout=int(START_LIMIT_S))
-        self._await_birth()
-        self._birth_of = dict.fromkeys(range(self.world_size), 0)
+        self._await_forks()
+        self._generation_of = dict.fromkeys(range(self.world_size), 0)
         self._await_engines()
 
-    def _await_birth(self) -> None:
-        self._await(lambda: self._happened("born"), "the ranks to be forked")
-        born = self._take("born")
-        assert born is not None
-        self.settings = born["settings"]
-        self.pids = {int(rank): pid for rank, pid in born["pids"].items() if rank != "null"}
+    def _await_forks(self) -> None:
+        self._await(lambda: self._happened("forked"), "the ranks to be forked")
+        forked = self._take("forked")
+        assert forked is not None
+        self.settings = forked["settings"]
+        self.pids = {int(rank): pid for rank, pid in forked["pids"].items() if rank != "null"}
 
     def _await_engines(self) -> None:
-        wanted = {birth * 1000 + rank for rank, birth in self._birth_of.items()}
+        wanted = {generation * 1000 + rank for rank, generation in self._generation_of.items()}
         self._await(lambda: wanted <= set(self.client.ids), "the ranks to connect")
 
 

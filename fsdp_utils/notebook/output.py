@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def who(ranks: Sequence[int], world_size: int) -> str:
+def name_ranks(ranks: Sequence[int], world_size: int) -> str:
     """ "rank 0", "ranks 1, 3" or "all ranks"."""
     if len(ranks) == world_size > 1:
         return "all ranks"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def settle(texts: Mapping[int, str], world_size: int) -> str:
+def merge(texts: Mapping[int, str], world_size: int) -> str:
     """Merge what each rank printed into one labelled text.
 
     Lines that all ranks have alike at the start and at the end are shown once; what lies between
@@ -23,7 +23,7 @@ def settle(texts: Mapping[int, str], world_size: int) -> str:
     """
     ranks = sorted(texts)
     lines = {rank: _lines(texts[rank]) for rank in ranks}
-    together = who(ranks, world_size)
+    together = name_ranks(ranks, world_size)
     if len(set(map(tuple, lines.values()))) == 1:
         return _labelled(together, lines[ranks[0]])
     head = _common(list(lines.values()))
@@ -33,7 +33,7 @@ def settle(texts: Mapping[int, str], world_size: int) -> str:
     same = lines[ranks[0]]
     return (
         _labelled(together, same[:head])
-        + "".join(_labelled(who([rank], world_size), middle[rank]) for rank in ranks)
+        + "".join(_labelled(name_ranks([rank], world_size), middle[rank]) for rank in ranks)
         + _labelled(together, same[len(same) - tail :])
     )
 
@@ -81,7 +81,7 @@ class Live:
 
     def update(self, texts: Mapping[int, str]) -> None:
         for rank, text in texts.items():
-            label = who([rank], self.world_size)
+            label = name_ranks([rank], self.world_size)
             start = self.shown.get(rank, 0)
             end = text.rfind("\n") + 1
             if end > start:
@@ -119,9 +119,9 @@ def show_values(shown: Mapping[int, Sequence[Mapping[str, Any]]], world_size: in
         for value in shown[group[0]]:
             data = dict(value["data"])
             if set(data) == {"text/plain"}:
-                print(_labelled(who(group, world_size), data["text/plain"].split("\n")), end="")
+                print(_labelled(name_ranks(group, world_size), data["text/plain"].split("\n")), end="")
             else:
-                print(f"{who(group, world_size)} |")
+                print(f"{name_ranks(group, world_size)} |")
                 display(data, metadata=value.get("metadata"), raw=True)
 
 

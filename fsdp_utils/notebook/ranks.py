@@ -24,16 +24,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_utils.notebook.cell import Cell, RankError, death, ipython, regroup, someone_watches
+from fsdp_utils.notebook.cell import Cell, RankError, ipython, ranks_died, regroup, someone_watches
 from fsdp_utils.notebook.fork_server import LESSON_BATCH
-from fsdp_utils.notebook.local_cluster import CallError, Team
-from fsdp_utils.notebook.remote_cluster import RemoteTeam
+from fsdp_utils.notebook.local_cluster import CallError, Cluster, LocalCluster
+from fsdp_utils.notebook.remote_cluster import RemoteCluster
 
 TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
 ANSWER_LIMIT_S = 2.0  # for what only adds to an error message
 LONGEST_TIMEOUT_S = 1e6  # eleven days; torch's clocks overflow long after
 
-_team: Team | RemoteTeam | None = None
+_cluster: Cluster | None = None
 
 
 def start(
@@ -65,7 +65,7 @@ def start(
             did not start the ranks.
         ValueError: a number of ranks below 1, or more ranks on CUDA than there are GPUs, or no such profile.
     """
-    global _team
+    global _cluster
     if ipython() is None:
         raise RuntimeError(
             "ranks.start() serves notebooks, and this is not one. In a script use "
@@ -85,26 +85,26 @@ def start(
         raise ValueError(
             f"ranks.start(profile=..., method={method!r}): the profile's launcher starts the ranks."
         )
-    if _team is not None and not _team.ended:
-        same = world_size in (None, _team.world_size) and device in (None, _team.device)
-        if same and profile == _team.settings.get("profile") and _alive(_team):
-            print(f"{_team.world_size} ranks are running already; their variables are kept.")
+    if _cluster is not None and not _cluster.ended:
+        same = world_size in (None, _cluster.world_size) and device in (None, _cluster.device)
+        if same and profile == _cluster.settings.get("profile") and _alive(_cluster):
+            print(f"{_cluster.world_size} ranks are running already; their variables are kept.")
             return
         stop()
     announced = "starting the ranks: importing torch ..." if someone_watches() else ""
     print(announced, end="", flush=True)
     try:
-        _team = _start(world_size, device, method, profile, preload)
+        _cluster = _start(world_size, device, method, profile, preload)
     finally:
         print("\r" + " " * len(announced) + "\r" if announced else "", end="", flush=True)
-    backend = "nccl, one GPU each" if _team.device == "cuda" else "gloo on CPU"
-    hosts = list(dict.fromkeys(_team.settings.get("hosts", [])))
+    backend = "nccl, one GPU each" if _cluster.device == "cuda" else "gloo on CPU"
+    hosts = list(dict.fromkeys(_cluster.settings.get("hosts", [])))
     print(
-        f"{_team.world_size} rank{'s' * (_team.world_size > 1)} in one process group ({backend})"
+        f"{_cluster.world_size} rank{'s' * (_cluster.world_size > 1)} in one process group ({backend})"
         + f", on {', '.join(hosts)}" * bool(hosts)
     )
-    if unused := _team.settings.get("unused_gpus"):
-        gpus = _team.world_size + unused
+    if unused := _cluster.settings.get("unused_gpus"):
+        gpus = _cluster.world_size + unused
         print(
             f"{gpus} GPUs are here. The lessons' batches of {LESSON_BATCH} samples have no equal shares for "
             f"{gpus} ranks; ranks.start({gpus}) starts them all the same."
@@ -117,18 +117,18 @@ def _start(
     method: str | None,
     profile: str | None,
     preload: Sequence[str],
-) -> Team | RemoteTeam:
+) -> Cluster:
     if profile is not None:
-        return RemoteTeam(world_size, device, profile)
-    return Team(world_size, device, method or ("fork" if hasattr(os, "fork") else "spawn"), preload)
+        return RemoteCluster(world_size, device, profile)
+    return LocalCluster(world_size, device, method or ("fork" if hasattr(os, "fork") else "spawn"), preload)
 
 
 def stop() -> None:
     """End all ranks; nothing happens where there are none."""
-    global _team
-    if _team is not None and not _team.ended:
-        _team.end()
-    _team = None
+    global _cluster
+    if _cluster is not None and not _cluster.ended:
+        _cluster.end()
+    _cluster = None
 
 
 def get(expression: str) -> list[Any]:
@@ -143,24 +143,24 @@ def get(expression: str) -> list[Any]:
     Raises:
         RankError: the expression fails on a rank, or its value cannot be pickled there or unpickled here.
     """
-    team = _running()
+    cluster = _running()
     try:
-        return team.ask(range(team.world_size), "evaluate", expression)
+        return cluster.ask(range(cluster.world_size), "evaluate", expression)
     except CallError as error:
         raise RankError(f"ranks.get({expression!r}) raised {error}", "") from None
 
 
-def _alive(team: Team | RemoteTeam) -> bool:
+def _alive(cluster: Cluster) -> bool:
     try:
-        return not team.the_dead()
+        return not cluster.ended_ranks()
     except RuntimeError:
         return False
 
 
-def _running() -> Team | RemoteTeam:
-    if _team is None or _team.ended:
+def _running() -> Cluster:
+    if _cluster is None or _cluster.ended:
         raise RuntimeError("There are no ranks yet. Call ranks.start() in a cell of its own first.")
-    return _team
+    return _cluster
 
 
 # --- a cell ------------------------------------------------------------------------------------------
@@ -168,13 +168,13 @@ def _running() -> Team | RemoteTeam:
 
 def _magic(line: str, cell: str) -> None:
     """%%ranks [RANKS] [--timeout SECONDS]: run the cell on all ranks, or on some, as `%%ranks 1,3`."""
-    team = _running()
-    chosen, timeout_s = _arguments(line, team.world_size)
-    dead = team.the_dead()
+    cluster = _running()
+    chosen, timeout_s = _arguments(line, cluster.world_size)
+    dead = cluster.ended_ranks()
     if dead:
-        note = regroup(team, dead)
-        raise death(dead, "between two cells; this cell was not run", note, team.world_size)
-    Cell(team, cell, chosen, timeout_s).run()
+        note = regroup(cluster, dead)
+        raise ranks_died(dead, "between two cells; this cell was not run", note)
+    Cell(cluster, cell, chosen, timeout_s).run()
 
 
 def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
@@ -201,10 +201,10 @@ def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
 def _explain_missing_name(result: Any) -> None:
     """After an ordinary cell: say so if the name that the notebook does not know is known on the ranks."""
     error = result.error_in_exec
-    if not isinstance(error, NameError) or not error.name or _team is None or _team.ended:
+    if not isinstance(error, NameError) or not error.name or _cluster is None or _cluster.ended:
         return
     with contextlib.suppress(Exception):  # the ranks cannot answer now, and the error is shown already
-        if any(_team.ask(range(_team.world_size), "has_name", error.name, limit_s=ANSWER_LIMIT_S)):
+        if any(_cluster.ask(range(_cluster.world_size), "has_name", error.name, limit_s=ANSWER_LIMIT_S)):
             print(
                 f"{error.name} lives on the ranks: use it in a %%ranks cell, "
                 f"or fetch it with ranks.get({error.name!r}).",

@@ -18,12 +18,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from fsdp_utils._extras import need
-from fsdp_utils.notebook.local_cluster import CALL_LIMIT_S, SIGKILL, Crew, result_of, until
+from fsdp_utils.notebook.local_cluster import CALL_LIMIT_S, SIGKILL, Cluster, result_of, wait_until
 
 END_LIMIT_S = 5.0
 
 
-class RemoteTeam(Crew):
+class RemoteCluster(Cluster):
     """Ranks that ipyparallel's launchers have started, and the process group between their hosts.
 
     Args:
@@ -38,8 +38,8 @@ class RemoteTeam(Crew):
 
     def __init__(self, world_size: int | None, device: str | None, profile: str) -> None:
         self.settings = {"profile": profile, "timeout_s": CALL_LIMIT_S}
-        self._cluster = _cluster(profile)
-        wanted = world_size or self._cluster.n or 4
+        self._launcher = _launcher(profile)
+        wanted = world_size or self._launcher.n or 4
         try:
             self._start(wanted)
             atexit.register(self._end_with_kernel)  # last, so before ipyparallel closes what `end` needs
@@ -55,12 +55,12 @@ class RemoteTeam(Crew):
     def engine_of(self, rank: int) -> int:
         return self._engines[rank]
 
-    def a_rank_ended(self) -> bool:
+    def has_ended_ranks(self) -> bool:
         return not {self._engines[r] for r in range(self.world_size) if r not in self._gone} <= set(
             self.client.ids
         )
 
-    def the_dead(self) -> dict[int, None]:
+    def ended_ranks(self) -> dict[int, None]:
         """The ranks that ended since this was last asked; their exit codes stay on their hosts."""
         there = set(self.client.ids)
         dead = {r for r, engine in enumerate(self._engines) if engine not in there} - self._gone
@@ -92,10 +92,10 @@ class RemoteTeam(Crew):
             with contextlib.suppress(Exception):  # those that cannot be reached are left to their launcher
                 self.client.send_signal(SIGKILL, block=False)
                 # A nanny that cannot tell the controller of the end any more would stay.
-                until(lambda: not self.client.ids, END_LIMIT_S, "the engines to end")
+                wait_until(lambda: not self.client.ids, END_LIMIT_S, "the engines to end")
             self.client.close()
         with contextlib.suppress(Exception):  # what is gone already cannot be stopped
-            self._cluster.stop_cluster_sync()
+            self._launcher.stop_cluster_sync()
 
     def _end_with_kernel(self) -> None:
         # Jupyter sends SIGTERM to a kernel that takes more than some seconds, and SIGKILL as many later.
@@ -108,14 +108,14 @@ class RemoteTeam(Crew):
 
         profile = self.settings["profile"]
         try:
-            self._cluster.start_cluster_sync(n=wanted)
-            self.client = self._cluster.connect_client_sync()
-            self.client.wait_for_engines(wanted, timeout=self._cluster.engine_timeout, interactive=False)
+            self._launcher.start_cluster_sync(n=wanted)
+            self.client = self._launcher.connect_client_sync()
+            self.client.wait_for_engines(wanted, timeout=self._launcher.engine_timeout, interactive=False)
         except (ipyparallel.TimeoutError, TimeoutError) as error:
             found = len(self.client.ids) if hasattr(self, "client") else 0
             raise RuntimeError(
                 f"ranks.start({wanted}, profile={profile!r}): {found} of {wanted} engines connected within "
-                f"{self._cluster.engine_timeout} s. Does the profile's launcher start as many, and can "
+                f"{self._launcher.engine_timeout} s. Does the profile's launcher start as many, and can "
                 f"their hosts reach c.Cluster.controller_ip? Their logs are in the profile's folder log."
             ) from error
         except Exception as error:
@@ -127,7 +127,7 @@ class RemoteTeam(Crew):
     def _place(self, device: str | None) -> None:
         """Give neighbouring ranks to the same host; find where each host reaches the others."""
         everyone = range(self.world_size)
-        arrived = dict(zip(self._engines, self.ask(everyone, "arrive"), strict=True))
+        arrived = dict(zip(self._engines, self.ask(everyone, "describe_host"), strict=True))
         order = list(dict.fromkeys(host for host, _, _ in arrived.values()))
         self._engines.sort(key=lambda engine: (order.index(arrived[engine][0]), engine))
         hosts, addresses, gpus = zip(*(arrived[engine] for engine in self._engines), strict=True)
@@ -151,7 +151,7 @@ class RemoteTeam(Crew):
         )
 
 
-def _cluster(profile: str) -> Any:
+def _launcher(profile: str) -> Any:
     """ipyparallel's cluster as the profile describes it."""
     ipyparallel = need("ipyparallel", "notebooks")
     from IPython.core.profiledir import ProfileDir, ProfileDirError

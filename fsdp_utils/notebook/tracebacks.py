@@ -25,11 +25,16 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
         reader's own code, or None) and `in_collective` (whether torch.distributed raised it).
     """
     name = type(error).__name__
-    message = re.sub(r"^\[\S+:\d+\] ", "", words(error))  # gloo begins with a path of its build machine
+    message = re.sub(r"^\[\S+:\d+\] ", "", text_of(error))  # gloo begins with a path of its build machine
     if isinstance(error, SyntaxError):
-        line = "" if error.text is None else words(error.text).strip()
-        where = f"line {words(error.lineno)}: {line}"
-        found = {"name": name, "message": words(error.msg), "text": f"in this cell, {where}", "where": where}
+        line = "" if error.text is None else text_of(error.text).strip()
+        where = f"line {text_of(error.lineno)}: {line}"
+        found = {
+            "name": name,
+            "message": text_of(error.msg),
+            "text": f"in this cell, {where}",
+            "where": where,
+        }
         return {**found, "in_collective": False}
     own: list[str] = []
     library: list[str] = []
@@ -55,7 +60,7 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
     text = "\n".join([*own, *library])
     cause = error.__cause__
     if cause is not None:
-        text += f"\ncaused by {type(cause).__name__}: {words(cause)}"
+        text += f"\ncaused by {type(cause).__name__}: {text_of(cause)}"
     found = {"name": name, "message": message, "text": text, "where": where}
     return {**found, "in_collective": _is_collective(files)}
 
@@ -88,7 +93,7 @@ def _where(frame: FrameType, line: int) -> str:
     return f"line {line}: {linecache.getline(frame.f_code.co_filename, line).strip()}"
 
 
-def words(value: Any) -> str:
+def text_of(value: Any) -> str:
     """`str(value)` as a plain string, also where the value's own `__str__` raises or returns a subclass."""
     try:
         return str.__str__(str(value))
