@@ -327,6 +327,11 @@ def _join(action: str, problems: dict[int, str], world_size: int) -> str:
 
 
 def _words(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return (
+            f"{error.filename}: expected a file or a directory, found none (did another program delete the "
+            "checkpoint?)"
+        )
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

@@ -67,16 +67,16 @@ def find_bytes(item: Item, file: io.RawIOBase, known: dict[bytes, Tensor]) -> in
 def _described(part: "Part", inside: dict[str, zipfile.ZipInfo]) -> Tensor:
     """The tensor that the archive describes, without its bytes."""
     check_archive(part)
+    if "byteorder" in inside:  # else torch.load would swap the bytes, of which there are none, and crash
+        part.seek(begin_of(part, inside["byteorder"]))
+        if part.read(inside["byteorder"].file_size) != sys.byteorder.encode():
+            raise ValueError(f"one that was not saved on a {sys.byteorder}-endian machine")
     part.seek(0)
     found = torch.load(cast(IO[bytes], part), map_location="meta", weights_only=True)
     if not isinstance(found, Tensor):
         raise ValueError(f"a {type(found).__name__}")
     if not found.is_contiguous() or found.untyped_storage().nbytes() != found.nbytes:
         raise ValueError("a part of another tensor")
-    if "byteorder" in inside:
-        part.seek(begin_of(part, inside["byteorder"]))
-        if part.read(inside["byteorder"].file_size) != sys.byteorder.encode():
-            raise ValueError(f"one that was not saved on a {sys.byteorder}-endian machine")
     return found
 
 
