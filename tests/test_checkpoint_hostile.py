@@ -504,20 +504,28 @@ def test_forged_places_of_sharded_tensors_are_refused_by_every_reader(
     refused(checkpoint, told)
 
 
-def test_a_description_that_points_to_a_file_without_a_hash_is_refused(checkpoint: Path) -> None:
-    """The file would be read without a complaint: it holds the same."""
+@pytest.mark.parametrize(
+    ("name", "more", "told"),
+    [("more-{}", 0, "of more-__0_"), ("{}", 1 << 20, "of __0_")],
+)
+def test_a_description_that_points_to_other_bytes_is_refused(
+    name: str, more: int, told: str, checkpoint: Path
+) -> None:
+    """The file without a hash would be read without a complaint: it holds the same."""
     for file in checkpoint.glob("*.distcp"):
         shutil.copy(file, checkpoint / f"more-{file.name}")
     edit_metadata(
         checkpoint,
         lambda metadata: metadata.storage_data.update(
             {
-                index: dataclasses.replace(info, relative_path=f"more-{info.relative_path}")
+                index: dataclasses.replace(
+                    info, relative_path=name.format(info.relative_path), offset=info.offset + more
+                )
                 for index, info in metadata.storage_data.items()
             }
         ),
     )
-    refused(checkpoint, r"\.metadata: expected .* in a file of the manifest, found it at .* of more-__0_")
+    refused(checkpoint, r"\.metadata: expected .* in a file of the manifest, found it at .* " + told)
 
 
 def saved_archive(tensor: torch.Tensor, **changed: bytes) -> bytes:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from fsdp_utils import (
 )
 from fsdp_utils.checkpoint.manifest import committed
 from fsdp_utils.distributed.launch import _PRELOAD
+from tests.checkpoints import outcome
 
 MOMENTS = 20
 WAIT_S = 10.0  # for a rank that was killed before it entered
@@ -333,13 +335,8 @@ def test_every_new_name_is_durable_before_anything_else_happens(
 
 
 def save_and_say(folder: Path, steps: range, pipe: Connection) -> None:
-    refused = []
-    for step in steps:
-        try:
-            save_one("save_distributed", folder, step)
-        except CheckpointError as error:  # the other one saved for all of the time that a save waits
-            refused.append(str(error))
-    pipe.send(refused)
+    outcomes = [outcome(partial(save_one, "save_distributed", folder, step)) for step in steps]
+    pipe.send([one.error for one in outcomes if one.error])  # the other one may have saved all of the time
     pipe.close()
 
 
