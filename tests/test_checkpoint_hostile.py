@@ -1,6 +1,7 @@
 """Checkpoints that somebody made to do harm: refused in words, with nothing run, changed or filled up."""
 
 import contextlib
+import dataclasses
 import errno
 import io
 import json
@@ -8,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsdp_utils.checkpoint.tensor_archive import Item, find_bytes
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -38,12 +41,13 @@ from fsdp_utils import (
     verify_checkpoint,
 )
 from fsdp_utils.checkpoint import manifest
+from fsdp_utils.checkpoint import save as save_module
 from fsdp_utils.checkpoint.__main__ import main
 from fsdp_utils.checkpoint.lock import Lock
 from fsdp_utils.checkpoint.manifest import MANIFEST, begin, write_manifest
 from fsdp_utils.checkpoint.metadata import read_metadata
 from fsdp_utils.checkpoint.pickled import Refused
-from fsdp_utils.checkpoint.plain_data import unpack
+from fsdp_utils.checkpoint.plain_data import pack, unpack, view
 from fsdp_utils.checkpoint.replacing import NewFile
 from tests.test_checkpoint_damage import forge, reseal
 
@@ -477,6 +481,98 @@ def test_a_sharded_tensor_without_a_place_is_refused_before_anything_is_loaded(
     with pytest.raises(CheckpointError, match=r"expected a place in the saved state for 'state\.x'"):
         load_full(tmp_path / "f.pt", other)
     assert torch.equal(other.weight, before)
+    with pytest.raises(CheckpointError, match=r"expected a place in the saved state for 'state\.x'"):
+        verify_checkpoint(tmp_path / "f.pt")
+
+
+@pytest.mark.parametrize(
+    ("sharded", "told"),
+    [
+        ([], "found a list under 'sharded'"),
+        ({"state.x": (("x",), [0])}, r"found a place .* for 'state\.x', which is no tensor of it"),
+        ({"model.weight": ("x", [0])}, r"found no place in the state for 'model\.weight'"),
+        ({"model.weight": (("x",), ["0"])}, r"found no dimensions that 'model\.weight' was sharded by"),
+        ({"model.weight": (("x", "y"), [0])}, r"expected a place in the saved state for 'model\.weight'"),
+    ],
+)
+def test_forged_places_of_sharded_tensors_are_refused_by_every_reader(
+    sharded: Any, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(save_module, "pack", lambda value, what: pack({**value, "sharded": sharded}, what))
+        checkpoint = save_distributed(tmp_path / "home", nn.Linear(3, 4), step=1, x=[1]).wait()
+    refused(checkpoint, told)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "told"),
+    [("more-{}", 0, "of more-__0_"), ("{}", 1 << 20, "of __0_")],
+)
+def test_a_description_that_points_to_other_bytes_is_refused(
+    name: str, more: int, told: str, checkpoint: Path
+) -> None:
+    """The file without a hash would be read without a complaint: it holds the same."""
+    for file in checkpoint.glob("*.distcp"):
+        shutil.copy(file, checkpoint / f"more-{file.name}")
+    edit_metadata(
+        checkpoint,
+        lambda metadata: metadata.storage_data.update(
+            {
+                index: dataclasses.replace(
+                    info, relative_path=name.format(info.relative_path), offset=info.offset + more
+                )
+                for index, info in metadata.storage_data.items()
+            }
+        ),
+    )
+    refused(checkpoint, r"\.metadata: expected .* in a file of the manifest, found it at .* " + told)
+
+
+def saved_archive(tensor: torch.Tensor, **changed: bytes) -> bytes:
+    """As torch.save writes it, with other parts, and the pickle compressed if it is one of them."""
+    plain, changes = io.BytesIO(), io.BytesIO()
+    torch.save(tensor, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(changes, "w") as written:
+        for entry in source.infolist():
+            part = entry.filename.partition("/")[2]
+            content = changed.get(part.replace(".", "_"), source.read(entry))
+            kind = (
+                zipfile.ZIP_DEFLATED if part == "data.pkl" and "data_pkl" in changed else zipfile.ZIP_STORED
+            )
+            if content:
+                written.writestr(entry.filename, content, kind)
+    return changes.getvalue()
+
+
+def test_only_a_whole_tensor_of_this_machine_is_read() -> None:
+    tensor = torch.arange(4.0).reshape(2, 2)
+    other_order = b"big" if sys.byteorder == "little" else b"little"
+    inside = zipfile.ZipFile(io.BytesIO(saved_archive(tensor)))
+    pickled = inside.read(next(name for name in inside.namelist() if name.endswith("data.pkl")))
+    cases = {
+        "": saved_archive(tensor),
+        "not even its byte order": saved_archive(tensor, byteorder=b""),
+        "a part of another tensor": saved_archive(torch.arange(8.0)[:4].reshape(2, 2)),
+        "part of another tensor": saved_archive(tensor.T),
+        "-endian machine": saved_archive(tensor, byteorder=other_order),
+        "the compressed part": saved_archive(tensor, data_pkl=pickled),
+    }
+    for number, (told, data) in enumerate(cases.items()):
+        item = Item(Path("f"), 0, len(data), "x", torch.float32, torch.Size([2, 2]))
+        file: Any = io.BytesIO(data)
+        if number < 2:
+            begin = find_bytes(item, file, {})
+            assert data[begin : begin + 16] == view(tensor).tobytes()
+        else:
+            with pytest.raises(CheckpointError, match=f"expected x as .*found .*{told}"):
+                find_bytes(item, file, {})
+
+
+def test_what_holds_no_numbers_is_saved_and_verified(tmp_path: Path) -> None:
+    model = nn.Embedding(0, 3)
+    save_distributed(tmp_path, model, step=0)
+    verify_checkpoint(tmp_path)
+    load_distributed(tmp_path, model)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no flock")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from fsdp_utils import (
     CheckpointError,
@@ -27,7 +27,7 @@ from fsdp_utils import (
 from fsdp_utils.checkpoint.names import quiet
 from fsdp_utils.checkpoint.plain_data import digest
 from tests.checkpoints import Outcome, build, outcome, rank
-from tests.sharded import TwoRanks
+from tests.sharded import TwoRanks, whole
 
 ROWS = 5  # do not divide among 2 or 3 ranks
 
@@ -134,6 +134,63 @@ def test_a_hybrid_tensor_loads_over_a_mesh_of_one_dimension(two_ranks: TwoRanks,
     for full, local in two_ranks(hybrid, tmp_path):
         assert torch.equal(full, numbers(0))
         assert len(local) < ROWS
+
+
+PLACEMENTS: dict[str, list[Placement]] = {
+    "rows and columns": [Shard(0), Shard(1)],
+    "columns and rows": [Shard(1), Shard(0)],
+    "rows twice": [Shard(0), Shard(0)],
+    "columns twice": [Shard(1), Shard(1)],
+    "columns of copies": [Replicate(), Shard(1)],
+    "copies of columns": [Shard(1), Replicate()],
+    "counted from the end": [Shard(-1), Replicate()],
+    "copies": [Replicate(), Replicate()],
+}
+
+
+def columns() -> nn.Module:
+    """Sharded by its columns."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, ROWS, bias=False)
+    return fully_shard(model, shard_placement_fn=lambda param: Shard(1))
+
+
+def save_two_dimensions(folder: Path) -> None:
+    model = columns()
+    for shape in ((1, 2), (2, 1)) if dist.get_world_size() == 2 else ((2, 2),):
+        mesh = init_device_mesh("cpu", shape)
+        state = {
+            name: distribute_tensor(numbers(0), mesh, placements) for name, placements in PLACEMENTS.items()
+        }
+        name = str(shape)
+        save_distributed(folder / name, model, step=1, **state)
+        save_full(folder / f"{name}.pt", model, **state)
+
+
+def load_two_dimensions(folder: Path) -> list[bool]:
+    right = []
+    for path in sorted(folder.iterdir()):
+        for how in (nn.Linear(4, ROWS, bias=False), sharded_by_rows(), columns()):
+            expected = [whole(param).detach().clone() for param in columns().parameters()]
+            with torch.no_grad():
+                for param in how.parameters():
+                    param.zero_()
+            state = (load_full if path.suffix else load_distributed)(path, how)
+            right += [torch.equal(whole(state[name]), numbers(0)) for name in PLACEMENTS]
+            right += [torch.equal(whole(p), e) for p, e in zip(how.parameters(), expected, strict=True)]
+    return right
+
+
+def sharded_by_rows() -> nn.Module:
+    return fully_shard(nn.Linear(4, ROWS, bias=False))
+
+
+def test_tensors_over_two_dimensions_and_models_sharded_by_columns(tmp_path: Path) -> None:
+    run_on_ranks(save_two_dimensions, tmp_path, world_size=2)
+    run_on_ranks(save_two_dimensions, tmp_path, world_size=4)
+    for right in run_on_ranks(load_two_dimensions, tmp_path, world_size=2):
+        assert len(right) == 6 * 3 * (len(PLACEMENTS) + 1)
+        assert all(right)
 
 
 def refused(folder: Path) -> list[Outcome]:

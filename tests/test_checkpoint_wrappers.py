@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -225,6 +226,80 @@ def test_a_rank_whose_shard_is_all_frozen_takes_part_in_a_save(two_ranks: TwoRan
             assert others == [first, first]
     assert [found[0][0] == 0 for found in by_rank] == [True, False]
     assert [found[3][0] == 0 for found in by_rank] == [False, True]
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, as LoRA trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)
+        self.down, self.up = nn.Linear(5, 1, bias=False), nn.Linear(1, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.base(x) + self.up(self.down(x)))
+
+
+TRAINED = {
+    "adapters": ("down", "up"),
+    "biases": ("bias",),
+    "one parameter": ("1.down",),
+    "last layer": ("2.",),
+}
+
+
+def adapted(trained: str, seed: int) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(Adapted(), Adapted(), Adapted())
+    for name, param in model.named_parameters():
+        param.requires_grad_(any(part in name for part in TRAINED[trained]))
+    if dist.is_initialized():
+        policy = ModuleWrapPolicy({Adapted})
+        model = fsdp1(model, use_orig_params=True, auto_wrap_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def adapted_steps(model: nn.Module, optimizer: Optimizer) -> list[float]:
+    losses = []
+    for number in range(3):
+        optimizer.zero_grad()
+        loss = (model(torch.arange(5.0).reshape(1, 5) + number) - torch.arange(5.0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save_adapted(folder: Path) -> list[list[float]]:
+    goes_on = []
+    for trained in TRAINED:
+        model, optimizer = adapted(trained, 0)
+        adapted_steps(model, optimizer)
+        save_distributed(folder / trained, model, optimizer, step=1, wait_s=5)
+        save_full(folder / f"{trained}.pt", model, optimizer, wait_s=5)
+        goes_on.append(adapted_steps(model, optimizer))
+    return goes_on
+
+
+def load_adapted(folder: Path, suffix: str) -> list[list[float]]:
+    goes_on = []
+    for trained in TRAINED:
+        model, optimizer = adapted(trained, 1)
+        (load_full if suffix else load_distributed)(folder / f"{trained}{suffix}", model, optimizer)
+        goes_on.append(adapted_steps(model, optimizer))
+    return goes_on
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that mixing takes more memory
+def test_a_few_trained_parameters_among_frozen_ones_go_on_on_other_ranks(tmp_path: Path) -> None:
+    expected = run_on_ranks(save_adapted, tmp_path, world_size=3)[0]
+    for suffix in ("", ".pt"):
+        for found in (
+            load_adapted(tmp_path, suffix),
+            run_on_ranks(load_adapted, tmp_path, suffix, world_size=2)[1],
+        ):
+            for trained, one, other in zip(TRAINED, found, expected, strict=True):
+                assert one == pytest.approx(other, rel=1e-4), (trained, suffix)
 
 
 def fail_before_a_gather(folder: Path, call: str) -> list[Any]:

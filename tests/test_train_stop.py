@@ -1,19 +1,24 @@
 """Asked to stop: a rank that moves saves first; one that waits in C for ever ends by itself, in words."""
 
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from fsdp_utils.checkpoint.manifest import committed
+from fsdp_utils.train.loop import train
 from fsdp_utils.train.watchdog import Heartbeat, StopSignal
-from tests.training_runs import metrics
+from tests.training_runs import configured, metrics
 
+MOMENTS = 5
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -91,6 +96,86 @@ def test_handlers_are_as_before_after_it(tmp_path: Path) -> None:
         assert signal.set_wakeup_fd(wakeup) == wakeup
     finally:
         dist.destroy_process_group()
+
+
+def train_alone(out: Path, signal_at: int) -> tuple[int, str | None]:
+    """In a process of its own, which gets SIGTERM at its place or file with that number: both are counted.
+
+    Returns:
+        How many there were, and the signal that the run says it was stopped by.
+    """
+    count = 0
+
+    def moment() -> None:
+        nonlocal count
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            count += 1
+            if count == signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def opened(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("open", "os.rename", "os.mkdir") and str(arguments[0]).startswith(str(out)):
+            moment()
+
+    at = Heartbeat.at
+    Heartbeat.at = lambda *given, **named: (moment(), at(*given, **named))[1]  # type: ignore[method-assign]
+    sys.addaudithook(opened)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stopped = train(configured(out, steps=6)).stopped
+    return count, stopped
+
+
+def stop_at_moments(folder: Path, pipe: Connection) -> None:
+    """Forks the runs: what each of them says, and None for one that was killed."""
+
+    def forked(out: Path, signal_at: int) -> tuple[int, str | None] | None:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                (folder / f"{out.name}.json").write_text(json.dumps(train_alone(out, signal_at)))
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        told = folder / f"{out.name}.json"
+        found = json.loads(told.read_text()) if told.exists() else None
+        told.unlink(missing_ok=True)
+        return found
+
+    whole = forked(folder / "whole", 0)
+    assert whole is not None
+    moments = range(1, whole[0] + 1, max(1, whole[0] // MOMENTS))
+    outs = {moment: folder / f"at {moment}" for moment in moments}
+    found = [(out.name, forked(out, moment), forked(out, 0)) for moment, out in outs.items()]
+    pipe.send([whole, *found])
+
+
+def test_asked_at_any_moment_it_saves_and_goes_on_without_a_seam(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=stop_at_moments, args=(tmp_path, theirs))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(100)
+        whole, *moments = ours.recv()
+    finally:
+        process.kill()
+        process.join(60)
+    expected = metrics(tmp_path / "whole")
+    assert whole[0] > 20
+    assert list(expected) == [1, 2, 3, 4, 5, 6]
+    answers = []
+    for name, first, second in moments:
+        assert first is not None, f"{name}: it was killed, or failed"
+        answers.append(first[1])
+        assert second[1] is None
+        assert metrics(tmp_path / name) == expected, name
+        assert metrics(tmp_path / name, "eval_loss") == metrics(tmp_path / "whole", "eval_loss"), name
+        there = [path.name for path in (tmp_path / name / "checkpoints").iterdir()]
+        assert not [file for file in there if file.startswith(".")], (name, there)
+        assert committed(tmp_path / name / "checkpoints")[-1].step == 6
+    assert set(answers) == {"SIGTERM", None}  # None: after the last step, and so finished
+    assert answers.index(None) > len(answers) // 2
 
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.reader import read_plain
+from fsdp_utils.checkpoint.sharded_state import put_back
 from fsdp_utils.checkpoint.state import PLAIN, OptimizerPlan
 
 _DEEPEST = 50  # dicts in dicts of an optimizer's state; torch's own has two
@@ -23,10 +24,12 @@ def read_state(checkpoint: Path, metadata: Metadata, tensors: Iterable[str]) -> 
     Raises:
         CheckpointError: it is something else.
     """
-    plain = read_plain(checkpoint, metadata, PLAIN)
+    plain, tensors = read_plain(checkpoint, metadata, PLAIN), set(tensors)
     problem = _types(plain, {"extra": (dict,), "state": (dict,), "per_rank": (list,), "optimizer": _OPTIONAL})
     if not problem and plain["optimizer"] is not None:
-        problem = _plan_problem(plain["optimizer"], set(tensors))
+        problem = _plan_problem(plain["optimizer"], tensors)
+    if not problem:
+        problem = _places_problem(plain.get("sharded", {}), tensors, plain["state"], plain["per_rank"])
     if problem:
         raise CheckpointError(
             f"{checkpoint}: expected what save_distributed stores under {PLAIN!r}, {problem}"
@@ -62,6 +65,13 @@ def check_full(path: Path, content: dict[str, Any]) -> None:
     if not problem and (optimizer := content["optimizer"]) is not None:
         problem = _types(optimizer, {"state": (dict,), "param_groups": (list,)})
         problem = problem or _groups_problem(optimizer["param_groups"]) or _tree_problem(optimizer["state"])
+    sharded = content.get("sharded", {})
+    if not problem and not (type(sharded) is dict and all(map(_is_pair, sharded.values()))):
+        problem = "found a sharded tensor without a place"
+    if not problem:
+        tensors = {key for key, (_, tensor) in sharded.items() if isinstance(tensor, torch.Tensor)}
+        places = {key: place for key, (place, _) in sharded.items()}
+        problem = _places_problem(places, tensors, content["state"], content["per_rank"])
     if problem:
         raise CheckpointError(f"{path}: expected what save_full writes, {problem}")
 
@@ -76,6 +86,30 @@ def _types(value: Any, kinds: dict[str, tuple[type, ...]]) -> str:
         if name not in value or type(value[name]) not in some:
             found = f"a {type(value[name]).__name__}" if name in value else "nothing"
             return f"found {found} under {name!r}"
+    return ""
+
+
+def _is_pair(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2
+
+
+def _places_problem(places: Any, tensors: set[str], state: dict[str, Any], per_rank: Iterable[str]) -> str:
+    """What is wrong with the places of the sharded tensors in the state."""
+    if type(places) is not dict:
+        return f"found a {type(places).__name__} under 'sharded'"
+    for key, place in places.items():
+        if key not in tensors:
+            return f"found a place in the state for {key!r:.200}, which is no tensor of it"
+        if not _is_pair(place) or type(place[0]) is not tuple or type(place[1]) is not list:
+            return f"found no place in the state for {key!r:.200}"
+        if not all(dim is None or type(dim) is int for dim in place[1]):
+            return f"found no dimensions that {key!r:.200} was sharded by"
+    own = set(per_rank)  # the state of which only the ranks know
+    common = {key: place for key, place in places.items() if not (place[0] and place[0][0] in own)}
+    try:
+        put_back(state, dict.fromkeys(common, torch.empty(0)), common)
+    except CheckpointError as error:
+        return str(error)
     return ""
 
 

@@ -153,16 +153,18 @@ def find_bytes(item: Item, file: io.RawIOBase, known: KnownHeads) -> int:
             with zipfile.ZipFile(part) as archive:  # type: ignore[arg-type]
                 inside = {one.filename.partition("/")[2]: one for one in archive.infolist()}
             check_archive(part)
+            if (
+                "byteorder" in inside
+            ):  # else torch.load would swap the bytes, of which there are none, and crash
+                part.seek(begin_of(part, inside["byteorder"]))
+                if part.read(inside["byteorder"].file_size) != sys.byteorder.encode():
+                    raise ValueError(f"one that was not saved on a {sys.byteorder}-endian machine")
             part.seek(0)
             found = torch.load(cast(IO[bytes], part), map_location="meta", weights_only=True)
             if not isinstance(found, Tensor):
                 raise ValueError(f"a {type(found).__name__}")
             if not found.is_contiguous() or found.untyped_storage().nbytes() != found.nbytes:
                 raise ValueError("a part of another tensor")
-            if "byteorder" in inside:
-                part.seek(begin_of(part, inside["byteorder"]))
-                if part.read(inside["byteorder"].file_size) != sys.byteorder.encode():
-                    raise ValueError(f"one that was not saved on a {sys.byteorder}-endian machine")
             if (found.dtype, found.shape) != (item.dtype, item.shape):
                 raise ValueError(f"{found.dtype} {list(found.shape)}")
             begin = begin_of(part, inside["data/0"])

@@ -246,6 +246,11 @@ class Ranks:
         return f"{self.action}: " if self.action else ""
 
     def _words(self, error: BaseException) -> str:
+        if isinstance(error, FileNotFoundError) and error.filename:
+            return (
+                f"{error.filename}: expected a file or a directory, found none (did another program delete "
+                "the checkpoint?)"
+            )
         return str(error) if isinstance(error, self.error) else f"{type(error).__name__}: {error}"
 
     def _cut_off(self) -> bool:

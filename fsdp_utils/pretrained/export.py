@@ -69,7 +69,8 @@ def export_safetensors(
     Args:
         checkpoint: a file of save_full, a checkpoint of save_distributed or a directory of them (then the
             last one is taken), or a checkpoint of plain DCP that has its model under "model" (not verified).
-        out_dir: made if it is not there; what has the same name is replaced.
+        out_dir: made if it is not there. What has the same name is replaced, and an earlier export no longer
+            found: a model.safetensors or an index beside the new weights is deleted.
         shard_gib: begin another file where one would become larger than this.
         verify: False does not check the checkpoint's hashes.
         progress: told of each piece of work, in bytes of tensors written.
@@ -88,11 +89,17 @@ def export_safetensors(
     out.mkdir(parents=True, exist_ok=True)
     shards = list(_shards(source.specs, int(shard_gib * 2**30)))
     weight_map = {}
+    one_file, index_file = out / ONE_FILE, out / INDEX
+    if len(shards) > 1:  # an index of an earlier export must not lead to a mixture of both
+        index_file.unlink(missing_ok=True)
     for number, names in enumerate(shards, 1):
         file = ONE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write(out / file, names, source, progress)
         weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
+    if len(shards) == 1:
+        index_file.unlink(missing_ok=True)
+    else:
+        one_file.unlink(missing_ok=True)  # an earlier one, which transformers would read instead
         total = sum(_bytes(source.specs[name]) for name in weight_map)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _replace(out / INDEX, json.dumps(index, indent=2).encode())
