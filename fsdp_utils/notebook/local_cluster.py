@@ -101,7 +101,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def ended_ranks(self) -> Mapping[int, int | None]:
-        """rank -> exit code (minus the signal; None: unknown) of those that ended since this was last asked."""
+        """By rank, exit codes (minus the signal; None: unknown) of those that ended since the last call."""
 
     @abstractmethod
     def signal(self, some: Iterable[int], number: int) -> None:
