@@ -71,3 +71,9 @@ def test_a_status_line_is_replaced_by_the_next_and_by_output(capsys: pytest.Capt
     live.update({0: "one\n"})
     assert capsys.readouterr().out == "\ra long line\rshort      \r     \rrank 0 | one\n"
     assert live.showing
+    live.report("x")
+    live.report("")
+    live.update({0: "one\n\r 10%"})
+    live.report("y")
+    live.update({0: "one\n\r 10%\r 20%"})
+    assert capsys.readouterr().out == "\rx\r \r\rrank 0 |  10%\ry\r \r\rrank 0 |  20%"

@@ -1,4 +1,4 @@
-"""One run of a cell: how it ended on each rank, how stuck ranks are freed, and what the reader is told."""
+"""One run of a cell on all ranks: wait, show the output, free stuck ranks, report failures."""
 
 import signal
 import sys
@@ -10,9 +10,9 @@ from fsdp_utils.notebook import output
 from fsdp_utils.notebook.local_cluster import SIGKILL, CallError, Cluster, result_of, wait_until
 from fsdp_utils.notebook.tracebacks import text_of
 
-CUT_S = 0.2  # after a failure: time for the other ranks to come back by themselves, then they are cut free
+CUT_S = 0.2  # after a failure the other ranks may return by themselves; then their connections are shut
 INTERRUPT_S = 0.5  # ... after this those that are in no collective are interrupted
-CUT_INTERRUPTED_S = 1.5  # an interrupted rank cuts itself free; after this the ranks that are back help
+CUT_INTERRUPTED_S = 1.5  # an interrupted rank shuts its own; after this those that are back shut theirs
 STATUS_S = 1.0  # a cell that takes longer says what its ranks do
 STATUS_LENGTH = 100  # characters: a line that wraps cannot be replaced
 WAITING_S = 5.0  # a rank that is in the same collective for longer waits for the others
@@ -107,6 +107,9 @@ class Cell:
                 waiting.setdefault(what, []).append(rank)
             elif place["where"]:
                 others.setdefault(f"stands|stand at line {place['line']}", []).append(rank)
+        absent = [rank for rank in range(self.cluster.world_size) if rank not in self.chosen]
+        if absent:
+            others["does|do not run this cell"] = absent
         if waiting and len(waiting) + len(others) > 1:
             return "; ".join(_clause(ranks, what) for what, ranks in [*others.items(), *waiting.items()])
         if any(live.shown or live.drawn for live in self.live.values()):
@@ -203,12 +206,9 @@ class Cell:
         codes = {rank: failure["code"] for rank, failure in failures.items() if "code" in failure}
         died = {rank: code for rank, code in codes.items() if rank not in killed_here}
         first = min(failures, key=lambda rank: (rank not in died, failures[rank]["time"]))
-        timed_out = [
-            r for r, f in failures.items() if f.get("in_collective") and f["seconds"] >= self.timeout_s
-        ]
-        if (
-            failures[first].get("in_collective") and timed_out
-        ):  # one that waited to the end, not one it took along
+        in_collective = [rank for rank, failure in failures.items() if failure.get("in_collective")]
+        timed_out = [rank for rank in in_collective if failures[rank]["seconds"] >= self.timeout_s]
+        if first in in_collective and timed_out:  # one that waited to the end, not one it took along
             first = min(timed_out, key=lambda rank: failures[rank]["time"])
         cause = failures[first]
         same = sorted(died) or [rank for rank in self.chosen if _alike(self.outcomes[rank], cause)]
@@ -243,7 +243,7 @@ def regroup(cluster: Cluster, dead: Iterable[int]) -> str:
     """Make the process group anew, with new ranks for the dead; returns what the reader should know."""
     dead = list(dead)
     cluster.regroup(dead)
-    if cluster.ended:
+    if cluster.ended:  # on other hosts
         return "Ranks of a profile are not replaced one by one: all were stopped. Call ranks.start() again."
     note = "The process group was made anew: models sharded before are void."
     if dead:

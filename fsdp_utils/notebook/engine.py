@@ -1,4 +1,4 @@
-"""What runs inside a rank: joining the process group, running a cell, getting free of a collective."""
+"""The code that runs inside a rank: join the process group, run a cell, leave a stuck collective."""
 
 import contextlib
 import ctypes
@@ -11,6 +11,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from fsdp_utils.notebook import nccl, tracebacks
 from fsdp_utils.notebook.nccl import gpu_is_lost as gpu_is_lost  # called by the notebook, as all below
-from fsdp_utils.torch_internals.groups import process_groups, set_group_timeout
+from fsdp_utils.torch_internals.groups import abort_groups, process_groups, set_group_timeout
 from fsdp_utils.torch_internals.runtime import hide_apple_gpu
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
@@ -35,9 +36,6 @@ _listener: socket.socket | None = None  # rank 0: where the next group's store w
 _older: set[int] = set()  # inodes of the sockets that were there before any group: not the group's
 _cell_is_over = threading.Event()
 _wakeup: tuple[socket.socket, socket.socket] | None = None
-
-
-# --- the process group -------------------------------------------------------------------------------
 
 
 def open_store(address: str = "127.0.0.1") -> tuple[str, int]:
@@ -87,7 +85,7 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
         hide_apple_gpu()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
     with contextlib.suppress(Exception):  # whatever state the old group was left in, it goes
-        nccl.abort_groups() if on_gpu else dist.destroy_process_group()
+        _leave_groups() if on_gpu else dist.destroy_process_group()
     _quieten_old_sockets()
     timeout = timedelta(seconds=settings["timeout_s"])
     # cuDNN computes fp32 convolutions in TF32 by default, to three digits; lessons compare the losses of 24
@@ -110,7 +108,7 @@ def join_group(rank: int, settings: dict[str, Any]) -> None:
 
 
 def group_is_healthy(limit_s: float = 2.0) -> bool:
-    """Whether all ranks still agree on which collective comes next: try one, on GPUs another one there."""
+    """Whether all ranks agree on the next collective: run one, and on GPUs another one there."""
     if not dist.is_initialized():
         return False
     try:
@@ -126,7 +124,7 @@ def group_is_healthy(limit_s: float = 2.0) -> bool:
 
 
 def shut_connections() -> None:
-    """Break the connections to the other ranks, so that nobody stays in a collective.
+    """Shut the connections to the other ranks, so that nobody stays in a collective.
 
     Destroying a gloo group does not wake those who wait in it while a model still holds the group;
     shutting its sockets does, at once and on both sides. NCCL's kernels end when the group is aborted.
@@ -134,11 +132,16 @@ def shut_connections() -> None:
     """
     if torch.cuda.is_initialized():
         with contextlib.suppress(Exception):  # the sockets have to be shut in any case
-            nccl.abort_groups()
-    for fd in _group_sockets():
-        # not connected, or closed meanwhile: then there is nothing to cut
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            _leave_groups()
+    for _, connection in _group_connections():
+        with contextlib.suppress(OSError):  # it is shut already
             connection.shutdown(socket.SHUT_RDWR)
+
+
+def _leave_groups() -> None:
+    """End all groups at once: destroy_process_group waits for kernels, and they for a rank that has died."""
+    if dist.is_initialized():
+        abort_groups()
 
 
 class _EpollEvent(ctypes.Structure):
@@ -159,7 +162,7 @@ def _quieten_old_sockets() -> None:
     """
     if sys.platform != "linux":
         return
-    old = _group_sockets()
+    old = {fd for fd, _ in _group_connections()}
     epoll_ctl = ctypes.CDLL(None).epoll_ctl
     for info in Path("/proc/self/fdinfo").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -171,31 +174,23 @@ def _quieten_old_sockets() -> None:
                         epoll_ctl(int(info.name), EPOLL_CTL_MOD, int(fd), ctypes.byref(changed))
 
 
-def _group_sockets() -> set[int]:
-    """The file descriptors of the connections that this process's groups and their stores have made."""
-    keep = _controller_ports()
-    found = set()
-    for fd, inode in _sockets().items():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if not listens and inode not in _older and connection.family in (socket.AF_INET, socket.AF_INET6):
+def _group_connections() -> Iterator[tuple[int, socket.socket]]:
+    """The TCP connections of this process's groups and their stores: file descriptor, and a socket."""
+    controller = _controller_ports()
+    for fd in range(3, 4096):
+        with contextlib.suppress(OSError):  # not open, or closed meanwhile
+            state = os.fstat(fd)
+            if not stat.S_ISSOCK(state.st_mode) or state.st_ino in _older:
+                continue
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
                 ports = {connection.getsockname()[1]}
                 with contextlib.suppress(OSError):  # it is shut already
                     ports.add(connection.getpeername()[1])
-                if not ports & keep:
-                    found.add(fd)
-    return found
-
-
-def _sockets() -> dict[int, int]:
-    """File descriptor -> inode of every socket of this process."""
-    found: dict[int, int] = {}
-    for fd in range(3, 4096):
-        with contextlib.suppress(OSError):  # not open
-            state = os.fstat(fd)
-            if stat.S_ISSOCK(state.st_mode):
-                found[fd] = state.st_ino
-    return found
+                listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if not listens and not ports & controller:
+                    yield fd, connection
 
 
 def _controller_ports() -> set[int]:
@@ -212,14 +207,11 @@ def _controller_ports() -> set[int]:
     return ports
 
 
-# --- on other hosts ----------------------------------------------------------------------------------
-
-
 def describe_host() -> tuple[str, str, int]:
     """In an engine that a launcher has started: its host's name, its address there, its GPUs."""
     from ipyparallel.engine.app import IPEngine
 
-    _older.update(_sockets().values())
+    _older.update(os.fstat(fd).st_ino for fd, _ in _group_connections())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a cell lets itself be interrupted, an idle engine does not
     connection = IPEngine.instance().connection_info["interface"]
     return socket.gethostname(), address_towards(connection.split("://")[1]), torch.cuda.device_count()
@@ -243,9 +235,6 @@ def interface_towards(other: str) -> str:
     return names[0]
 
 
-# --- a cell ------------------------------------------------------------------------------------------
-
-
 def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
     """Run a cell in this rank's namespace.
 
@@ -254,7 +243,7 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
         timeout_s: the longest that a collective of this cell may wait.
 
     Returns:
-        `{"ok": True}`, or what went wrong: see `excerpt.describe`; `time` (since the epoch) and `seconds`
+        `{"ok": True}`, or what went wrong: see `tracebacks.describe`; `time` (since the epoch) and `seconds`
         (since the cell began).
     """
     shell = _shell()
@@ -333,7 +322,7 @@ def answer(function: str, *args: Any) -> dict[str, Any]:
     """Call a function of this module for the notebook.
 
     ipyparallel's own way fails silently: its thread in the notebook dies of a result that cannot be
-    unpickled there, and no later result arrives. So the result travels as bytes, which cluster.py unpickles.
+    unpickled there, and no later result arrives. So the result travels as bytes, which `result_of` unpickles.
 
     Returns:
         `{"value": bytes}`, or `{"name": str, "message": str}` of what the function raised.

@@ -80,7 +80,7 @@ def _die_with_parent() -> None:
 
 
 def run_child(settings: dict[str, Any], rank: int | None) -> NoReturn:
-    """In a child: turn into rank `rank`, or into the controller for None. Never returns."""
+    """In a child: run rank `rank`, or the controller for None. Never returns."""
     code = 1
     try:
         _die_with_parent()
@@ -109,7 +109,7 @@ def run_child(settings: dict[str, Any], rank: int | None) -> NoReturn:
 
 
 class ForkServer:
-    """Knows the children: who they are, and what became of them."""
+    """The child processes: starts, watches and ends them."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -121,9 +121,7 @@ class ForkServer:
         from fsdp_utils.notebook import engine as at_engine  # imports torch
 
         if 0 in ranks:
-            self.settings["store"] = (
-                at_engine.open_store()
-            )  # open before there are ranks: all must know the port
+            self.settings["store"] = at_engine.open_store()  # before there are ranks: all must know the port
         for rank in ranks:
             self.start(rank)
         at_engine.close_store()  # rank 0 has its own hold on it

@@ -1,4 +1,4 @@
-"""The processes behind a notebook's ranks, seen from the notebook: start, call, interrupt, replace, end."""
+"""The ranks of a notebook as processes: start, call, interrupt, replace and end them, on this machine."""
 
 import contextlib
 import importlib
@@ -77,7 +77,7 @@ def result_of(call: Any, timeout_s: float | None = None) -> Any:
 
 
 class Cluster(ABC):
-    """How the notebook talks to ranks, wherever they run."""
+    """The ranks of a notebook, wherever they run: call functions on them, signal them, end them."""
 
     client: Any  # of ipyparallel's controller
     settings: dict[str, Any]
@@ -118,6 +118,10 @@ class Cluster(ABC):
     def call(self, rank: int, function: str, *args: Any) -> Any:
         """Call a function of engine.py on a rank; returns ipyparallel's AsyncResult, for `result_of`."""
         return self.client[self.engine_of(rank)].apply_async(_on_rank, function, *args)
+
+    def _join_group(self, alive: Iterable[int]) -> None:
+        for joining in [self.call(rank, "join_group", rank, self.settings) for rank in alive]:
+            result_of(joining, CALL_LIMIT_S)
 
     def ask(self, some: Iterable[int], function: str, *args: Any, limit_s: float = CALL_LIMIT_S) -> list[Any]:
         """Call a function of engine.py on some ranks and wait for their answers, in that order.
@@ -189,8 +193,6 @@ class LocalCluster(Cluster):
     def has_ended_ranks(self) -> bool:
         return self._happened("ended") is not None
 
-    # --- life and death ---
-
     def ended_ranks(self) -> dict[int, int]:
         """rank -> exit code (minus the signal) of the ranks that ended since this was last asked."""
         dead = {}
@@ -221,9 +223,7 @@ class LocalCluster(Cluster):
             self._fork_server.stdin.write(json.dumps({"ranks": dead, "settings": self.settings}) + "\n")
             self._fork_server.stdin.flush()
             self._await_forks()
-        joining = [self.call(rank, "join_group", rank, self.settings) for rank in alive]
-        for each in joining:
-            result_of(each, CALL_LIMIT_S)
+        self._join_group(alive)
         self._await_engines()
 
     def end(self) -> None:

@@ -13,7 +13,6 @@ import time
 import torch
 import torch.distributed as dist
 
-from fsdp_utils.torch_internals import groups
 from fsdp_utils.torch_internals.groups import group_backend, process_groups
 
 # Read by ProcessGroupNCCL when a group is made; what each means stands in torch's ProcessGroupNCCL.hpp.
@@ -114,15 +113,6 @@ def stop_cell(*_: object) -> None:
     global _stopped_because
     found, _stopped_because = _stopped_because, None
     raise KeyboardInterrupt if found is None else CollectiveError(found)
-
-
-def abort_groups() -> None:
-    """End all process groups at once.
-
-    destroy_process_group would wait for kernels that wait for a rank that has died.
-    """
-    if dist.is_initialized():
-        groups.abort_groups()
 
 
 def gpu_is_lost(limit_s: float = 2.0) -> bool:

@@ -1,4 +1,4 @@
-"""What the ranks print, shown once where they agree and by rank where they do not."""
+"""Merge the output of the ranks: shown once where they agree, by rank where they do not."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,7 +76,7 @@ class Live:
     def report(self, status: str) -> None:
         """Show one line that says what the ranks do, in place of the one before; "" takes it away."""
         if status != self.status:
-            print("\r" + status.ljust(len(self.status)), end="", flush=True)
+            print("\r" + status.ljust(len(self.status)) + "\r" * (not status), end="", flush=True)
             self.status = status
 
     def update(self, texts: Mapping[int, str]) -> None:
@@ -85,14 +85,13 @@ class Live:
             start = self.shown.get(rank, 0)
             end = text.rfind("\n") + 1
             if end > start:
-                if self.status:
-                    print("\r" + " " * len(self.status) + "\r", end="")
-                    self.status = ""
+                self.report("")
                 print("\r" * bool(self.drawn) + _labelled(label, _lines(text[start:end])), end="", flush=True)
                 self.shown[rank] = end
                 self.drawn.clear()
             unfinished = text[max(start, end) :]
             if "\r" in unfinished and self.drawn.get(rank) != unfinished:
+                self.report("")
                 print("\r" + _labelled(label, _lines(unfinished)[-1:]).rstrip("\n"), end="", flush=True)
                 self.drawn[rank] = unfinished
 

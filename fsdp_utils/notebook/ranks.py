@@ -54,7 +54,8 @@ def start(
             GPUs or more and enough for all ranks.
         method: "fork" from one process that has imported torch, the default where it exists, or "spawn".
         profile: start them on other hosts instead, through the launcher (SSH, Slurm, ...) that this IPython
-            profile names: see hosts.py. There a rank that dies is not replaced: all end, to be started again.
+            profile names: see remote_cluster.py. There a rank that dies is not replaced: all end, to be
+            started again.
         preload: modules that are slow to import and that the notebook and its ranks both need. The process
             that forks the ranks imports them once for all of them, and meanwhile the notebook does, too. With
             "spawn" or a profile each rank still imports them itself.
@@ -94,8 +95,12 @@ def start(
     announced = "starting the ranks: importing torch ..." if someone_watches() else ""
     print(announced, end="", flush=True)
     try:
-        _cluster = _start(world_size, device, method, profile, preload)
-    finally:
+        if profile is not None:
+            _cluster = RemoteCluster(world_size, device, profile)
+        else:
+            method = method or ("fork" if hasattr(os, "fork") else "spawn")
+            _cluster = LocalCluster(world_size, device, method, preload)
+    finally:  # the line is replaced by what comes next
         print("\r" + " " * len(announced) + "\r" if announced else "", end="", flush=True)
     backend = "nccl, one GPU each" if _cluster.device == "cuda" else "gloo on CPU"
     hosts = list(dict.fromkeys(_cluster.settings.get("hosts", [])))
@@ -109,18 +114,6 @@ def start(
             f"{gpus} GPUs are here. The lessons' batches of {LESSON_BATCH} samples have no equal shares for "
             f"{gpus} ranks; ranks.start({gpus}) starts them all the same."
         )
-
-
-def _start(
-    world_size: int | None,
-    device: str | None,
-    method: str | None,
-    profile: str | None,
-    preload: Sequence[str],
-) -> Cluster:
-    if profile is not None:
-        return RemoteCluster(world_size, device, profile)
-    return LocalCluster(world_size, device, method or ("fork" if hasattr(os, "fork") else "spawn"), preload)
 
 
 def stop() -> None:

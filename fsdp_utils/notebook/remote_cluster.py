@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fsdp_utils._extras import need
-from fsdp_utils.notebook.local_cluster import CALL_LIMIT_S, SIGKILL, Cluster, result_of, wait_until
+from fsdp_utils.notebook.local_cluster import CALL_LIMIT_S, SIGKILL, Cluster, wait_until
 
 END_LIMIT_S = 5.0
 
@@ -80,9 +80,7 @@ class RemoteCluster(Cluster):
             return
         address = self.settings["address"]
         (self.settings["store"],) = self.ask([0], "open_store", address)
-        joining = [self.call(rank, "join_group", rank, self.settings) for rank in range(self.world_size)]
-        for each in joining:
-            result_of(each, CALL_LIMIT_S)
+        self._join_group(range(self.world_size))
 
     def end(self) -> None:
         """Leave no process behind, here and there."""
