@@ -6,7 +6,7 @@ the tests were run with, 2.9, and mostly older.
 
 Named elsewhere in the library all the same: `torch.utils._pytree` and `torch.utils._python_dispatch`, which
 have no public counterpart and are how torch is to be extended; operators under `torch.ops`, whose names are
-part of saved programs; and names in pickles (checkpoint/archive.py, metadata.py), part of the file format.
+part of saved programs; and names in pickles (checkpoint/safe_pickle.py, metadata.py), part of the format.
 """
 # ruff: noqa: F401 (it is for others that this file imports)
 

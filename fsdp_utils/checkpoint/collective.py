@@ -1,0 +1,120 @@
+"""The beginning of every save and load: all ranks enter the call, with the same arguments, within a time."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
+from fsdp_utils.checkpoint.coordination import Ranks, agree, fingerprint
+from fsdp_utils.checkpoint.state import has_fsdp1, optimizer_classes
+from fsdp_utils.checkpoint.user_state import StateToSave, digest, pack
+from fsdp_utils.checkpoint.validate import check_supported
+from fsdp_utils.torch_internals.groups import gloo_timeout, set_gloo_timeout
+
+
+@contextmanager
+def collective_call(
+    action: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    facts: Callable[[], dict[str, Any]],
+    *,
+    state: StateToSave | None = None,
+    wait_s: float,
+) -> Iterator[Ranks]:
+    """Wait for a save in flight and for all ranks, which must want the same of the same model.
+
+    Inside, a rank waits at most wait_s for another one in a gloo collective of the model's groups.
+
+    Args:
+        facts: what else must be the same on all ranks; may raise what is wrong with this rank's arguments.
+        state: that is to be saved, and is taken apart here; what is plain in it may differ between ranks (see
+            `differing`).
+
+    Raises:
+        CheckpointError: the same on every rank, whatever goes wrong on one.
+    """
+
+    def all_facts() -> dict[str, Any]:
+        wait_for_save_in_flight()
+        check_supported(model, optimizer)
+        found = {
+            **facts(),
+            "optimizer": optimizer_classes(optimizer)[0] if optimizer else None,
+            "model": _model_fingerprint(model),
+            "_has_state": bool(optimizer and optimizer.state),
+        }
+        if state is not None:
+            state.take_out()
+            for name, value in state.plain.items():
+                pack(value, f"state {name!r}")
+            found["state"] = sorted(state.plain)
+            found["_digests"] = {name: digest(value) for name, value in state.plain.items()}
+            found["sharded tensors in the state"] = fingerprint(
+                [f"{key} {tensor.dtype} {list(tensor.shape)}" for key, tensor in state.tensors.items()]
+                + [repr(place) for place in state.places.values()]
+            )
+        return found
+
+    ranks = agree(action, all_facts, wait_s=wait_s)
+    with ranks.guard(), _limited(model, wait_s):
+        yield ranks
+
+
+def has_state(ranks: Ranks) -> bool:
+    """Whether the optimizer has a state on any rank: collectives depend on it."""
+    return any(facts["_has_state"] for facts in ranks.facts)
+
+
+def differing(ranks: Ranks) -> list[str]:
+    """The names in the state whose values are not the same on all ranks."""
+    digests = [facts["_digests"] for facts in ranks.facts]
+    return [name for name in sorted(digests[0]) if len({one[name] for one in digests}) > 1]
+
+
+def _model_fingerprint(model: nn.Module) -> str:
+    """Hash names, dtypes and shapes: equal on ranks that hold parts of the same model."""
+    flat = has_fsdp1(model)  # its parameters are pieces, of other shapes on other ranks
+    return fingerprint(
+        [
+            f"{name} {tensor.dtype} {None if flat else list(tensor.shape)}"
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        ]
+    )
+
+
+@contextmanager
+def _limited(model: nn.Module, seconds: float) -> Iterator[None]:
+    """Limit how long a rank waits for another one in a gloo collective of the model's own groups.
+
+    FSDP1 gathers its state over the groups that the training uses, and DTensors over those of their mesh. A
+    rank that fails before such a collective would leave the others in it until the group's timeout: half an
+    hour with gloo. A group whose collective has run out of time cannot be used any more.
+
+    NCCL's groups keep their own timeout (10 minutes by default): when it is over, NCCL's watchdog ends the
+    process, and a large job may need long for the first collective of a group.
+    """
+    groups: set[dist.ProcessGroup | None] = set()
+    if dist.is_available() and dist.is_initialized():
+        groups = {dist.group.WORLD}  # of hybrid sharding's optimizer state
+        groups |= {module.process_group for module in model.modules() if isinstance(module, FSDP1)}
+        meshes = {tensor.device_mesh for tensor in model.parameters() if isinstance(tensor, DTensor)}
+        groups |= {group for mesh in meshes for group in mesh.get_all_groups()}
+    before = {
+        group: timeout
+        for group in groups
+        if isinstance(group, dist.ProcessGroup) and (timeout := gloo_timeout(group)) is not None
+    }
+    for group in before:
+        set_gloo_timeout(group, seconds)
+    try:
+        yield
+    finally:
+        for group, timeout in before.items():
+            set_gloo_timeout(group, timeout)
