@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.regular import is_plain_name, read_regular
-from fsdp_utils.checkpoint.tensor_archive import fill
+from fsdp_utils.checkpoint.files import is_plain_name, read_regular
+from fsdp_utils.checkpoint.reader import fill
 from fsdp_utils.pretrained.header import Entry, no_duplicates, read_header
 
 ONE_FILE = "model.safetensors"

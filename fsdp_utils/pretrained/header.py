@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.regular import open_regular
+from fsdp_utils.checkpoint.files import open_regular
 from fsdp_utils.pretrained.export import DTYPE_NAMES
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

@@ -6,7 +6,7 @@ the tests were run with, 2.9, and mostly older.
 
 Named elsewhere in the library all the same: `torch.utils._pytree` and `torch.utils._python_dispatch`, which
 have no public counterpart and are how torch is to be extended; operators under `torch.ops`, whose names are
-part of saved programs; and names in pickles (checkpoint/archive.py, metadata.py), part of the file format.
+part of saved programs; and names in pickles (checkpoint/safe_pickle.py, metadata.py), part of the format.
 """
 # ruff: noqa: F401 (it is for others that this file imports)
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         checkpoint_wrapper as checkpoint_wrapper,
     )
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-    from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEM_FORMAT_ENCODING
     from torch.distributed.fsdp._common_utils import _get_param_to_fqns as get_param_to_fqns
     from torch.distributed.fsdp._flat_param import FlatParamHandle as FlatParamHandle
@@ -117,11 +116,6 @@ NAMES: dict[str, Private] = {
         "torch.distributed.checkpoint.filesystem",
         "_StorageInfo",
         "what the storage_data of DCP's .metadata consists of; the file format needs just this class",
-    ),
-    "StoragePrefix": Private(
-        "torch.distributed.checkpoint.filesystem",
-        "_StoragePrefix",
-        "how FileSystemWriter says which file is whose",
     ),
     "MEM_FORMAT_ENCODING": Private(
         "torch.distributed.checkpoint.metadata",

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_utils import CheckpointError, load_distributed, save_distributed
-from fsdp_utils.checkpoint.hashing_file import HashingFile
 from fsdp_utils.checkpoint.manifest import hash_file
-from fsdp_utils.checkpoint.tensor_archive import Item, Part, find_bytes, read_region, write_tensor
+from fsdp_utils.checkpoint.reader import Item, KnownHeads, Part, find_bytes, read_region
+from fsdp_utils.checkpoint.writer import HashingFile
+from fsdp_utils.torch_internals.runtime import write_archive
 
 TENSORS = [
     torch.arange(30, dtype=torch.float32).reshape(5, 6),
@@ -26,7 +27,7 @@ def items(tmp_path: Path) -> list[Item]:
     file, items = HashingFile(tmp_path / "file"), []
     for number, tensor in enumerate(TENSORS):
         begin = file.tell()
-        write_tensor(tensor, file)
+        write_archive(tensor.contiguous(), file)
         length = file.tell() - begin
         items.append(Item(tmp_path / "file", begin, length, str(number), tensor.dtype, tensor.shape))
     written = file.finish()
@@ -43,7 +44,7 @@ def test_plain_torch_load_reads_it(items: list[Item]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_region_is_read_into_any_dtype(items: list[Item], dtype: torch.dtype) -> None:
-    known: dict[bytes, Tensor] = {}
+    known: KnownHeads = {}
     with items[0].path.open("rb", buffering=0) as file:
         for item, tensor in zip(items, TENSORS, strict=True):
             begin = find_bytes(item, file, known)
