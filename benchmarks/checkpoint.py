@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 from benchmarks.machine import describe, limits, table
 from fsdp_utils import load_distributed, load_full, run_on_ranks, save_distributed, save_full
 from fsdp_utils.checkpoint import Save
-from fsdp_utils.checkpoint.plain_data import view
+from fsdp_utils.checkpoint.user_state import view
 
 WIDTH = 2048  # a layer has 16 MiB of parameters
 SAVE_RATIO, LOAD_RATIO, BLOCKED, FIRST, FULL_RATIO = 1.15, 1.3, 0.15, 0.25, 1.3  # the limits

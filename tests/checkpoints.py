@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_utils import CheckpointError
-from fsdp_utils.checkpoint.names import quiet
+from fsdp_utils.checkpoint.state import quiet
 
 WORDS, WIDTH, BATCH = 11, 6, 12
 

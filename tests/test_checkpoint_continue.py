@@ -21,7 +21,7 @@ from fsdp_utils import (
     save_distributed,
     save_full,
 )
-from fsdp_utils.checkpoint.writer import not_distributed_is_fine
+from fsdp_utils.checkpoint.writer import without_process_group_warning
 from tests.checkpoints import KINDS, Data, Net, build, rank, train
 from tests.sharded import TwoRanks
 
@@ -241,7 +241,7 @@ def load_with_plain_dcp(directory: Path) -> None:
 def test_plain_dcp_and_plain_torch_read_what_was_saved(two_ranks: TwoRanks, tmp_path: Path) -> None:
     two_ranks(load_with_plain_dcp, tmp_path / "d")
     model, _ = build("none")
-    with not_distributed_is_fine():
+    with without_process_group_warning():
         dcp.load({"model": tensors_of(model.state_dict())}, checkpoint_id=tmp_path / "d" / "000001-step-1")
     save_full(tmp_path / "one.pt", model)
     whole = torch.load(tmp_path / "one.pt", weights_only=True)["model"]

@@ -43,12 +43,11 @@ from fsdp_utils import (
 from fsdp_utils.checkpoint import manifest
 from fsdp_utils.checkpoint import save as save_module
 from fsdp_utils.checkpoint.__main__ import main
-from fsdp_utils.checkpoint.lock import Lock
+from fsdp_utils.checkpoint.files import Lock, NewFile
 from fsdp_utils.checkpoint.manifest import MANIFEST, begin, write_manifest
 from fsdp_utils.checkpoint.metadata import read_metadata
-from fsdp_utils.checkpoint.pickled import Refused
-from fsdp_utils.checkpoint.plain_data import pack, unpack, view
-from fsdp_utils.checkpoint.replacing import NewFile
+from fsdp_utils.checkpoint.safe_pickle import Refused
+from fsdp_utils.checkpoint.user_state import pack, unpack, view
 from tests.test_checkpoint_damage import forge, reseal
 
 
@@ -159,6 +158,21 @@ def test_a_description_of_any_protocol_is_read(protocol: int, tmp_path: Path) ->
     assert Path(str(found.storage_meta.checkpoint_id)).name == "else"
     found.storage_meta = written.storage_meta
     assert found == written
+
+
+def load_into_a_linear(home: Path) -> Any:
+    return load_distributed(home, nn.Linear(3, 4), wait_s=5)
+
+
+def test_the_ranks_are_sent_only_what_reading_tensors_needs(two_ranks: Any, checkpoint: Path) -> None:
+    path = checkpoint / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data["model.weight"] = ("model", "MARKER")
+    marker, deep = b"X\x06\0\0\0MARKER", b"]" * 20_000 + b"a" * 19_999
+    path.write_bytes(pickle.dumps(metadata, protocol=2).replace(marker, deep))
+    assert deep in path.read_bytes()
+    forge(checkpoint)
+    assert two_ranks(load_into_a_linear, checkpoint.parent) == [{"step": 1}] * 2
 
 
 # ---- chunks ------------------------------------------------------------------------------------------------

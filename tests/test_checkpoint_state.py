@@ -24,8 +24,8 @@ from fsdp_utils import (
     save_full,
     verify_checkpoint,
 )
-from fsdp_utils.checkpoint.names import quiet
-from fsdp_utils.checkpoint.plain_data import digest
+from fsdp_utils.checkpoint.state import quiet
+from fsdp_utils.checkpoint.user_state import digest
 from tests.checkpoints import Outcome, build, outcome, rank
 from tests.sharded import TwoRanks, whole
 

@@ -27,7 +27,7 @@ from fsdp_utils import (
 from fsdp_utils.checkpoint.__main__ import main
 from fsdp_utils.checkpoint.manifest import read_manifest
 from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
-from fsdp_utils.checkpoint.writer import not_distributed_is_fine
+from fsdp_utils.checkpoint.writer import without_process_group_warning
 from tests.checkpoints import Data, build, train
 from tests.sharded import TwoRanks
 
@@ -260,6 +260,6 @@ def test_a_checkpoint_with_a_description_of_each_rank_is_read(two_ranks: TwoRank
 
 
 def test_no_warning_is_given_without_a_process_group(tmp_path: Path) -> None:
-    with not_distributed_is_fine():
+    with without_process_group_warning():
         save_distributed(tmp_path, nn.Linear(2, 2), step=1)
     save_distributed(tmp_path, nn.Linear(2, 2), step=2)  # warnings are errors here

@@ -26,10 +26,8 @@ from fsdp_utils import (
     save_distributed,
     save_full,
 )
-from fsdp_utils.checkpoint.fsdp1 import Unit, flat_state
-from fsdp_utils.checkpoint.names import quiet
-from fsdp_utils.checkpoint.restore import put_optimizer
-from fsdp_utils.checkpoint.state import OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.restore import Unit, fsdp1_optimizer_state, restore_optimizer
+from fsdp_utils.checkpoint.state import OptimizerPlan, Snapshot, quiet
 from tests.checkpoints import Block, Data, Net, Outcome, build, outcome, rank, train
 from tests.sharded import TwoRanks, fsdp1
 
@@ -401,13 +399,15 @@ def test_an_optimizers_state_is_put_where_its_parameters_are() -> None:
     tensors |= {f"{name}.step": torch.tensor(1.0) for name in shapes}
     paths: dict[str, Any] = {key: tuple(key.split(".")) for key in tensors}
     saved = OptimizerPlan([{"params": ["weight", "bias"], "lr": 0.5}], paths, {})
-    units = [Unit(unit, {"inner": "inner"}, [torch.Size([2, 2])], torch.float32)]
-    state = flat_state(model, units, optimizer, saved, tensors.__getitem__)
+    units = [Unit(unit, ["inner"])]
+    state = fsdp1_optimizer_state(model, units, optimizer, saved, tensors.__getitem__)
     assert state[flat]["exp_avg"].device.type == "meta"
     assert state[flat]["exp_avg"].shape == (6,)
 
     optimizer = torch.optim.AdamW(model.parameters())
-    put_optimizer(Snapshot(), model, optimizer, saved, {param: state[param] for param in model.parameters()})
+    restore_optimizer(
+        Snapshot(), model, optimizer, saved, {param: state[param] for param in model.parameters()}
+    )
     for param in model.parameters():
         assert optimizer.state[param]["exp_avg"].device.type == "meta"
         assert optimizer.state[param]["step"].device.type == "cpu"  # where AdamW itself keeps it

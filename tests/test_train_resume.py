@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.checkpoint.lock import Lock
+from fsdp_utils.checkpoint.files import Lock
 from fsdp_utils.train import checkpoints
 from fsdp_utils.train import loop as program
 from fsdp_utils.train.checkpoints import lock_directory

@@ -1,4 +1,4 @@
-"""Checkpoints that survive: what is loaded is what was saved, or an error says why not.
+"""Checkpoints with hashes: what is loaded is what was saved, or an error says why not.
 
 `save_distributed` and `load_distributed` keep a run's state sharded in a directory, for any number of
 ranks; `save_full` and `load_full` in one file; `verify_checkpoint` holds files against their hashes.
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from fsdp_utils.checkpoint.errors import CheckpointError
     from fsdp_utils.checkpoint.full import load_full, save_full
     from fsdp_utils.checkpoint.load import load_distributed
-    from fsdp_utils.checkpoint.plain_data import PerRank
     from fsdp_utils.checkpoint.save import save_distributed
+    from fsdp_utils.checkpoint.user_state import PerRank
     from fsdp_utils.checkpoint.verify import verify_checkpoint
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 ]
 _MODULE_OF = {
     "CheckpointError": "errors",
-    "PerRank": "plain_data",
+    "PerRank": "user_state",
     "Save": "asynchronous",
     "load_distributed": "load",
     "load_full": "full",

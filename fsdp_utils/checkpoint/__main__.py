@@ -1,4 +1,4 @@
-"""python -m fsdp_utils.checkpoint inspect|verify|export: look at checkpoints without a training program."""
+"""python -m fsdp_utils.checkpoint inspect|verify|export: inspect, verify and export checkpoints."""
 
 import argparse
 import sys
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.files import readable
 from fsdp_utils.checkpoint.full import read_full
 from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, read_manifest, tensor_specs
 from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
-from fsdp_utils.checkpoint.regular import readable
 from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan
 from fsdp_utils.checkpoint.verify import bytes_of, newest, verify_checkpoint
 from fsdp_utils.pretrained.export import export_safetensors, open_model
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 when the checkpoint is not what it should be."""
+    """Return the exit code: 0, or 1 for a CheckpointError."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_utils.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
@@ -72,7 +72,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _look(path: Path) -> tuple[dict[str, Any], dict[str, tuple[torch.dtype, torch.Size]]]:
-    """What there is to say about a checkpoint, and its tensors."""
+    """Describe a checkpoint: what `inspect` prints below its tensors, and the tensors."""
     if path.is_dir() and not (path / MANIFEST).exists():
         found = specs(read_any_metadata(path))
         return {"checkpoint": path, "manifest": "none (plain DCP): nothing to verify it with"}, found
@@ -121,7 +121,7 @@ def _export(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Progress]:
-    """A bar on the terminal; nothing where stderr is a file."""
+    """Show a progress bar on the terminal; nothing where stderr is a file."""
     done = shown = 0
 
     def show(end: str) -> None:

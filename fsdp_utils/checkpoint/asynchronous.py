@@ -1,4 +1,4 @@
-"""Saving while the training goes on: a copy in CPU memory, a thread that writes it, no error lost."""
+"""Asynchronous saves: a copy of the state in CPU memory, written by a thread whose error is not lost."""
 
 import atexit
 import sys
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.sharding.local_part import local
 from fsdp_utils.torch_internals.runtime import dtensor_like
 
 # The copies, by name, kept for the next save: fresh memory costs several times as much as the copy into it.
@@ -18,7 +19,7 @@ _buffers: dict[str, Tensor] = {}
 
 
 def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, sharded alike, in CPU memory that training does not touch.
+    """Copy tensors, sharded alike, to CPU memory that training does not touch.
 
     The copies are overwritten by the next call.
 
@@ -34,14 +35,14 @@ def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _staged(name: str, tensor: Tensor) -> Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part = local(tensor)
     buffer = _buffers.get(name)
-    if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+    if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
         buffer = torch.empty(
-            local.shape, dtype=local.dtype, device="cpu", pin_memory=local.device.type == "cuda"
+            part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda", device="cpu"
         )
         _buffers[name] = buffer
-    buffer.copy_(local, non_blocking=True)
+    buffer.copy_(part, non_blocking=True)
     if isinstance(tensor, DTensor):
         return dtensor_like(buffer, tensor)
     return buffer
@@ -80,11 +81,11 @@ class Save:
             self._over.set()
 
     def done(self) -> bool:
-        """Is it over, well or not?"""
+        """Whether the save has ended, successfully or not."""
         return self._over.is_set()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Where is the checkpoint, once it is committed?
+        """Wait until the checkpoint is committed, and return its path.
 
         Call it before `torch.distributed.destroy_process_group()`, which would cut the save off.
 
@@ -109,7 +110,7 @@ class Save:
 _in_flight: Save | None = None
 
 
-def settle() -> None:
+def wait_for_save_in_flight() -> None:
     """Wait for the save in flight, if there is one.
 
     Raises:
@@ -123,7 +124,7 @@ def settle() -> None:
 
 
 @atexit.register
-def _tell_at_exit() -> None:
-    """The interpreter has waited for the thread; if nobody has heard of its error, say it now."""
+def _print_error_at_exit() -> None:
+    """Print the error of a save that nobody waited for. (The interpreter has waited for its thread.)"""
     if _in_flight is not None and _in_flight._problem is not None:
         print(f"CheckpointError in an asynchronous save: {_in_flight._problem}", file=sys.stderr, flush=True)

@@ -12,31 +12,40 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.archive import check_archive
-from fsdp_utils.checkpoint.arguments import check_same_optimizer, differing, enter, has_state
-from fsdp_utils.checkpoint.contents import check_full
+from fsdp_utils.checkpoint.collective import check_same_optimizer, collective_call, differing, has_state
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.fsdp1 import fill_model, flat_state, shapes, units_of
-from fsdp_utils.checkpoint.limits import limited
+from fsdp_utils.checkpoint.files import NewFile, open_regular
 from fsdp_utils.checkpoint.manifest import FORMAT, Progress, hash_file, sync_directory
-from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_off
-from fsdp_utils.checkpoint.plain_data import PerRank, pack, reason, unpack
-from fsdp_utils.checkpoint.regular import open_regular
-from fsdp_utils.checkpoint.replacing import NewFile
 from fsdp_utils.checkpoint.restore import (
+    fsdp1_optimizer_state,
     optimizer_buffers,
-    put_extra,
-    put_model,
-    put_optimizer,
+    restore_model,
+    restore_optimizer,
     state_by_parameter,
+    units_of,
 )
+from fsdp_utils.checkpoint.safe_pickle import check_archive
 from fsdp_utils.checkpoint.save import describe
-from fsdp_utils.checkpoint.sharded_state import StateToSave, buffers_for, put_back
-from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
-from fsdp_utils.checkpoint.validate import check_model, check_optimizer
+from fsdp_utils.checkpoint.state import (
+    MODEL,
+    OptimizerPlan,
+    Snapshot,
+    optimizer_classes,
+    without_unsharded_wrappers,
+)
+from fsdp_utils.checkpoint.user_state import (
+    PerRank,
+    StateToSave,
+    buffers_for,
+    insert_sharded,
+    pack,
+    reason,
+    unpack,
+)
+from fsdp_utils.checkpoint.validate import check_full, check_model, check_optimizer
 from fsdp_utils.checkpoint.writer import HashingFile
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
-from fsdp_utils.sharding.local_part import local_chunk
+from fsdp_utils.sharding.local_part import local, local_chunk
 
 _CPU = torch.device("cpu")
 _END_OF_ZIP = b"PK\x05\x06"
@@ -72,12 +81,12 @@ def save_full(
     Raises:
         CheckpointError: the same on every rank. A file that was there before still is.
     """
-    path, model = Path(path).absolute(), unsharded_wrappers_off(model)
+    path, model = Path(path).absolute(), without_unsharded_wrappers(model)
 
     taken = StateToSave(state)
-    ranks = enter("save_full", model, optimizer, lambda: {"path": str(path)}, state=taken, wait_s=wait_s)
     created: list[NewFile] = []  # on rank 0
-    with ranks.guard(), limited(model, wait_s):
+    facts = {"path": str(path)}
+    with collective_call("save_full", model, optimizer, lambda: facts, state=taken, wait_s=wait_s) as ranks:
         try:
             # Before anything is gathered, because that takes long.
             ranks.each(lambda: created.append(_create(path)) if ranks.rank == 0 else None)
@@ -157,13 +166,9 @@ def load_full(
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
         otherwise.
     """
-    path, model = Path(path).absolute(), unsharded_wrappers_off(model)
-
-    def facts() -> dict[str, Any]:
-        return {"path": str(path), "cast": cast, "verify": verify}
-
-    ranks = enter("load_full", model, optimizer, facts, wait_s=wait_s)
-    with ranks.guard(), limited(model, wait_s):
+    path, model = Path(path).absolute(), without_unsharded_wrappers(model)
+    facts = {"path": str(path), "cast": cast, "verify": verify}
+    with collective_call("load_full", model, optimizer, lambda: facts, wait_s=wait_s) as ranks:
         tensors: dict[str, Tensor] = {}  # on rank 0, in the mapped file
 
         def read() -> dict[str, Any]:
@@ -193,50 +198,49 @@ def load_full(
 
         head = ranks.first(read)
         specs, saved = head["specs"], head["optimizer"]
-        units = units_of(model)
-        wanted = shapes(model, units) if units else Snapshot.take(model)
-        in_model = {key: spec for key, spec in specs.items() if key.startswith(MODEL)}
-        ranks.each(lambda: check_model(wanted, in_model, head["tied"], cast=cast))
+        wanted, units = Snapshot.take(model), units_of(model)
         buffers: dict[str, Tensor] = {}
-        if optimizer is not None:
-            ranks.each(lambda: check_optimizer(wanted, model, optimizer, saved, head["optimizer_classes"]))
-            if not units:
-                buffers = ranks.each(lambda: optimizer_buffers(wanted, model, optimizer, saved, specs))
 
-        in_state = ranks.each(lambda: buffers_for(head["sharded"], specs, model))
-        same = head["world_size"] == ranks.world_size
-        state = head["state"] | {
-            name: values[ranks.rank] if same else PerRank(values) for name, values in head["per_rank"].items()
-        }
-        ranks.each(lambda: put_back(state, in_state, head["sharded"]))  # known before anything is loaded
+        def prepare() -> tuple[dict[str, Any], dict[str, Tensor]]:
+            in_model = {key: spec for key, spec in specs.items() if key.startswith(MODEL)}
+            check_model(wanted, in_model, head["tied"], cast=cast)
+            if optimizer is not None:
+                check_optimizer(wanted, model, optimizer, saved, head["optimizer_classes"])
+                if not units:
+                    buffers.update(optimizer_buffers(wanted, model, optimizer, saved, specs))
+            same = head["world_size"] == ranks.world_size
+            per_rank = {
+                name: values[ranks.rank] if same else PerRank(values)
+                for name, values in head["per_rank"].items()
+            }
+            state, in_state = head["state"] | per_rank, buffers_for(head["sharded"], specs, model)
+            insert_sharded(
+                state, in_state, head["sharded"]
+            )  # to know before anything is loaded that it can be
+            return state, in_state
 
+        state, in_state = ranks.each(prepare)
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
-
-        sent = _Sent(ranks, tensors, specs)
-
-        if units:
-            fill_model(model, units, sent.tensor)
-            put_extra(model, head["extra"])
-            if optimizer is not None:
-                by_param = flat_state(model, units, optimizer, saved, sent.tensor)
-                put_optimizer(wanted, model, optimizer, saved, by_param)
-        else:
-            for key in [*wanted.tensors, *buffers]:
-                target = wanted.tensors[key] if key in wanted.tensors else buffers[key]
-                _place(sent.tensor(key, target.device), target)
-            wanted.extra = head["extra"]
-            put_model(model, wanted)
-            if optimizer is not None:
-                by_param = state_by_parameter(wanted, model, saved, buffers)
-                put_optimizer(wanted, model, optimizer, saved, by_param)
+        broadcast = _Broadcast(ranks, tensors, specs)
+        for key, target in {**wanted.tensors, **buffers}.items():
+            _copy_part(broadcast.tensor(key, target.device), target)
+        wanted.extra = head["extra"]
+        restore_model(model, wanted)
+        if optimizer is not None:
+            by_param = (
+                fsdp1_optimizer_state(model, units, optimizer, saved, broadcast.tensor)
+                if units
+                else state_by_parameter(wanted, model, saved, buffers)
+            )
+            restore_optimizer(wanted, model, optimizer, saved, by_param)
         for key, target in in_state.items():
-            _place(sent.tensor(key, target.device), target)
+            _copy_part(broadcast.tensor(key, target.device), target)
         ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
-    return put_back(state, in_state, head["sharded"])
+    return insert_sharded(state, in_state, head["sharded"])
 
 
-class _Sent:
-    """Rank 0's tensors, one after the other on every rank. The others receive all of them in one place."""
+class _Broadcast:
+    """Broadcasts rank 0's tensors, one after the other, into one receive buffer on the other ranks."""
 
     def __init__(
         self,
@@ -249,7 +253,7 @@ class _Sent:
         self._places: dict[torch.device, Tensor] = {}
 
     def tensor(self, key: str, device: torch.device = _CPU) -> Tensor:
-        """A whole tensor on every rank, there until the next one is asked for."""
+        """Broadcast a full tensor; it is valid until the next call."""
         if self._ranks.rank == 0:
             tensor = self._tensors[key].to(device).contiguous()
         else:
@@ -266,13 +270,12 @@ class _Sent:
 
 
 @torch.no_grad()
-def _place(tensor: Tensor, target: Tensor) -> None:
-    """Copy into target what of the whole tensor is its part."""
+def _copy_part(tensor: Tensor, target: Tensor) -> None:
+    """Copy this rank's part of a full tensor into target."""
     if isinstance(target, DTensor):
         for dim, (start, length) in enumerate(zip(*local_chunk(target), strict=True)):
             tensor = tensor.narrow(dim, min(start, tensor.shape[dim] - length), length)
-        target = target.to_local()
-    target.copy_(tensor)
+    local(target).copy_(tensor)
 
 
 # ---- the file --------------------------------------------------------------------------------------
@@ -284,7 +287,7 @@ def _create(path: Path) -> NewFile:
 
 
 def _seal(path: Path, written: dict[str, Any]) -> None:
-    """Put the hash into the comment with which a zip file, such as torch.save writes, may end."""
+    """Append the hash as the comment of the zip archive that torch.save wrote."""
     comment = json.dumps({"format": FORMAT, **written}).encode()
     with path.open("r+b") as file:
         file.seek(-_END_BYTES, os.SEEK_END)
@@ -298,7 +301,7 @@ def _seal(path: Path, written: dict[str, Any]) -> None:
 
 
 def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
-    """Is a file that save_full wrote what it wrote?
+    """Compare a file of save_full with the hash at its end.
 
     Raises:
         CheckpointError: it is not, or there is no such file.
@@ -335,7 +338,7 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
 
 
 def read_full(path: Path) -> dict[str, Any]:
-    """What is in the file; tensors stay in it until they are used. Runs nothing that is in it."""
+    """Read a file of save_full without running what is in it. Tensors are mapped, and read when used."""
     try:
         with open_regular(path) as file:
             check_archive(file)

@@ -1,4 +1,4 @@
-"""load_distributed: everything is checked on all ranks before the first byte goes into the model."""
+"""load_distributed: all ranks check everything before the first byte goes into the model."""
 
 import os
 from pathlib import Path
@@ -9,11 +9,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.arguments import enter
-from fsdp_utils.checkpoint.contents import read_state
+from fsdp_utils.checkpoint.collective import collective_call
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.fsdp1 import flat_state, units_of
-from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import (
     MANIFEST,
     check_hashes,
@@ -24,15 +21,28 @@ from fsdp_utils.checkpoint.manifest import (
     share,
     tensor_specs,
 )
-from fsdp_utils.checkpoint.metadata import check_places, read_metadata, specs
-from fsdp_utils.checkpoint.names import class_names, unsharded_wrappers_off
-from fsdp_utils.checkpoint.plain_data import PerRank
+from fsdp_utils.checkpoint.metadata import read_described, tensors_only
 from fsdp_utils.checkpoint.reader import TensorReads, read_plain
-from fsdp_utils.checkpoint.restore import optimizer_buffers, put_model, put_optimizer, state_by_parameter
+from fsdp_utils.checkpoint.restore import (
+    fsdp1_optimizer_state,
+    optimizer_buffers,
+    restore_model,
+    restore_optimizer,
+    state_by_parameter,
+    units_of,
+)
 from fsdp_utils.checkpoint.save import is_int
-from fsdp_utils.checkpoint.sharded_state import Places, buffers_for, put_back
-from fsdp_utils.checkpoint.state import MODEL, PLAIN, OptimizerPlan, Snapshot, whole
-from fsdp_utils.checkpoint.validate import check_model, check_optimizer
+from fsdp_utils.checkpoint.state import (
+    MODEL,
+    PLAIN,
+    OptimizerPlan,
+    Snapshot,
+    class_names,
+    whole,
+    without_unsharded_wrappers,
+)
+from fsdp_utils.checkpoint.user_state import PerRank, Places, buffers_for, insert_sharded
+from fsdp_utils.checkpoint.validate import check_model, check_optimizer, read_state
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
 
@@ -75,15 +85,14 @@ def load_distributed(
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
         otherwise.
     """
-    home, model = Path(directory).absolute(), unsharded_wrappers_off(model)
+    home, model = Path(directory).absolute(), without_unsharded_wrappers(model)
 
     def facts() -> dict[str, Any]:
         if step != "latest" and not is_int(step):
             raise CheckpointError(f'expected step to be a whole number or "latest", found {step!r}')
         return {"directory": str(home), "step": step, "cast": cast, "verify": verify}
 
-    ranks = enter("load_distributed", model, optimizer, facts, wait_s=wait_s)
-    with ranks.guard(), limited(model, wait_s):
+    with collective_call("load_distributed", model, optimizer, facts, wait_s=wait_s) as ranks:
         checkpoint = ranks.first(lambda: find(home, step))
         manifest: dict[str, Any] = {}
 
@@ -103,7 +112,7 @@ def load_distributed(
             if verify:
                 mine = share(manifest["files"], ranks.rank, ranks.world_size)
                 check_hashes(checkpoint, manifest, mine, threads=ranks.threads())
-            return read_described(checkpoint, manifest) if ranks.rank == 0 else None
+            return tensors_only(read_described(checkpoint, manifest)) if ranks.rank == 0 else None
 
         described = ranks.each(check_files)
         metadata = ranks.first(lambda: described)
@@ -117,7 +126,7 @@ def load_distributed(
             state = _state(checkpoint, metadata, plain, manifest, ranks)
             places.update(plain.get("sharded", {}))
             tensors.update(buffers_for(places, found, model))
-            put_back(state, tensors, places)  # to know before anything is loaded that it can be
+            insert_sharded(state, tensors, places)  # to know before anything is loaded that it can be
             saved = None
             if optimizer is not None:
                 saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
@@ -130,20 +139,20 @@ def load_distributed(
         state, saved, reads = ranks.each(prepare)
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         ranks.each(lambda: reads.read(ranks.threads()))
-        put_model(model, wanted)
+        restore_model(model, wanted)
         if optimizer is not None and saved is not None:
             units = units_of(model)
-            put_optimizer(
+            restore_optimizer(
                 wanted,
                 model,
                 optimizer,
                 saved,
-                flat_state(model, units, optimizer, saved, lambda key: whole(tensors[key]))
+                fsdp1_optimizer_state(model, units, optimizer, saved, lambda key: whole(tensors[key]))
                 if units
                 else state_by_parameter(wanted, model, saved, tensors),
             )
         ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
-    return {**put_back(state, tensors, places), "step": manifest["step"]}
+    return {**insert_sharded(state, tensors, places), "step": manifest["step"]}
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -158,7 +167,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _optimizer_classes(manifest: dict[str, Any]) -> list[str]:
-    """As optimizer_classes(); empty when the checkpoint, an older one, names a class that torch has not."""
+    """optimizer_classes() of the saved optimizer; empty if an old checkpoint names an unknown class."""
     known = getattr(torch.optim, str(manifest["optimizer"]), None)
     return manifest.get("optimizer_classes", class_names(known) if isinstance(known, type) else [])
 
@@ -169,24 +178,6 @@ def _must_be_same(checkpoint: Path, hashes: list[str]) -> None:
             f"{checkpoint / MANIFEST}: expected the same file on all ranks, found others on ranks "
             f"{[rank for rank, one in enumerate(hashes) if one != hashes[0]]}: the directory is not shared"
         )
-
-
-def read_described(checkpoint: Path, manifest: dict[str, Any]) -> Metadata:
-    """DCP's description, which must say the same as the manifest."""
-    metadata = read_metadata(checkpoint)
-    described = {key: spec for key, spec in specs(metadata).items() if not key.startswith(PLAIN)}
-    if described != (expected := tensor_specs(manifest)):
-        differing = sorted(
-            key for key in described.keys() | expected.keys() if described.get(key) != expected.get(key)
-        )
-        raise CheckpointError(
-            f"{checkpoint / '.metadata'}: expected what the manifest says, found other tensors: "
-            + "; ".join(
-                f"{key}: expected {expected.get(key)}, found {described.get(key)}" for key in differing[:3]
-            )
-        )
-    check_places(checkpoint, metadata, manifest["files"])
-    return metadata
 
 
 def _state(

@@ -1,9 +1,8 @@
-"""Which checkpoints are there, and is each what was saved? A checkpoint is a directory with a manifest.
+"""Checkpoint directories: find them, verify their files, commit and delete them. Each has a manifest.
 
-A checkpoint is committed by giving its directory its final name, when all its files and then its manifest are
-on disk. The names begin with the number of the commit: the latest checkpoint is the one with the highest, and
-there is no pointer that could point elsewhere. What is being saved or deleted has a name that begins with a
-dot.
+A checkpoint is committed by renaming its directory, when all its files and then its manifest are on disk. The
+names begin with the number of the commit, so the latest checkpoint is the one with the highest number, and no
+pointer can be wrong. Directories that are being saved or deleted have names that begin with a dot.
 """
 
 import hashlib
@@ -20,9 +19,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.lock import Lock, Taken
-from fsdp_utils.checkpoint.regular import is_plain_name, open_regular, read_regular
-from fsdp_utils.checkpoint.replacing import ABANDONED_S, PREFIX
+from fsdp_utils.checkpoint.files import (
+    ABANDONED_S,
+    PREFIX,
+    Lock,
+    LockTaken,
+    is_plain_name,
+    open_regular,
+    read_regular,
+)
 
 MANIFEST = "manifest.json"
 DESCRIPTION = ".metadata"
@@ -57,7 +62,7 @@ class Committed(NamedTuple):
 
 
 def committed(directory: Path) -> list[Committed]:
-    """The checkpoints in that directory, in the order in which they were saved."""
+    """List the committed checkpoints in the order in which they were saved."""
     if not directory.is_dir():
         return []
     found = [(_NAME.fullmatch(path.name), path) for path in directory.iterdir()]
@@ -65,7 +70,7 @@ def committed(directory: Path) -> list[Committed]:
 
 
 def find(directory: Path, step: int | str) -> Path:
-    """The checkpoint of that step, or the one saved last for "latest".
+    """Find the checkpoint of a step, or the one saved last for "latest".
 
     Raises:
         CheckpointError: there is none; names the steps that are there.
@@ -85,7 +90,7 @@ def find(directory: Path, step: int | str) -> Path:
 
 
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
-    """Write it durably, with a hash of its own."""
+    """Write the manifest durably, with its own hash."""
     text = json.dumps(content, sort_keys=True)
     # One line for each part: it can be read with `head` and compared with `diff`.
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
@@ -103,7 +108,7 @@ def write_manifest(directory: Path, content: dict[str, Any]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Read and check the manifest of a checkpoint.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -130,7 +135,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _problem(content: dict[str, Any]) -> str:
-    """What in a manifest is not what its readers rely on. (A hash that somebody recomputed agrees.)"""
+    """Say which entry of a manifest is not of the expected type. (A forged manifest has a right hash.)"""
     for name, kinds in _ENTRIES.items():
         if name not in content or type(content[name]) not in kinds:
             found = f"{content[name]!r:.80}" if name in content else "nothing"
@@ -170,7 +175,7 @@ def tensor_specs(manifest: dict[str, Any]) -> dict[str, tuple[torch.dtype, torch
 
 
 def check_sizes(checkpoint: Path, manifest: dict[str, Any]) -> None:
-    """Is every file there, and as long as it was?"""
+    """Check that every file is there, with the size that it had."""
     for name, entry in manifest["files"].items():
         path = checkpoint / name
         try:
@@ -192,7 +197,7 @@ def check_hashes(
     threads: int = 1,
     progress: Progress = lambda count: None,
 ) -> None:
-    """Is what those files hold what was written to them?"""
+    """Check the SHA-256 of those files."""
 
     def check(name: str) -> None:
         path, expected = checkpoint / name, manifest["files"][name]["sha256"]
@@ -206,8 +211,7 @@ def check_hashes(
         if found != expected:
             raise CheckpointError(
                 f"{path}: expected SHA-256 {expected}, found {found}: it is not what was saved (a damaged "
-                "disk or "
-                "copy, or a file of another checkpoint)"
+                "disk or copy, or a file of another checkpoint)"
             )
 
     with ThreadPoolExecutor(threads) as pool:
@@ -231,7 +235,7 @@ def hash_file(
 
 
 def share(files: dict[str, dict[str, Any]], rank: int, world_size: int) -> list[str]:
-    """The files that this rank is to read, such that all ranks read about as much.
+    """Choose the files that this rank hashes, such that all ranks hash about as many bytes.
 
     Rank 0 has the description, which it reads for all ranks.
     """
@@ -253,7 +257,7 @@ _locks: dict[Path, Lock] = {}
 
 
 def begin(directory: Path, step: int) -> tuple[Path, Path]:
-    """A new directory to save into, and the name that will commit it.
+    """Make a new directory to save into, and choose the name that will commit it.
 
     Nobody else can save into the same directory until end() or abandon(), or until this process ends.
 
@@ -264,7 +268,7 @@ def begin(directory: Path, step: int) -> tuple[Path, Path]:
     end(directory)  # a save of this process that failed before anybody could abandon it
     try:
         lock = _locks[directory] = Lock(directory / LOCK, wait_s=_LOCK_WAIT_S)
-    except Taken as error:
+    except LockTaken as error:
         raise CheckpointError(
             f"{directory}: expected to be the only program that saves there, found {error}, which is saving "
             "now. Give each training a directory of its own"
@@ -280,19 +284,19 @@ def begin(directory: Path, step: int) -> tuple[Path, Path]:
 
 
 def commit(unfinished: Path, final: Path) -> None:
-    """From here on it is the latest, whatever happens to the machine."""
+    """Make the checkpoint the latest, durably."""
     unfinished.rename(final)
     sync_directory(final.parent)
 
 
 def end(directory: Path) -> None:
-    """Let others save into it."""
+    """Release the lock on the directory."""
     if (lock := _locks.pop(directory, None)) is not None:
         lock.release()
 
 
 def abandon(unfinished: Path) -> None:
-    """Delete what was not committed, and let others save."""
+    """Delete what was not committed, and release the lock."""
     shutil.rmtree(unfinished, ignore_errors=True)
     end(unfinished.parent)
 
@@ -305,7 +309,7 @@ def _is_old(path: Path) -> bool:
 
 
 def keep_last(directory: Path, count: int) -> None:
-    """Delete all but the last checkpoints. One that is half deleted no longer has its name."""
+    """Delete all but the last checkpoints. Each is renamed first, so that none is found half deleted."""
     for one in committed(directory)[:-count]:
         doomed = one.path.with_name(f".deleting-{one.path.name}")
         one.path.rename(doomed)

@@ -1,15 +1,20 @@
 """Read DCP's .metadata without running what is in it, and check that it describes whole tensors.
 
 DCP writes the description of a checkpoint as a pickle. Here it may consist of the few classes that such a
-description needs, and nothing in it is imported or called (see pickled.py).
+description needs, and nothing in it is imported or called (see safe_pickle.py).
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import fields
 from enum import Enum
+from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Size
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -20,10 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp_utils.checkpoint.chunks import check_chunks
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.pickled import MOST_BYTES, Refused, interpret
-from fsdp_utils.checkpoint.regular import is_plain_name, read_regular
+from fsdp_utils.checkpoint.files import is_plain_name, read_regular
+from fsdp_utils.checkpoint.manifest import tensor_specs
+from fsdp_utils.checkpoint.safe_pickle import MOST_BYTES, Refused, interpret
+from fsdp_utils.checkpoint.state import PLAIN
 from fsdp_utils.torch_internals.names import MEM_FORMAT_ENCODING, StorageInfo
 
 _DESCRIPTION = "torch.distributed.checkpoint.metadata"
@@ -41,7 +47,7 @@ _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(va
 
 
 class _Call(Enum):
-    """What may be called, besides classes."""
+    """Functions that a description may call."""
 
     SIZE = "torch.Size"
     LAYOUT = "_get_layout"
@@ -51,7 +57,7 @@ class _Call(Enum):
 
 
 class _New(NamedTuple):
-    """A class of which new instances may be made."""
+    """A class that a description may instantiate."""
 
     cls: type
 
@@ -124,12 +130,12 @@ class _Description:
             object.__setattr__(target, field, value)  # (a MetadataIndex is frozen)
         return target
 
-    def stored(self, reference: Any) -> Any:
+    def persistent_load(self, reference: Any) -> Any:
         raise Refused("it refers to something outside of itself")
 
 
 def _simple(value: Any) -> str | int:
-    """It is looked up, and the hash of a tuple of tuples may take without end."""
+    """Refuse what is not text or a number as a key: the hash of nested tuples may take forever."""
     if type(value) not in (str, int):
         raise Refused(f"a {type(value).__name__} in the place of a str")
     return value
@@ -147,7 +153,7 @@ def _size(numbers: Any) -> torch.Size:
 
 
 def _check_parts(metadata: Metadata) -> None:
-    """Is everything of the type that it is used as? (What was pickled may be assembled in any way.)"""
+    """Check that everything has the type that it is used as: a pickle may be assembled in any way."""
 
     def must(value: Any, *kinds: type) -> None:
         if type(value) not in kinds:
@@ -200,7 +206,7 @@ def _read_one(path: Path) -> Metadata:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What the DCP checkpoint in that directory says that it holds. Its chunks make up every tensor, once.
+    """Read the description of a DCP checkpoint, whose chunks make up every tensor exactly once.
 
     Raises:
         CheckpointError: it is missing or damaged, or it would do something other than describe.
@@ -211,7 +217,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def read_any_metadata(directory: Path) -> Metadata:
-    """Also of a checkpoint whose ranks have each written a description of their own, `__<rank>.metadata`.
+    """Read a description that may be in several files, `__<rank>.metadata`, one of each rank.
 
     (DCP does so with use_collectives=False.)
     """
@@ -237,8 +243,25 @@ def read_any_metadata(directory: Path) -> Metadata:
     return whole
 
 
+def tensors_only(metadata: Metadata) -> Metadata:
+    """Keep only what reading tensors needs: the rest of a forged description may be too deep to be sent."""
+    return Metadata(
+        {
+            key: TensorStorageMetadata(TensorProperties(entry.properties.dtype), entry.size, entry.chunks)
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        },
+        storage_data={
+            MetadataIndex(index.fqn, index.offset): StorageInfo(
+                where.relative_path, where.offset, where.length
+            )
+            for index, where in metadata.storage_data.items()
+        },
+    )
+
+
 def specs(metadata: Metadata) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """dtype and whole shape of every tensor in it, by flat name."""
+    """dtype and full shape of every tensor in it, by flat name."""
     return {
         key: (entry.properties.dtype, entry.size)
         for key, entry in metadata.state_dict_metadata.items()
@@ -246,13 +269,125 @@ def specs(metadata: Metadata) -> dict[str, tuple[torch.dtype, torch.Size]]:
     }
 
 
-def check_places(checkpoint: Path, metadata: Metadata, files: dict[str, dict[str, Any]]) -> None:
-    """Does the description point into files of this checkpoint only, and not beyond their ends?"""
+def read_described(checkpoint: Path, manifest: dict[str, Any]) -> Metadata:
+    """Read the description of a checkpoint, which must say the same as the manifest of tensors and files."""
+    metadata = read_metadata(checkpoint)
+    described = {key: spec for key, spec in specs(metadata).items() if not key.startswith(PLAIN)}
+    if described != (expected := tensor_specs(manifest)):
+        differing = sorted(
+            key for key in described.keys() | expected.keys() if described.get(key) != expected.get(key)
+        )
+        raise CheckpointError(
+            f"{checkpoint / '.metadata'}: expected what the manifest says, found other tensors: "
+            + "; ".join(
+                f"{key}: expected {expected.get(key)}, found {described.get(key)}" for key in differing[:3]
+            )
+        )
     for index, where in metadata.storage_data.items():
-        entry = files.get(where.relative_path)
+        entry = manifest["files"].get(where.relative_path)
         if entry is None or not 0 <= where.offset <= where.offset + where.length <= entry["bytes"]:
             raise CheckpointError(
                 f"{checkpoint / '.metadata'}: expected {index.fqn} in a file of the manifest, found it at "
-                "bytes "
-                f"{where.offset} to {where.offset + where.length} of {where.relative_path}"
+                f"bytes {where.offset} to {where.offset + where.length} of {where.relative_path}"
             )
+    return metadata
+
+
+# ---- the chunks of each tensor ----------------------------------------------------------------------
+
+
+_MOST_DIMS = 5  # along which a tensor is cut; a mesh of so many dimensions that all cut is not in use
+
+
+def check_chunks(path: Path, metadata: Metadata) -> None:
+    """Check that the chunks make up every tensor, each part once, and have separate places in the files.
+
+    Otherwise some of what is loaded would be whatever was in memory before.
+
+    Args:
+        path: what the description was read from, for the error.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    described = sum(
+        len(one.chunks)
+        for one in metadata.state_dict_metadata.values()
+        if isinstance(one, TensorStorageMetadata)
+    )
+    if described > len(metadata.storage_data):
+        raise CheckpointError(
+            f"{path}: expected a place for each of {described} chunks, found {len(metadata.storage_data)}"
+        )
+    checked: dict[int, TensorStorageMetadata] = {}  # tied tensors share their entry
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        if id(entry) not in checked:
+            if problem := _gap(entry.size, entry.chunks):
+                raise CheckpointError(
+                    f"{path}: expected chunks that make up {key} {list(entry.size)}, each part once, found "
+                    f"{problem}: a part is missing (was a rank's file left behind?), or the description is "
+                    "damaged"
+                )
+            checked[id(entry)] = entry
+        for chunk in entry.chunks:
+            where = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+            needed = entry.properties.dtype.itemsize * prod(chunk.sizes)
+            if where is None or where.length < needed:
+                raise CheckpointError(
+                    f"{path}: expected the place of {needed} bytes for {key} from {list(chunk.offsets)}, "
+                    f"found {'none' if where is None else f'{where.length} bytes'}"
+                )
+    _check_overlaps(path, metadata)
+
+
+def _check_overlaps(path: Path, metadata: Metadata) -> None:
+    """Refuse two chunks at one place, but for tied tensors: two parts of a model would get the same bytes."""
+    places = {
+        (where.relative_path, where.offset, where.length, index.fqn, index.offset)
+        for index, where in metadata.storage_data.items()
+    }
+    ordered = sorted(places, key=lambda place: place[:4])
+    for (file, begin, length, name, offset), (next_file, next_begin, next_length, other, there) in pairwise(
+        ordered
+    ):
+        tied = (begin, length, offset) == (next_begin, next_length, there) and name != other
+        if file == next_file and next_begin < begin + length and not tied:
+            raise CheckpointError(
+                f"{path}: expected a place of its own for each chunk, found {name} and {other} at byte "
+                f"{next_begin} of {file}"
+            )
+
+
+def _gap(size: Size, chunks: Iterable[ChunkStorageMetadata]) -> str:
+    """Say what is wrong with the chunks of a tensor; nothing if they are disjoint and make up all of it.
+
+    A box is known by its corners, each counted with a sign: +1 where an even number of its coordinates are
+    ends, else -1. Boxes fill a larger one without overlap exactly when their corners sum up to its corners.
+    """
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks]
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(size):
+            return f"one of {len(sizes)} dimensions"
+        if any(offset + length > whole for offset, length, whole in zip(offsets, sizes, size, strict=True)):
+            return f"one at {list(offsets)} of {list(sizes)}"
+    if any(whole == 0 for whole in size):
+        return ""
+    cut = [dim for dim, whole in enumerate(size) if any(lengths[dim] != whole for _, lengths in boxes)]
+    if len(cut) > _MOST_DIMS:
+        return f"cuts along {len(cut)} dimensions"
+    corners: Counter[tuple[int, ...]] = Counter()
+
+    def add(offsets: Iterable[int], lengths: Iterable[int], weight: int) -> None:
+        ends = [((offset, 1), (offset + length, -1)) for offset, length in zip(offsets, lengths, strict=True)]
+        for corner in product(*ends):
+            corners[tuple(place for place, _ in corner)] += weight * prod(sign for _, sign in corner)
+
+    for offsets, lengths in boxes:
+        add([offsets[dim] for dim in cut], [lengths[dim] for dim in cut], 1)
+    add([0] * len(cut), [size[dim] for dim in cut], -1)
+    missing = [corner for corner, count in corners.items() if count]
+    if not missing:
+        return ""
+    return f"{len(boxes)} that do not fit together at {list(min(missing))} of dimensions {cut}"

@@ -18,14 +18,14 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from fsdp_utils.checkpoint.archive import begin_of, check_archive
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.plain_data import reason, unpack, view
-from fsdp_utils.checkpoint.regular import open_regular
+from fsdp_utils.checkpoint.files import open_regular
+from fsdp_utils.checkpoint.safe_pickle import begin_of, check_archive
+from fsdp_utils.checkpoint.user_state import reason, unpack, view
 
 
 class Item(NamedTuple):
-    """Where a chunk of a tensor is stored, and what it has to be."""
+    """A stored chunk of a tensor: where it is, and the dtype and shape that it must have."""
 
     path: Path
     offset: int
@@ -35,12 +35,12 @@ class Item(NamedTuple):
     shape: torch.Size
 
 
-class KnownHeads(dict[tuple[torch.dtype, torch.Size, int], bytes]):
-    """What precedes a tensor's bytes in its archive: the same for tensors of one dtype, shape and length."""
+# What precedes a tensor's bytes in its archive: the same for tensors of one dtype, shape and length.
+KnownHeads = dict[tuple[torch.dtype, torch.Size, int], bytes]
 
 
 class TensorReads:
-    """What this rank reads to fill those tensors.
+    """The reads with which this rank fills its tensors.
 
     Args:
         tensors: by flat name; DTensors take this rank's part.
@@ -71,12 +71,12 @@ class TensorReads:
             self._reads.setdefault(path, []).append((read, item))
 
     def check(self) -> None:
-        """Look at the head of everything that is about to be read.
+        """Check the head of every archive that read() will read from.
 
         Raises:
             CheckpointError: a file holds something else.
         """
-        known = KnownHeads()
+        known: KnownHeads = {}
         for path, reads in self._reads.items():
             reads.sort(key=lambda one: one[1].offset)
             with open_regular(path) as file:
@@ -85,7 +85,7 @@ class TensorReads:
                         self._begins[item] = find_bytes(item, file, known)
 
     def read(self, threads: int = 1) -> None:
-        """Fill the tensors, from so many files at a time. To be called after check()."""
+        """Fill the tensors, reading `threads` files at a time. Call check() first."""
 
         def read_file(path: Path) -> None:
             with open_regular(path) as file:
@@ -99,7 +99,7 @@ class TensorReads:
 
 
 def read_tensor(checkpoint: Path, metadata: Metadata, key: str) -> Tensor:
-    """One whole tensor, read by this process alone."""
+    """Read one full tensor, in this process alone."""
     entry = metadata.state_dict_metadata.get(key)
     if not isinstance(entry, TensorStorageMetadata):
         raise CheckpointError(f"{checkpoint}: expected a tensor {key!r}, found {entry}")
@@ -122,7 +122,7 @@ def read_tensor(checkpoint: Path, metadata: Metadata, key: str) -> Tensor:
 
 
 def read_plain(checkpoint: Path, metadata: Metadata, key: str) -> Any:
-    """Plain data that is stored as the bytes of a tensor."""
+    """Read plain data that is stored as the bytes of a tensor."""
     data = read_tensor(checkpoint, metadata, key)
     try:
         return unpack(view(data).tobytes())
@@ -137,7 +137,7 @@ def read_plain(checkpoint: Path, metadata: Metadata, key: str) -> Any:
 
 
 def find_bytes(item: Item, file: io.RawIOBase, known: KnownHeads) -> int:
-    """Where in the file the tensor's bytes begin; they are contiguous from there on.
+    """Find where in the file the tensor's contiguous bytes begin.
 
     Args:
         known: the heads that were found before; this one is added.
@@ -224,7 +224,7 @@ def fill(target: Tensor, file: io.RawIOBase, begin: int, what: str) -> None:
 
 
 class Part(io.RawIOBase):
-    """A part of a file as a file."""
+    """A byte range of a file, as a file."""
 
     def __init__(self, file: io.RawIOBase, offset: int, length: int) -> None:
         super().__init__()

@@ -1,18 +1,27 @@
-"""The way back: loaded tensors into the model and the optimizer."""
+"""Restore the model and the optimizer from loaded tensors, under any wrapper."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.names import clean, has_fsdp1, parameter_names, quiet
-from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.state import (
+    MODEL,
+    OptimizerPlan,
+    Snapshot,
+    clean_name,
+    has_fsdp1,
+    parameter_names,
+    quiet,
+)
+from fsdp_utils.sharding.local_part import local
+from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
+from fsdp_utils.torch_internals.names import FLAT_PARAM
 
 
 def optimizer_buffers(
@@ -22,7 +31,7 @@ def optimizer_buffers(
     saved: OptimizerPlan,
     found: Mapping[str, tuple[torch.dtype, torch.Size]],
 ) -> dict[str, Tensor]:
-    """Tensors for the optimizer's state, in the checkpoint's dtypes, sharded as the parameters are.
+    """Allocate tensors for the optimizer's state, in the checkpoint's dtypes, sharded as the parameters are.
 
     Where the optimizer has such a tensor already it is that one: a second copy of the state takes memory, and
     getting it from the system takes longer than filling it. Else it is an empty one, as it is for an
@@ -57,8 +66,8 @@ def optimizer_buffers(
     return buffers
 
 
-def put_model(model: nn.Module, loaded: Snapshot) -> None:
-    """Take over what `loaded`, a Snapshot of this model, now holds."""
+def restore_model(model: nn.Module, loaded: Snapshot) -> None:
+    """Restore the model from `loaded`, a Snapshot of it whose tensors were filled."""
     own = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
     copies = {
         key.removeprefix(MODEL): tensor
@@ -79,30 +88,22 @@ def put_model(model: nn.Module, loaded: Snapshot) -> None:
         set_model_state_dict(model, state)
 
 
-def put_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Give the modules what their get_extra_state() gave."""
-    for path, module in model.named_modules():
-        name = clean(model, f"{path}._extra_state".removeprefix("."))
-        if name in extra and not isinstance(module, FSDP1 | DistributedDataParallel):
-            module.set_extra_state(extra[name])
-
-
 def state_by_parameter(
     wanted: Snapshot, model: nn.Module, saved: OptimizerPlan, tensors: Mapping[str, Tensor]
 ) -> dict[Tensor, dict[str, Any]]:
-    """The optimizer's state by parameter, from its tensors by flat name, sharded as the parameters are."""
+    """Group the optimizer's tensors, sharded as the parameters are, by parameter."""
     params = {name: param for param, names in parameter_names(model).items() for name in names}
     return {params[wanted.first_name(name)]: state for name, state in saved.whole(tensors)["state"].items()}
 
 
-def put_optimizer(
+def restore_optimizer(
     wanted: Snapshot,
     model: nn.Module,
     optimizer: Optimizer,
     saved: OptimizerPlan,
     state: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Give the optimizer the state and the hyperparameters that were saved, by its load_state_dict().
+    """Restore the optimizer's state and hyperparameters by its load_state_dict().
 
     torch's set_optimizer_state_dict() would do that too, but takes a step where there is no state yet, mixes
     the groups up where one of them is empty, and refuses an FSDP1 unit inside of activation checkpointing.
@@ -132,7 +133,7 @@ def put_optimizer(
 def _settings(
     wanted: Snapshot, model: nn.Module, optimizer: Optimizer, saved: OptimizerPlan
 ) -> Iterator[dict[str, Any]]:
-    """What was saved of each group besides its parameters, in the order of the optimizer's groups."""
+    """The saved settings of each parameter group, in the order of the optimizer's groups."""
     names = parameter_names(model)
     by_name = {wanted.first_name(name): group for group in saved.groups for name in group["params"]}
     empty = (group for group in saved.groups if not group["params"])
@@ -147,5 +148,88 @@ def _sharding(tensor: Tensor) -> object:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the local part of the tensor lies."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+    return local(tensor).data_ptr()
+
+
+# ---- FSDP1's flat parameters ------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """An FSDP1 module and the parameters that it, and not a unit inside of it, shards."""
+
+    module: FSDP1
+    names: list[str]  # in the model, in the order of the flat parameter
+
+
+class _Piece(NamedTuple):
+    """This rank's part of one parameter, in what the optimizer has: the flat parameter or a view of it."""
+
+    param: nn.Parameter
+    start: int  # in param
+    offset: int  # in the whole parameter
+    numel: int
+
+
+def _pieces(unit: Unit, own: set[int]) -> dict[str, _Piece]:
+    """This rank's parts of the unit's parameters, by name."""
+    flat = fsdp1_flat(unit.module)
+    if flat is None:
+        return {}
+    kept, pieces = Flat(flat), {}
+    for index, (name, info) in enumerate(zip(unit.names, kept.shards, strict=True)):
+        if info.in_shard:
+            # The optimizer has either the flat parameter or, with use_orig_params, its views.
+            param, start = (flat, info.offset_in_shard) if id(flat) in own else (kept.params[index], 0)
+            pieces[name] = _Piece(param, start, info.intra_param_start_idx, info.numel_in_shard)
+    return pieces
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """List all FSDP1 modules, outermost first."""
+    units = []
+    for path, module in model.named_modules():
+        if isinstance(module, FSDP1):
+            flat = fsdp1_flat(module)
+            inner = Flat(flat).names if flat is not None else ()
+            names = [clean_name(model, ".".join(filter(None, (path, name)))) for name in inner]
+            units.append(Unit(module, names))
+    return units
+
+
+@torch.no_grad()
+def fsdp1_optimizer_state(
+    model: nn.Module,
+    units: list[Unit],
+    optimizer: Optimizer,
+    saved: OptimizerPlan,
+    receive: Callable[[str], Tensor],
+) -> dict[Tensor, dict[str, Any]]:
+    """Cut the optimizer's state to this rank's parts of FSDP1's flat parameters.
+
+    Args:
+        receive: gives the whole tensor of a flat name, on every rank.
+    """
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    pieces = {name: piece for unit in units for name, piece in _pieces(unit, own).items()}
+    inside = {name for unit in units for name in unit.names}
+    for raw_name, param in model.named_parameters():
+        name = clean_name(model, raw_name)
+        if FLAT_PARAM not in raw_name and name not in inside:
+            pieces[name] = _Piece(param, 0, 0, param.numel())  # that no unit shards
+    state: dict[Tensor, Any] = {}
+    for key, (name, what) in saved.paths.items():
+        value = receive(key)  # on every rank, also where nothing of it is kept
+        if (piece := pieces.get(name)) is None:
+            continue
+        of_param = state.setdefault(piece.param, {})
+        if value.dim() == 0:
+            of_param[what] = value.clone()  # as with FSDP1 itself, one for the whole unit
+            continue
+        if what not in of_param:
+            of_param[what] = torch.zeros(piece.param.shape, dtype=value.dtype, device=piece.param.device)
+        part = value.reshape(-1)[piece.offset : piece.offset + piece.numel]
+        of_param[what].view(-1)[piece.start : piece.start + piece.numel] = part
+    for (name, what), value in saved.plain.items():
+        if name in pieces:
+            state.setdefault(pieces[name].param, {})[what] = value
+    return state

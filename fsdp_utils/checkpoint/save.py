@@ -1,4 +1,4 @@
-"""save_distributed: every rank writes its part, all parts become durable, then one rename commits them."""
+"""save_distributed: every rank writes its part durably, then one rename commits all parts."""
 
 import json
 import os
@@ -15,17 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.arguments import check_same_optimizer, differing, enter, has_state
 from fsdp_utils.checkpoint.asynchronous import Save, stage
+from fsdp_utils.checkpoint.collective import check_same_optimizer, collective_call, differing, has_state
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.limits import limited
 from fsdp_utils.checkpoint.manifest import FORMAT, abandon, begin, commit, end, keep_last, write_manifest
 from fsdp_utils.checkpoint.metadata import specs
-from fsdp_utils.checkpoint.names import optimizer_classes, unsharded_wrappers_off, unwrapped
-from fsdp_utils.checkpoint.plain_data import pack
-from fsdp_utils.checkpoint.sharded_state import StateToSave
-from fsdp_utils.checkpoint.state import MODEL, PLAIN, Snapshot
-from fsdp_utils.checkpoint.writer import Writer, not_distributed_is_fine
+from fsdp_utils.checkpoint.state import (
+    MODEL,
+    PLAIN,
+    Snapshot,
+    optimizer_classes,
+    unwrapped,
+    without_unsharded_wrappers,
+)
+from fsdp_utils.checkpoint.user_state import StateToSave, pack
+from fsdp_utils.checkpoint.writer import Writer, without_process_group_warning
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
 # A shared directory may show another host's new file a little late.
@@ -72,7 +76,7 @@ def save_distributed(
     Raises:
         CheckpointError: the same on every rank. The checkpoints that were there still are.
     """
-    home, model = Path(directory).absolute(), unsharded_wrappers_off(model)
+    home, model = Path(directory).absolute(), without_unsharded_wrappers(model)
 
     def facts() -> dict[str, Any]:
         if not is_int(step) or step < 0:
@@ -84,8 +88,8 @@ def save_distributed(
         return {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
 
     taken = StateToSave(state)
-    ranks = enter("save_distributed", model, optimizer, facts, state=taken, wait_s=wait_s)
-    with ranks.guard(), limited(model, wait_s):
+    call = collective_call("save_distributed", model, optimizer, facts, state=taken, wait_s=wait_s)
+    with call as ranks:
         unfinished, final = ranks.first(lambda: begin(home, step))
         with _removed_on_failure(unfinished, ranks):
             ranks.each(lambda: _must_see(unfinished))
@@ -130,7 +134,7 @@ def _write(
             # Threads that copy from one GPU get into each other's way.
             threads=ranks.threads() if all(t.device.type == "cpu" for t in snapshot.tensors.values()) else 1,
         )
-        with not_distributed_is_fine():
+        with without_process_group_warning():
             metadata = dcp.save(
                 snapshot.nested(),
                 storage_writer=writer,
@@ -162,7 +166,7 @@ def _write(
 
 
 def _plain_tensors(snapshot: Snapshot, state: StateToSave, ranks: Ranks) -> dict[str, Tensor]:
-    """What is not a tensor, as the bytes of one: what all ranks share, and what is only this rank's."""
+    """Pack what is not a tensor as the bytes of one: what all ranks share, and what only this rank has."""
     per_rank = differing(ranks)
     tensors = {}
     if ranks.rank == 0:
@@ -183,14 +187,13 @@ def _plain_tensors(snapshot: Snapshot, state: StateToSave, ranks: Ranks) -> dict
 
 
 def _must_see(unfinished: Path) -> None:
-    """A directory that rank 0 has just made, under a name that nobody can guess."""
+    """Check that this rank sees the directory that rank 0 has just made, under a random name."""
     limit = time.monotonic() + _SHARED_WAIT_S
     while not unfinished.is_dir():
         if time.monotonic() > limit:
             raise CheckpointError(
                 f"{unfinished.parent}: expected the directory that rank 0 writes to, found another one: it "
-                "is not "
-                "shared between the hosts. Save to a file system that all of them mount."
+                "is not shared between the hosts. Save to a file system that all of them mount."
             )
         time.sleep(0.1)
 
@@ -206,7 +209,7 @@ def _removed_on_failure(unfinished: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """For the manifest: what the model is, and a transformers model's configuration, to export it with."""
+    """Describe the model for the manifest: its class, and the configuration that export needs."""
     module = unwrapped(model)
     name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
     config = getattr(module, "config", None)

@@ -1,11 +1,12 @@
-"""What is to be saved, as flat names and tensors.
+"""What a checkpoint holds of a model and an optimizer: flat names and tensors.
 
 torch.distributed.checkpoint.state_dict gives the tensors: under names that do not depend on the wrapper
-(FSDP1,
-FSDP2, DDP, torch.compile), and sharded as the model is.
+(FSDP1, FSDP2, DDP, torch.compile), and sharded as the model is.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,13 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.names import parameter_names, quiet, tied_names
-from fsdp_utils.checkpoint.sharded_state import holds_sharded
-from fsdp_utils.torch_internals.names import ShardedTensor
+from fsdp_utils.checkpoint.user_state import holds_sharded
+from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
+from fsdp_utils.torch_internals.names import COMPILED, ShardedTensor, get_param_to_fqns
 from fsdp_utils.torch_internals.runtime import sharded_tensor_group
 
 MODEL = "model."
@@ -30,7 +34,7 @@ PLAIN = "plain"
 
 @dataclass
 class Snapshot:
-    """A model and an optimizer as a checkpoint sees them."""
+    """A model and an optimizer as flat names and tensors."""
 
     # by flat name, "model.<name>" and "optimizer.state.<parameter>.<what>"; sharded or whole
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -46,7 +50,7 @@ class Snapshot:
     def take(
         cls, model: nn.Module, optimizer: Optimizer | None = None, *, stateful: bool = True
     ) -> "Snapshot":
-        """Look at them. A collective under FSDP.
+        """Take a snapshot, which shares the model's memory where it can. A collective under FSDP.
 
         Args:
             stateful: whether the optimizer has a state on any rank; the same on all ranks.
@@ -70,11 +74,11 @@ class Snapshot:
         return snapshot
 
     def first_name(self, name: str) -> str:
-        """The name under which a tensor is there."""
+        """The name under which a tied tensor is stored."""
         return self.tied.get(name, name)
 
     def gathered(self, rank: int) -> "Snapshot":
-        """With whole tensors in the CPU memory of rank 0, and none on the others. A collective under FSDP."""
+        """Gather full tensors in the CPU memory of rank 0, none on the others. A collective under FSDP."""
         tensors = {}
         for key, tensor in self.tensors.items():
             full = whole(tensor)
@@ -83,7 +87,7 @@ class Snapshot:
         return replace(self, tensors=tensors, originals={})
 
     def nested(self) -> dict[str, Any]:
-        """The tensors as plain DCP would be given them (it joins the keys to the same flat names)."""
+        """Nest the tensors as for plain DCP, which joins the keys to the same flat names."""
         model = {key.removeprefix(MODEL): t for key, t in self.tensors.items() if key.startswith(MODEL)}
         paths = self.optimizer.paths if self.optimizer else {}
         other = {key: t for key, t in self.tensors.items() if not key.startswith(MODEL) and key not in paths}
@@ -119,7 +123,7 @@ class OptimizerPlan:
         return plan, tensors
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Put it together again."""
+        """Rebuild the state dict that of() took apart."""
         leaves = [*((path, tensors[key]) for key, path in self.paths.items()), *self.plain.items()]
         return {"state": _tree(leaves), "param_groups": self.groups}
 
@@ -149,12 +153,12 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, stateful: bool) -> 
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor. A collective of the ranks that share it."""
+    """Gather a full tensor. A collective of the ranks that share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _common(tensor: Tensor, meshes: dict[Any, DeviceMesh]) -> Tensor:
-    """FSDP1's ShardedTensor as a DTensor over the same memory; both cut the first dimension alike."""
+    """View FSDP1's ShardedTensor as a DTensor over the same memory; both shard the first dimension alike."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
     with quiet():
@@ -189,3 +193,104 @@ def _tree(leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[Any, Any]:
             place = place.setdefault(key, {})
         place[path[-1]] = value
     return tree
+
+
+# ---- names ------------------------------------------------------------------------------------------
+
+
+# The wrapped model in torch.compile's module, and in Lightning Fabric's.
+_INNER = (COMPILED, "_forward_module")
+
+
+def without_unsharded_wrappers(model: nn.Module) -> nn.Module:
+    """Strip the wrappers around a model that shard nothing: DDP, torch.compile, Lightning Fabric.
+
+    What is inside has the same names, whichever of them are around it and in which order.
+    """
+    while True:
+        children = dict(model.named_children())
+        inner = next((children[name] for name in _INNER if name in children), None)
+        if isinstance(model, DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif inner is not None and not isinstance(model, FSDP1):
+            model = inner
+        else:
+            return model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Strip all wrappers around a model that are modules of their own."""
+    while (inner := without_unsharded_wrappers(model)) is not model or isinstance(model, FSDP1):
+        model = inner.module if isinstance(inner, FSDP1) else inner
+    return model
+
+
+def optimizer_classes(optimizer: Optimizer) -> list[str]:
+    """class_names() of an optimizer, or of the one inside Accelerate's wrapper."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's wrapper
+        optimizer = inner
+    return class_names(type(optimizer))
+
+
+def class_names(kind: type) -> list[str]:
+    """Name a class of optimizers and its base classes, without Optimizer itself."""
+    classes = [one for one in kind.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
+    return [one.__name__ for one in classes]
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Map every parameter that an optimizer may hold to its name, or names (FSDP1's flat parameters)."""
+    return {
+        param: [clean_name(model, name) for name in names]
+        for param, names in get_param_to_fqns(model).items()
+    }
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Map further names of tied parameters to their first name."""
+    first: dict[int, str] = {}
+    tied = {}
+    for raw_name, param in model.named_parameters(remove_duplicate=False):
+        name = clean_name(model, raw_name)
+        if (earlier := first.setdefault(id(param), name)) != name:
+            tied[name] = earlier
+    for path, module in model.named_modules():
+        # FSDP1 without use_orig_params has one flat parameter, which remembers what was tied.
+        flat = fsdp1_flat(module) if isinstance(module, FSDP1) else None
+        for info in Flat(flat).tied:
+            name, earlier = (
+                clean_name(model, ".".join(filter(None, (path, *inner))))
+                for inner in (
+                    (info.module_name, info.param_name),
+                    (info.prim_module_name, info.prim_param_name),
+                )
+            )
+            tied[name] = earlier
+    return tied
+
+
+def clean_name(model: nn.Module, name: str) -> str:
+    """Strip what wrappers add to a name, also wrappers of a part of the model."""
+    module: object = model
+    parts = []
+    for part in name.split("."):
+        if not (isinstance(module, DistributedDataParallel) and part == "module"):
+            parts.append(part)
+        module = getattr(module, part, None)
+    return plain_name(*parts)
+
+
+def has_fsdp1(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDP1) for module in model.modules())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence warnings of torch's FSDP1 code about torch's own deprecated calls."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", category=FutureWarning, message=".*(ShardedTensor|FSDP.state_dict_type)"
+        )
+        warnings.filterwarnings("ignore", category=UserWarning, message=".*_get_pg_default_device")
+        warnings.filterwarnings("ignore", category=UserWarning, message="Multiple backends are registered")
+        yield

@@ -1,22 +1,33 @@
-"""Does a checkpoint hold what the model and the optimizer want? Asked before anything is put into them."""
+"""Checks before anything is changed: can the model be saved, does the checkpoint hold what it needs?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.names import optimizer_classes, parameter_names
-from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan, Snapshot
+from fsdp_utils.checkpoint.reader import read_plain
+from fsdp_utils.checkpoint.state import (
+    MODEL,
+    PLAIN,
+    OptimizerPlan,
+    Snapshot,
+    optimizer_classes,
+    parameter_names,
+)
+from fsdp_utils.checkpoint.user_state import insert_sharded
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle
 
 
 def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Is this a model, and an optimizer over its parameters, that can be saved and loaded?
+    """Check that a model, and an optimizer over its parameters, can be saved and loaded.
 
     Raises:
         CheckpointError: it is not; says what to do.
@@ -50,8 +61,7 @@ def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
     if strangers:
         raise CheckpointError(
             f"expected an optimizer over the model's parameters, found {len(strangers)} of others, such as "
-            "one of "
-            f"shape {list(strangers[0].shape)}. Make the optimizer after the model is wrapped"
+            f"one of shape {list(strangers[0].shape)}. Make the optimizer after the model is wrapped"
         )
 
 
@@ -62,7 +72,7 @@ def check_model(
     *,
     cast: bool,
 ) -> None:
-    """Does the checkpoint hold exactly this model?
+    """Check that the checkpoint holds exactly this model.
 
     Args:
         wanted: of the model that is to be loaded.
@@ -101,8 +111,7 @@ def check_model(
             if tied.get(name, name) != tied.get(wanted.tied[name], wanted.tied[name]):
                 problems.append(
                     f"{key}: expected one tensor under this name and {wanted.tied[name]!r} (tied in the "
-                    "model), "
-                    "found two in the checkpoint"
+                    "model), found two in the checkpoint"
                 )
         elif key not in wanted.tensors:
             problems.append(f"{key}: in the checkpoint, expected by nothing in the model")
@@ -118,7 +127,7 @@ def check_optimizer(
     saved: OptimizerPlan | None,
     classes: Sequence[str],
 ) -> OptimizerPlan:
-    """The saved optimizer: it is there, of a related class, and over the same parameters in the same groups.
+    """Check that the saved optimizer is of a related class, over the same parameters in the same groups.
 
     Args:
         classes: names of the saved optimizer's class and of those it is derived from; empty when unknown.
@@ -148,8 +157,7 @@ def check_optimizer(
         ]
         raise CheckpointError(
             f"expected an optimizer with parameter groups of {[len(group) for group in expected]} "
-            "parameters, "
-            f"found {[len(group) for group in found]} in the checkpoint"
+            f"parameters, found {[len(group) for group in found]} in the checkpoint"
             + (f"; only here: {only[0]}" if only[0] else "")
             + (f"; only in the checkpoint: {only[1]}" if only[1] else "")
         )
@@ -160,3 +168,150 @@ def check_optimizer(
             f"expected the optimizer's state of parameters in its groups, found that of {sorted(unknown)[:3]}"
         )
     return saved
+
+
+# ---- stored plain data, which may be forged: a hash can be computed anew ----------------------------
+
+
+_DEEPEST = 50  # dicts in dicts of an optimizer's state; torch's own has two
+
+
+def read_state(checkpoint: Path, metadata: Metadata, tensors: Iterable[str]) -> dict[str, Any]:
+    """Read what save_distributed stored besides tensors.
+
+    Args:
+        tensors: the flat names of those that are in the checkpoint.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    plain, tensors = read_plain(checkpoint, metadata, PLAIN), set(tensors)
+    problem = _types(plain, {"extra": (dict,), "state": (dict,), "per_rank": (list,), "optimizer": _OPTIONAL})
+    if not problem and plain["optimizer"] is not None:
+        problem = _plan_problem(plain["optimizer"], tensors)
+    if not problem:
+        problem = _places_problem(plain.get("sharded", {}), tensors, plain["state"], plain["per_rank"])
+    if problem:
+        raise CheckpointError(
+            f"{checkpoint}: expected what save_distributed stores under {PLAIN!r}, {problem}"
+        )
+    return plain
+
+
+def check_full(path: Path, content: dict[str, Any]) -> None:
+    """Check that a file holds what save_full writes.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    problem = _types(
+        content,
+        {
+            "world_size": (int,),
+            "about": (dict,),
+            "tied": (dict,),
+            "model": (dict,),
+            "state": (dict,),
+            "per_rank": (dict,),
+            "optimizer": _OPTIONAL,
+        },
+    ) or _types(content["about"], {"model": (str,), "config": _OPTIONAL})
+    if not problem and not all(type(name) is str for name in content["model"]):
+        problem = "found names in the model that are no text"
+    if not problem and not all(content["tied"].get(a) in content["model"] for a in content["tied"]):
+        problem = "found names tied to what is not in the model"
+    size = content["world_size"]
+    if not problem and not all(type(v) is list and len(v) == size for v in content["per_rank"].values()):
+        problem = f"found values that are not those of {size} ranks"
+    if not problem and (optimizer := content["optimizer"]) is not None:
+        problem = _types(optimizer, {"state": (dict,), "param_groups": (list,)})
+        problem = problem or _groups_problem(optimizer["param_groups"]) or _tree_problem(optimizer["state"])
+    sharded = content.get("sharded", {})
+    if not problem and not (type(sharded) is dict and all(map(_is_pair, sharded.values()))):
+        problem = "found a sharded tensor without a place"
+    if not problem:
+        tensors = {key for key, (_, tensor) in sharded.items() if isinstance(tensor, torch.Tensor)}
+        places = {key: place for key, (place, _) in sharded.items()}
+        problem = _places_problem(places, tensors, content["state"], content["per_rank"])
+    if problem:
+        raise CheckpointError(f"{path}: expected what save_full writes, {problem}")
+
+
+_OPTIONAL = (dict, type(None))
+
+
+def _types(value: Any, kinds: dict[str, tuple[type, ...]]) -> str:
+    if type(value) is not dict:
+        return f"found a {type(value).__name__}"
+    for name, some in kinds.items():
+        if name not in value or type(value[name]) not in some:
+            found = f"a {type(value[name]).__name__}" if name in value else "nothing"
+            return f"found {found} under {name!r}"
+    return ""
+
+
+def _is_pair(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2
+
+
+def _places_problem(places: Any, tensors: set[str], state: dict[str, Any], per_rank: Iterable[str]) -> str:
+    """What is wrong with the places of the sharded tensors in the state."""
+    if type(places) is not dict:
+        return f"found a {type(places).__name__} under 'sharded'"
+    for key, place in places.items():
+        if key not in tensors:
+            return f"found a place in the state for {key!r:.200}, which is no tensor of it"
+        if not _is_pair(place) or type(place[0]) is not tuple or type(place[1]) is not list:
+            return f"found no place in the state for {key!r:.200}"
+        if not all(dim is None or type(dim) is int for dim in place[1]):
+            return f"found no dimensions that {key!r:.200} was sharded by"
+    own = set(per_rank)  # the state of which only the ranks know
+    common = {key: place for key, place in places.items() if not (place[0] and place[0][0] in own)}
+    try:
+        insert_sharded(state, dict.fromkeys(common, torch.empty(0)), common)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _plan_problem(plan: dict[str, Any], tensors: set[str]) -> str:
+    if problem := _types(plan, {"groups": (list,), "paths": (dict,), "plain": (dict,)}):
+        return f"{problem} of the optimizer"
+    if plan.keys() != {"groups", "paths", "plain"}:
+        return f"found {sorted(map(str, plan))[:5]} of the optimizer"
+    if not tensors >= plan["paths"].keys():
+        return "found a state of the optimizer that is not in the checkpoint"
+    if not all(
+        type(path) is tuple and 0 < len(path) <= _DEEPEST
+        for path in (*plan["paths"].values(), *plan["plain"])
+    ):
+        return "found a state of the optimizer without a place"
+    if problem := _groups_problem(plan["groups"]):
+        return problem
+    try:
+        OptimizerPlan(**plan).whole(dict.fromkeys(plan["paths"], torch.empty(0)))
+    except Exception as error:
+        return f"found a state of the optimizer in the place of another ({type(error).__name__})"
+    return ""
+
+
+def _groups_problem(groups: list[Any]) -> str:
+    for group in groups:
+        if problem := _types(group, {"params": (list,)}):
+            return f"{problem} of a parameter group"
+        if not all(type(name) is str for name in group["params"]):
+            return "found names of parameters that are no text"
+    return ""
+
+
+def _tree_problem(tree: dict[Any, Any]) -> str:
+    """Refuse a dict that is in several places: walking it would take as long as there are ways to it."""
+    seen, level = {id(tree)}, [tree]
+    for _ in range(_DEEPEST):
+        level = [value for one in level for value in one.values() if isinstance(value, dict)]
+        if not level:
+            return ""
+        if len(seen | set(map(id, level))) < len(seen) + len(level):
+            return "found a state of the optimizer that is in several places"
+        seen.update(map(id, level))
+    return f"found a state of the optimizer of more than {_DEEPEST} levels"

@@ -1,12 +1,11 @@
-"""verify_checkpoint: is what lies on the disk what was saved?"""
+"""verify_checkpoint: compare the files of checkpoints with their hashes."""
 
 import os
 from pathlib import Path
 
-from fsdp_utils.checkpoint.contents import read_state
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.files import readable
 from fsdp_utils.checkpoint.full import read_full, verify_file
-from fsdp_utils.checkpoint.load import read_described
 from fsdp_utils.checkpoint.manifest import (
     MANIFEST,
     Progress,
@@ -16,11 +15,12 @@ from fsdp_utils.checkpoint.manifest import (
     find,
     read_manifest,
 )
-from fsdp_utils.checkpoint.regular import readable
+from fsdp_utils.checkpoint.metadata import read_described
+from fsdp_utils.checkpoint.validate import read_state
 
 
 def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lambda count: None) -> None:
-    """Is every byte what was saved? For one process: call it on one rank, or use the command line.
+    """Verify that every byte is what was saved. Call it on one rank, or use the command line.
 
     Args:
         path: a file of save_full, a checkpoint of save_distributed, or a directory of such checkpoints, of
@@ -46,7 +46,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """The checkpoint itself, or all that are in the directory."""
+    """List the checkpoint itself, or all in the directory."""
     if (path / MANIFEST).exists() or (path / ".metadata").exists() or any(path.glob("__*.metadata")):
         return [path]
     there = [one.path for one in committed(path)]
@@ -56,7 +56,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def bytes_of(path: Path) -> int:
-    """How much there is to verify."""
+    """Count the bytes that there are to verify."""
     with readable(path):
         if not path.is_dir():
             return path.stat().st_size if path.exists() else 0
@@ -65,7 +65,7 @@ def bytes_of(path: Path) -> int:
 
 
 def newest(path: Path) -> Path:
-    """The file or checkpoint itself, or the last checkpoint in the directory."""
+    """Return the file or checkpoint itself, or the last checkpoint in the directory."""
     if not path.exists():
         raise CheckpointError(f"{path}: expected a checkpoint, found no such file or directory")
     return checkpoints_in(path)[-1] if path.is_dir() else path

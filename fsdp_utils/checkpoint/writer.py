@@ -1,4 +1,4 @@
-"""DCP's storage writer with a hash of every file, taken while the file is written."""
+"""A storage writer for DCP that hashes every file while it writes it."""
 
 import hashlib
 import io
@@ -108,7 +108,7 @@ class Writer(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write .metadata. It leaves out the path, which is a temporary one, and of this machine."""
+        """Write .metadata, without the path, which is a temporary one."""
         for alias, name in self._tied.items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
             if metadata.planner_data is not None:
@@ -128,7 +128,7 @@ class Writer(StorageWriter):
 
 
 def _split(items: list[WriteItem], parts: int) -> list[list[WriteItem]]:
-    """In at most that many lists, of about the same size."""
+    """Split items into at most `parts` lists of about the same size."""
     sizes = [0] * parts
     lists: list[list[WriteItem]] = [[] for _ in range(parts)]
     for item in sorted(items, key=lambda item: -(item.tensor_storage_size() or 0)):
@@ -139,8 +139,8 @@ def _split(items: list[WriteItem], parts: int) -> list[list[WriteItem]]:
 
 
 @contextmanager
-def not_distributed_is_fine() -> Iterator[None]:
-    """Without DCP's warning that there is no process group."""
+def without_process_group_warning() -> Iterator[None]:
+    """Silence DCP's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
         yield
@@ -224,7 +224,7 @@ class HashingFile(io.RawIOBase):
         return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
 
     def abandon(self) -> None:
-        """Close it, whatever is in it."""
+        """Close the file, complete or not."""
         try:
             if self._syncing is not None:
                 self._syncing.result()
@@ -264,11 +264,11 @@ class Task(Generic[T]):
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until it is over, well or not."""
+        """Wait until it has ended, successfully or not."""
         self._thread.join()
 
     def result(self) -> T:
-        """Wait for it; what it returned, or raise what it raised."""
+        """Wait for it, and return what it returned or raise what it raised."""
         self.wait()
         if self._error is not None:
             raise self._error

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.files import readable, replacing
 from fsdp_utils.checkpoint.full import read_full
-from fsdp_utils.checkpoint.load import read_described
 from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, read_manifest, tensor_specs
-from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
-from fsdp_utils.checkpoint.plain_data import view
+from fsdp_utils.checkpoint.metadata import read_any_metadata, read_described, specs
 from fsdp_utils.checkpoint.reader import read_tensor
-from fsdp_utils.checkpoint.regular import readable
-from fsdp_utils.checkpoint.replacing import replacing
 from fsdp_utils.checkpoint.state import MODEL
+from fsdp_utils.checkpoint.user_state import view
 from fsdp_utils.checkpoint.verify import newest, verify_checkpoint
 
 ONE_FILE = "model.safetensors"

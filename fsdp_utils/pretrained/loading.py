@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp_utils.checkpoint.arguments import enter
+from fsdp_utils.checkpoint.collective import collective_call
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.names import has_fsdp1
-from fsdp_utils.checkpoint.regular import open_regular
-from fsdp_utils.checkpoint.state import MODEL, Snapshot
+from fsdp_utils.checkpoint.files import open_regular
+from fsdp_utils.checkpoint.state import MODEL, Snapshot, has_fsdp1
 from fsdp_utils.distributed.agreement import WAIT_S, fingerprint
 from fsdp_utils.pretrained.meta_init import device_of, is_meta, materialise
 from fsdp_utils.pretrained.reading import Entry, read_folder, read_part
@@ -87,8 +86,7 @@ def load_pretrained(
         content = f"{len(found)} tensors, {fingerprint(specs)}"
         return {"content of the folder": content, "cast": cast, "ignore": ignore}
 
-    ranks = enter("load_pretrained", model, None, facts, wait_s=wait_s)
-    with ranks.guard():
+    with collective_call("load_pretrained", model, None, facts, wait_s=wait_s) as ranks:
         wanted = Snapshot.take(model)
         chosen = ranks.each(lambda: _choose(path, wanted, found, cast=cast, ignore=ignore))
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."

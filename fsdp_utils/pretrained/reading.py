@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.files import is_plain_name, open_regular, read_regular
 from fsdp_utils.checkpoint.reader import fill
-from fsdp_utils.checkpoint.regular import is_plain_name, open_regular, read_regular
 from fsdp_utils.pretrained.export import DTYPE_NAMES, INDEX, ONE_FILE
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

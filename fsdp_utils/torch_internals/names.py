@@ -7,7 +7,7 @@ what the name is for if this torch lacks it.
 
 Other files may name these: `torch.utils._pytree` and `torch.utils._python_dispatch`, which have no public
 counterpart and are torch's documented way to extend it; operators under `torch.ops`, whose names are part of
-saved programs; and names in pickles (checkpoint/archive.py, metadata.py), which are part of the file format.
+saved programs; and names in pickles (checkpoint/safe_pickle.py, metadata.py), part of the file format.
 """
 # ruff: noqa: F401 (other files import these names from here)
 

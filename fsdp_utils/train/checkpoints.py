@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint import CheckpointError, Save, load_distributed, save_distributed, verify_checkpoint
-from fsdp_utils.checkpoint.lock import Lock, Taken
+from fsdp_utils.checkpoint.files import Lock, LockTaken
 from fsdp_utils.checkpoint.manifest import committed
 from fsdp_utils.train.config import ConfigError
 from fsdp_utils.train.group import on_rank_0
@@ -31,7 +31,7 @@ def lock_directory(out: Path) -> Lock:
     try:
         out.mkdir(parents=True, exist_ok=True)
         return Lock(out / ".lock", wait_s=_LOCK_WAIT_S)
-    except Taken as owner:
+    except LockTaken as owner:
         raise ConfigError(
             f"out: expected a directory in which no other run is going on, found {out} is in use by {owner}. "
             "End that run first, or choose another --out."

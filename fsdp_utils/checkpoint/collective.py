@@ -1,27 +1,29 @@
-"""What every rank must mean alike when it enters a save or a load."""
+"""The beginning of every save and load: all ranks enter the call, with the same arguments, within a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.asynchronous import settle
+from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.names import has_fsdp1, optimizer_classes
-from fsdp_utils.checkpoint.plain_data import digest, pack
-from fsdp_utils.checkpoint.sharded_state import StateToSave
-from fsdp_utils.checkpoint.state import MODEL, OPTIMIZER, Snapshot
+from fsdp_utils.checkpoint.state import MODEL, OPTIMIZER, Snapshot, has_fsdp1, optimizer_classes
+from fsdp_utils.checkpoint.user_state import StateToSave, digest, pack
 from fsdp_utils.checkpoint.validate import check_supported
 from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint
+from fsdp_utils.torch_internals.groups import gloo_timeout, set_gloo_timeout
 
 # How long one rank may take longer than the others to read or write its part.
 TRANSFER_LIMIT_S = 3600.0
 
 
-def enter(
+@contextmanager
+def collective_call(
     action: str,
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -29,8 +31,10 @@ def enter(
     *,
     state: StateToSave | None = None,
     wait_s: float,
-) -> Ranks:
+) -> Iterator[Ranks]:
     """Wait for a save in flight and for all ranks, which must want the same of the same model.
+
+    Inside, a rank waits at most wait_s for another one in a gloo collective of the model's groups.
 
     Args:
         facts: what else must be the same on all ranks; may raise what is wrong with this rank's arguments.
@@ -38,7 +42,7 @@ def enter(
             `differing`).
 
     Raises:
-        CheckpointError: the same on every rank.
+        CheckpointError: the same on every rank, whatever goes wrong on one.
     """
 
     def all_facts() -> dict[str, Any]:
@@ -47,7 +51,7 @@ def enter(
                 "expected a process group whose ranks exist, found a fake one. Save and load without it, or "
                 "on real ranks"
             )
-        settle()
+        wait_for_save_in_flight()
         check_supported(model, optimizer)
         found = {
             **facts(),
@@ -67,7 +71,7 @@ def enter(
             )
         return found
 
-    return agree(
+    ranks = agree(
         action,
         all_facts,
         error=CheckpointError,
@@ -75,10 +79,12 @@ def enter(
         wait_s=wait_s,
         collective_s=TRANSFER_LIMIT_S,
     )
+    with ranks.guard(), _limited(model, wait_s):
+        yield ranks
 
 
 def has_state(ranks: Ranks) -> bool:
-    """Does the optimizer have a state on any rank? Collectives follow, so all ranks must know the same."""
+    """Whether the optimizer has a state on any rank: collectives depend on it."""
     return any(facts["_has_state"] for facts in ranks.facts)
 
 
@@ -131,7 +137,7 @@ def _refuse_another_state(by_rank: list[dict[str, str]]) -> None:
 
 
 def _model_fingerprint(model: nn.Module) -> str:
-    """The same on ranks that hold parts of the same model."""
+    """Hash names, dtypes and shapes: equal on ranks that hold parts of the same model."""
     flat = has_fsdp1(model)  # its parameters are pieces, of other shapes on other ranks
     return fingerprint(
         [
@@ -139,3 +145,34 @@ def _model_fingerprint(model: nn.Module) -> str:
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         ]
     )
+
+
+@contextmanager
+def _limited(model: nn.Module, seconds: float) -> Iterator[None]:
+    """Limit how long a rank waits for another one in a gloo collective of the model's own groups.
+
+    FSDP1 gathers its state over the groups that the training uses, and DTensors over those of their mesh. A
+    rank that fails before such a collective would leave the others in it until the group's timeout: half an
+    hour with gloo. A group whose collective has run out of time cannot be used any more.
+
+    NCCL's groups keep their own timeout (10 minutes by default): when it is over, NCCL's watchdog ends the
+    process, and a large job may need long for the first collective of a group.
+    """
+    groups: set[dist.ProcessGroup | None] = set()
+    if dist.is_available() and dist.is_initialized():
+        groups = {dist.group.WORLD}  # of hybrid sharding's optimizer state
+        groups |= {module.process_group for module in model.modules() if isinstance(module, FSDP1)}
+        meshes = {tensor.device_mesh for tensor in model.parameters() if isinstance(tensor, DTensor)}
+        groups |= {group for mesh in meshes for group in mesh.get_all_groups()}
+    before = {
+        group: timeout
+        for group in groups
+        if isinstance(group, dist.ProcessGroup) and (timeout := gloo_timeout(group)) is not None
+    }
+    for group in before:
+        set_gloo_timeout(group, seconds)
+    try:
+        yield
+    finally:
+        for group, timeout in before.items():
+            set_gloo_timeout(group, timeout)

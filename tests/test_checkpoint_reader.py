@@ -44,7 +44,7 @@ def test_plain_torch_load_reads_it(items: list[Item]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_region_is_read_into_any_dtype(items: list[Item], dtype: torch.dtype) -> None:
-    known = KnownHeads()
+    known: KnownHeads = {}
     with items[0].path.open("rb", buffering=0) as file:
         for item, tensor in zip(items, TENSORS, strict=True):
             begin = find_bytes(item, file, known)
@@ -70,7 +70,7 @@ def test_another_tensor_than_expected_is_named(items: list[Item]) -> None:
             items[0]._replace(length=items[0].length - 1),
         ):
             with pytest.raises(CheckpointError, match=rf"file: expected 0 as {wrong.dtype} .*, found \S+"):
-                find_bytes(wrong, file, KnownHeads())
+                find_bytes(wrong, file, {})
         part = Part(file, items[1].offset, items[1].length)
         assert part.read() == items[1].path.read_bytes()[items[1].offset :][: items[1].length]
 

@@ -1,0 +1,245 @@
+"""The user's `**state`: plain data that is read without running code, and sharded tensors in it."""
+
+import ctypes
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
+
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.safe_pickle import check_archive, check_key
+from fsdp_utils.sharding.local_part import local
+from fsdp_utils.torch_internals.names import ShardedTensor
+
+
+class PerRank(list[Any]):
+    """A value that differed between the ranks, by the rank that saved it; given where the number of ranks is
+    another one now, so that the program can decide what its ranks make of it."""
+
+
+def pack(value: Any, what: str) -> bytes:
+    """Serialise plain data; refuse what could not be read back without running code."""
+    try:
+        return _packed(value)
+    except Exception as error:
+        where, culprit = _culprit(value)
+        kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
+        raise CheckpointError(
+            f"{what}: expected tensors, numbers, strings, None, and lists, tuples, sets and dicts of them, "
+            f"found {kind}{where and f' at {where}'}, which cannot be read back safely ({reason(error)})."
+            + _remedy(culprit)
+        ) from error
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    unpack(buffer.getvalue())
+    return buffer.getvalue()
+
+
+def view(tensor: Tensor) -> memoryview:
+    """View the bytes of a contiguous CPU tensor. Valid as long as the tensor exists."""
+    assert tensor.device.type == "cpu"
+    assert tensor.is_contiguous()
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def unpack(data: bytes) -> Any:
+    """Read plain data without running anything."""
+    check_archive(io.BytesIO(data))
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def reason(error: Exception) -> str:
+    """Pick the line of torch.load's error that says what it met; the others advise to trust the file."""
+    lines = str(error).splitlines()
+    met = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler error" in line]
+    found = (line.split("WeightsUnpickler error: ")[-1].split(". ")[0].strip() for line in met + lines)
+    return next(filter(None, found), type(error).__name__)
+
+
+def _culprit(value: Any, where: str = "") -> tuple[str, Any]:
+    """Find the first part of a value that cannot be packed: where it is, and the part."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        parts = [(f"{where}[{key!r}]", part) for key, part in value.items()]
+    elif isinstance(value, list | tuple | set):
+        parts = [(f"{where}[{index}]", part) for index, part in enumerate(value)]
+    return next((_culprit(part, path) for path, part in parts if not _can_be_packed(part)), (where, value))
+
+
+def _can_be_packed(value: Any) -> bool:
+    try:
+        _packed(value)
+    except Exception:
+        return False
+    return True
+
+
+def _remedy(culprit: Any) -> str:
+    if hasattr(culprit, "state_dict"):
+        return " Save its .state_dict(), and give that to its load_state_dict() after loading"
+    if type(culprit).__module__ == "numpy":
+        scalar = hasattr(culprit, "item") and getattr(culprit, "shape", None) == ()
+        return " Save its .item()" if scalar else " Save torch.from_numpy(array), or its .tolist()"
+    return " Save what it consists of"
+
+
+def digest(value: Any) -> str:
+    """Hash plain data: equal for equal values on any rank. (Pickles of equal values can differ.)"""
+
+    def lines(value: Any) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            yield "{"
+            for key, part in value.items():
+                yield repr(key)
+                yield from lines(part)
+            yield "}"
+        elif isinstance(value, list | tuple):
+            yield type(value).__name__
+            for part in value:
+                yield from lines(part)
+            yield "]"
+        elif isinstance(value, Tensor):
+            data = local(value).detach().cpu().contiguous()  # a DTensor has no address
+            yield f"{value.dtype}{list(value.shape)}{hashlib.sha256(view(data)).hexdigest()}"
+        elif isinstance(value, set | frozenset):
+            yield f"{type(value).__name__}{sorted(map(repr, value))}"
+        else:
+            yield f"{type(value).__name__} {value!r}"
+
+    return hashlib.sha256("\n".join(lines(value)).encode()).hexdigest()
+
+
+# ---- sharded tensors: an average of the weights, the state of a second optimizer --------------------
+
+
+STATE = "state."
+
+# Flat name of a tensor -> its path in the state, and the dimension that each dimension of its mesh shards
+# (None: replicated).
+Places = dict[str, tuple[tuple[Any, ...], list[int | None]]]
+
+
+class StateToSave:
+    """The state that save_distributed or save_full was given, taken apart by take_out()."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        self.plain: dict[str, Any] = {}  # with None instead of DTensors
+        self.tensors: dict[str, Tensor] = {}  # the DTensors, by flat name
+        self.places: Places = {}
+
+    def take_out(self) -> None:
+        """Take the DTensors out.
+
+        Raises:
+            CheckpointError: a tensor is sharded in a way that cannot be saved here.
+        """
+        self.plain = {name: self._plain(value, (name,)) for name, value in self._given.items()}
+
+    def _plain(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, DTensor):
+            key = STATE + ".".join(map(str, path))
+            if key in self.tensors:
+                raise CheckpointError(f"two sharded tensors in the state have the name {key!r}")
+            self.tensors[key], self.places[key] = value.detach(), (path, _sharded_dims(value, path))
+            return None
+        if isinstance(value, ShardedTensor):
+            raise CheckpointError(
+                f"state {_shown(path)}: expected a whole tensor or a DTensor, found a ShardedTensor of "
+                "FSDP1, of which each rank has one part. Gather it first, or use FSDP2 (fully_shard)"
+            )
+        if not holds_sharded(value):
+            return value
+        if isinstance(value, Mapping):
+            return {key: self._plain(part, (*path, key)) for key, part in value.items()}
+        return type(value)(self._plain(part, (*path, index)) for index, part in enumerate(value))
+
+
+def insert_sharded(state: dict[str, Any], tensors: Mapping[str, Tensor], places: Places) -> dict[str, Any]:
+    """Put sharded tensors back where StateToSave.take_out() found them.
+
+    Raises:
+        CheckpointError: the state has no such place.
+    """
+
+    def put(value: Any, path: tuple[Any, ...], tensor: Tensor) -> Any:
+        if isinstance(value, PerRank):
+            return PerRank(put(part, path, tensor) for part in value)
+        if not path:
+            return tensor
+        if isinstance(value, Mapping):
+            return {**value, path[0]: put(value[path[0]], path[1:], tensor)}
+        if not isinstance(value, list | tuple) or path[0] not in range(len(value)):
+            raise TypeError(f"a {type(value).__name__}")
+        return type(value)(
+            put(part, path[1:], tensor) if index == path[0] else part for index, part in enumerate(value)
+        )
+
+    key = ""
+    try:
+        for key, (path, _) in places.items():
+            check_key(path)  # forged, its hash might take without end
+            if not path:
+                raise TypeError("no path")
+            state = put(state, path, tensors[key])
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"expected a place in the saved state for {key!r:.200}, found {type(error).__name__}: "
+            f"{error!s:.200}: the checkpoint is damaged or forged"
+        ) from error
+    return state
+
+
+def buffers_for(
+    places: Places, specs: Mapping[str, tuple[torch.dtype, torch.Size]], model: nn.Module
+) -> dict[str, Tensor]:
+    """Allocate tensors to load into: sharded over the model's mesh as they were over their own, or full.
+
+    It is whole where no parameter of the model is a DTensor, or the model's mesh has fewer dimensions than
+    were sharded.
+    """
+    mesh = next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
+    buffers = {}
+    for key, (_, dims) in places.items():
+        dtype, shape = specs[key]
+        while dims and dims[0] is None:  # replicated, as by hybrid sharding
+            dims = dims[1:]
+        if mesh is None or len(dims) > mesh.ndim:
+            buffers[key] = torch.empty(shape, dtype=dtype)
+            continue
+        placements: list[Placement] = [Replicate()] * (mesh.ndim - len(dims))
+        placements += [Replicate() if dim is None else Shard(dim) for dim in dims]
+        buffers[key] = empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    return buffers
+
+
+def _sharded_dims(tensor: DTensor, path: tuple[Any, ...]) -> list[int | None]:
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):  # Partial, or FSDP2's over tensor parallel
+            raise CheckpointError(
+                f"state {_shown(path)}: expected a DTensor with placements Shard and Replicate, found "
+                f"{placement}. Save its full_tensor()"
+            )
+    return [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
+
+
+def holds_sharded(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(holds_sharded, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(holds_sharded, value))
+    return isinstance(value, DTensor | ShardedTensor)
+
+
+def _shown(path: tuple[Any, ...]) -> str:
+    return repr(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
