@@ -21,7 +21,7 @@ from fsdp_utils.checkpoint.manifest import (
     share,
     tensor_specs,
 )
-from fsdp_utils.checkpoint.metadata import read_described, tensors_only
+from fsdp_utils.checkpoint.metadata import read_described, reduced
 from fsdp_utils.checkpoint.reader import TensorReads, read_plain
 from fsdp_utils.checkpoint.restore import (
     fsdp1_optimizer_state,
@@ -112,7 +112,7 @@ def load_distributed(
             if verify:
                 mine = share(manifest["files"], ranks.rank, ranks.world_size)
                 check_hashes(checkpoint, manifest, mine, threads=ranks.threads())
-            return tensors_only(read_described(checkpoint, manifest)) if ranks.rank == 0 else None
+            return reduced(read_described(checkpoint, manifest)) if ranks.rank == 0 else None
 
         described = ranks.each(check_files)
         metadata = ranks.first(lambda: described)

@@ -243,13 +243,14 @@ def read_any_metadata(directory: Path) -> Metadata:
     return whole
 
 
-def tensors_only(metadata: Metadata) -> Metadata:
+def reduced(metadata: Metadata) -> Metadata:
     """Keep only what reading tensors needs: the rest of a forged description may be too deep to be sent."""
     return Metadata(
         {
             key: TensorStorageMetadata(TensorProperties(entry.properties.dtype), entry.size, entry.chunks)
-            for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
+            else BytesStorageMetadata()
+            for key, entry in metadata.state_dict_metadata.items()
         },
         storage_data={
             MetadataIndex(index.fqn, index.offset): StorageInfo(
