@@ -11,7 +11,7 @@ from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 from fsdp_utils import find_batch_size
-from fsdp_utils.memory.batch_size import BatchSizeSearch, Trial
+from fsdp_utils.memory.batch_size import BatchSizeSearch, Trial, _repeat
 from tests.imagined_device import ImaginedDevice
 
 # On the imagined device 16 fits, 17 works with retries, 18 is out of memory.
@@ -127,6 +127,15 @@ def test_a_larger_batch_size_that_is_really_slower_is_not_the_best(speed, best):
     device = NoisyDevice(0, {8: 100, 16: speed, 32: 10})
     device.draw.choice = lambda values: values[0]  # a quiet machine
     assert find_batch_size(device.train, start=8, limit=32, device=device).best == best
+
+
+def test_every_repetition_counts_for_how_much_speeds_vary():
+    """By as much as half of the repetitions of the least steady one stay behind its fastest."""
+    measured = {8: [90.0, 110.0, 99.0], 16: [100.0, 100.0, 100.0]}
+    trials = [Trial(8, "ok", 88.0), Trial(16, "ok", 100.0)]
+    variation = _repeat(trials, [8, 16], lambda size: Trial(size, "ok", measured[size].pop(0)))
+    assert variation == pytest.approx(1 - (90 + 99) / 2 / 110)
+    assert [trial.samples_per_s for trial in trials] == [110.0, 100.0]
 
 
 def test_a_batch_size_that_has_retries_when_it_is_repeated_is_none_that_does_well():

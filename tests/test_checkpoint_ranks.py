@@ -418,3 +418,27 @@ def test_an_optimizer_that_was_made_before_wrapping_is_noticed(two_ranks: TwoRan
 
     for found in zip(*two_ranks(save_both, tmp_path), strict=True):
         told(list(found), "Make the optimizer after the model is wrapped")
+
+
+def load_apart(folder: Path) -> tuple[bool, Outcome, bool]:
+    """Rank 1 sees another checkpoint under the same name, as after a copy to a disk of its own."""
+    for name, seed in (("seen", 0), ("other", 1)):
+        save_distributed(folder / name, build("fsdp2", seed=seed)[0], step=1)
+    alone = True
+    if rank() == 1 and (alone := own_file_system(folder / "seen")):
+        shutil.copytree(folder / "other", folder / "seen", dirs_exist_ok=True)
+    model, _ = build("fsdp2", seed=2)
+    before = fingerprint(model)
+    found = outcome(lambda: load_distributed(folder / "seen", model))
+    return alone, found, fingerprint(model) == before
+
+
+def test_another_checkpoint_under_the_same_name_on_one_rank_is_noticed(
+    two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    (_, first, unchanged), (alone, second, unchanged_too) = two_ranks(load_apart, tmp_path)
+    if not alone:
+        pytest.skip("needs the right to mount")
+    told([first, second], "manifest.json: expected the same file on all ranks, found others on ranks [1]")
+    assert unchanged
+    assert unchanged_too
