@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fsdp_utils.checkpoint.tensor_archive import Item, find_bytes
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -46,6 +45,7 @@ from fsdp_utils.checkpoint.__main__ import main
 from fsdp_utils.checkpoint.files import Lock, NewFile
 from fsdp_utils.checkpoint.manifest import MANIFEST, begin, write_manifest
 from fsdp_utils.checkpoint.metadata import read_metadata
+from fsdp_utils.checkpoint.reader import Item, find_bytes
 from fsdp_utils.checkpoint.safe_pickle import Refused
 from fsdp_utils.checkpoint.user_state import pack, unpack, view
 from tests.test_checkpoint_damage import forge, reseal

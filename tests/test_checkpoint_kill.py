@@ -319,8 +319,8 @@ def test_every_new_name_is_durable_before_anything_else_happens(
     monkeypatch.setattr(shutil, "rmtree", lambda path, **how: (note("delete", path), delete(path, **how))[1])
     save_one("save_distributed", tmp_path, 3)
     manifest = next(index for index, one in enumerate(happened) if one.endswith("manifest.json"))
-    synced = [Path(one).suffix for one in happened[:manifest] if one.startswith("sync")]
-    assert {".distcp", ".tmp"} == set(synced), "data and description"
+    synced = [Path(one) for one in happened[:manifest] if one.startswith("sync")]
+    assert {path.suffix or path.name for path in synced} == {".distcp", ".metadata"}, "data and description"
     assert happened[manifest + 1].startswith("sync home/.saving-"), "the directory of them"
     assert happened[manifest + 2 :] == [
         "name home/000003-step-3",
