@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.gpu_parts import planner as recorded_planner
 from fsdp_utils import Plan, plan, run_on_ranks, search
 from fsdp_utils.allocator.simulate import simulate_allocator
 from fsdp_utils.planner import GPUS, peak_flops, work_items
-from fsdp_utils.planner.accuracy import accuracy
+from fsdp_utils.planner.efficiency import accuracy
 from fsdp_utils.planner.extrapolation import RECORDED, extend
 from fsdp_utils.planner.memory import trace_of
 from fsdp_utils.planner.models import source_of
@@ -208,13 +209,15 @@ def test_blocks_that_differ_are_all_simulated() -> None:
     assert {m.label.unit for m in planned.moments} >= {f"first.{i}" for i in range(5)}
 
 
-def test_the_error_is_stated_or_said_to_be_missing(tmp_path: Path) -> None:
+def test_the_error_is_stated(tmp_path: Path) -> None:
     file = tmp_path / "planner.json"
-    assert "not known here" in accuracy(file)
+    published = accuracy(file=file)
+    assert re.fullmatch(r"of \d+ published eager runs, 80% took [\d.]+ to [\d.]+ times the .*", published)
+    assert "published compiled runs" in accuracy(compiled=True, file=file)
     file.write_text(json.dumps(recording(step_error=0.1)))
-    assert accuracy(file) == (
-        "error of such predictions, median over 3 settings of one rank on one made-up GPU: allocated 2% "
-        "(worst 4%), reserved 5% (worst 5%), step time 10% (worst 90%)"
+    assert accuracy(file=file) == (
+        f"{published}; error over 3 settings of one rank on one made-up GPU, median: "
+        "allocated 2% (worst 4%), reserved 5% (worst 5%), step time 10% (worst 90%)"
     )
 
 

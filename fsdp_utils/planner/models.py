@@ -3,17 +3,21 @@
 import copy
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_utils._extras import need
 from fsdp_utils.sharding.blocks import outermost, transformer_block_classes, unwrapped
@@ -44,17 +48,25 @@ class Source:
     parameters: int = 0
 
 
-def source_of(model: Any) -> Source:
+def source_of(model: Any, *, attention: str = "sdpa", tensor_parallel: int = 1) -> Source:
     """Where to get the model from.
 
     Args:
-        model: an nn.Module, a transformers config, or a folder with a config.json.
+        model: an nn.Module, a transformers config, a folder with a config.json, or a model id of the hub.
+        attention: "eager" for the whole matrix of attention; else what transformers takes.
+        tensor_parallel: among how many GPUs heads, MLP and vocabulary are divided.
 
     Raises:
         ValueError: it is none of these, or cannot be built without memory.
     """
     if isinstance(model, nn.Module):
+        if attention == "eager" or tensor_parallel > 1:
+            asked = 'attention="eager"' if attention == "eager" else "tensor_parallel"
+            raise ValueError(
+                f"plan: {asked} expects a transformers config, which it changes; found a model that is built"
+            )
         source = Source(type(model).__name__, lambda: model, getattr(model, "config", None))
+        _refuse_quantization(source.config)
         _look_at(source, model)
         return source
     config = _config(model) if isinstance(model, str | PathLike) else model
@@ -63,7 +75,43 @@ def source_of(model: Any) -> Source:
             "plan: expected a torch.nn.Module, a transformers config or a folder with a config.json, found "
             f"{type(model).__name__}"
         )
-    return _of_config(config)
+    _refuse_quantization(config)
+    source = _of_config(config, attention)
+    if tensor_parallel > 1:
+        parameters = source.parameters
+        source = _of_config(_divided(config, tensor_parallel), attention)
+        source.parameters = parameters
+    return source
+
+
+def _refuse_quantization(config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            "plan: does not simulate quantized weights, and the config has a quantization_config. Delete "
+            "it to plan "
+            "the training of the model as it is without"
+        )
+
+
+def _divided(config: Any, gpus: int) -> Any:
+    """The config of what one of several GPUs has under tensor parallelism."""
+    config = copy.deepcopy(config)
+    heads = getattr(config, "num_attention_heads", None)
+    if not hasattr(config, "head_dim") or not heads:
+        raise ValueError(
+            f"plan: tensor_parallel expects a config with head_dim, such as LlamaConfig, found "
+            f"{type(config).__name__}"
+        )
+    config.head_dim = config.head_dim or config.hidden_size // heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or value % gpus:
+            raise ValueError(
+                f"plan: expected {name} that {gpus} GPUs of tensor_parallel can share, found {value}"
+            )
+        setattr(config, name, value // gpus)
+    config.vocab_size = -(-config.vocab_size // gpus)
+    return config
 
 
 def build(source: Source, blocks: int | None, dtype: torch.dtype | None) -> nn.Module:
@@ -98,21 +146,36 @@ def batch_of(
         if not seq_len:
             raise ValueError(f"plan: {source.name} reads tokens; expected seq_len, found {seq_len!r}")
         tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
-        return {"input_ids": tokens, "labels": tokens} if "labels" in parameters else {"input_ids": tokens}
+        batch = {"input_ids": tokens}
+        # an encoder-decoder reads as many tokens on both sides
+        if "decoder_input_ids" in parameters:
+            batch["decoder_input_ids"] = tokens
+        return {**batch, "labels": tokens} if "labels" in parameters else batch
     if "pixel_values" in parameters and source.config is not None:
         side = source.config.image_size
         height, width = side if isinstance(side, list | tuple) else (side, side)
         pixels = torch.zeros(batch_size, getattr(source.config, "num_channels", 3), height, width)
         labels = {"labels": torch.zeros(batch_size, dtype=torch.long)} if "labels" in parameters else {}
         return {"pixel_values": pixels, **labels}
+    if "input_features" in parameters and "decoder_input_ids" in parameters and source.config is not None:
+        if not seq_len:
+            raise ValueError(f"plan: {source.name} writes tokens; expected seq_len, found {seq_len!r}")
+        # of speech: two frames for each position of the encoder
+        frames = 2 * source.config.max_source_positions
+        sound = torch.zeros(batch_size, source.config.num_mel_bins, frames)
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
+        return {"input_features": sound, "decoder_input_ids": tokens, "labels": tokens}
     raise ValueError(
         f"plan: does not know what to call {source.name} with. Give inputs=lambda batch_size, seq_len: ..., "
         "which returns a tensor, a tuple or a dict, of one rank's batch."
     )
 
 
-def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The model's own loss if it has one, otherwise the mean of its output."""
+def loss_of(model: nn.Module, batch: Any, loss: str = "full") -> torch.Tensor:
+    """The model's own loss if it has one, otherwise the mean of its output; see `_loss_in_chunks`."""
+    if loss != "full":
+        with _loss_in_chunks(model, batch, loss):
+            return model(**batch)
     if isinstance(batch, dict):
         output = model(**batch)
     elif isinstance(batch, tuple):
@@ -125,6 +188,70 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     if not tensors:
         raise ValueError(f"plan: {type(model).__name__} returns nothing that needs a gradient")
     return tensors[0].float().mean()
+
+
+@contextmanager
+def _loss_in_chunks(model: nn.Module, batch: Any, loss: str) -> Iterator[None]:
+    """For a time, the model gives its loss and never has the logits of all tokens.
+
+    "chunked": eight parts, each computed again in backward (torchtune's default number). "fused": in as many
+    parts as the vocabulary is larger than the hidden size, and gradients are computed in forward, as
+    liger_kernel/ops/fused_linear_cross_entropy.py does.
+
+    Raises:
+        ValueError: the model has no head over a vocabulary and no body before it.
+    """
+    whole: Any = unwrapped(model)
+    body: Any = getattr(whole, "base_model", None)
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    if not (isinstance(batch, dict) and "labels" in batch and isinstance(head, nn.Linear)) or body is whole:
+        raise ValueError(
+            f'plan: loss="{loss}" expects a model of transformers with a head over a vocabulary, such as '
+            f'LlamaForCausalLM, found {type(whole).__name__}; expected loss="full"'
+        )
+
+    def forward(labels: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        hidden, targets = body(**others)[0].flatten(0, 1), labels.flatten()
+        ratio = -(-head.out_features // head.in_features)
+        parts = min(8 if loss == "chunked" else ratio, len(targets))
+        if loss == "fused":
+            return _FusedLoss.apply(hidden, head.weight, targets, parts)
+        losses = [
+            checkpoint(_summed_loss, h, head.weight, t, use_reentrant=False, preserve_rng_state=False)
+            for h, t in zip(hidden.chunk(parts), targets.chunk(parts), strict=True)
+        ]
+        return torch.stack(losses).sum() / len(targets)
+
+    with patch.object(whole, "forward", forward):
+        yield
+
+
+def _summed_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+
+
+class _FusedLoss(torch.autograd.Function):
+    """The loss of a linear head, which keeps gradients instead of logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, parts: int
+    ) -> Any:
+        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        length, total = -(-len(targets) // parts), torch.zeros((), device=hidden.device)
+        for begin in range(0, len(targets), length):
+            part = hidden[begin : begin + length]
+            logits = part @ weight.t()
+            total = total + logits[:, 0].float().sum()
+            of_hidden[begin : begin + length] = logits @ weight
+            of_weight += logits.t() @ part
+        ctx.save_for_backward(of_hidden, of_weight)
+        return total / len(targets)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden.mul_(gradients[0]), of_weight.mul_(gradients[0]), None, None
 
 
 @contextmanager
@@ -152,10 +279,15 @@ def _first_line(error: Exception) -> str:
 # ---- from a configuration ----------------------------------------------------------------------------
 
 
-def _config(folder: str | PathLike[str]) -> Any:
-    path = Path(folder)
+HUB_TIMEOUT_S = 3
+
+
+def _config(named: str | PathLike[str]) -> Any:
+    path = Path(named)
     if not (path / "config.json").exists():
-        raise ValueError(f"plan: expected a folder with a config.json, found none at {path}")
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(named)) or path.exists():
+            raise ValueError(f"plan: expected a folder with a config.json, found none at {path}")
+        path = _from_hub(str(named))
     AutoConfig = need("transformers", "train").AutoConfig
     try:
         _check_file(path / "config.json")
@@ -170,6 +302,27 @@ def _config(folder: str | PathLike[str]) -> Any:
         raise ValueError(
             f"plan: transformers cannot read {path / 'config.json'}: expected the JSON of a configuration, "
             f"found {_first_line(error)}{todo}"
+        ) from error
+
+
+def _from_hub(name: str) -> Path:
+    """The folder in the hub's cache that holds the config.json of a model, fetched if it is not there.
+
+    Raises:
+        ValueError: it is not cached, and the hub does not give it.
+    """
+    hub = need("huggingface_hub", "train")
+    try:
+        cached = hub.try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return Path(cached).parent
+        return Path(hub.hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S)).parent
+    except Exception as error:
+        raise ValueError(
+            f"plan: {name} is no folder, is not in the cache of the hub, and could not be fetched "
+            f"({type(error).__name__}). Get its config.json on a machine that reaches the hub: hf "
+            f"download {name} "
+            "config.json --local-dir FOLDER; then plan FOLDER"
         ) from error
 
 
@@ -195,10 +348,12 @@ def _check_file(file: Path) -> None:
                     raise ValueError(f"plan: {file}: {key}: expected at most {most:,}, found {number:,}")
 
 
-def _of_config(config: Any) -> Source:
+def _of_config(config: Any, attention: str) -> Source:
     config = copy.deepcopy(config)
     config.use_cache = False
     _without_kernels(config)
+    if attention == "eager":
+        config._attn_implementation = "eager"
     try:
         whole = _Built(_maker(config))
         with _few_modules(config):

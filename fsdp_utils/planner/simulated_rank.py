@@ -1,9 +1,10 @@
 """Two training steps of one rank out of many, on tensors without memory: what is allocated, done and sent?"""
 
 import gc
+import itertools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp_utils.collectives.units import find_units
 from fsdp_utils.planner import work_items
@@ -49,9 +52,13 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype 
     "bf16_reduce_fp32": (None, torch.bfloat16, torch.float32),
     "pure_bf16": (torch.bfloat16, None, None),
 }
-CHECKPOINTING = ("none", "full")
+CHECKPOINTING = ("none", "full", "selective", "every_2", "every_3", "every_4")
+ATTENTION = ("sdpa", "flash", "flash3", "eager")
+LOSSES = ("full", "chunked", "fused")
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(torch.optim.AdamW, fused=True),
+    "adamw_bf16": partial(torch.optim.AdamW, fused=True),
+    "adamw_8bit": partial(torch.optim.AdamW, fused=True),
     "adamw_one_by_one": partial(torch.optim.AdamW, foreach=False),
     # DTensor has no fused SGD; foreach, the default on a GPU, changes parameters in place and takes as much
     "sgd": partial(torch.optim.SGD, foreach=False),
@@ -63,8 +70,8 @@ OPTIMIZERS: dict[str, Any] = {
 class Setting:
     """How the job is to be run."""
 
-    world_size: int
-    batch_size: int  # of one rank
+    world_size: int  # among which FSDP shares the parameters
+    batch_size: int  # of one rank, in one micro-batch
     seq_len: int | None
     strategy: str
     api: str
@@ -72,6 +79,13 @@ class Setting:
     checkpointing: str
     optimizer: str
     ranks_per_host: int
+    micro_batches: int = 1
+    no_sync: bool = False  # gradients are reduced in the last micro-batch alone
+    attention: str = "sdpa"
+    loss: str = "full"
+    compiled: bool = False  # each block
+    activation_offload: bool = False
+    tensor_parallel: int = 1  # GPUs that share each unit
 
 
 def record_one_rank(source: Source, setting: Setting, blocks: int | None, inputs: Inputs | None) -> Recording:
@@ -115,22 +129,40 @@ def run_steps(
                 recorder.existing(tensor, category, unit)
         for _ in range(2):
             recorder.begin_step()
-            with recorder.making(work_items.INPUTS):
-                batch = batch_of(source, model, setting.batch_size, setting.seq_len, inputs)
-            with running(source, "forward pass"):
-                loss = loss_of(model, batch)
-            recorder.phase("backward")
-            with running(source, "backward pass"):
-                loss.backward()
-            recorder.phase("other")
-            recorder.now_for((_local(p.grad) for p in model.parameters()), work_items.GRADIENTS)
+            # a third micro-batch allocates what the second does; `roofline` adds its time
+            for micro_batch in range(min(setting.micro_batches, 2)):
+                last = micro_batch + 1 == min(setting.micro_batches, 2)
+                if micro_batch:
+                    recorder.begin_micro_batch()
+                with _synchronizing(model, last or not setting.no_sync):
+                    with recorder.making(work_items.INPUTS):
+                        batch = batch_of(source, model, setting.batch_size, setting.seq_len, inputs)
+                    with running(source, "forward pass"):
+                        loss = loss_of(model, batch, setting.loss)
+                    recorder.phase("backward")
+                    with running(source, "backward pass"):
+                        loss.backward()
+                recorder.phase("other")
+                recorder.now_for((_local(p.grad) for p in model.parameters()), work_items.GRADIENTS)
+                del batch, loss
             recorder.phase("optimizer")
             optimizer.step()
             recorder.now_for(tree_leaves(dict(optimizer.state)), work_items.OPTIMIZER)
             recorder.phase("other")
             optimizer.zero_grad()
-            del batch, loss
         return recorder.finish()
+
+
+@contextmanager
+def _synchronizing(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Reduce gradients in backward, or keep those of whole units until a later micro-batch."""
+    if isinstance(model, FullyShardedDataParallel):
+        with nullcontext() if wanted else model.no_sync():
+            yield
+    else:
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(wanted)
+        yield
 
 
 def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
@@ -159,13 +191,53 @@ def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+# What selective checkpointing keeps: the operators of torchtitan/distributed/activation_checkpoint.py as of
+# 2025, those of them that occur here, and addmm, which is a linear layer with a bias.
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_KEPT = (
+    *_PRODUCTS,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten.max.default,
+)
+
+
+def _selective(every_other: bool) -> Any:
+    """Keep what matrix products and attention give: of matrix products every other one, as torchtitan."""
+
+    def contexts() -> Any:
+        products = {False: 0, True: 0}
+
+        def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if func in _PRODUCTS and every_other:
+                products[context.is_recompute] += 1
+                if products[context.is_recompute] % 2 == 0:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if func in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
 def _checkpoint(model: nn.Module, setting: Setting, blocks: tuple[type[nn.Module], ...]) -> None:
-    if setting.checkpointing == "full":
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=partial(checkpoint_wrapper, preserve_rng_state=False),
-            check_fn=lambda module: isinstance(module, blocks),
-        )
+    """Wrap the blocks that are computed again.
+
+    A compiled block without checkpointing keeps what its matrix products give: the partitioner of
+    torch.compile finds that it costs less to compute the rest again in backward, within fused kernels.
+    """
+    checkpointing = setting.checkpointing
+    if checkpointing == "none" and not setting.compiled:
+        return
+    options: dict[str, Any] = {"preserve_rng_state": False}
+    if checkpointing in ("selective", "none"):
+        options["context_fn"] = _selective(every_other=checkpointing == "selective")
+    every = int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
+    count = itertools.count()
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=partial(checkpoint_wrapper, **options),
+        check_fn=lambda module: isinstance(module, blocks) and next(count) % every == 0,
+    )
 
 
 def mesh_of(setting: Setting) -> DeviceMesh:
