@@ -24,6 +24,7 @@ from fsdp_utils.planner.efficiency import accuracy
 from fsdp_utils.planner.extrapolation import RECORDED, extend
 from fsdp_utils.planner.memory import trace_of
 from fsdp_utils.planner.models import source_of
+from fsdp_utils.planner.planning import recorded
 from fsdp_utils.planner.roofline import collective_s
 from fsdp_utils.planner.simulated_rank import record_one_rank
 from fsdp_utils.planner.work_items import Recording, Send
@@ -51,6 +52,10 @@ SMALL: dict[str, tuple[Any, dict[str, Any]]] = {
     "one list of blocks, FSDP1": (Net(first=7), {"api": "fsdp1"}),
     "two lists, FSDP1, checkpointed": (Net(first=5, second=6), {"api": "fsdp1", "checkpointing": "full"}),
     "two lists, ZeRO-2": (Net(first=6, second=5), {"strategy": "grad_op", "optimizer": "adamw_one_by_one"}),
+    "one list, selective, two micro-batches": (
+        Net(first=6),
+        {"checkpointing": "selective", "micro_batches": 2, "no_sync": True},
+    ),
     "one list, hybrid": (
         Net(first=6),
         {"strategy": "hybrid", "precision": "fp32", "optimizer": "sgd_momentum"},
@@ -91,8 +96,7 @@ def really() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_rank_holds_what_the_simulated_one_holds(name: str, really: Any) -> None:
-    source = source_of(Net())
-    simulated = most_by_category(extend(record_one_rank(source, REAL[name], RECORDED, tokens), source.stacks))
+    simulated = most_by_category(recorded(source_of(Net()), REAL[name], tokens)[0])
     for category, size in really[0][name].items():
         # gloo reduces in a copy of its own, which NCCL does not make
         if category != work_items.REDUCE_BUFFERS:

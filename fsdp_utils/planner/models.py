@@ -4,6 +4,8 @@ import copy
 import inspect
 import json
 import re
+import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from fsdp_utils._extras import need
 from fsdp_utils.sharding.blocks import outermost, transformer_block_classes, unwrapped
 from fsdp_utils.torch_internals.runtime import own_buffers, own_children, own_parameters, set_children
 
-MOST_MODULES = 50_000  # of a model that is built here; Llama 3.1 405B has 1,900
+MOST_MODULES = 15_000  # of a model that is built here; Llama 3.1 405B has 1,900
 MOST_LAYERS = 10_000  # in a config.json: transformers makes lists of that length
 MOST_LABELS = 1_000_000
 MOST_BYTES = 16 * 1024 * 1024  # of a config.json
@@ -39,6 +41,7 @@ class Source:
         build: makes the model; called inside FakeTensorMode or on "meta".
         stacks: lists of blocks that are all alike: their name, and how many there are.
         parameters: of the whole model.
+        blocks: of all kinds.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Source:
     config: Any = None
     stacks: dict[str, int] = field(default_factory=dict)
     parameters: int = 0
+    blocks: int = 0
 
 
 def source_of(model: Any, *, attention: str = "sdpa", tensor_parallel: int = 1) -> Source:
@@ -141,6 +145,11 @@ def batch_of(
     if inputs is not None:
         with _in_words(f"inputs({batch_size}, {seq_len})"):
             return inputs(batch_size, seq_len)
+    with _in_words(f"a batch of {batch_size} for {source.name}"):
+        return _batch_of(source, model, batch_size, seq_len)
+
+
+def _batch_of(source: Source, model: nn.Module, batch_size: int, seq_len: int | None) -> Any:
     parameters = inspect.signature(unwrapped(model).forward).parameters
     if "input_ids" in parameters:
         if not seq_len:
@@ -192,11 +201,12 @@ def loss_of(model: nn.Module, batch: Any, loss: str = "full") -> torch.Tensor:
 
 @contextmanager
 def _loss_in_chunks(model: nn.Module, batch: Any, loss: str) -> Iterator[None]:
-    """For a time, the model gives its loss and never has the logits of all tokens.
+    """For a time, the model gives its loss and never has the logits of all tokens in fp32.
 
-    "chunked": eight parts, each computed again in backward (torchtune's default number). "fused": in as many
-    parts as the vocabulary is larger than the hidden size, and gradients are computed in forward, as
-    liger_kernel/ops/fused_linear_cross_entropy.py does.
+    "compiled": logits in the dtype of computation, as torch.compile leaves them or a kernel that takes the
+    loss of them. "chunked": eight parts, each computed again in backward (torchtune's default number).
+    "fused": in as many parts as the vocabulary is larger than the hidden size, and gradients are computed in
+    forward, as liger_kernel/ops/fused_linear_cross_entropy.py does.
 
     Raises:
         ValueError: the model has no head over a vocabulary and no body before it.
@@ -214,6 +224,8 @@ def _loss_in_chunks(model: nn.Module, batch: Any, loss: str) -> Iterator[None]:
         hidden, targets = body(**others)[0].flatten(0, 1), labels.flatten()
         ratio = -(-head.out_features // head.in_features)
         parts = min(8 if loss == "chunked" else ratio, len(targets))
+        if loss == "compiled":
+            return _LossOfLogits.apply(F.linear(hidden, head.weight))
         if loss == "fused":
             return _FusedLoss.apply(hidden, head.weight, targets, parts)
         losses = [
@@ -228,6 +240,19 @@ def _loss_in_chunks(model: nn.Module, batch: Any, loss: str) -> Iterator[None]:
 
 def _summed_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+
+
+class _LossOfLogits(torch.autograd.Function):
+    """The loss in one kernel, which reads the logits and makes no copy."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> Any:
+        ctx.save_for_backward(logits)
+        return logits.sum(dtype=torch.float32) / len(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.saved_tensors[0] * gradients[0].to(ctx.saved_tensors[0].dtype)
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -284,15 +309,24 @@ HUB_TIMEOUT_S = 3
 
 def _config(named: str | PathLike[str]) -> Any:
     path = Path(named)
-    if not (path / "config.json").exists():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(named)) or path.exists():
-            raise ValueError(f"plan: expected a folder with a config.json, found none at {path}")
-        path = _from_hub(str(named))
+    if (path / "config.json").exists():
+        return _read(path)
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(named)):
+        raise ValueError(f"plan: expected a folder with a config.json, found none at {path}")
+    cached = need("huggingface_hub", "train").try_to_load_from_cache(str(named), "config.json")
+    if isinstance(cached, str):
+        return _read(Path(cached).parent)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(_from_hub(str(named)))
+        return _read(Path(folder))
+
+
+def _read(folder: Path) -> Any:
     AutoConfig = need("transformers", "train").AutoConfig
     try:
-        _check_file(path / "config.json")
+        _check_file(folder / "config.json")
         # never the code that the folder brings, and no question whether to run it
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith("plan: "):
             raise
@@ -300,28 +334,30 @@ def _config(named: str | PathLike[str]) -> Any:
         if isinstance(error, ValueError) and "custom code" in str(error):
             todo = " The planner runs no code of a folder: build the model yourself, and plan that."
         raise ValueError(
-            f"plan: transformers cannot read {path / 'config.json'}: expected the JSON of a configuration, "
+            f"plan: transformers cannot read {folder / 'config.json'}: expected the JSON of a configuration, "
             f"found {_first_line(error)}{todo}"
         ) from error
 
 
-def _from_hub(name: str) -> Path:
-    """The folder in the hub's cache that holds the config.json of a model, fetched if it is not there.
+def _from_hub(name: str) -> bytes:
+    """The config.json of a model, asked for once: huggingface_hub itself tries for half a minute.
 
     Raises:
-        ValueError: it is not cached, and the hub does not give it.
+        ValueError: the hub cannot be reached, or does not give it.
     """
     hub = need("huggingface_hub", "train")
     try:
-        cached = hub.try_to_load_from_cache(name, "config.json")
-        if isinstance(cached, str):
-            return Path(cached).parent
-        return Path(hub.hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S)).parent
+        if hub.constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        url = hub.hf_hub_url(name, "config.json")
+        request = urllib.request.Request(url, headers=hub.utils.build_hf_headers())
+        with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S) as reply:
+            return reply.read(MOST_BYTES + 1)
     except Exception as error:
         raise ValueError(
             f"plan: {name} is no folder, is not in the cache of the hub, and could not be fetched "
-            f"({type(error).__name__}). Get its config.json on a machine that reaches the hub: hf "
-            f"download {name} "
+            f"({_first_line(error)}). Get its config.json on a machine that reaches the hub: hf download "
+            f"{name} "
             "config.json --local-dir FOLDER; then plan FOLDER"
         ) from error
 
@@ -403,14 +439,26 @@ def _few_modules(config: Any) -> Iterator[None]:
 
 def _maker(config: Any) -> Callable[[], nn.Module]:
     import transformers
-    from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSeq2SeqLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageClassification,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
 
     for name in getattr(config, "architectures", None) or ():
         # a model, and not whatever else in transformers can be called
         cls = getattr(transformers, str(name), None)
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
             return lambda: cls._from_config(config)
-    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageClassification):
+    autos = (
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+        AutoModelForImageClassification,
+    )
+    # many an encoder-decoder could be a decoder alone, too
+    for auto in autos[1:] if getattr(config, "is_encoder_decoder", False) else autos:
         if type(config) in auto._model_mapping:
             return lambda: auto.from_config(config, trust_remote_code=False)
     return lambda: transformers.AutoModel.from_config(config, trust_remote_code=False)
@@ -428,6 +476,9 @@ class _Built:
 
             with torch.device("meta"), no_init_weights():
                 self._model = self._make()
+            tie = getattr(self._model, "tie_weights", None)  # left out where no weights are initialised
+            if tie is not None:
+                tie()
         return self._model
 
 
@@ -441,7 +492,9 @@ def _look_at(source: Source, model: nn.Module) -> None:
     except ValueError as error:
         raise ValueError(f"plan: {error}") from error
     stacks: dict[str, list[nn.Module]] = {}
-    for name, block in outermost(model, classes):
+    blocks = list(outermost(model, classes))
+    source.blocks = len(blocks)
+    for name, block in blocks:
         parent, _, index = name.rpartition(".")
         if index.isdigit() and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential):
             stacks.setdefault(parent, []).append(block)

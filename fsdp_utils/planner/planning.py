@@ -91,18 +91,19 @@ def plan(
         gpu: a name out of `fsdp_utils.planner.GPUS`, or a GPU.
         api: "fsdp2" (fully_shard) or "fsdp1" (FullyShardedDataParallel).
         precision: "fp32"; "bf16": fp32 parameters, computes and reduces in bf16; "bf16_reduce_fp32": reduces
-            in fp32; "pure_bf16": all is bf16.
-        checkpointing: "none"; "full": each block; "every_2" to "every_4": every so-manieth block;
+            in fp32; "pure_bf16": all is bf16; "pure_bf16_reduce_fp32": all but the reduction.
+        checkpointing: "none"; "full": each block; "every_2" to "every_4": one block in 2, 3 or 4;
             "selective": each block, except for what torchtitan's list of operators keeps.
         optimizer: "adamw" (fused), "adamw_one_by_one" (foreach=False), "sgd" or "sgd_momentum"; "adamw_bf16"
             and "adamw_8bit": AdamW whose state takes 2 bytes, or 1, for each number.
         offload: parameters, gradients and the optimizer's state lie on the host.
         micro_batches: gradient accumulation: forward and backward that many times in a step.
         no_sync: reduce gradients in the last micro-batch alone, and keep those of whole units until then.
-        attention: "sdpa", "flash", "flash3" (kernels that never have the whole matrix) or "eager". A config
-            that names eager attention itself keeps it under "sdpa".
-        loss: "full": logits of all tokens; "chunked": of an eighth of them, computed again in backward;
-            "fused": in chunks whose gradients are computed in forward.
+        attention: "sdpa", "flash", "flash1", "flash3" (kernels that never have the whole matrix) or "eager".
+            A config that names eager attention itself keeps it under "sdpa".
+        loss: "full": logits of all tokens, and of them a copy in fp32; "compiled": without the copy;
+            "chunked": of an eighth of them, computed again in backward; "fused": in chunks whose gradients
+            are computed in forward.
         compiled: each block by torch.compile, under `fully_shard`.
         activation_offload: what a block keeps for backward moves to the host until then.
         tensor_parallel: GPUs that share each unit: heads, MLP and vocabulary are divided among them, the rest
@@ -231,21 +232,20 @@ def recorded(
 ) -> tuple[Recording, list[str]]:
     """One rank's recording of the whole model, and what to know about it."""
     repeated = {name: count for name, count in source.stacks.items() if count > RECORDED}
-    if whole or not repeated:
+    if not whole and repeated:
+        try:
+            return extend(record_one_rank(source, setting, RECORDED, inputs), repeated), []
+        except Irregular:
+            pass
+    if source.blocks <= RECORDED or whole:
         return record_one_rank(source, setting, None, inputs), []
-    try:
-        few = record_one_rank(source, setting, RECORDED, inputs)
-        return extend(few, repeated), []
-    except Irregular as reason:
-        blocks = sum(repeated.values())
-        if blocks > MAX_UNLIKE:
-            raise ValueError(
-                f"plan: expected at most {MAX_UNLIKE} blocks that do not repeat, found {blocks} in "
-                f"{source.name}: "
-                f"{reason}"
-            ) from reason
-        note = "all blocks were simulated, because they do not repeat"
-        return record_one_rank(source, setting, None, inputs), [note]
+    if source.blocks > MAX_UNLIKE:
+        raise ValueError(
+            f"plan: expected at most {MAX_UNLIKE} blocks that do not repeat, found {source.blocks} in "
+            f"{source.name}"
+        )
+    note = "all blocks were simulated, because they do not repeat"
+    return record_one_rank(source, setting, None, inputs), [note]
 
 
 def _setting(wanted: Setting, gpu: GPU) -> Setting:

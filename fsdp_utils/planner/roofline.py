@@ -10,7 +10,7 @@ Source: S. Williams et al., "Roofline", 2009; for the latencies src/graph/tuning
 01afd20): the base latency and the latency of a hop, for the algorithm "ring" and the protocol "simple".
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_utils.collectives.replay import Replay, replay
@@ -89,13 +89,15 @@ def _replayed(
     beside = 0.0  # kernels on the streams of communication, before the next collective
     computing: list[Work] = []
     computing_label = Label("")
+    unfused = replace(efficiency, fused=1.0)
 
     def add(kind: str, unit: str, phase: str, seconds: float) -> None:
         events.append(Event(len(events), kind, unit, phase, seconds=seconds))
 
     def compute() -> None:
         if computing:
-            seconds = sum(_kernel_s(work, gpu, efficiency) for work in computing)
+            reached = unfused if computing_label.phase == "optimizer" else efficiency
+            seconds = sum(_kernel_s(work, gpu, reached) for work in computing)
             add(COMPUTE, computing_label.unit, computing_label.phase, seconds)
             computing.clear()
 

@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -51,10 +53,11 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype 
     "bf16": (None, torch.bfloat16, None),
     "bf16_reduce_fp32": (None, torch.bfloat16, torch.float32),
     "pure_bf16": (torch.bfloat16, None, None),
+    "pure_bf16_reduce_fp32": (torch.bfloat16, torch.bfloat16, torch.float32),
 }
 CHECKPOINTING = ("none", "full", "selective", "every_2", "every_3", "every_4")
-ATTENTION = ("sdpa", "flash", "flash3", "eager")
-LOSSES = ("full", "chunked", "fused")
+ATTENTION = ("sdpa", "flash", "flash1", "flash3", "eager")
+LOSSES = ("full", "compiled", "chunked", "fused")
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(torch.optim.AdamW, fused=True),
     "adamw_bf16": partial(torch.optim.AdamW, fused=True),
@@ -101,7 +104,15 @@ def record_one_rank(source: Source, setting: Setting, blocks: int | None, inputs
         )
     with _fake_group(setting.world_size):
         mesh = mesh_of(setting)
-        with FakeTensorMode(), _as_on_a_gpu(), no_collection(), warnings.catch_warnings():
+        # an error gets a sentence from `models.running`, and no traceback before it
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        with (
+            FakeTensorMode(),
+            _as_on_a_gpu(),
+            no_collection(),
+            patch.object(log, "disabled", True),
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
             warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # returned a view: no matter here
@@ -273,7 +284,12 @@ def _as_on_a_gpu() -> Iterator[None]:
         length = min(-(-tensor.size(dim) // num_chunks), tensor.size(dim))
         return [tensor.narrow(dim, 0, length)] * num_chunks
 
+    # transformers reads from the positions whether a row holds one text or several, and builds the whole mask
+    # where it cannot read; on a GPU it sees one text, and leaves the mask to the kernel
+    masks = sys.modules.get("transformers.masking_utils")
+    reads = hasattr(masks, "find_packed_sequence_indices")
     with (
+        patch.object(masks, "find_packed_sequence_indices", lambda *_: None) if reads else nullcontext(),
         patch.object(F, "scaled_dot_product_attention", without_dropout),
         patch.object(*place("fsdp2_chunks"), first_chunk),
         # FSDP1 asks by the address of the data, which a fake tensor has not
