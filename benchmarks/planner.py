@@ -38,8 +38,9 @@ from benchmarks.machine import describe, limits, table
 from fsdp_utils import plan, shard
 from fsdp_utils.lessons.lesson import NOTEBOOKS
 from fsdp_utils.lessons.published import Prediction, predict_all
+from fsdp_utils.planner.batch import batch_of, loss_of
 from fsdp_utils.planner.efficiency import kind
-from fsdp_utils.planner.models import batch_of, build, loss_of, source_of
+from fsdp_utils.planner.models import build, source_of
 
 GIB = 2**30
 SEVENTY = {

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_utils.allocator.simulate import simulate_allocator
 from fsdp_utils.planner import efficiency
+from fsdp_utils.planner.batch import Inputs
 from fsdp_utils.planner.extrapolation import RECORDED, Irregular, extend
 from fsdp_utils.planner.gpus import GPU, find_gpu
 from fsdp_utils.planner.memory import (
@@ -19,7 +20,7 @@ from fsdp_utils.planner.memory import (
     size_text,
     trace_of,
 )
-from fsdp_utils.planner.models import Inputs, Source, source_of
+from fsdp_utils.planner.models import Source, source_of
 from fsdp_utils.planner.result import Plan
 from fsdp_utils.planner.roofline import Timing, collective_s, time_of
 from fsdp_utils.planner.simulated_rank import (

@@ -30,7 +30,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fsdp_utils.collectives.units import find_units
 from fsdp_utils.planner import work_items
-from fsdp_utils.planner.models import Inputs, Source, batch_of, build, loss_of, running
+from fsdp_utils.planner.batch import Inputs, batch_of, loss_of, running
+from fsdp_utils.planner.models import Source, build
 from fsdp_utils.planner.recorder import recording_steps
 from fsdp_utils.planner.work_items import Recording
 from fsdp_utils.sharding.blocks import transformer_block_classes
