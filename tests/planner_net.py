@@ -72,6 +72,12 @@ REAL = {
     "full": dataclasses.replace(SETTING, world_size=RANKS),
     "ZeRO-2": dataclasses.replace(SETTING, world_size=RANKS, strategy="grad_op", precision="fp32"),
     "FSDP1": dataclasses.replace(SETTING, world_size=RANKS, api="fsdp1", checkpointing="full"),
+    "selective": dataclasses.replace(SETTING, world_size=RANKS, checkpointing="selective"),
+    "micro-batches": dataclasses.replace(SETTING, world_size=RANKS, micro_batches=2),
+    "no_sync": dataclasses.replace(SETTING, world_size=RANKS, micro_batches=2, no_sync=True),
+    "no_sync, FSDP1": dataclasses.replace(
+        SETTING, world_size=RANKS, micro_batches=2, no_sync=True, api="fsdp1", checkpointing="every_2"
+    ),
 }
 
 

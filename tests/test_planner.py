@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from benchmarks.gpu_parts import planner as recorded_planner
 from fsdp_utils import Plan, plan, run_on_ranks, search
 from fsdp_utils.allocator.simulate import simulate_allocator
 from fsdp_utils.planner import GPUS, peak_flops, work_items
-from fsdp_utils.planner.accuracy import accuracy
+from fsdp_utils.planner.efficiency import accuracy
 from fsdp_utils.planner.extrapolation import RECORDED, extend
 from fsdp_utils.planner.memory import trace_of
 from fsdp_utils.planner.models import source_of
+from fsdp_utils.planner.planning import recorded
 from fsdp_utils.planner.roofline import collective_s
 from fsdp_utils.planner.simulated_rank import record_one_rank
 from fsdp_utils.planner.work_items import Recording, Send
@@ -50,6 +52,10 @@ SMALL: dict[str, tuple[Any, dict[str, Any]]] = {
     "one list of blocks, FSDP1": (Net(first=7), {"api": "fsdp1"}),
     "two lists, FSDP1, checkpointed": (Net(first=5, second=6), {"api": "fsdp1", "checkpointing": "full"}),
     "two lists, ZeRO-2": (Net(first=6, second=5), {"strategy": "grad_op", "optimizer": "adamw_one_by_one"}),
+    "one list, selective, two micro-batches": (
+        Net(first=6),
+        {"checkpointing": "selective", "micro_batches": 2, "no_sync": True},
+    ),
     "one list, hybrid": (
         Net(first=6),
         {"strategy": "hybrid", "precision": "fp32", "optimizer": "sgd_momentum"},
@@ -90,8 +96,7 @@ def really() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_rank_holds_what_the_simulated_one_holds(name: str, really: Any) -> None:
-    source = source_of(Net())
-    simulated = most_by_category(extend(record_one_rank(source, REAL[name], RECORDED, tokens), source.stacks))
+    simulated = most_by_category(recorded(source_of(Net()), REAL[name], tokens)[0])
     for category, size in really[0][name].items():
         # gloo reduces in a copy of its own, which NCCL does not make
         if category != work_items.REDUCE_BUFFERS:
@@ -208,13 +213,15 @@ def test_blocks_that_differ_are_all_simulated() -> None:
     assert {m.label.unit for m in planned.moments} >= {f"first.{i}" for i in range(5)}
 
 
-def test_the_error_is_stated_or_said_to_be_missing(tmp_path: Path) -> None:
+def test_the_error_is_stated(tmp_path: Path) -> None:
     file = tmp_path / "planner.json"
-    assert "not known here" in accuracy(file)
+    published = accuracy(file=file)
+    assert re.fullmatch(r"of \d+ published eager runs, 80% took [\d.]+ to [\d.]+ times the .*", published)
+    assert "published compiled runs" in accuracy(compiled=True, file=file)
     file.write_text(json.dumps(recording(step_error=0.1)))
-    assert accuracy(file) == (
-        "error of such predictions, median over 3 settings of one rank on one made-up GPU: allocated 2% "
-        "(worst 4%), reserved 5% (worst 5%), step time 10% (worst 90%)"
+    assert accuracy(file=file) == (
+        f"{published}; error over 3 settings of one rank on one made-up GPU, median: "
+        "allocated 2% (worst 4%), reserved 5% (worst 5%), step time 10% (worst 90%)"
     )
 
 

@@ -10,18 +10,18 @@ from fsdp_utils._lazy import loader
 if TYPE_CHECKING:
     from fsdp_utils.planner.gpus import GPU, GPUS, peak_flops
     from fsdp_utils.planner.memory import Moment
-    from fsdp_utils.planner.planning import Plan, plan
-    from fsdp_utils.planner.searching import SearchResult, search
+    from fsdp_utils.planner.planning import SearchResult, plan, search
+    from fsdp_utils.planner.result import Plan
 
 __all__ = ["GPU", "GPUS", "Moment", "Plan", "SearchResult", "peak_flops", "plan", "search"]
 _MODULE_OF = {
     "GPU": "gpus",
     "GPUS": "gpus",
     "Moment": "memory",
-    "Plan": "planning",
-    "SearchResult": "searching",
+    "Plan": "result",
+    "SearchResult": "planning",
     "peak_flops": "gpus",
     "plan": "planning",
-    "search": "searching",
+    "search": "planning",
 }
 __getattr__ = loader(__name__, _MODULE_OF)

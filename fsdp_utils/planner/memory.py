@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fsdp_utils.allocator.trace import GIB, AllocationEvent, AllocationTrace
-from fsdp_utils.planner.work_items import AT_REST, Alloc, Free, Label, Recording, Step
+from fsdp_utils.planner.work_items import ACTIVATIONS, AT_REST, Alloc, Free, Label, Recording, Step
 
 
 def size_text(gib: float, digits: int = 1) -> str:
@@ -100,3 +100,57 @@ def at_rest_gib(recording: Recording) -> dict[str, float]:
                 alloc = held.pop(entry.block)
                 live[alloc.category] -= alloc.size
     return {category: most[category] / GIB for category in AT_REST}
+
+
+def resized(recording: Recording, category: str, factor: float) -> Recording:
+    """The recording with all tensors of a category made larger or smaller."""
+    return [
+        (
+            label,
+            [
+                entry._replace(size=round(entry.size * factor))
+                if isinstance(entry, Alloc) and entry.category == category
+                else entry
+                for entry in entries
+            ],
+        )
+        for label, entries in recording
+    ]
+
+
+def offload_activations(recording: Recording, stacks: tuple[str, ...]) -> tuple[Recording, float]:
+    """The recording if what blocks keep for backward lay on the host meanwhile, and how many GiB move.
+
+    An activation leaves when the block after its own has computed, by when it is copied. It comes back when
+    the backward of the block after its own begins, so that its own finds it.
+    """
+    parts = [(label, list(entries)) for label, entries in recording]
+    made: dict[int, tuple[int, Alloc]] = {}
+    # by block of memory: the part that made it, the part whose backward frees it
+    kept: list[tuple[Alloc, int, int]] = []
+    for number, (label, entries) in enumerate(recording):
+        for entry in entries:
+            if isinstance(entry, Alloc):
+                made[entry.block] = (number, entry)
+            elif isinstance(entry, Free):
+                begin, alloc = made.pop(entry.block)
+                if (
+                    alloc.category == ACTIVATIONS
+                    and recording[begin][0].phase == "forward"
+                    and recording[begin][0].unit.rpartition(".")[0] in stacks
+                    and label.phase == "backward"
+                ):
+                    kept.append((alloc, begin, number))
+    nbytes, fresh = 0, max(made, default=0) + sum(len(entries) for _, entries in recording)
+    for alloc, begin, end in kept:
+        leaves, returns = begin + 1, end - 1
+        if leaves + 1 >= returns:
+            continue
+        nbytes += alloc.size
+        fresh += 1
+        parts[leaves][1].append(Free(alloc.block))
+        parts[returns][1].insert(0, alloc._replace(block=fresh))
+        entries = parts[end][1]
+        entries[entries.index(Free(alloc.block))] = Free(fresh)
+    begins = sum(isinstance(entry, Step) for _, entries in recording for entry in entries)
+    return parts, nbytes / GIB / max(begins, 1)

@@ -1,8 +1,10 @@
 """A model that has shapes and no memory, with its repeated blocks cut down to a few."""
 
 import copy
-import inspect
 import json
+import re
+import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,17 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils._pytree import tree_leaves
 
 from fsdp_utils._extras import need
-from fsdp_utils.sharding.blocks import outermost, transformer_block_classes, unwrapped
+from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
 from fsdp_utils.torch_internals.runtime import own_buffers, own_children, own_parameters, set_children
 
-MOST_MODULES = 50_000  # of a model that is built here; Llama 3.1 405B has 1,900
+MOST_MODULES = 15_000  # of a model that is built here; Llama 3.1 405B has 1,900
 MOST_LAYERS = 10_000  # in a config.json: transformers makes lists of that length
 MOST_LABELS = 1_000_000
 MOST_BYTES = 16 * 1024 * 1024  # of a config.json
-Inputs = Callable[[int, int | None], Any]
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Source:
         build: makes the model; called inside FakeTensorMode or on "meta".
         stacks: lists of blocks that are all alike: their name, and how many there are.
         parameters: of the whole model.
+        blocks: of all kinds.
     """
 
     name: str
@@ -42,19 +43,28 @@ class Source:
     config: Any = None
     stacks: dict[str, int] = field(default_factory=dict)
     parameters: int = 0
+    blocks: int = 0
 
 
-def source_of(model: Any) -> Source:
+def source_of(model: Any, *, attention: str = "sdpa", tensor_parallel: int = 1) -> Source:
     """Where to get the model from.
 
     Args:
-        model: an nn.Module, a transformers config, or a folder with a config.json.
+        model: an nn.Module, a transformers config, a folder with a config.json, or a model id of the hub.
+        attention: "eager" for the whole matrix of attention; else what transformers takes.
+        tensor_parallel: among how many GPUs heads, MLP and vocabulary are divided.
 
     Raises:
         ValueError: it is none of these, or cannot be built without memory.
     """
     if isinstance(model, nn.Module):
+        if attention == "eager" or tensor_parallel > 1:
+            asked = 'attention="eager"' if attention == "eager" else "tensor_parallel"
+            raise ValueError(
+                f"plan: {asked} expects a transformers config, which it changes; found a model that is built"
+            )
         source = Source(type(model).__name__, lambda: model, getattr(model, "config", None))
+        _refuse_quantization(source.config)
         _look_at(source, model)
         return source
     config = _config(model) if isinstance(model, str | PathLike) else model
@@ -63,7 +73,43 @@ def source_of(model: Any) -> Source:
             "plan: expected a torch.nn.Module, a transformers config or a folder with a config.json, found "
             f"{type(model).__name__}"
         )
-    return _of_config(config)
+    _refuse_quantization(config)
+    source = _of_config(config, attention)
+    if tensor_parallel > 1:
+        parameters = source.parameters
+        source = _of_config(_divided(config, tensor_parallel), attention)
+        source.parameters = parameters
+    return source
+
+
+def _refuse_quantization(config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            "plan: does not simulate quantized weights, and the config has a quantization_config. Delete "
+            "it to plan "
+            "the training of the model as it is without"
+        )
+
+
+def _divided(config: Any, gpus: int) -> Any:
+    """The config of what one of several GPUs has under tensor parallelism."""
+    config = copy.deepcopy(config)
+    heads = getattr(config, "num_attention_heads", None)
+    if not hasattr(config, "head_dim") or not heads:
+        raise ValueError(
+            f"plan: tensor_parallel expects a config with head_dim, such as LlamaConfig, found "
+            f"{type(config).__name__}"
+        )
+    config.head_dim = config.head_dim or config.hidden_size // heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or value % gpus:
+            raise ValueError(
+                f"plan: expected {name} that {gpus} GPUs of tensor_parallel can share, found {value}"
+            )
+        setattr(config, name, value // gpus)
+    config.vocab_size = -(-config.vocab_size // gpus)
+    return config
 
 
 def build(source: Source, blocks: int | None, dtype: torch.dtype | None) -> nn.Module:
@@ -82,85 +128,40 @@ def build(source: Source, blocks: int | None, dtype: torch.dtype | None) -> nn.M
             return copy.deepcopy(whole, memo)
         except Exception as error:
             raise ValueError(
-                f"plan: {source.name} could not be copied without its memory: {_first_line(error)}"
+                f"plan: {source.name} could not be copied without its memory: {first_line(error)}"
             ) from error
 
 
-def batch_of(
-    source: Source, model: nn.Module, batch_size: int, seq_len: int | None, inputs: Inputs | None
-) -> Any:
-    """What one rank's step is called with; inside a FakeTensorMode."""
-    if inputs is not None:
-        with _in_words(f"inputs({batch_size}, {seq_len})"):
-            return inputs(batch_size, seq_len)
-    parameters = inspect.signature(unwrapped(model).forward).parameters
-    if "input_ids" in parameters:
-        if not seq_len:
-            raise ValueError(f"plan: {source.name} reads tokens; expected seq_len, found {seq_len!r}")
-        tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
-        return {"input_ids": tokens, "labels": tokens} if "labels" in parameters else {"input_ids": tokens}
-    if "pixel_values" in parameters and source.config is not None:
-        side = source.config.image_size
-        height, width = side if isinstance(side, list | tuple) else (side, side)
-        pixels = torch.zeros(batch_size, getattr(source.config, "num_channels", 3), height, width)
-        labels = {"labels": torch.zeros(batch_size, dtype=torch.long)} if "labels" in parameters else {}
-        return {"pixel_values": pixels, **labels}
-    raise ValueError(
-        f"plan: does not know what to call {source.name} with. Give inputs=lambda batch_size, seq_len: ..., "
-        "which returns a tensor, a tuple or a dict, of one rank's batch."
-    )
-
-
-def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The model's own loss if it has one, otherwise the mean of its output."""
-    if isinstance(batch, dict):
-        output = model(**batch)
-    elif isinstance(batch, tuple):
-        output = model(*batch)
-    else:
-        output = model(batch)
-    if getattr(output, "loss", None) is not None:
-        return output.loss
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if not tensors:
-        raise ValueError(f"plan: {type(model).__name__} returns nothing that needs a gradient")
-    return tensors[0].float().mean()
-
-
-@contextmanager
-def running(source: Source, what: str) -> Iterator[None]:
-    """Turn an error of the model's own code into a sentence; the first error stays its cause."""
-    with _in_words(f"the {what} of {source.name}"):
-        yield
-
-
-@contextmanager
-def _in_words(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith("plan: "):
-            raise
-        text = _first_line(error).rstrip(".")
-        raise ValueError(f"plan: {what} failed: {text}. Does it run with these sizes, on a CPU?") from error
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}".split("\n")[0]
 
 
 # ---- from a configuration ----------------------------------------------------------------------------
 
 
-def _config(folder: str | PathLike[str]) -> Any:
-    path = Path(folder)
-    if not (path / "config.json").exists():
+HUB_TIMEOUT_S = 3
+
+
+def _config(named: str | PathLike[str]) -> Any:
+    path = Path(named)
+    if (path / "config.json").exists():
+        return _read(path)
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(named)):
         raise ValueError(f"plan: expected a folder with a config.json, found none at {path}")
+    cached = need("huggingface_hub", "train").try_to_load_from_cache(str(named), "config.json")
+    if isinstance(cached, str):
+        return _read(Path(cached).parent)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(_from_hub(str(named)))
+        return _read(Path(folder))
+
+
+def _read(folder: Path) -> Any:
     AutoConfig = need("transformers", "train").AutoConfig
     try:
-        _check_file(path / "config.json")
+        _check_file(folder / "config.json")
         # never the code that the folder brings, and no question whether to run it
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith("plan: "):
             raise
@@ -168,8 +169,31 @@ def _config(folder: str | PathLike[str]) -> Any:
         if isinstance(error, ValueError) and "custom code" in str(error):
             todo = " The planner runs no code of a folder: build the model yourself, and plan that."
         raise ValueError(
-            f"plan: transformers cannot read {path / 'config.json'}: expected the JSON of a configuration, "
-            f"found {_first_line(error)}{todo}"
+            f"plan: transformers cannot read {folder / 'config.json'}: expected the JSON of a configuration, "
+            f"found {first_line(error)}{todo}"
+        ) from error
+
+
+def _from_hub(name: str) -> bytes:
+    """The config.json of a model, asked for once: huggingface_hub itself tries for half a minute.
+
+    Raises:
+        ValueError: the hub cannot be reached, or does not give it.
+    """
+    hub = need("huggingface_hub", "train")
+    try:
+        if hub.constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        url = hub.hf_hub_url(name, "config.json")
+        request = urllib.request.Request(url, headers=hub.utils.build_hf_headers())
+        with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S) as reply:
+            return reply.read(MOST_BYTES + 1)
+    except Exception as error:
+        raise ValueError(
+            f"plan: {name} is no folder, is not in the cache of the hub, and could not be fetched "
+            f"({first_line(error)}). Get its config.json on a machine that reaches the hub: hf download "
+            f"{name} "
+            "config.json --local-dir FOLDER; then plan FOLDER"
         ) from error
 
 
@@ -195,10 +219,12 @@ def _check_file(file: Path) -> None:
                     raise ValueError(f"plan: {file}: {key}: expected at most {most:,}, found {number:,}")
 
 
-def _of_config(config: Any) -> Source:
+def _of_config(config: Any, attention: str) -> Source:
     config = copy.deepcopy(config)
     config.use_cache = False
     _without_kernels(config)
+    if attention == "eager":
+        config._attn_implementation = "eager"
     try:
         whole = _Built(_maker(config))
         with _few_modules(config):
@@ -208,7 +234,7 @@ def _of_config(config: Any) -> Source:
             raise
         raise ValueError(
             f'plan: a {config.model_type} model could not be built on "meta", without memory: expected a '
-            f"configuration whose values make a model, found {_first_line(error)}"
+            f"configuration whose values make a model, found {first_line(error)}"
         ) from error
     source = Source(type(model).__name__, whole, config)
     _look_at(source, model)
@@ -248,14 +274,26 @@ def _few_modules(config: Any) -> Iterator[None]:
 
 def _maker(config: Any) -> Callable[[], nn.Module]:
     import transformers
-    from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSeq2SeqLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageClassification,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
 
     for name in getattr(config, "architectures", None) or ():
         # a model, and not whatever else in transformers can be called
         cls = getattr(transformers, str(name), None)
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
             return lambda: cls._from_config(config)
-    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageClassification):
+    autos = (
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+        AutoModelForImageClassification,
+    )
+    # many an encoder-decoder could be a decoder alone, too
+    for auto in autos[1:] if getattr(config, "is_encoder_decoder", False) else autos:
         if type(config) in auto._model_mapping:
             return lambda: auto.from_config(config, trust_remote_code=False)
     return lambda: transformers.AutoModel.from_config(config, trust_remote_code=False)
@@ -273,6 +311,9 @@ class _Built:
 
             with torch.device("meta"), no_init_weights():
                 self._model = self._make()
+            tie = getattr(self._model, "tie_weights", None)  # left out where no weights are initialised
+            if tie is not None:
+                tie()
         return self._model
 
 
@@ -286,7 +327,9 @@ def _look_at(source: Source, model: nn.Module) -> None:
     except ValueError as error:
         raise ValueError(f"plan: {error}") from error
     stacks: dict[str, list[nn.Module]] = {}
-    for name, block in outermost(model, classes):
+    blocks = list(outermost(model, classes))
+    source.blocks = len(blocks)
+    for name, block in blocks:
         parent, _, index = name.rpartition(".")
         if index.isdigit() and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential):
             stacks.setdefault(parent, []).append(block)

@@ -1,21 +1,33 @@
-"""plan: how much memory and time will this training take, on GPUs that I don't have?"""
+"""plan: how much memory and time will this training take? search: with which setting on the fewest GPUs?"""
 
 import math
 import operator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fsdp_utils.allocator.simulate import simulate_allocator
-from fsdp_utils.planner.accuracy import accuracy
-from fsdp_utils.planner.advice import advice
+from fsdp_utils.planner import efficiency
+from fsdp_utils.planner.batch import Inputs
 from fsdp_utils.planner.extrapolation import RECORDED, Irregular, extend
 from fsdp_utils.planner.gpus import GPU, find_gpu
-from fsdp_utils.planner.memory import Moment, at_rest_gib, moments_of, size_text, trace_of
-from fsdp_utils.planner.models import Inputs, Source, source_of
-from fsdp_utils.planner.roofline import Timing, time_of
+from fsdp_utils.planner.memory import (
+    at_rest_gib,
+    moments_of,
+    offload_activations,
+    resized,
+    size_text,
+    trace_of,
+)
+from fsdp_utils.planner.models import Source, source_of
+from fsdp_utils.planner.result import Plan
+from fsdp_utils.planner.roofline import Timing, collective_s, time_of
 from fsdp_utils.planner.simulated_rank import (
     APIS,
+    ATTENTION,
     CHECKPOINTING,
+    LOSSES,
     OPTIMIZERS,
     PRECISIONS,
     STRATEGIES,
@@ -23,135 +35,15 @@ from fsdp_utils.planner.simulated_rank import (
     no_collection,
     record_one_rank,
 )
-from fsdp_utils.planner.work_items import Recording
+from fsdp_utils.planner.work_items import OPTIMIZER, Recording, Send
 from fsdp_utils.sharding.wrapping import strategy_named
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 MAX_WORLD = 4096
+MAX_UNLIKE = 500  # blocks that are all simulated, because they do not repeat
 OVERHEAD_GIB = 2.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a simulation of one rank predicts. All memory is of that rank, in GiB.
-
-    Args:
-        model: name of its class.
-        parameters: of the whole model.
-        setting: how the job is to be run.
-        gpu: what it is to run on.
-        batch_size: of all ranks together.
-        offload: parameters, gradients and the optimizer's state lie on the host.
-        peak_allocated_gib, peak_reserved_gib: as `torch.cuda.max_memory_allocated()` and `_reserved()`.
-        breakdown: by category, what is allocated at the moment of the peak.
-        moments: the peak of each part of two steps, with its own breakdown.
-        at_rest: parameters, gradients and optimizer's state at their most, wherever they lie.
-        host_gib: on the host for this rank; 0 without offload.
-        available_gib: what CUDA offers (`GPU.usable_gib`) without `overhead_gib`.
-        timing: of the second step.
-        notes: what to know about this plan.
-    """
-
-    model: str
-    parameters: int
-    setting: Setting
-    gpu: GPU
-    batch_size: int
-    offload: bool
-    peak_allocated_gib: float
-    peak_reserved_gib: float
-    breakdown: dict[str, float]
-    moments: list[Moment] = field(repr=False)
-    at_rest: dict[str, float]
-    host_gib: float
-    available_gib: float
-    timing: Timing = field(repr=False)
-    notes: list[str]
-
-    @property
-    def fits(self) -> bool:
-        """Is what PyTorch reserves less than what the GPU has left for it?"""
-        return self.peak_reserved_gib <= self.available_gib
-
-    @property
-    def peak(self) -> Moment:
-        """When most is allocated."""
-        return max(self.moments, key=lambda moment: moment.total_gib)
-
-    @property
-    def step_s(self) -> float:
-        """By the GPU's rates. An eager step takes longer, as a rule; a compiled one may take less."""
-        return self.timing.step_s
-
-    @property
-    def samples_per_s(self) -> float:
-        """Of all ranks together."""
-        return self.batch_size / self.step_s
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Of all ranks together; None where there is no sequence length."""
-        length = self.setting.seq_len
-        return None if length is None else self.samples_per_s * length
-
-    @property
-    def mfu(self) -> float:
-        """Operations that the model needs, as a share of what the GPU's maker says that it can do."""
-        rate = self.gpu.fp32_tflops if self.setting.precision == "fp32" else self.gpu.half_tflops
-        return self.timing.model_flop / self.step_s / (rate * 1e12)
-
-    @property
-    def advice(self) -> list[str]:
-        """What to change first; empty where it fits."""
-        return [] if self.fits else advice(self)
-
-    def __str__(self) -> str:
-        setting = self.setting
-        speed = f"{self.samples_per_s:,.1f} samples/s"
-        if self.tokens_per_s is not None:
-            speed = (
-                f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s / setting.world_size:,.0f} per GPU"
-            )
-        billions = self.parameters / 1e9
-        number = f"{billions:.2f} billion" if billions >= 0.1 else f"{billions * 1000:.2f} million"
-        # one unit for the whole table: MiB where GiB would be little more than zeros
-        unit, factor = ("GiB", 1) if self.peak_reserved_gib >= 0.1 else ("MiB", 1024)
-        of = f"{self.available_gib:.0f}" if unit == "GiB" else size_text(self.available_gib, 0)
-        lines = [
-            f"{self.model}, {number} parameters, on {setting.world_size} "
-            f"{self.gpu.name}: {'fits' if self.fits else 'does not fit'} (simulated)",
-            f"  {setting.api}, {setting.strategy}, {setting.precision}, activation checkpointing "
-            f"{setting.checkpointing}, {setting.optimizer}, batch {self.batch_size}"
-            + (f" of {setting.seq_len} tokens" if setting.seq_len else "")
-            + (", offloaded" if self.offload else ""),
-            f"  memory    {self.peak_allocated_gib * factor:.2f} {unit} allocated, "
-            f"{self.peak_reserved_gib * factor:.2f} reserved of {of}; at the peak ({self.peak}):",
-        ]
-        for category, size in sorted(self.breakdown.items(), key=lambda pair: -pair[1]):
-            if size * factor >= 0.005:
-                lines.append(f"            {size * factor:8.2f}  {category}")
-        if self.host_gib:
-            lines.append(f"  host      {size_text(self.host_gib, 2)} for this rank")
-        exposed_s = self.timing.exposed_s
-        lines.append(
-            f"  step      {self.step_s:.3g} s by the GPU's rates, of which {exposed_s:.2g} s only send: "
-            f"{speed}, MFU {self.mfu:.0%}"
-        )
-        lines += [f"  advice    {text}" for text in self.advice]
-        lines += [f"  note      {text}" for text in self.notes]
-        return "\n".join(lines)
-
-    def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Memory over the parts of the second step, by category. A simulation.
-
-        Args:
-            ax: where to draw; a new figure by default.
-        """
-        from fsdp_utils.planner.plot import plot_memory  # here: only who draws needs matplotlib
-
-        return plot_memory(self, ax)
+# bytes of one number of the optimizer's state, where that is not the parameters' dtype; bitsandbytes keeps
+# one fp32 scale for 256 numbers
+STATE_BYTES = {"adamw_bf16": 2.0, "adamw_8bit": 1 + 4 / 256}
 
 
 @no_collection()
@@ -168,6 +60,13 @@ def plan(
     checkpointing: str = "none",
     optimizer: str = "adamw",
     offload: bool = False,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    attention: str = "sdpa",
+    loss: str = "full",
+    compiled: bool = False,
+    activation_offload: bool = False,
+    tensor_parallel: int = 1,
     ranks_per_host: int = 8,
     expandable_segments: bool = False,
     overhead_gib: float = OVERHEAD_GIB,
@@ -179,28 +78,43 @@ def plan(
     Two training steps of rank 0 run on fake tensors in a `fake` process group of that many ranks, through
     PyTorch's own FSDP. Each list of equal blocks is run with four and written out for all of them, which is
     checked (`fsdp_utils.planner.extrapolation`). What is allocated goes through the simulation of the CUDA
-    allocator; what is computed and sent goes through a roofline and a replay (`step_time`).
+    allocator; what is computed and sent goes through a replay, by the GPU's rates and by what published runs
+    reach of them (`roofline`, `efficiency`). Not simulated: pipeline, context and expert parallelism, fp8,
+    LoRA.
 
     Args:
         model: an nn.Module with transformer blocks (it is not changed; on "meta" it needs no memory), a
-            transformers config, or a folder with a config.json.
+            transformers config, a folder with a config.json, or a model id of the hub ("org/name").
         world_size: ranks, 1 to 4096.
-        batch_size: samples in a step, of all ranks together.
+        batch_size: samples in a step, of all ranks and micro-batches together.
         seq_len: tokens of a sample, for models that read tokens.
         strategy: "full", "grad_op" or "hybrid", or another spelling that `fsdp_utils.shard` takes.
         gpu: a name out of `fsdp_utils.planner.GPUS`, or a GPU.
         api: "fsdp2" (fully_shard) or "fsdp1" (FullyShardedDataParallel).
         precision: "fp32"; "bf16": fp32 parameters, computes and reduces in bf16; "bf16_reduce_fp32": reduces
-            in fp32; "pure_bf16": all is bf16.
-        checkpointing: "none", or "full": each block.
-        optimizer: "adamw" (fused), "adamw_one_by_one" (foreach=False), "sgd" or "sgd_momentum".
+            in fp32; "pure_bf16": all is bf16; "pure_bf16_reduce_fp32": all but the reduction.
+        checkpointing: "none"; "full": each block; "every_2" to "every_4": one block in 2, 3 or 4;
+            "selective": each block, except for what torchtitan's list of operators keeps.
+        optimizer: "adamw" (fused), "adamw_one_by_one" (foreach=False), "sgd" or "sgd_momentum"; "adamw_bf16"
+            and "adamw_8bit": AdamW whose state takes 2 bytes, or 1, for each number.
         offload: parameters, gradients and the optimizer's state lie on the host.
+        micro_batches: gradient accumulation: forward and backward that many times in a step.
+        no_sync: reduce gradients in the last micro-batch alone, and keep those of whole units until then.
+        attention: "sdpa", "flash", "flash1", "flash3" (kernels that never have the whole matrix) or "eager".
+            A config that names eager attention itself keeps it under "sdpa".
+        loss: "full": logits of all tokens, and of them a copy in fp32; "compiled": without the copy;
+            "chunked": of an eighth of them, computed again in backward; "fused": in chunks whose gradients
+            are computed in forward.
+        compiled: each block by torch.compile, under `fully_shard`.
+        activation_offload: what a block keeps for backward moves to the host until then.
+        tensor_parallel: GPUs that share each unit: heads, MLP and vocabulary are divided among them, the rest
+            is not. As sizes: a model with that many fewer heads is simulated, on as many fewer ranks.
         ranks_per_host: GPUs of a host. More ranks than that are several hosts.
         expandable_segments: as PYTORCH_ALLOC_CONF=expandable_segments:True.
         overhead_gib: of what CUDA offers, what is not PyTorch's: the CUDA context, NCCL's buffers. The
             default is a cautious choice, not a measurement.
         inputs: for models that transformers does not know: inputs(batch_size, seq_len) makes one rank's
-            batch, a tensor, a tuple or a dict.
+            batch of one micro-batch, a tensor, a tuple or a dict.
         whole: run all blocks instead of four of each list. Slow.
 
     Returns:
@@ -217,24 +131,43 @@ def plan(
         or not math.isfinite(overhead_gib)
     ):
         raise ValueError(f"plan: expected overhead_gib to be a number of GiB, found {overhead_gib!r}")
-    source = source_of(model)
     chip = find_gpu(gpu)
-    setting = _setting(
-        Setting(
-            world_size,
-            batch_size,
-            seq_len,
-            strategy_named(strategy),
-            api,
-            precision,
-            checkpointing,
-            optimizer,
-            ranks_per_host,
-        ),
-        chip,
-        offload=offload,
+    wanted = Setting(
+        world_size=world_size,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        strategy=strategy_named(strategy),
+        api=api,
+        precision=precision,
+        checkpointing=checkpointing,
+        optimizer=optimizer,
+        ranks_per_host=ranks_per_host,
+        micro_batches=micro_batches,
+        no_sync=no_sync,
+        attention=attention,
+        loss=loss,
+        compiled=compiled,
+        activation_offload=activation_offload,
+        tensor_parallel=tensor_parallel,
     )
+    for name, value in {
+        "offload": offload,
+        "whole": whole,
+        "expandable_segments": expandable_segments,
+    }.items():
+        _flag(name, value)
+    setting = _setting(wanted, chip)
+    source = source_of(model, attention=attention, tensor_parallel=setting.tensor_parallel)
     recording, notes = recorded(source, setting, inputs, whole=whole)
+    rest = PRECISIONS[precision][0]
+    if optimizer in STATE_BYTES:
+        recording = resized(recording, OPTIMIZER, STATE_BYTES[optimizer] / (rest.itemsize if rest else 4))
+    moved_gib = 0.0
+    if activation_offload:
+        recording, moved_gib = offload_activations(recording, tuple(source.stacks))
+        notes.append(
+            "activations on the host are derived: they leave a block after it and come back one early"
+        )
     if offload:
         notes.append(
             "offload is derived: what is sharded is taken off the GPU, copies over PCIe are added to each "
@@ -242,34 +175,56 @@ def plan(
         )
     if api == "fsdp1":
         notes.append("FSDP1's record_stream is not simulated: without limit_all_gathers it takes more memory")
-    notes.append(accuracy())
+    if compiled:
+        notes.append(
+            "compiled is derived: a block keeps what its matrix products give, and its other kernels are "
+            "fused"
+        )
+    if tensor_parallel > 1:
+        notes.append(
+            "tensor parallelism is derived from sizes; sequence parallelism would divide the rest, too"
+        )
+    notes.append(efficiency.accuracy(compiled))
     moments = moments_of(recording, offload=offload)
     peak = max(moments, key=lambda moment: moment.total_gib)
     simulated = simulate_allocator(
         trace_of(recording, offload=offload), expandable_segments=expandable_segments
     )
     at_rest = at_rest_gib(recording)
-    return Plan(
-        source.name,
-        source.parameters,
-        setting,
-        chip,
-        batch_size,
-        offload,
-        peak.total_gib,
-        simulated.peak_reserved_gib,
-        peak.gib,
-        moments,
-        at_rest,
-        sum(at_rest.values()) if offload else 0.0,
-        chip.usable_gib - overhead_gib,
-        time_of(
+    hosted = min(setting.ranks_per_host, setting.world_size)
+    offload_ratio = (1.0 if rest or precision == "fp32" else 2.0) if offload else 0.0
+
+    def timed(reached: efficiency.Efficiency) -> Timing:
+        timing = time_of(
             recording,
             chip,
-            ranks_per_host=min(ranks_per_host, world_size),
-            offload_ratio=_offload_ratio(setting) if offload else 0.0,
-        ),
-        notes,
+            reached,
+            ranks_per_host=hosted,
+            offload_ratio=offload_ratio,
+            micro_batches=setting.micro_batches,
+            micro_batch_s=_tensor_parallel_s(source, setting, chip, reached),
+        )
+        # there and back, beside the computation
+        copied_s = setting.micro_batches * 2 * moved_gib * 2**30 / (chip.host_link_gb_s * 1e9)
+        return replace(timing, step_s=max(timing.step_s, copied_s))
+
+    return Plan(
+        model=source.name,
+        parameters=source.parameters,
+        setting=setting,
+        gpu=chip,
+        batch_size=batch_size,
+        offload=offload,
+        peak_allocated_gib=peak.total_gib,
+        peak_reserved_gib=simulated.peak_reserved_gib,
+        breakdown=peak.gib,
+        moments=moments,
+        at_rest=at_rest,
+        host_gib=sum(at_rest.values()) if offload else 0.0,
+        available_gib=chip.usable_gib - overhead_gib,
+        timing=timed(efficiency.of_gpu(chip.name, compiled=compiled, attention=attention)),
+        step_s_bound=timed(efficiency.BOUND).step_s,
+        notes=notes,
     )
 
 
@@ -278,67 +233,110 @@ def recorded(
 ) -> tuple[Recording, list[str]]:
     """One rank's recording of the whole model, and what to know about it."""
     repeated = {name: count for name, count in source.stacks.items() if count > RECORDED}
-    if whole or not repeated:
+    if not whole and repeated:
+        try:
+            return extend(record_one_rank(source, setting, RECORDED, inputs), repeated), []
+        except Irregular:
+            pass
+    if source.blocks <= RECORDED or whole:
         return record_one_rank(source, setting, None, inputs), []
-    try:
-        few = record_one_rank(source, setting, RECORDED, inputs)
-        return extend(few, repeated), []
-    except Irregular as reason:
-        note = f"all blocks were simulated, because they do not repeat: {reason}"
-        return record_one_rank(source, setting, None, inputs), [note]
+    if source.blocks > MAX_UNLIKE:
+        raise ValueError(
+            f"plan: expected at most {MAX_UNLIKE} blocks that do not repeat, found {source.blocks} in "
+            f"{source.name}"
+        )
+    note = "all blocks were simulated, because they do not repeat"
+    return record_one_rank(source, setting, None, inputs), [note]
 
 
-def _setting(wanted: Setting, gpu: GPU, *, offload: bool) -> Setting:
-    """Checked, and with the batch of one rank.
+def _setting(wanted: Setting, gpu: GPU) -> Setting:
+    """Checked, and with the batch of one rank in one micro-batch.
 
     Raises:
         ValueError: something is unknown, or does not go with something else.
     """
-    for what, value, known in (
-        ("strategy", wanted.strategy, STRATEGIES),
-        ("api", wanted.api, APIS),
-        ("precision", wanted.precision, tuple(PRECISIONS)),
-        ("checkpointing", wanted.checkpointing, CHECKPOINTING),
-        ("optimizer", wanted.optimizer, tuple(OPTIMIZERS)),
+    for what, known in (
+        ("strategy", STRATEGIES),
+        ("api", APIS),
+        ("precision", tuple(PRECISIONS)),
+        ("checkpointing", CHECKPOINTING),
+        ("optimizer", tuple(OPTIMIZERS)),
+        ("attention", ATTENTION),
+        ("loss", LOSSES),
     ):
-        if value not in known:
+        if (value := getattr(wanted, what)) not in known:
             raise ValueError(f"plan: expected {what} out of {', '.join(known)}, found {value!r}")
-    world = _whole_number("world_size", wanted.world_size)
-    if not 1 <= world <= MAX_WORLD:
+    for what in ("no_sync", "compiled", "activation_offload"):
+        _flag(what, getattr(wanted, what))
+    world, hosted, shared, batches = (
+        _at_least_1(name, getattr(wanted, name))
+        for name in ("world_size", "ranks_per_host", "tensor_parallel", "micro_batches")
+    )
+    if world > MAX_WORLD:
         raise ValueError(f"plan: expected a world_size from 1 to {MAX_WORLD}, found {world}")
-    batch_size = _whole_number("batch_size", wanted.batch_size)
-    if batch_size < 1 or batch_size % world:
+    if world % shared or min(world, hosted) % shared:
         raise ValueError(
-            f"plan: expected a batch_size that {world} ranks can share, such as "
-            f"{max(1, math.ceil(batch_size / world)) * world}, found {batch_size}"
+            f"plan: expected tensor_parallel to divide the {min(world, hosted)} ranks of a host, found "
+            f"{shared}"
+        )
+    batch_size = _at_least_1("batch_size", wanted.batch_size)
+    share = world // shared * batches
+    if batch_size % share:
+        among = f"{world // shared} ranks" + (f" in {batches} micro-batches" if batches > 1 else "")
+        raise ValueError(
+            f"plan: expected a batch_size that {among} can share, such as "
+            f"{math.ceil(batch_size / share) * share}, found {batch_size}"
         )
     if wanted.seq_len is not None and _whole_number("seq_len", wanted.seq_len) < 1:
         raise ValueError(f"plan: expected a seq_len from 1 on, or None, found {wanted.seq_len}")
-    if _whole_number("ranks_per_host", wanted.ranks_per_host) < 1:
-        raise ValueError(f"plan: expected ranks_per_host from 1 on, found {wanted.ranks_per_host}")
-    if world > wanted.ranks_per_host and world % wanted.ranks_per_host:
+    if world > hosted and world % hosted:
         raise ValueError(
-            f"plan: expected world_size in multiples of {wanted.ranks_per_host}, the ranks_per_host, "
-            f"found {world}"
+            f"plan: expected world_size in multiples of {hosted}, the ranks_per_host, found {world}"
         )
-    if wanted.strategy == "hybrid" and world <= wanted.ranks_per_host:
+    if wanted.strategy == "hybrid" and world <= hosted:
         raise ValueError(
-            f'plan: strategy "hybrid" expects several hosts, more than {wanted.ranks_per_host} ranks, found '
-            f"{world}"
+            f'plan: strategy "hybrid" expects several hosts, more than {hosted} ranks, found {world}'
         )
     if "bf16" in wanted.precision and not gpu.bf16:
         raise ValueError(f'plan: a {gpu.name} does not compute in bf16; expected precision="fp32"')
-    return Setting(
-        world,
-        batch_size // world,
-        wanted.seq_len,
-        wanted.strategy,
-        wanted.api,
-        wanted.precision,
-        wanted.checkpointing,
-        wanted.optimizer,
-        wanted.ranks_per_host,
+    if wanted.no_sync and batches == 1:
+        raise ValueError("plan: no_sync expects micro_batches of 2 or more, found 1")
+    if wanted.activation_offload and wanted.compiled:
+        raise ValueError("plan: activation_offload is not simulated together with compiled")
+    return replace(
+        wanted,
+        world_size=world // shared,
+        batch_size=batch_size // share,
+        ranks_per_host=hosted // shared,
+        tensor_parallel=shared,
+        micro_batches=batches,
     )
+
+
+def _tensor_parallel_s(source: Source, setting: Setting, gpu: GPU, reached: efficiency.Efficiency) -> float:
+    """Seconds of a micro-batch in which tensor parallelism sends: nothing computes meanwhile.
+
+    Each block sums up what its GPUs have twice in forward, as often in backward, and twice more where
+    forward is computed again (M. Shoeybi et al., "Megatron-LM", 2019).
+    """
+    gpus = setting.tensor_parallel
+    if gpus == 1:
+        return 0.0
+    tokens = setting.batch_size * (setting.seq_len or 1)
+    nbytes = tokens * source.config.hidden_size * (4 if setting.precision == "fp32" else 2)
+    sends = sum(source.stacks.values()) * (4 if setting.checkpointing == "none" else 6)
+    return sends * collective_s(Send("all_reduce", "", nbytes, gpus, gpus), gpu, gpus, reached)
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"plan: expected {name} to be True or False, found {value!r}")
+
+
+def _at_least_1(name: str, value: Any) -> int:
+    if (number := _whole_number(name, value)) < 1:
+        raise ValueError(f"plan: expected {name} from 1 on, found {number}")
+    return number
 
 
 def _whole_number(name: str, value: Any) -> int:
@@ -353,6 +351,121 @@ def _whole_number(name: str, value: Any) -> int:
     return whole
 
 
-def _offload_ratio(setting: Setting) -> float:
-    rest, compute, _ = PRECISIONS[setting.precision]
-    return 1.0 if rest or not compute else 2.0
+@dataclass(frozen=True)
+class SearchResult:
+    """What was tried, and what came of it.
+
+    Args:
+        best: None where nothing meets what was asked for.
+        tried: in the order of the search.
+    """
+
+    best: Plan | None
+    tried: list[Plan]
+
+    def __str__(self) -> str:
+        table = "\n".join([_HEAD, *map(_row, self.tried)])
+        if self.best is None:
+            closest = max(self.tried, key=lambda found: found.headroom_gib)
+            said = f"none of {len(self.tried)} settings will do (simulated); the one with most room"
+            text = f"{said}:\n{closest}"
+        else:
+            text = f"the cheapest of {len(self.tried)} settings tried (simulated):\n{self.best}"
+        return f"{table}\n\n{text}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "best": None if self.best is None else self.best.to_dict(),
+            "tried": [found.to_dict() for found in self.tried],
+        }
+
+
+_HEAD = "GPUs             strategy  checkpointing   batch  reserved  samples/s  verdict"
+
+
+def _row(found: Plan) -> str:
+    setting = found.setting
+    return (
+        f"{found.gpus:4} {found.gpu.name:11} {setting.strategy:9} {setting.checkpointing:13} "
+        f"{found.batch_size:7}  {size_text(found.peak_reserved_gib):>8} "
+        f"{found.samples_per_s:10,.1f}  {found.verdict}"
+    )
+
+
+def search(
+    model: Any,
+    *,
+    world_sizes: Iterable[int],
+    gpu: str | GPU = "H100",
+    batch_per_rank: Sequence[int] = (1, 2, 4, 8),
+    batch_size: int | None = None,
+    strategies: Sequence[str] = ("full", "grad_op"),
+    checkpointing: Sequence[str] = ("none", "full"),
+    tokens_per_s: float | None = None,
+    samples_per_s: float | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> SearchResult:
+    """Which setting needs the fewest GPUs, and of these, which is the fastest?
+
+    Numbers of GPUs are tried from the smallest on, and the search ends at the first that will do. A larger
+    batch is not tried where a smaller one does not fit. Speeds are best estimates (`Plan.step_s_range`).
+
+    Args:
+        model: as for `plan`.
+        world_sizes: numbers of GPUs to try.
+        gpu: what they are.
+        batch_per_rank: samples of one rank.
+        batch_size: samples of all ranks together, the only batch to try; None tries `batch_per_rank`.
+        strategies, checkpointing: as for `plan`.
+        tokens_per_s, samples_per_s: of all ranks, to be reached; None asks only for what fits.
+        progress: write a line to stderr for each setting that was tried.
+        options: for `plan`.
+
+    Returns:
+        A `SearchResult`.
+
+    Raises:
+        ValueError: as `plan`; or there is nothing to try.
+    """
+    for name, rate in (("tokens_per_s", tokens_per_s), ("samples_per_s", samples_per_s)):
+        if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
+            raise ValueError(f"search: expected {name} to be a number above 0, or None, found {rate!r}")
+    tried: list[Plan] = []
+    for world_size in sorted(world_sizes):
+        will_do: list[Plan] = []
+        batches = [batch_size] if batch_size is not None else [n * world_size for n in sorted(batch_per_rank)]
+        for strategy in strategies:
+            for checkpoint in checkpointing:
+                for batch in batches:
+                    found = plan(
+                        model,
+                        world_size=world_size,
+                        batch_size=batch,
+                        gpu=gpu,
+                        strategy=strategy,
+                        checkpointing=checkpoint,
+                        **options,
+                    )
+                    tried.append(found)
+                    if progress:
+                        head = f"{_HEAD}\n" if len(tried) == 1 else ""
+                        print(f"{head}{_row(found)}", file=sys.stderr, flush=True)
+                    if not found.fits:
+                        break
+                    if _fast_enough(found, tokens_per_s, samples_per_s):
+                        will_do.append(found)
+        if will_do:
+            return SearchResult(max(will_do, key=lambda p: p.samples_per_s), tried)
+    if not tried:
+        raise ValueError(
+            "search: expected at least one world_size, strategy, checkpointing and batch, found none"
+        )
+    return SearchResult(None, tried)
+
+
+def _fast_enough(found: Plan, tokens_per_s: float | None, samples_per_s: float | None) -> bool:
+    if tokens_per_s is not None and (found.tokens_per_s or 0.0) < tokens_per_s:
+        return False
+    return samples_per_s is None or found.samples_per_s >= samples_per_s

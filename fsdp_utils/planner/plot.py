@@ -1,14 +1,15 @@
 """Memory through a step, as a picture."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from fsdp_utils._extras import need
+from fsdp_utils.planner.memory import Moment
 from fsdp_utils.planner.work_items import CATEGORIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from fsdp_utils.planner.planning import Plan
 
 # told apart with any kind of colour vision, light to dark within a group
 COLORS: dict[str, str] = dict(
@@ -32,33 +33,31 @@ COLORS: dict[str, str] = dict(
 )
 
 
-def plot_memory(plan: "Plan", ax: "Axes | None" = None) -> "Axes":
-    """Stacked by category, over the parts of the second step, each at its peak."""
+def plot_memory(moments: Sequence[Moment], limit_gib: float, gpu: str, ax: "Axes | None" = None) -> "Axes":
+    """Stacked by category, over the parts of a step, each at its peak; the GPU's limit is a line."""
     need("matplotlib", "notebooks")
     import matplotlib.pyplot as plt
 
     if ax is None:
         ax = plt.subplots(figsize=(9, 3.4), layout="constrained")[1]
-    moments = [moment for moment in plan.moments if moment.step == 2]
-    shown = [
-        c for c in CATEGORIES if max(m.gib.get(c, 0.0) for m in moments) > 0.01 * plan.peak_allocated_gib
-    ]
+    highest = max(moment.total_gib for moment in moments)
+    shown = [c for c in CATEGORIES if max(m.gib.get(c, 0.0) for m in moments) > 0.01 * highest]
     heights = [[moment.gib.get(category, 0.0) for moment in moments] for category in shown]
-    ax.stackplot(
-        range(len(moments)),
-        heights,
-        labels=shown,
-        colors=[COLORS[c] for c in shown],
-        step="post",
-        linewidth=0,
-    )
+    colors = [COLORS[c] for c in shown]
+    ax.stackplot(range(len(moments)), heights, labels=shown, colors=colors, step="post", linewidth=0)
     phases = [moment.label.phase for moment in moments]
-    for phase in ("forward", "backward", "optimizer"):
-        if phase in phases:
-            begin = phases.index(phase)
+    begins = [n for n, phase in enumerate(phases) if n == 0 or phases[n - 1] != phase]
+    for begin, end in pairwise([*begins, len(phases)]):
+        if end - begin > 0.02 * len(phases):
             ax.axvline(begin, color="grey", lw=0.6, ls=":")
-            ax.text(begin, 1.0, f" {phase}", transform=ax.get_xaxis_transform(), va="bottom", fontsize=8)
-    ax.set(xlim=(0, len(moments) - 1), ylim=(0, None), xticks=[], ylabel="GiB, simulated")
+            text = {"other": "zero_grad"}.get(phases[begin], phases[begin])
+            ax.text(begin, 1.0, f" {text}", transform=ax.get_xaxis_transform(), va="bottom", fontsize=8)
+    if highest > 0.2 * limit_gib:  # below, a line so far up would make the curve flat
+        ax.axhline(
+            limit_gib, color="#D55E00", lw=1.2, ls="--", label=f"{gpu}: {limit_gib:.0f} GiB for PyTorch"
+        )
+    ax.set(xlim=(0, len(moments) - 1), ylim=(0, None), xticks=[])
+    ax.set(xlabel="parts of one training step, in order", ylabel="GiB allocated, simulated")
     ax.legend(*_reversed(ax), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
     return ax
 

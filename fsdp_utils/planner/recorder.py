@@ -15,7 +15,7 @@ from fsdp_utils.allocator.trace import AllocationEvent, Recorder, listening
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
 from fsdp_utils.collectives.fsdp_hooks import in_backward, listen
 from fsdp_utils.planner import work_items
-from fsdp_utils.planner.work_items import Alloc, Free, Gone, Label, Recording, Send, Step, Work
+from fsdp_utils.planner.work_items import Alloc, Free, Gone, Label, MicroBatch, Recording, Send, Step, Work
 from fsdp_utils.sharding.units import ROOT, Unit, find_units
 from fsdp_utils.torch_internals.fsdp import fsdp1_dtypes, fsdp2_whole
 from fsdp_utils.torch_internals.runtime import storage_id
@@ -75,6 +75,10 @@ class StepRecorder(Recorder):
     def begin_step(self) -> None:
         self.phase("forward")
         self._add(Step())
+
+    def begin_micro_batch(self) -> None:
+        self.phase("forward")
+        self._add(MicroBatch())
 
     @contextmanager
     def making(self, category: str) -> Iterator[None]:
@@ -225,7 +229,7 @@ class StepRecorder(Recorder):
         nbytes = sum(map(_nbytes, read)) + sum(map(_nbytes, made))
         half = next((t.element_size() == 2 for t in given if t.is_floating_point()), False)
         if nbytes:
-            self._add(Work(flop, masked, half, nbytes, self._stream_number()))
+            self._add(Work(flop, masked, half, nbytes, self._stream_number(), packet in _CPU_ATTENTION))
 
     def _unit_of(self, args: Any, kwargs: Any) -> str:
         """To whose parameters an operation of the optimizer belongs; ROOT where to several."""
@@ -249,7 +253,7 @@ class StepRecorder(Recorder):
         # for example, are freed in a row
         if unit is not None and self._between_steps:
             label = Label(label.phase, unit)
-        if not self.recording or self.recording[-1][0] != label or isinstance(entry, Step):
+        if not self.recording or self.recording[-1][0] != label or isinstance(entry, Step | MicroBatch):
             self.recording.append((label, []))
         self.recording[-1][1].append(entry)
 

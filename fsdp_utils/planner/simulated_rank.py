@@ -1,9 +1,12 @@
 """Two training steps of one rank out of many, on tensors without memory: what is allocated, done and sent?"""
 
 import gc
+import itertools
+import logging
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -22,9 +26,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp_utils.planner import work_items
-from fsdp_utils.planner.models import Inputs, Source, batch_of, build, loss_of, running
+from fsdp_utils.planner.batch import Inputs, batch_of, loss_of, running
+from fsdp_utils.planner.models import Source, build
 from fsdp_utils.planner.recorder import recording_steps
 from fsdp_utils.planner.work_items import Recording
 from fsdp_utils.sharding.blocks import transformer_block_classes
@@ -48,10 +54,15 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype 
     "bf16": (None, torch.bfloat16, None),
     "bf16_reduce_fp32": (None, torch.bfloat16, torch.float32),
     "pure_bf16": (torch.bfloat16, None, None),
+    "pure_bf16_reduce_fp32": (torch.bfloat16, torch.bfloat16, torch.float32),
 }
-CHECKPOINTING = ("none", "full")
+CHECKPOINTING = ("none", "full", "selective", "every_2", "every_3", "every_4")
+ATTENTION = ("sdpa", "flash", "flash1", "flash3", "eager")
+LOSSES = ("full", "compiled", "chunked", "fused")
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(torch.optim.AdamW, fused=True),
+    "adamw_bf16": partial(torch.optim.AdamW, fused=True),
+    "adamw_8bit": partial(torch.optim.AdamW, fused=True),
     "adamw_one_by_one": partial(torch.optim.AdamW, foreach=False),
     # DTensor has no fused SGD; foreach, the default on a GPU, changes parameters in place and takes as much
     "sgd": partial(torch.optim.SGD, foreach=False),
@@ -63,8 +74,8 @@ OPTIMIZERS: dict[str, Any] = {
 class Setting:
     """How the job is to be run."""
 
-    world_size: int
-    batch_size: int  # of one rank
+    world_size: int  # among which FSDP shares the parameters
+    batch_size: int  # of one rank, in one micro-batch
     seq_len: int | None
     strategy: str
     api: str
@@ -72,6 +83,13 @@ class Setting:
     checkpointing: str
     optimizer: str
     ranks_per_host: int
+    micro_batches: int = 1
+    no_sync: bool = False  # gradients are reduced in the last micro-batch alone
+    attention: str = "sdpa"
+    loss: str = "full"
+    compiled: bool = False  # each block
+    activation_offload: bool = False
+    tensor_parallel: int = 1  # GPUs that share each unit
 
 
 def record_one_rank(source: Source, setting: Setting, blocks: int | None, inputs: Inputs | None) -> Recording:
@@ -87,7 +105,15 @@ def record_one_rank(source: Source, setting: Setting, blocks: int | None, inputs
         )
     with _fake_group(setting.world_size):
         mesh = mesh_of(setting)
-        with FakeTensorMode(), _as_on_a_gpu(), no_collection(), warnings.catch_warnings():
+        # an error gets a sentence from `models.running`, and no traceback before it
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        with (
+            FakeTensorMode(),
+            _as_on_a_gpu(),
+            no_collection(),
+            patch.object(log, "disabled", True),
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
             warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # returned a view: no matter here
@@ -115,22 +141,40 @@ def run_steps(
                 recorder.existing(tensor, category, unit)
         for _ in range(2):
             recorder.begin_step()
-            with recorder.making(work_items.INPUTS):
-                batch = batch_of(source, model, setting.batch_size, setting.seq_len, inputs)
-            with running(source, "forward pass"):
-                loss = loss_of(model, batch)
-            recorder.phase("backward")
-            with running(source, "backward pass"):
-                loss.backward()
-            recorder.phase("other")
-            recorder.now_for((_local(p.grad) for p in model.parameters()), work_items.GRADIENTS)
+            # a third micro-batch allocates what the second does; `roofline` adds its time
+            for micro_batch in range(min(setting.micro_batches, 2)):
+                last = micro_batch + 1 == min(setting.micro_batches, 2)
+                if micro_batch:
+                    recorder.begin_micro_batch()
+                with _synchronizing(model, last or not setting.no_sync):
+                    with recorder.making(work_items.INPUTS):
+                        batch = batch_of(source, model, setting.batch_size, setting.seq_len, inputs)
+                    with running(source, "forward pass"):
+                        loss = loss_of(model, batch, setting.loss)
+                    recorder.phase("backward")
+                    with running(source, "backward pass"):
+                        loss.backward()
+                recorder.phase("other")
+                recorder.now_for((_local(p.grad) for p in model.parameters()), work_items.GRADIENTS)
+                del batch, loss
             recorder.phase("optimizer")
             optimizer.step()
             recorder.now_for(tree_leaves(dict(optimizer.state)), work_items.OPTIMIZER)
             recorder.phase("other")
             optimizer.zero_grad()
-            del batch, loss
         return recorder.finish()
+
+
+@contextmanager
+def _synchronizing(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Reduce gradients in backward, or keep those of whole units until a later micro-batch."""
+    if isinstance(model, FullyShardedDataParallel):
+        with nullcontext() if wanted else model.no_sync():
+            yield
+    else:
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(wanted)
+        yield
 
 
 def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
@@ -159,13 +203,53 @@ def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+# What selective checkpointing keeps: the operators of torchtitan/distributed/activation_checkpoint.py as of
+# 2025, those of them that occur here, and addmm, which is a linear layer with a bias.
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_KEPT = (
+    *_PRODUCTS,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten.max.default,
+)
+
+
+def _selective(every_other: bool) -> Any:
+    """Keep what matrix products and attention give: of matrix products every other one, as torchtitan."""
+
+    def contexts() -> Any:
+        products = {False: 0, True: 0}
+
+        def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if func in _PRODUCTS and every_other:
+                products[context.is_recompute] += 1
+                if products[context.is_recompute] % 2 == 0:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if func in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
 def _checkpoint(model: nn.Module, setting: Setting, blocks: tuple[type[nn.Module], ...]) -> None:
-    if setting.checkpointing == "full":
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=partial(checkpoint_wrapper, preserve_rng_state=False),
-            check_fn=lambda module: isinstance(module, blocks),
-        )
+    """Wrap the blocks that are computed again.
+
+    A compiled block without checkpointing keeps what its matrix products give: the partitioner of
+    torch.compile finds that it costs less to compute the rest again in backward, within fused kernels.
+    """
+    checkpointing = setting.checkpointing
+    if checkpointing == "none" and not setting.compiled:
+        return
+    options: dict[str, Any] = {"preserve_rng_state": False}
+    if checkpointing in ("selective", "none"):
+        options["context_fn"] = _selective(every_other=checkpointing == "selective")
+    every = int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
+    count = itertools.count()
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=partial(checkpoint_wrapper, **options),
+        check_fn=lambda module: isinstance(module, blocks) and next(count) % every == 0,
+    )
 
 
 def mesh_of(setting: Setting) -> DeviceMesh:
@@ -201,7 +285,12 @@ def _as_on_a_gpu() -> Iterator[None]:
         length = min(-(-tensor.size(dim) // num_chunks), tensor.size(dim))
         return [tensor.narrow(dim, 0, length)] * num_chunks
 
+    # transformers reads from the positions whether a row holds one text or several, and builds the whole mask
+    # where it cannot read; on a GPU it sees one text, and leaves the mask to the kernel
+    masks = sys.modules.get("transformers.masking_utils")
+    reads = hasattr(masks, "find_packed_sequence_indices")
     with (
+        patch.object(masks, "find_packed_sequence_indices", lambda *_: None) if reads else nullcontext(),
         patch.object(F, "scaled_dot_product_attention", without_dropout),
         patch.object(*place("fsdp2_chunks"), first_chunk),
         # FSDP1 asks by the address of the data, which a fake tensor has not

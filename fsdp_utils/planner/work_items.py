@@ -53,6 +53,7 @@ class Work(NamedTuple):
     half: bool  # in 16 bits
     nbytes: int
     stream: int
+    attention: bool = False  # in one fused kernel
 
 
 class Send(NamedTuple):
@@ -75,5 +76,9 @@ class Step(NamedTuple):
     """A training step begins."""
 
 
-Item = Alloc | Free | Work | Send | Gone | Step
+class MicroBatch(NamedTuple):
+    """The second micro-batch of a step begins."""
+
+
+Item = Alloc | Free | Work | Send | Gone | Step | MicroBatch
 Recording = list[tuple[Label, list[Any]]]  # items, cut where the label changes
