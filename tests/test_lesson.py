@@ -31,14 +31,6 @@ def folder_with(tmp_path: Path, *claims: dict) -> Path:
     return tmp_path
 
 
-def test_card_is_a_table_with_every_part():
-    text = lesson.card(
-        learn=["to shard", "to gather"], needs="a laptop", ranks="4", takes="a minute", video="a link"
-    ).data
-    for part in ("· to shard<br>· to gather", "a laptop", "| **Ranks** | 4 |", "a minute", "a link"):
-        assert part in text
-
-
 def test_claims_stand_beside_what_was_measured_and_recorded(tmp_path):
     folder = folder_with(tmp_path, CLAIM, {**CLAIM, "lesson": 3, "id": "other"})
     text = lesson.claims(2, {"twice-as-fast": "1.3 times"}, folder=folder).data

@@ -165,3 +165,42 @@ def test_nbval_passes_an_unchanged_lesson_and_fails_a_changed_output(lesson: Pat
     )
     assert "1 failed, 7 passed" in done.stdout, done.stdout
     assert "'stayed\\n' == 'stays\\n'" in done.stdout
+
+
+SECOND_EDITION = """\
+# %% [markdown] tags=["card"]
+# learn:
+# - what shards are
+# needs: nothing
+# ranks: "4"
+# takes: a minute to run on a laptop · 5 minutes to read
+
+# %% tags=["check"]
+# %%ranks
+import fsdp_utils
+print("Checked: all.")
+
+# %% tags=["solution"] turn=1
+# %%ranks
+result = 8
+
+# %% tags=["wrong"] turn=1
+result = 7
+"""
+
+
+def test_cards_solutions_and_checks_are_published_for_every_viewer(lesson: Path) -> None:
+    lesson.write_text(SECOND_EDITION)
+    card, check, solution = build_lessons.read_source(lesson).cells
+    assert "| **You will learn** | · what shards are |" in card.source
+    assert "| **Video** | none |" in card.source
+    assert check.metadata.jupyter.source_hidden
+    assert solution.cell_type == "markdown"
+    assert solution.source.startswith("<details><summary>Solution</summary>")
+    assert "```python\n%%ranks\nresult = 8\n```" in solution.source
+
+
+def test_a_card_without_its_parts_is_refused(lesson: Path) -> None:
+    lesson.write_text(SECOND_EDITION.replace("# needs: nothing\n", ""))
+    with pytest.raises(ValueError, match="a card has learn, needs, ranks, takes"):
+        build_lessons.read_source(lesson)

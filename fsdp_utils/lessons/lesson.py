@@ -1,4 +1,4 @@
-"""The opening card of a lesson, its table of claims, and the checks of its exercises."""
+"""The table of claims of a lesson, and the checks of its exercises."""
 
 import dis
 import json
@@ -12,29 +12,6 @@ import yaml
 from IPython.display import Markdown
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-
-
-def card(*, learn: Sequence[str], needs: str, ranks: str, takes: str, video: str = "none") -> Markdown:
-    """The opening card of a lesson: what it teaches, and what it needs.
-
-    Args:
-        learn: What the reader can do afterwards, one short sentence each.
-        needs: Lessons, packages and hardware that it builds on.
-        ranks: How many ranks it runs on, and how to choose another number.
-        takes: Minutes to run on a machine that is named, and minutes to read.
-        video: Markdown link to the original walkthrough, and what has changed since.
-
-    Returns:
-        A table, which JupyterLab, GitHub and VS Code draw in the reader's own colours.
-    """
-    rows = {
-        "You will learn": "<br>".join(f"· {sentence}" for sentence in learn),
-        "Needs": needs,
-        "Ranks": ranks,
-        "Takes": takes,
-        "Video": video,
-    }
-    return _table(["", ""], [[f"**{name}**", text] for name, text in rows.items()])
 
 
 def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS) -> Markdown:
