@@ -309,7 +309,7 @@ def test_the_picture_shows_the_limit_and_names_the_phases() -> None:
     assert "one training step" in axes.get_xlabel()
     assert "GiB" in axes.get_ylabel()
     texts = {text.get_text().strip() for text in axes.texts}
-    assert {"forward", "backward", "optimizer"} <= texts
+    assert {"forward", "backward", "optimizer, zero_grad"} == texts
     (limit,) = [line for line in axes.lines if str(line.get_label()).startswith("T4: ")]
     assert limit.get_ydata()[0] == found.available_gib  # pyright: ignore
 

@@ -25,6 +25,7 @@ USES = (
     "fsdp_utils/planner/simulated_rank.py",
     "fsdp_utils/planner/recorder.py",
     "fsdp_utils/planner/extrapolation.py",
+    "fsdp_utils/planner/efficiency.py",
     "fsdp_utils/planner/roofline.py",
 )
 GROUP = workload.GROUP

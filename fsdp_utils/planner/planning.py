@@ -204,8 +204,9 @@ def plan(
             micro_batches=setting.micro_batches,
             micro_batch_s=_tensor_parallel_s(source, setting, chip, reached),
         )
-        # there and back, beside the computation
-        copied_s = setting.micro_batches * 2 * moved_gib * 2**30 / (chip.host_link_gb_s * 1e9)
+        # there and back, beside the computation; of two micro-batches at most it is recorded
+        moves = 2 * setting.micro_batches / min(setting.micro_batches, 2)
+        copied_s = moves * moved_gib * 2**30 / (chip.host_link_gb_s * 1e9)
         return replace(timing, step_s=max(timing.step_s, copied_s))
 
     return Plan(

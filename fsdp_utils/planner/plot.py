@@ -1,7 +1,6 @@
 """Memory through a step, as a picture."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from fsdp_utils._extras import need
@@ -45,13 +44,15 @@ def plot_memory(moments: Sequence[Moment], limit_gib: float, gpu: str, ax: "Axes
     heights = [[moment.gib.get(category, 0.0) for moment in moments] for category in shown]
     colors = [COLORS[c] for c in shown]
     ax.stackplot(range(len(moments)), heights, labels=shown, colors=colors, step="post", linewidth=0)
+    # the optimizer and zero_grad are too short beside the blocks to be told apart
     phases = [moment.label.phase for moment in moments]
-    begins = [n for n, phase in enumerate(phases) if n == 0 or phases[n - 1] != phase]
-    for begin, end in pairwise([*begins, len(phases)]):
-        if end - begin > 0.02 * len(phases):
+    updates = phases.index("optimizer") if "optimizer" in phases else len(phases)
+    phases[updates:] = ["optimizer, zero_grad"] * (len(phases) - updates)
+    phases = ["backward" if phase == "other" else phase for phase in phases]
+    for begin, phase in enumerate(phases):
+        if begin == 0 or phases[begin - 1] != phase:
             ax.axvline(begin, color="grey", lw=0.6, ls=":")
-            text = {"other": "zero_grad"}.get(phases[begin], phases[begin])
-            ax.text(begin, 1.0, f" {text}", transform=ax.get_xaxis_transform(), va="bottom", fontsize=8)
+            ax.text(begin, 1.0, f" {phase}", transform=ax.get_xaxis_transform(), va="bottom", fontsize=8)
     if highest > 0.2 * limit_gib:  # below, a line so far up would make the curve flat
         ax.axhline(
             limit_gib, color="#D55E00", lw=1.2, ls="--", label=f"{gpu}: {limit_gib:.0f} GiB for PyTorch"

@@ -11,7 +11,7 @@
 # - 'to read the memory of a training step: what is alive when, and which part of it
 #   is the peak'
 # - what each knob buys, before you turn it on a machine that costs money
-# - where such a prediction is right, where it is only a limit, and where it is wrong
+# - how far such predictions are off, held against 100 runs that others have published
 # needs: lessons [1](01_transformer_wrapper.ipynb), [2](02_activation_checkpointing.ipynb),
 #   [5](05_maximising_throughput.ipynb) and [6](06_sharding_strategies.ipynb) · no GPU
 # ranks: '4 on this machine, in one cell. 2 or 3 work too: set `FSDP_RANKS=2` before
@@ -42,12 +42,14 @@ print(on_8)
 # activations. `(root)` is the FSDP unit that holds what is in no block: the embedding and the head.
 #
 # What counts is what PyTorch reserves (lesson 5). Of an A100 "of 80 GB" CUDA offers 79.25 GiB, and `plan`
-# sets 2 aside for the CUDA context and NCCL's buffers: 77 are left.
+# sets 2 aside for the CUDA context and NCCL's buffers: 77 are left, of which `headroom_gib` says what stays
+# free. Between "fits" and "does not fit" there is "tight": the prediction has an error, and within that error
+# nobody can tell.
 #
-# The time is what the GPU's published rates and links allow, without the time to launch kernels. Uncompiled
-# runs are slower; compiled ones have been seen somewhat faster, as they fuse kernels. MFU, model FLOPs
-# utilization, is the share of the GPU's published rate that goes into operations which the model needs. And
-# the note says how far off such predictions have been. As long as nothing is recorded, nobody knows.
+# The step has three numbers. The last is a *roofline*: what the GPU's published rates and links allow. No
+# run reaches it. The first is the best estimate, by the share of these rates that published runs have
+# reached. Between the two in the middle lie 80% of the published runs of this kind. MFU, model FLOPs
+# utilization, is the share of the GPU's published rate that goes into operations which the model needs.
 #
 # ## What happens in there
 #
@@ -58,12 +60,14 @@ print(on_8)
 # 3. All 32 blocks do the same. So it runs four, and writes out the recording for 32. It checks that the
 #    second and the third block really did the same.
 # 4. The allocations go through the simulated CUDA allocator of lesson 5. The collectives go through the
-#    replay of lesson 4. A kernel takes as long as its operations or its bytes, whichever is longer, at rates
-#    that others have published for this GPU. That is called a *roofline*.
+#    replay of lesson 4. A kernel takes its operations and its bytes, at the share of the published rates that
+#    training reaches. The constants stand in one table, `fsdp_utils/planner/efficiency.py`: four of them were
+#    fitted, on published runs, the others have a source.
 #
 # ## The memory of one step
 #
-# **Simulated:** each step of the curve is the highest point within one block's forward or backward.
+# **Simulated:** each step of the curve is the highest point within one block's forward or backward. The
+# dashed line is what the GPU has for PyTorch.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import plots
@@ -95,25 +99,30 @@ plots.show(fig, alt="Simulated memory of one rank through a step: activations gr
 # %% tags=["knobs"]
 knobs = {
     "checkpointing": {"checkpointing": "full"},
+    "selective": {"checkpointing": "selective"},
     "ZeRO-2": {"strategy": "grad_op"},
+    "compiled": {"compiled": True},
 }
 turned = {"as above": on_8}
 for name, options in knobs.items():
     turned[name] = plan(llama_7b, world_size=8, batch_size=8, seq_len=4096, gpu="A100-80", **options)
 for name, p in turned.items():
     print(f"{name:15} {p.peak_allocated_gib:6.2f} GiB allocated, {p.peak_reserved_gib:6.2f} reserved, "
-          f"step {p.step_s:.2f} s by the GPU's rates")
+          f"step {p.step_s:.2f} s")
 
 checkpointed = turned["checkpointing"]
 assert checkpointed.peak_allocated_gib < 0.5 * on_8.peak_allocated_gib
-assert on_8.step_s < checkpointed.step_s < 4 / 3 * on_8.step_s
+assert on_8.step_s < turned["selective"].step_s < checkpointed.step_s < 1.4 * on_8.step_s
+assert turned["compiled"].step_s < on_8.step_s
 assert turned["ZeRO-2"].peak_allocated_gib > on_8.peak_allocated_gib
 
 # %% [markdown]
-# Checkpointing is the big knob here. ZeRO-2 (`SHARD_GRAD_OP`, lesson 6) keeps all blocks gathered until
-# backward, and costs what they weigh.
-# (`api="fsdp1"` simulates FSDP1. `offload=True` moves the shards to the host; the optimizer's time there is
-# not predicted.)
+# Checkpointing is the big knob here. "selective" keeps what attention and every other matrix product give, as
+# torchtitan does, and costs less time. ZeRO-2 (`SHARD_GRAD_OP`, lesson 6) keeps all blocks gathered until
+# backward, and costs what they weigh. `torch.compile` fuses what lies between the matrix products, and keeps
+# less of it.
+# (More knobs: `micro_batches`, `loss="chunked"`, `optimizer="adamw_8bit"`, `activation_offload`,
+# `tensor_parallel`, `api="fsdp1"`, `offload`; `help(plan)` has them all, and what it cannot simulate.)
 #
 # ## How many GPUs for 7B?
 #
@@ -127,7 +136,7 @@ found = search(llama_7b, world_sizes=[1, 2], gpu="A100-80", batch_per_rank=[1], 
                checkpointing=["full"], seq_len=2048)
 for p in found.tried:
     print(f"{p.setting.world_size} A100-80: {p.peak_reserved_gib:6.1f} GiB reserved "
-          f"of {p.available_gib:.0f}:", "fits" if p.fits else "does not fit")
+          f"of {p.available_gib:.0f}: {p.verdict}")
 ranks_needed = found.best.setting.world_size
 at_rest = sum(found.best.at_rest.values()) * ranks_needed * 2**30
 print(f"at rest, all ranks together: {at_rest / found.best.parameters:.1f} bytes for each parameter")
@@ -154,7 +163,7 @@ for world_size in (64, 1024):
     by_ranks[world_size] = p
     shards[world_size] = p.breakdown["parameters"] + p.breakdown["optimizer state"]
     print(f"{world_size:4} ranks: {p.peak_allocated_gib:4.1f} GiB allocated, of which "
-          f"{shards[world_size]:4.1f} shards; {p.tokens_per_s / world_size:3.0f} tokens/s and GPU by rates; "
+          f"{shards[world_size]:4.1f} shards; {p.tokens_per_s / world_size:3.0f} tokens/s and GPU; "
           f"{p.timing.exposed_s / p.step_s:.0%} of the step only sends")
 rest = [p.peak_allocated_gib - shards[world_size] for world_size, p in by_ranks.items()]
 assert abs(rest[0] / rest[1] - 1) < 0.01
@@ -247,11 +256,98 @@ if recording is not None:
 Markdown(page + recorded.caption("planner").data)
 
 # %% [markdown]
-# ## Held against what others have measured
+# ## Held against what others have published
 #
-# torchtitan's authors published what they reached on 64 A100 in 2024. Their models are their own code, ours
-# are those of transformers. Same sizes, same number of GPUs, same batch, same checkpointing; 8192 tokens for
-# Llama 3, 4096 for Llama 2.
+# `notebooks/published.yaml` has 128 training runs that others published: llm-foundry's tables, torchtitan's
+# pages, the Distributed Training Guide, fms-fsdp, KempnerForge and more, each with its source and with what
+# had to be assumed. 102 of them are runs that `plan` could mean (the others compute in fp8, or on GPUs that
+# it does not know). Two thirds of these were used to fit the constants. The others, whole sources, were
+# **kept apart**: no constant has seen them. `benchmarks/planner.py` predicts them all, and its predictions
+# are drawn here. Each point is one run, and on the line a prediction is exact.
+
+# %% tags=["published"] jupyter={"source_hidden": true}
+import json
+from statistics import median
+
+from fsdp_utils.lessons.lesson import NOTEBOOKS
+from fsdp_utils.lessons.published import predict, rows
+
+predicted = json.loads((NOTEBOOKS / "predictions.json").read_text(encoding="utf-8"))["rows"]
+sources = sorted({row["source"] for row in predicted if row["split"] == "held_out"})
+fig, both = plots.figure(2, width=11, height=5.2)
+kinds = {"tokens_per_s": "tokens/s and GPU", "peak_gib": "peak memory, GiB"}
+for axes, (key, label) in zip(both, kinds.items(), strict=True):
+    shown = [row for row in predicted if row[key]]
+    lowest, highest = (pick(value for row in shown for value in row[key]) for pick in (min, max))
+    axes.plot([0.8 * lowest, 1.2 * highest], [0.8 * lowest, 1.2 * highest], color="grey", lw=0.8)
+    for split, source in [("fit", None), *(("held_out", source) for source in sources)]:
+        of_source = [row for row in shown if row["split"] == split and source in (None, row["source"])]
+        if of_source:
+            axes.scatter(
+                [row[key][1] for row in of_source], [row[key][0] for row in of_source], s=22,
+                color="#BBBBBB" if source is None else plots.RANK_COLORS[sources.index(source) % 8],
+                marker="o" if source is None or sources.index(source) < 8 else "^",
+                label="used for fitting" if source is None else source,
+            )
+    axes.set(xscale="log", yscale="log", xlabel=f"published {label}", ylabel=f"predicted {label}")
+for axes in both:
+    axes.legend(fontsize=7, loc="upper left")
+plots.show(fig, alt="Predicted against published speed and memory of 90 runs, near the line of equality.")
+
+# %% [markdown]
+# How far off, by kind, on the runs that were kept apart:
+
+# %% tags=["errors"]
+def errors(key, rows):
+    return [abs(row[key][0] / row[key][1] - 1) for row in rows if row[key]]
+
+
+apart = [row for row in predicted if row["split"] == "held_out"]
+for kind in ("eager", "compiled"):
+    off = errors("tokens_per_s", [row for row in apart if row["kind"] == kind])
+    print(f"tokens/s, {kind:8} {len(off):3} runs: {median(off):.0%} in the median, {max(off):.0%} at worst")
+off = errors("peak_gib", apart)
+print(f"peak memory        {len(off):3} runs: {median(off):.0%} in the median, {max(off):.0%} at worst")
+wrong = [row["id"] for row in apart if row["verdict"] == {"ran": "does not fit"}.get(row["outcome"], "fits")]
+print("wrong about what fits, outside of tight:", ", ".join(wrong) or "none")
+
+# %% [markdown]
+# And where it is most wrong:
+
+# %% tags=["worst"]
+for key, unit in (("tokens_per_s", "tokens/s"), ("peak_gib", "GiB")):
+    worst = sorted((row for row in apart if row[key]), key=lambda row: -abs(row[key][0] / row[key][1] - 1))
+    for row in worst[:3]:
+        of_plan, of_source = row[key]
+        print(f"{row['id']:24} {of_plan:7.1f} predicted, {of_source:7.1f} published {unit}: "
+              f"{of_plan / of_source - 1:+.0%}")
+
+# %% [markdown]
+# KempnerForge's H200 are faster than predicted: no run on an H200 was fitted, so `plan` takes the share
+# that an H100 reaches. Of torchtune's 70B with offload the source does not say which memory its figure
+# counts. In atorch's four runs some 18 GiB are taken on 8 GPUs as on 64, so by something that is not
+# sharded; no setting in `published.yaml` explains it. After these predictions nothing was changed to fit
+# them better: that would make the runs that were kept apart worth nothing. So the limit that the project
+# set itself for the peak memory, 8% in the median, is not kept, and `benchmarks/planner.py` says so.
+#
+# Are these numbers still what `plan` says? Two of the runs, live:
+
+# %% tags=["live"]
+by_id = {row["id"]: row for row in predicted}
+for row in rows("held_out"):
+    if row["id"] in ("fms-eager-a100-7b", "atorch-7b-g8"):
+        live = predict(row)
+        ours = live.plan.tokens_per_s / live.plan.gpus
+        assert abs(ours / by_id[row["id"]]["tokens_per_s"][0] - 1) < 0.01
+        low, high = (live.plan.batch_size * live.plan.setting.seq_len / live.plan.gpus / s
+                     for s in live.plan.step_s_range[::-1])
+        print(f"{row['id']}: {ours:,.0f} tokens/s and GPU, likely {low:,.0f} to {high:,.0f}; "
+              f"published {row['published']['tokens_per_s_per_gpu']:,.0f}")
+
+# %% [markdown]
+# Two of torchtitan's runs on 64 A100 of 2024, closer. Their models are their own code, ours are those of
+# transformers. Same sizes, same number of GPUs, same batch, same checkpointing; 8192 tokens for Llama 3, 4096
+# for Llama 2. (Both are among the runs that were fitted.)
 
 # %% tags=["torchtitan"]
 llama_13b = LlamaConfig(
@@ -265,13 +361,12 @@ speed_off = {}
 for name, (p, tokens_per_s, mfu) in peers.items():
     ours = p.tokens_per_s / 64
     speed_off[name] = ours / tokens_per_s - 1
-    print(f"{name}: {ours:4.0f} tokens/s and GPU by rates, measured {tokens_per_s}: {speed_off[name]:+.0%}")
-    print(f"{'':13}MFU {p.mfu:.0%} by rates, measured {mfu:.0%}; {p.peak_reserved_gib:.0f} GiB reserved, "
-          f"fits: {p.fits}")
+    print(f"{name}: {ours:4.0f} tokens/s and GPU, measured {tokens_per_s}: {speed_off[name]:+.0%}")
+    print(f"{'':13}MFU {p.mfu:.0%}, measured {mfu:.0%}; {p.peak_allocated_gib:.0f} GiB allocated, "
+          f"{p.peak_reserved_gib:.0f} reserved: {p.verdict}")
 
 # %% [markdown]
-# Both predictions lie above the measurements, and not far. But look at the last word: the 13B
-# is said not to fit, and theirs ran. Their code for the same model is not that of transformers, and a
+# The 13B is "tight", and theirs ran: their code keeps less in fp32 than that of transformers does. A
 # prediction holds for the code that was simulated.
 #
 # Memory next. The Distributed Training Guide reports 74 GB at the peak for 7B on 8 A100, 10 samples on each,
@@ -292,11 +387,13 @@ print("at the peak:", ", ".join(f"{k} {v:.1f} GiB" for k, v in guide.breakdown.i
 # - **Workspaces.** What a kernel allocates for itself is not seen: cuBLAS, flash attention's backward.
 # - **Other kernels.** The simulation runs PyTorch's CPU kernels. Attention is traced as the CPU's flash
 #   attention, without dropout.
-# - **`torch.compile`** fuses kernels and keeps other activations. It is not simulated.
+# - **`torch.compile`** is derived: a compiled block keeps what its matrix products give, and what lies
+#   between them is fused to a fitted share of its bytes. The compiler decides otherwise at times.
 # - **FSDP1's `record_stream`** (lesson 11) frees later than the trace says.
-# - **Time** is what the published rates allow: no launches, no data loading, no network that others use too.
-#   It is no bound either: a compiled run, which fuses kernels, can be faster.
+# - **Time** has no data loading, no slow rank, and no network that others use too.
 # - **Fragmentation over many steps,** or with batches of changing length: two equal steps are simulated.
+# - **Not simulated at all:** pipeline, context and expert parallelism, fp8, LoRA, quantized weights.
+#   `plan` says so by name where it is asked for one of them.
 #
 # ## Claims, then and now
 
@@ -305,10 +402,10 @@ lesson.claims(
     14,
     {
         "plan-guide-7b": f"Simulated {guide_gb:.1f} GB at the peak: {guide_gb / 74 - 1:+.0%}.",
-        "plan-titan-70b": f"Simulated {by_ranks[64].tokens_per_s / 64:.0f} tokens/s and GPU: "
+        "plan-titan-70b": f"Predicted {by_ranks[64].tokens_per_s / 64:.0f} tokens/s and GPU: "
         f"{speed_off['Llama 3 70B']:+.0%}; MFU {by_ranks[64].mfu:.0%}.",
-        "plan-titan-13b": f"Simulated {peers['Llama 2 13B'][0].tokens_per_s / 64:.0f} tokens/s and "
-        f"GPU: {speed_off['Llama 2 13B']:+.0%}. By the simulation it would not fit.",
+        "plan-titan-13b": f"Predicted {peers['Llama 2 13B'][0].tokens_per_s / 64:.0f} tokens/s and "
+        f"GPU: {speed_off['Llama 2 13B']:+.0%}. By the simulation it is {peers['Llama 2 13B'][0].verdict}.",
     },
 )
 
@@ -316,7 +413,7 @@ lesson.claims(
 # ## Exercises
 #
 # **1. The floor.** How many GiB of shards does each rank hold, with fp32 parameters and gradients and AdamW?
-# The model has so many `billions` of parameters, and there are so many `ranks`.
+# The model has `billions` billion parameters, and there are `ranks` ranks.
 
 # %%
 def floor_gib(billions, ranks):
@@ -328,7 +425,7 @@ lesson.check(floor_gib, floors)
 
 # %% [markdown]
 # **2. Exposed or hidden?** A block's all-gather of `gb` gigabytes goes over a link of `gb_s`, and its
-# computation takes `compute_s`. How many seconds does nothing hide?
+# computation takes `compute_s`. How many seconds of the all-gather are not hidden by computation?
 
 # %%
 def exposed_s(gb, gb_s, compute_s):
@@ -343,7 +440,9 @@ lesson.check(exposed_s, exposures)
 #
 # - One rank of a thousand can be simulated on a laptop, by PyTorch's own FSDP on tensors without memory.
 # - Blocks that repeat need to be run only a few times. That this is exact is tested.
-# - Bytes at rest are exact. Seconds are a limit. An error is stated only where something was recorded.
+# - Bytes at rest are within 3% of what real ranks hold. Peaks and seconds are estimates, whose error was
+#   measured on published runs that no constant was fitted on; `plan` states it, as a range and as
+#   "tight".
 # - More ranks make shards smaller, and nothing else.
 #
 # ## Next
