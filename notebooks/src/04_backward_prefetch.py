@@ -447,6 +447,22 @@ def hook_of(blocks, i):
 result = asked_early(hook_of)
 
 # %% [markdown]
+# %% jupyter={"source_hidden": true}
+lines = {"nothing asked early": ranks.get("traces['None']")[0], "target": run_solution(4, 1)[0]["trace"]}
+if ranks.get("result is not None")[0]:
+    lines["yours"] = ranks.get("result['trace']")[0]
+for name, line in lines.items():
+    sent = next(event.sent_bytes for event in line.collectives)
+    backward = [event for event in line.events if event.phase == "backward"]
+    speed = sent / 2**30 / 0.5e-3                               # GiB/s: a collective takes 0.5 ms
+    run = replay_events(backward, units=list(line.unit_bytes), compute_s=1e-3, link_gib_s=speed)
+    drawn = run.plot(title=f"backward, replayed: {name}", until=12.5e-3)
+    display(plots.show(drawn, alt=f"Backward, replayed: {name}."))
+
+# %% [markdown]
+# The figures show the order on the two lanes of the drawings at the top. When your hooks work, run the cell
+# again: your time line appears below the two.
+#
 # ## More than one block ahead
 #
 # FSDP2 takes a list for each direction: the modules to ask for when this one begins to compute. Here each
@@ -596,7 +612,7 @@ assert (peaks["FSDP2, two ahead"], peaks["FSDP2, kept"]) == (3, 4)
 wanted = {"FSDP1, None": [1, 1, 1, 1], "FSDP1, PRE": [1, 2, 1, 2], "FSDP1, both": [2, 3, 2, 3]}
 wanted |= {"FSDP2": [1, 2, 3, 2], "FSDP2, two ahead": [3, 3, 4, 3]}
 for way, blocks_held in wanted.items():
-    assert max(abs(a - b) for a, b in zip(held[way], blocks_held)) <= 0.1       # padding, on 3 ranks
+    assert all(abs(a - b) <= 0.04 * b for a, b in zip(held[way], blocks_held))      # padding, on 3 ranks
 print("Checked: the peaks in units as recorded, and in bytes with and without buffers.")
 
 # %% [markdown]
@@ -918,8 +934,8 @@ print("Checked: forward_prefetch gains nothing at 0, 1 and 2 ms; at 1.2 ms PRE i
 #
 # ## Proof
 #
-# Prefetching decides *when* a unit is gathered, never what is computed. Here are four steps under each
-# setting, and one process with all samples.
+# Prefetching decides *when* a unit is gathered. It does not change what is computed, as long as all ranks ask
+# in the same order. Here are four steps under each setting, and one process with all samples.
 
 # %% tags=["equality"]
 # %%ranks
