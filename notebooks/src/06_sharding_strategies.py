@@ -433,9 +433,9 @@ plots.memory_per_rank(kib, unit="KiB")
 #   FULL_SHARD and less than ZeRO-2.
 #
 # The columns are maxima, and do not all occur at the same moment: when all gradients are there, nothing is
-# gathered any more. So the sum beside a bar is more than a rank ever holds of the four. On the other hand
-# three things are not in the table: the complete gradients of the block that computes, the buffer of the same
-# size from which `fully_shard` reduces them, and the activations.
+# gathered any more. So where units are gathered, the sum beside a bar is more than a rank ever holds of the
+# four. On the other hand three things are not in the table: the complete gradients of the block that computes,
+# the buffer of the same size from which `fully_shard` reduces them, and the activations.
 
 # %% tags=["check"]
 # %%ranks
