@@ -434,8 +434,8 @@ plots.memory_per_rank(kib, unit="KiB")
 #
 # The columns are maxima, and do not all occur at the same moment: when all gradients are there, nothing is
 # gathered any more. So where units are gathered, the sum beside a bar is more than a rank ever holds of the
-# four. On the other hand three things are not in the table: the complete gradients of the block that computes,
-# the buffer of the same size from which `fully_shard` reduces them, and the activations.
+# four. On the other hand three things are not in the table: the complete gradients of the block that
+# computes, the buffer of the same size from which `fully_shard` reduces them, and the activations.
 
 # %% tags=["check"]
 # %%ranks
@@ -1111,8 +1111,8 @@ Table(
 # - **The loss does not move**, as above. Forward uses the parameters of the first step for ever. Set
 #   `set_reshard_after_backward(True)` before the backward pass of the last batch.
 # - **HYBRID_SHARD is slower than FULL_SHARD.** The mesh has its dimensions in the wrong order, so shards are
-#   shared between hosts: the first wrong answer to turn 1, which sends three times the bytes between them.
-#   The first dimension replicates, the second shards.
+#   shared between hosts, which sends three times the bytes between them. (Try it: return the two groups of
+#   turn 1 in the other order.) The first dimension replicates, the second shards.
 # - **Out of memory since you accumulate without synchronisation.** Each rank now holds all gradients,
 #   complete: "gradients kept" above.
 # - **Out of memory under HYBRID_SHARD, not under FULL_SHARD.** Each copy of the model is cut over the ranks
