@@ -41,7 +41,7 @@ def film():
 
 def planned():
     from fsdp_utils.planner.plot import plot_memory
-    plot_memory(None)
+    plot_memory([], 80.0, "H100")
 
 def planner():
     from fsdp_utils import plan
