@@ -654,8 +654,8 @@ if mine < best_so_far:
     save(folder / "best.pt", model, optimizer)
 
 # %% [markdown]
-# The ranks hang as before, although all run the same line. A condition that guards a collective must have the
-# same value on all ranks. So compute one number from all, then compare:
+# The rank that saves hangs as before, although all ranks run the same line. A condition that guards a
+# collective must have the same value on all ranks. So compute one number from all, then compare:
 
 # %%
 # %%ranks
