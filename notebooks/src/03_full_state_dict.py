@@ -735,12 +735,11 @@ def all_here(name, seconds):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 10
-import itertools
+import uuid
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 result = None
-attempts = itertools.count()
 
 
 class NoCollectives(TorchDispatchMode):
@@ -754,7 +753,9 @@ class NoCollectives(TorchDispatchMode):
 
 def score_here(all_here):
     """Ask three times: all ranks come; only rank 0 comes; the last rank comes half a second late."""
-    name = f"turn 2, attempt {next(attempts)}"
+    names = [uuid.uuid4().hex]                           # another one each time this runs
+    dist.broadcast_object_list(names, src=0)
+    (name,) = names
     with NoCollectives():
         together = all_here(f"{name}, together", 5)
         if together is None:
