@@ -697,18 +697,12 @@ set_state_dict(
 #
 # A rank that waits inside a collective cannot look around. So ask *before* the first collective whether all
 # ranks have come, with something that is no collective: a **store**. A store is a small table of keys and
-# values that one process keeps and all can read and write. Each `init_process_group` makes one to let the
-# ranks find each other. Here is another one:
+# values that all ranks can read and write. Each `init_process_group` makes one to let the ranks find each
+# other. Here is another one, which is kept in a file:
 
 # %%
 # %%ranks
-port = [None]
-if rank == 0:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    port = [store.port]
-dist.broadcast_object_list(port, src=0)
-if rank > 0:
-    store = dist.TCPStore("localhost", port[0], is_master=False, wait_for_workers=False)
+store = dist.FileStore(str(folder / "store"), world)
 
 # %% [markdown]
 # `store.add(key, n)` adds `n` to the number under that key, which starts at 0, and returns the new number.
