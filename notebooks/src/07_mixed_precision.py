@@ -329,8 +329,8 @@ print("Checked: with the same two dtypes, FSDP1 has the dtypes of FSDP2 at each 
 #
 # ## Inputs, outputs and autocast
 #
-# FSDP2's policy casts the inputs of a unit to `param_dtype`. `cast_forward_inputs=False` turns that off; then
-# the input has to be bf16 already. And `output_dtype` casts what the unit returns.
+# FSDP2's policy casts the floating-point inputs of a unit to `param_dtype`. `cast_forward_inputs=False` turns
+# that off; then the input has to be bf16 already. And `output_dtype` casts what the unit returns.
 
 # %%
 # %%ranks
@@ -719,7 +719,7 @@ for losses, moved, scale in right:
     assert losses[-1] < losses[0]
 torch.testing.assert_close(right[0][0], right[1][0], rtol=1e-2, atol=1e-3)
 assert by_scaler["FSDP1, GradScaler"][1] == [True, True, True]
-print("Checked: two of three leave out step 2 on all ranks, with losses alike; the third parts the ranks.")
+print("Checked: two of three leave out step 2 on all ranks, with losses alike; with the third they diverge.")
 
 # %% [markdown]
 # ## What is saved, and what it is loaded into
@@ -1089,7 +1089,7 @@ print("Checked: native from compute capability 8.0 on.")
 #   bf16, as in the third row of *FSDP2*. Set `reduce_dtype=torch.float32`.
 # - **The loss stops falling early, with a small learning rate.** The model was made or loaded in bf16, and
 #   small steps are rounded away, as in *What is saved*. Call `model.float()` before sharding.
-# - **With fp16 and FSDP1 the ranks part.** `torch.amp.GradScaler` asks its own rank only, as in *fp16, and
+# - **With fp16 and FSDP1 the ranks diverge.** `torch.amp.GradScaler` asks its own rank only, as in *fp16, and
 #   its scaler*. Use `ShardedGradScaler`, or FSDP2.
 # - **The all-gather is not faster than in fp32.** bf16 comes from `torch.autocast`, not from the policy, as
 #   in *Inputs, outputs and autocast*.
