@@ -191,7 +191,7 @@ def compare(idea, one, two, wanted=None, rtol=1e-4, same_bytes=True, clip=(None,
 # | FSDP1 | FSDP2 |
 # |:--|:--|
 # | `auto_wrap_policy=` | call `fully_shard` on each block, then on the model |
-# | `backward_prefetch=` | none: always as `BACKWARD_PRE` |
+# | `backward_prefetch=` | as `BACKWARD_PRE` by default; others by `set_modules_to_backward_prefetch` |
 # | `forward_prefetch=True` | `set_modules_to_forward_prefetch` |
 # | `limit_all_gathers=` | none: not needed |
 # | `use_orig_params=`, `device_id=` | none: names and shapes are kept; the mesh says which device |
@@ -246,7 +246,8 @@ if hybrid:
     )
 
 # %% [markdown]
-# With gradient accumulation the last of several small batches talks, the others do not.
+# With gradient accumulation only the last of several small batches reduces its gradients. (Parameters are
+# gathered for each of them, in both ways of writing.)
 
 # %% tags=["accumulation"]
 # %%ranks
@@ -287,7 +288,7 @@ torch.testing.assert_close([one, two], [wanted, wanted], rtol=1e-4, atol=0)
 # |:--|:--|
 # | `param_dtype`, `reduce_dtype` | the same |
 # | `buffer_dtype` | none: cast buffers yourself |
-# | `cast_root_forward_inputs` | `cast_forward_inputs`, for every unit |
+# | `cast_root_forward_inputs`, for the root | `cast_forward_inputs`, for every unit |
 # | `keep_low_precision_grads` | none: gradients have the dtype of the shards |
 
 # %% tags=["precision"]
@@ -534,7 +535,7 @@ print(found)
 print(found.code())
 
 # %% [markdown]
-# A key that it does not know is an error, for a setting that is passed over is a training that is another:
+# A key that it does not know is an error: a setting that is silently dropped changes the training.
 
 # %% tags=["raises-exception"]
 translate({"zero_optimization": {"stage": 3, "offload_parm": {"device": "cpu"}}})
@@ -733,7 +734,8 @@ lesson.claims(
         "fsdp2-lower-peak": "The same losses. The peak is for GPUs to say: what FSDP2 changed is how streams "
         "share memory, and a CPU has none.",
         "always-backward-pre": "The same all-gathers and reduce-scatters in the same order as FSDP1 with "
-        f"`BACKWARD_PRE`, and {kib2:.0f} KiB as there.",
+        f"`BACKWARD_PRE`, and {kib2:.0f} KiB as there. That is the default today: "
+        "`set_modules_to_backward_prefetch` changes it.",
         "space-time": f"Yes: two batches of {24 // len(world)} on each of {len(world)} ranks, added up, give "
         "the gradients of two batches of 24 in one process.",
         "everything-deepspeed": "No. `translate` finds no counterpart for offloading to NVMe, for quantized "
@@ -755,6 +757,7 @@ strategies = {
     ("FULL_SHARD",): True,
     ("SHARD_GRAD_OP",): False,
     ("HYBRID_SHARD",): True,
+    ("_HYBRID_SHARD_ZERO2",): False,
     ("NO_SHARD",): "DDP",
 }
 lesson.check(reshard, strategies)
@@ -786,9 +789,11 @@ lesson.check(whole_norm, norms)
 # %% [markdown]
 # ## Summary
 #
-# - Same losses and, with the same units, the same bytes: FSDP1 and FSDP2 differ in how they are written.
-# - Most arguments of FSDP1 are gone because there is nothing left to choose. Strategy and groups became
-#   `reshard_after_forward` and the mesh.
+# - Same losses and, with the same units, the same bytes sent. How long memory is held on a GPU differs
+#   (lesson 11).
+# - Some arguments of FSDP1 are gone because nothing is left to choose (`use_orig_params`,
+#   `limit_all_gathers`). Others became calls: strategy and groups are `reshard_after_forward` and the mesh,
+#   prefetching has two methods.
 # - Freezing needs nothing, and sends less where a unit is frozen in part.
 # - Clip with PyTorch's own function. Under FSDP1 the same line is wrong, and silent.
 # - Full and sharded state dicts carry over. Move LOCAL_STATE_DICT while FSDP1 is still there to read it.
