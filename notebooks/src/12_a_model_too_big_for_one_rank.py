@@ -316,13 +316,16 @@ class Host:
     """Memory of this process over time, in models, above what it was at the beginning."""
 
     def __enter__(self):
-        gc.collect()
-        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)                                      # what was freed goes back to the system
+        self.trim()
         self.before, self.began, self.curve = psutil.Process().memory_info().rss, time.perf_counter(), []
         self.over, self.thread = threading.Event(), threading.Thread(target=self.watch)
         self.thread.start()
         return self
+
+    def trim(self):
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)                                      # what was freed goes back to the system
 
     def watch(self):
         process = psutil.Process()
@@ -340,6 +343,7 @@ for name, way in ways.items():
     dist.barrier()
     with Host() as host:
         model = way("larger")
+        host.trim()
         time.sleep(0.05)                                             # a moment to see what stays
     curves[name] = host.curve
     sums[name] = [p.to_local().double().sum().item() for p in model.parameters()]
@@ -353,6 +357,7 @@ print(f"each rank holds {held:.2f} of the model in the end; the largest tensor i
 names, curves = ranks.get("list(ways)")[0], ranks.get("curves")
 world = len(curves)
 peaks = {name: [max(held for _, held in of_rank[name]) for of_rank in curves] for name in names}
+longest = max(curve[-1][0] for of_rank in curves for curve in of_rank.values())
 fig, panels = plots.figure(len(peaks), width=9.6, height=2.7)
 for axes, name in zip(panels, peaks):
     for rank in reversed(range(world)):
@@ -360,7 +365,8 @@ for axes, name in zip(panels, peaks):
         axes.plot(seconds, held, color=plots.RANK_COLORS[rank], linewidth=1.8, label=f"rank {rank}")
     axes.axhline(1 / world, color=plots.INK, linestyle=":", linewidth=0.9)
     axes.axhline(1, color=plots.INK, linestyle="--", linewidth=0.8)
-    axes.set(xlabel="seconds", ylim=(0, 2.8), yticks=[0, 1, 2] if axes is panels[0] else [])
+    axes.set(xlabel="seconds", xlim=(0, longest), ylim=(0, 2.8))
+    axes.set_yticks([0, 1, 2] if axes is panels[0] else [])
     axes.set_title(name, fontsize=9)
     others = max(peaks[name][1:])
     text = f"peak {peaks[name][0]:.2f} on rank 0\n{others:.2f} on others"
@@ -631,7 +637,10 @@ for column, count in enumerate((8, 64, 512)):
         rest, gathered = rank_gb(numbers[name], blocks[name], count)
         color, label = plots.RANK_COLORS[column], f"{count} ranks" if row == 0 else None
         axes.plot(rest + gathered, row, "o", markersize=9, color=color, label=label)
-        axes.text(rest + gathered, row - 0.28, f"{rest + gathered:,.0f}", ha="center", fontsize=8)
+        axes.text(
+            rest + gathered, row - 0.28, f"{rest + gathered:,.0f}", ha="center", va="center", fontsize=8,
+            bbox={"facecolor": plots.CARD, "linewidth": 0, "pad": 0.4},
+        )
 for gb, text, side in ((H100, 'H100 of "80 GB": ', "right"), (H200, 'H200 of "141 GB": ', "left")):
     axes.axvline(gb, color=plots.INK, linestyle="--", linewidth=0.8)
     axes.text(gb, 3.75, f" {text}{gb:.0f} ", ha=side, fontsize=8)
