@@ -201,8 +201,9 @@ def fsdp2(model=None, reshard_after_forward=True, **options):
 
 # %% [markdown]
 # `compare` trains both and compares them with one process. "The same" means two things: the losses agree up
-# to the rounding of float32, and in each kind of collective a rank sends the same number of bytes. Where one
-# of the two does not hold, `compare` raises an error.
+# to the rounding of float32, and each kind of collective carries the same number of bytes. Where one of the
+# two does not hold, `compare` raises an error. Bytes are those of the full tensors that are gathered or
+# reduced; each of four ranks sends about three quarters of them.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -230,7 +231,7 @@ def compare(idea, one, two, wanted=None, rtol=1e-4, same_bytes=True, clip=(None,
 
 # %% jupyter={"source_hidden": true}
 def pairs(*ideas):
-    """The last loss, and what rank 0 sends in a step, for some of the pairs."""
+    """The last loss, and what a step's collectives carry, for some of the pairs."""
     found = ranks.get("compared")[0]
     rows = []
     for idea in ideas:
@@ -672,8 +673,8 @@ def old_step(model, optimizer):
 # %% [markdown]
 # Write both functions with `fully_shard`. `build()` gives the model, `step(model, 0)` and `step(model, 1)`
 # run forward and backward on the two batches. The folded cell runs four steps of both programs, and compares
-# the norms, the loss that the trained models have, and what the last step sends. Edit the next cell, then run
-# it and the two folded cells below it.
+# the norms, the loss that the trained models have, and the collectives of the last step. Edit the next cell,
+# then run it and the two folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -1249,7 +1250,7 @@ Table(
 # %% [markdown]
 # ## Proof
 #
-# Here are all pairs at a glance: what rank 0 sends in a step, with FSDP1 and with FSDP2.
+# Here are all pairs at a glance: the bytes that the collectives of a step carry, with both.
 
 # %% jupyter={"source_hidden": true}
 everything = ranks.get("compared")[0]
@@ -1261,11 +1262,11 @@ for row, found_pair in enumerate(everything.values()):
         axes.barh(place, sent, height=0.34, color=plots.RANK_COLORS[index], label=label)
         axes.text(sent, place, f" {sent:.0f}", va="center", fontsize=8)
 axes.set_yticks(range(len(everything)), list(everything))
-axes.set(xlabel="KiB that a rank sends in a step", ylim=(len(everything) - 0.4, -0.6))
+axes.set(xlabel="KiB that the collectives of a step carry", ylim=(len(everything) - 0.4, -0.6))
 axes.margins(x=0.1)
 axes.tick_params(length=0)
-fig.legend(loc="outside lower center", ncols=2)
-plots.show(fig, alt="KiB that a rank sends in a step with FSDP1 and FSDP2, for each idea of this lesson.")
+fig.legend(loc="outside lower center", ncols=2, frameon=False)
+plots.show(fig, alt="KiB that the collectives of a step carry with FSDP1 and FSDP2, for each idea.")
 
 # %% [markdown]
 # The two send the same in every pair but one: with frozen layers FSDP2 sends less.
