@@ -72,7 +72,7 @@ def draw_life(starts, *, every, unit, alt):
         (t, last), (u, first) = before["points"][-1], after["points"][0]
         cross = {"marker": "X", "color": plots.RANK_COLORS[5], "markersize": 11, "linestyle": ""}
         steps.plot(t, last, label=f"rank {before['killed']} killed", **cross)
-        lanes.plot(before["ended"], before["killed"], **cross)
+        lanes.plot(t, before["killed"], **cross)
         steps.plot([t, t, u], [last, first, first], color=plots.INK, linestyle=":", linewidth=1.2)
         steps.text(t, (last + first) / 2, f"  steps {first + 1} to {last}\n  are lost", va="center")
         steps.text(u, first, f" resumed\n at step {first}", va="top")
@@ -623,8 +623,8 @@ source(loop._evaluate)
 # ## Kill a rank
 #
 # The second run has the same settings and three ranks. After step 15 its rank 1 gets SIGKILL, which no
-# process can catch. The out-of-memory killer of a host sends this signal; a power failure has the same
-# effect.
+# process can catch. The out-of-memory killer of a host sends this signal. To the other hosts, a power failure
+# looks the same.
 
 # %%
 begun = time.time()
@@ -1075,9 +1075,9 @@ draw_kills(saves)
 # Each dot is one moment of a kill, in the order in which the moments can occur. The target goes on from the
 # last complete save, or from the one that was just being finished. `torch.distributed.checkpoint` has the
 # same order: all ranks write their files, and then one rank writes `.metadata` under another name and
-# renames it. `fsdp_utils.save_distributed` also checks what it loads, so that a file that the disk has
-# damaged later is found too. (On a real disk there is one thing more: a rename may reach the disk before
-# the content of the file. `fsync` before the rename prevents that.)
+# renames it. The program also notices a file that was damaged later, and then takes the checkpoint before it.
+# (On a real disk there is one thing more: a rename may reach the disk before the content of the file. `fsync`
+# before the rename prevents that.)
 
 # %% tags=["check"]
 try_answers(10)
