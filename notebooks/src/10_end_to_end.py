@@ -25,68 +25,9 @@
 # What must it have saved, and in which order, so that the loss curve shows nothing of it?
 
 # %% jupyter={"source_hidden": true}
-import inspect
-import json
-import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from itertools import pairwise
-from pathlib import Path
+from fsdp_utils.lessons import plots
 
-import numpy as np
-import psutil
-from IPython.display import Markdown, display
-from matplotlib.patches import Patch
-
-from fsdp_utils.lessons import lesson, plots, recorded
-from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn
-
-
-@plots.in_look
-def draw_life(starts, *, every, unit, alt):
-    """Draw the steps of a run over time, and the processes that ran it.
-
-    starts: for each start of the run: ranks, begun, points [(time, step)], ended, killed (a rank or None).
-    """
-    fig = plots.Figure(figsize=(9.0, 4.2))
-    steps, lanes = fig.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
-    for index, start in enumerate(starts):
-        color = plots.RANK_COLORS[index]
-        times, done = zip(*start["points"])
-        steps.plot(times, done, color=color, linewidth=2.5, label=f"steps done, {start['ranks']} ranks")
-        for rank in range(start["ranks"]):
-            lanes.barh(rank, start["ended"] - start["begun"], left=start["begun"], height=0.7, color=color)
-            setup = times[0] - start["begun"]
-            striped = {"hatch": "////", "edgecolor": plots.CARD}
-            lanes.barh(rank, setup, left=start["begun"], height=0.7, color=color, **striped)
-        saved = [step for step in range(every, done[-1] + 1, every) if step > done[0]]
-        square = {"marker": "s", "color": plots.INK, "markersize": 6, "linestyle": ""}
-        steps.plot(np.interp(saved, done, times), saved, label="" if index else "checkpoint", **square)
-    for before, after in pairwise(starts):
-        (t, last), (u, first) = before["points"][-1], after["points"][0]
-        cross = {"marker": "X", "color": plots.RANK_COLORS[5], "markersize": 11, "linestyle": ""}
-        steps.plot(t, last, label=f"rank {before['killed']} killed", **cross)
-        lanes.plot(t, before["killed"], **cross)
-        steps.plot([t, t, u], [last, first, first], color=plots.INK, linestyle=":", linewidth=1.2)
-        steps.text(t, (last + first) / 2, f"  steps {first + 1} to {last}\n  are lost", va="center")
-        steps.text(u, first, f" resumed\n at step {first}", va="top")
-    steps.set(ylabel="step", ylim=(-2, None))
-    most = max(start["ranks"] for start in starts)
-    lanes.set_yticks(range(most), [f"rank {rank}" for rank in range(most)])
-    lanes.set(ylim=(most - 0.4, -0.6), xlabel=unit)
-    handles, _ = steps.get_legend_handles_labels()
-    handles.append(Patch(facecolor=plots.FAINT, label="process starts and loads", **striped))
-    fig.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8)
-    return plots.show(fig, alt=alt)
-
-
-draw_life(
+plots.life_of_a_run(
     [
         {"ranks": 3, "begun": 0, "points": [(2, 0), (5.4, 17)], "ended": 5.4, "killed": 1},
         {"ranks": 2, "begun": 6.4, "points": [(8.4, 10), (15, 40)], "ended": 15, "killed": None},
@@ -153,6 +94,25 @@ draw_life(
 # them.
 
 # %% jupyter={"source_hidden": true}
+import inspect
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+from IPython.display import Markdown, display
+
+from fsdp_utils.lessons import lesson, recorded
+from fsdp_utils.lessons.tables import Table
+from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn
+
 home = Path.cwd()
 folder = Path(tempfile.mkdtemp())
 os.chdir(folder)                                # the ranks and programs of this lesson find sums.py there
@@ -738,7 +698,7 @@ for lived, when, step in zip((first_start, second_start), ready, (0, resumed_at)
     points = [(when, step), *lived["points"]]
     lived["points"] = [(when - begun, step) for when, step in points]
     lived["begun"], lived["ended"] = lived["begun"] - begun, lived["ended"] - begun
-draw_life(
+plots.life_of_a_run(
     [first_start, second_start],
     every=10,
     unit="seconds since the first start",
