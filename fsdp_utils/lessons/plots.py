@@ -2,10 +2,11 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from IPython.display import Image
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -123,6 +124,52 @@ def life_of_a_unit(world_size: int = 4) -> Image:
         fig,
         alt="A unit's shards, gathered for forward and backward, and its gradients reduced and scattered.",
     )
+
+
+@in_look
+def life_of_a_run(starts: Sequence[Mapping[str, Any]], *, every: int, unit: str, alt: str) -> Image:
+    """Draw the steps of a run over time, and the processes that ran it.
+
+    Args:
+        starts: For each start of the run: its number of "ranks"; "begun" and "ended", when its processes
+            began and ended; "points", a list of (time, steps done) from the first step on; "killed", the
+            rank that was killed, or None.
+        every: Steps between two checkpoints.
+        unit: Label of the time axis.
+        alt: What the figure shows, for readers who do not see it.
+
+    Returns:
+        Above the steps and checkpoints, below one row for each rank.
+    """
+    fig = Figure(figsize=(9.0, 4.2))
+    steps, lanes = fig.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
+    square = {"marker": "s", "color": INK, "markersize": 6, "linestyle": ""}
+    cross = {"marker": "X", "color": RANK_COLORS[5], "markersize": 11, "linestyle": ""}
+    striped: dict[str, Any] = {"hatch": "////", "edgecolor": CARD}
+    for index, start in enumerate(starts):
+        color, begun = _color(index), start["begun"]
+        times, done = zip(*start["points"], strict=True)
+        steps.plot(times, done, color=color, linewidth=2.5, label=f"steps done, {start['ranks']} ranks")
+        for rank in range(start["ranks"]):
+            lanes.barh(rank, start["ended"] - begun, left=begun, height=0.7, color=color)
+            lanes.barh(rank, times[0] - begun, left=begun, height=0.7, color=color, **striped)
+        saved = [step for step in range(every, done[-1] + 1, every) if step > done[0]]
+        steps.plot(np.interp(saved, done, times), saved, label="" if index else "checkpoint", **square)
+    for before, after in pairwise(starts):
+        (t, last), (u, first) = before["points"][-1], after["points"][0]
+        steps.plot(t, last, label=f"rank {before['killed']} killed", **cross)
+        lanes.plot(t, before["killed"], **cross)
+        steps.plot([t, t, u], [last, first, first], color=INK, linestyle=":", linewidth=1.2)
+        steps.text(t, (last + first) / 2, f"  steps {first + 1} to {last}\n  are lost", va="center")
+        steps.text(u, first, f" resumed\n at step {first}", va="top")
+    steps.set(ylabel="step", ylim=(-2, None))
+    most = max(start["ranks"] for start in starts)
+    lanes.set_yticks(range(most), [f"rank {rank}" for rank in range(most)])
+    lanes.set(ylim=(most - 0.4, -0.6), xlabel=unit)
+    handles, _ = steps.get_legend_handles_labels()
+    handles.append(Patch(facecolor=FAINT, label="process starts and loads", **striped))
+    fig.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8)
+    return show(fig, alt=alt)
 
 
 @in_look

@@ -2,26 +2,68 @@
 # # 5 · Maximising throughput
 #
 # The usual advice is: raise the batch size until memory runs out, then take one step back. In this lesson
-# you see why that is one step too few. Just below "out of memory" lies a zone where training still runs,
-# but the allocator has to give memory back and ask again, in every step. The best batch size lies below
-# that zone.
+# you see why that is one step too few. Just below "out of memory" lies a zone where training still runs, but
+# the allocator has to give memory back and ask for it again, step after step. The best batch size lies below
+# that zone. You also write a search that finds it.
 
 # %% [markdown] tags=["card"]
 # learn:
 # - what *reserved* and *allocated* mean, and what PyTorch's caching allocator does
-# - what a cudaMalloc retry is, and why FSDP's three streams bring it about
+# - what a cudaMalloc retry is, and why FSDP's streams cause it
 # - to find the batch size below the retries, with `Memory_Maximizer` and `find_batch_size`
 # - what `expandable_segments` changes
 # needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU: what needs one is simulated,
 #   and called so'
 # ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
-# takes: a minute to run on 2 cores (AMD EPYC) · 20 minutes to read
+# takes: a minute to run on 2 cores (AMD EPYC) · 25 minutes to read
 # video: '[Maximising throughput](https://www.loom.com/share/2dd1bb59468640df876578835603d0a7),
 #   2022. Since then: `Memory_Maximizer` looks at all ranks and forgets earlier trials,
 #   and PyTorch has expandable segments.'
 
+# %% [markdown]
+# **The question of this lesson:** the tensors of a training step fit into the GPU, and still the step is
+# slower than with a smaller batch. Where does the time go?
+#
+# ## In your own code
+#
+# `find_batch_size` tries batch sizes on your own training step, on all ranks, and reports the fastest one
+# that causes no retry. What a retry is, the lesson explains. Save the script as `train.py` and start it with
+# `torchrun --nproc-per-node 4 train.py`. On GPUs leave `limit` out; on CPUs the search needs it.
+#
+# ```python
+# import torch
+# import torch.distributed as dist
+# from torch import nn
+# from torch.distributed.device_mesh import init_device_mesh
+# from torch.distributed.fsdp import fully_shard
+# from fsdp_utils import find_batch_size
+#
+# device = "cuda" if torch.cuda.is_available() else "cpu"
+# dist.init_process_group("nccl" if device == "cuda" else "gloo")
+# if device == "cuda":
+#     torch.cuda.set_device(dist.get_node_local_rank())
+# model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+# for part in [*model, model]:
+#     fully_shard(part, mesh=init_device_mesh(device, (dist.get_world_size(),)))
+# optimizer = torch.optim.AdamW(model.parameters())
+#
+# def step(batch_size):                                       # one whole step, as your loop makes it
+#     model(torch.randn(batch_size, 256, device=device)).square().mean().backward()
+#     optimizer.step()
+#     optimizer.zero_grad()
+#
+# search = find_batch_size(step, start=4, limit=64)           # all ranks together
+# if dist.get_rank() == 0:
+#     print(search)
+# dist.destroy_process_group()
+# ```
+#
+# The steps of the search really train the model, so run it before your training and not within it.
+
 # %%
-from fsdp_utils.lessons import lesson
+from fsdp_utils.lessons import lesson, plots
+from fsdp_utils.lessons.tables import Table
+from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn
 from fsdp_utils.notebook import ranks
 
 # real ranks, for the second half of the lesson
@@ -54,28 +96,27 @@ with record_allocations() as trace:
     del a
     c = torch.empty(62 * MIB, dtype=torch.uint8)        # u8[62 MiB]
 
-[f"{event.kind} {event.size // MIB} MiB" for event in trace.events]
-
 # %% [markdown]
-# Now replay it. **This is a simulation:** no GPU takes part.
+# Now replay what was recorded. **This is a simulation:** no GPU takes part.
 
 # %%
 from fsdp_utils import simulate_allocator
 
 
 def show(result):
-    for event, allocated, reserved in zip(trace.events, result.allocated, result.reserved):
-        does = f"{event.kind} {event.size // MIB} MiB"
-        print(f"{does:12}  allocated {allocated // MIB:3} MiB  reserved {reserved // MIB:3} MiB")
+    rows = [
+        [f"{event.kind} {event.size // MIB} MiB", allocated // MIB, reserved // MIB]
+        for event, allocated, reserved in zip(trace.events, result.allocated, result.reserved)
+    ]
+    return Table(["the program", "allocated, MiB", "reserved, MiB"], rows)
 
 
-large_gpu = simulate_allocator(trace)
-show(large_gpu)
+show(simulate_allocator(trace))
 
 # %% [markdown]
-# The third line is the one to look at: 60 MiB are freed, and reserved stays. The last line needs 62 MiB,
-# and the cached place has only 60. So the allocator asks for 62 more. At the end 92 MiB are in use and 152
-# are reserved.
+# Look at the third line: 60 MiB are freed, and reserved stays as it was. The last line needs 62 MiB, and the
+# free place in the cache has only 60. So the allocator asks the GPU for 62 more. At the end 92 MiB are in use
+# and 152 are reserved.
 #
 # ## Predict
 #
@@ -92,21 +133,24 @@ show(large_gpu)
 # %%
 small_gpu = simulate_allocator(trace, limit_gib=100 / 1024)
 show(small_gpu)
-print("retries:", small_gpu.num_alloc_retries)
-assert (small_gpu.regime, small_gpu.reserved[-1] // MIB) == ("retries", 92)
+
+# %% tags=["check"]
+assert (small_gpu.regime, small_gpu.num_alloc_retries, small_gpu.reserved[-1] // MIB) == ("retries", 1, 92)
+print("Checked: one retry, and 92 MiB reserved at the end.")
 
 # %% [markdown]
-# One retry, and nothing else tells you of it: no error, no warning. But `cudaFree` waits until the GPU
-# has finished its work, and the cache that was just given back must be asked for again. If that happens
-# in each step, each step is slower.
+# There was one retry, and the program is told nothing of it: no error, no warning. But `cudaFree` waits until
+# the GPU has finished its work, and what was given back must later be asked for again. If that happens step
+# after step, each step is slower.
 #
 # ## A real FSDP step, recorded
 #
 # Now to training. The model is a small vision transformer. It is sharded with `fully_shard` and
-# `reshard_after_forward=False`: a block gathered for forward stays whole until its backward. This strategy
-# is called ZeRO-2. Lesson 6 compares it with others.
+# `reshard_after_forward=False`: a block that is gathered for forward keeps its full parameters until its
+# backward. This strategy is called ZeRO-2; [lesson 6](06_sharding_strategies.ipynb) compares it with others.
+# The next cell is folded; it defines `SmallViT`, with four blocks.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -157,14 +201,14 @@ mesh = init_device_mesh("cpu", (8,))
 
 
 def record(batch_size, width=1024):
-    """Three training steps of one rank of eight."""
+    """Five training steps of one rank of eight."""
     model = SmallViT(width)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with record_allocations(model, optimizer) as trace:
-        for _ in range(3):
+        for _ in range(5):
             trace.begin_step()
             logits = model(torch.randn(batch_size, 196, 768))                   # f32[batch, 1000]
             F.cross_entropy(logits, torch.zeros(batch_size, dtype=torch.long)).backward()
@@ -181,15 +225,13 @@ def record(batch_size, width=1024):
 real = record(batch_size=2, width=64)
 with FakeTensorMode():
     fake = record(batch_size=2, width=64)
-print(f"{len(real.events)} events with real tensors, {len(fake.events)} with fake ones")
-assert real.events == fake.events
+assert real.events == fake.events               # the same events, in the same order, of the same sizes
+print(f"{len(real.events):,} events with real tensors, {len(fake.events):,} with fake ones")
 
 # %% [markdown]
-# The same events, in the same order, of the same sizes.
-#
-# Now the wide model, at growing batch sizes. A step makes the same tensors at each of them. Some have the
-# same size, too, and the others grow evenly with the batch. So the recordings of 16 and 32 should tell what
-# lies between. Do they? Record 24 as well, and compare.
+# They do. Now the wide model, at growing batch sizes. A step makes the same tensors at each batch size. Some
+# of them keep their size, too, and the others grow evenly with the batch. So the recordings of 16 and 32
+# should tell what lies between. Do they? Record 24 as well, and compare.
 
 # %%
 from dataclasses import replace
@@ -207,12 +249,14 @@ def between(size):
     return AllocationTrace(list(resized))
 
 
-sizes = [16, 20, 22, 23, 24, 25, 26, 28, 32]
+sizes = [16, 20, 22, 23, 24, 25, 26, 27, 28, 32]
 traces = {size: between(size) for size in sizes}
 assert traces[24].events == middle                                          # each event, each size
 
-for size in (16, 24, 26, 32):
-    print(f"batch size {size:2}: tensors need {traces[size].peak_gib:.2f} GiB at most")
+
+# %% jupyter={"source_hidden": true}
+rows = [[size, round(traces[size].peak_gib, 2)] for size in (16, 20, 24, 26, 32)]
+Table(["batch size", "tensors at the peak, GiB"], rows)
 
 # %% [markdown]
 # These are sizes of tensors, and nothing is simulated yet. Memory grows with the batch, as activations
@@ -220,7 +264,7 @@ for size in (16, 24, 26, 32):
 #
 # ## Predict
 #
-# Say that PyTorch may use 1.75 GiB. (A small limit for a small model.) The tensors of batch size 24 need
+# Say that PyTorch may use 1.73 GiB. (A small limit for a small model.) The tensors of batch size 24 need
 # 1.54 GiB. Does it fit? And 26, which needs a tenth of a GiB more?
 #
 # <details><summary>Answer</summary>
@@ -233,51 +277,60 @@ for size in (16, 24, 26, 32):
 # ## The batch-size curve
 #
 # Replay each trace under the limit. **A simulation again.** The numbers are the simulated allocator's,
-# for a GPU of which PyTorch may use 1.75 GiB.
+# for a GPU of which PyTorch may use 1.73 GiB.
 
 # %% tags=["regimes"]
-LIMIT_GIB = 1.75
+LIMIT_GIB = 1.73
 plain = {size: simulate_allocator(traces[size], limit_gib=LIMIT_GIB) for size in sizes}
 
-for size, result in plain.items():
-    print(f"batch size {size:2}: {result.regime:13}  retries in each step: {result.retries_by_step}")
+# %% jupyter={"source_hidden": true}
+Table(
+    ["batch size", "regime", *(f"retries, step {step}" for step in range(1, 6))],
+    [
+        [size, result.regime, *(list(map(str, result.retries_by_step)) + [""] * 5)[:5]]
+        for size, result in plain.items()
+    ],
+)
 
+# %% [markdown]
+# There are three regimes, in this order: the batch fits, it runs with retries, it runs out of memory. In the
+# middle one the retries do not stop after the first step: they go on as long as the training does.
+
+# %% tags=["check"]
 order = ["fits", "retries", "out of memory"]
 regimes = [result.regime for result in plain.values()]
 assert set(regimes) == set(order)                                   # all three are there ...
 assert regimes == sorted(regimes, key=order.index)                  # ... and in this order
-
-# %% [markdown]
-# Three regimes, in this order: it fits, it runs with retries, it runs out of memory. In the middle one the
-# retries do not stop after the first step. How long do they go on? Put `range(8)` into `record`: then 25
-# and 26 have retries in each of the eight steps, while those of 24, at the edge, end after the third.
+assert all(min(result.retries_by_step[1:]) > 0 for result in plain.values() if result.regime == "retries")
+print("Checked: three regimes, in this order; in the middle one there are retries in steps 2 to 5.")
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import plots
-
 fig, panels = plots.figure(3, width=10.0, height=3.4)
 for axes, size in zip(panels, (20, 25, 28)):
     plain[size].plot(axes)
-    axes.set_title(f"simulated, batch size {size}: {plain[size].regime}", fontsize=9)
-    axes.set(ylim=(0, 2), ylabel="", xticks=[])
+    axes.set_title(f"simulated, batch {size}: {plain[size].regime}", fontsize=9)
+    covers = "first step, until it fails" if plain[size].out_of_memory else "five steps"
+    axes.set(ylim=(0, 2), ylabel="", xlabel=covers, xticks=[])
     axes.get_legend().remove()
 panels[0].set_ylabel("GiB")
 marks, _ = panels[2].get_legend_handles_labels()                    # all of them occur there
 names = ["reserved", "allocated", "limit", "retry", "out of memory"]
 fig.legend(marks, names, loc="outside lower center", ncols=5, frameon=False)
-plots.show(fig, alt="Simulated memory over three steps: it fits, it retries, it runs out.")
+plots.show(fig, alt="Simulated memory over five steps: it fits, it retries, it runs out.")
 
 # %% [markdown]
-# The line is allocated, the area is reserved, the dashed line is the limit. The dotted lines begin a step.
-# On the left, reserved soon reaches its height and stays: from then on nobody asks the GPU for anything. In
-# the middle each red mark is a retry: the area drops, because the cache is given back, and rises again. On
-# the right even that was not enough: at the red line the memory has run out.
+# The line is allocated, the area is reserved, the dashed line is the limit. Each dotted line is the beginning
+# of a step. On the left, reserved soon reaches its height and stays: from then on the allocator asks the GPU
+# for nothing. In the middle each red mark is a retry: the area drops, because the cache is given back, and
+# rises again. On the right even that was not enough: at the red line the memory has run out.
 #
 # ## Why just below the limit?
 #
-# At batch size 24 the tensors need 1.54 of 1.75 GiB. Where is the rest? FSDP2 works in several CUDA
-# **streams**, queues of work that run side by side. One computes, one gathers, one reduces. The allocator
-# keeps a cache for each stream, and a cached place of one stream does not serve another.
+# At batch size 24 the tensors need 1.54 of 1.73 GiB. Where is the rest? FSDP2 works in several CUDA
+# **streams**, queues of work that run side by side. Beside the stream of the computation it has four of its
+# own: for the copies into the all-gather, for the all-gather, for the reduce-scatter, and for the all-reduce
+# of HSDP. In this recording, tensors are allocated in three: in that of the computation and in two of FSDP's.
+# The allocator keeps a cache for each stream, and a cached place of one stream does not serve another.
 #
 # So put all tensors of the same trace on one stream, and replay it.
 
@@ -285,47 +338,64 @@ plots.show(fig, alt="Simulated memory over three steps: it fits, it retries, it 
 streams = sorted({event.stream for event in traces[24].events})
 one_stream = AllocationTrace([replace(event, stream=0) for event in traces[24].events])
 
-print(f"streams {streams}:", simulate_allocator(traces[24]))
-print("one stream:       ", simulate_allocator(one_stream))
+replayed = {
+    f"{len(streams)} streams": simulate_allocator(traces[24]),
+    "one stream": simulate_allocator(one_stream),
+}
+
+# %% jupyter={"source_hidden": true}
+Table(
+    ["batch size 24, without a limit", "allocated at the peak, GiB", "reserved at the peak, GiB"],
+    [
+        [name, round(result.peak_allocated_gib, 2), round(result.peak_reserved_gib, 2)]
+        for name, result in replayed.items()
+    ],
+)
+
+# %% tags=["check"]
+assert len(streams) == 3
 assert plain[24].regime == "retries"
 assert simulate_allocator(one_stream, limit_gib=LIMIT_GIB).regime == "fits"
+print("Checked: under the limit, three streams have retries, and one stream fits.")
 
 # %% [markdown]
-# The same tensors, and 1.55 GiB allocated in both. (A little more than the tensors need, because the
-# allocator rounds each size up.) But with three streams the allocator would like to reserve 1.78 GiB, above
-# our limit, and with one stream 1.68. So the limit is passed by the *cache*, before the tensors reach it.
-# That is where these retries come from. FSDP needs the streams: they let it gather the next block while it
-# computes. Lesson 4 is about that.
+# The tensors are the same in both lines, and 1.55 GiB are allocated. (That is a little more than the tensors
+# need, because the allocator rounds each size up.) But with three streams the allocator would like to reserve
+# 1.78 GiB, above our limit, and with one stream 1.68. So it is the *cache* that passes the limit, and these
+# are the retries. FSDP needs its streams: they let it gather the next block while it computes.
+# [Lesson 4](04_backward_prefetch.ipynb) is about that.
 #
 # ## What a retry costs
 #
-# Count how often the simulated allocator asks the GPU for memory and gives some back, in three steps.
+# Count how often the simulated allocator asks the GPU for memory, and how often it gives some back, in five
+# steps.
 
-# %%
-for size in (22, 24, 26):
-    result = plain[size]
-    print(f"batch size {size}: {result.num_device_alloc:3} cudaMalloc, {result.num_device_free:3} cudaFree")
-assert plain[22].num_device_free == 0 < plain[24].num_device_free
+# %% jupyter={"source_hidden": true}
+Table(
+    ["batch size", "cudaMalloc", "cudaFree"],
+    [[size, plain[size].num_device_alloc, plain[size].num_device_free] for size in (22, 24, 26)],
+)
 
 # %% [markdown]
-# Without retries, the segments are asked for once, and none goes back. With retries they go back and forth,
-# and the GPU has to be idle while they do. How many seconds that takes, a simulation cannot say. The author
-# of the videos measured it in 2022, on a vision transformer of 1.986 billion parameters under ZeRO-2. These
-# are his numbers.
+# Without retries, segments are asked for once and none goes back. With retries they go back and forth, and
+# the GPU has to be idle while they do. How many seconds that takes, a simulation cannot say. The author of
+# the videos measured it in 2022, on a vision transformer of 1.986 billion parameters under ZeRO-2. These are
+# his numbers.
 
 # %% tags=["numbers-of-2022"]
-of_2022 = {16: (5.4604, 0, 93.83), 17: (7.2645, 9, 94.79)}          # batch size: s/step, retries, % of memory
-speed = {}
-for size, (seconds, retries, percent) in of_2022.items():
-    speed[size] = size / seconds
-    print(f"batch size {size}: {seconds} s, {retries} retries, {percent}% full, {speed[size]:.3f} images/s")
-print(f"batch size 16 trains {100 * (speed[16] / speed[17] - 1):.2f}% more images per second")
-assert 1.25 < speed[16] / speed[17] < 1.26
+of_2022 = {16: (5.4604, 0, 93.83), 17: (7.2645, 9, 94.79)}    # batch size: s/step, retries, % of memory
+speed = {size: size / seconds for size, (seconds, _, _) in of_2022.items()}
+
+# %% jupyter={"source_hidden": true}
+Table(
+    ["batch size", "s per step, mean", "retries in five steps", "memory used, %", "images/s"],
+    [[size, *numbers, round(speed[size], 3)] for size, numbers in of_2022.items()],
+)
 
 # %% [markdown]
-# One image more, one percent more memory, and the step took 33% longer. The larger batch is the slower
-# one. (Where did it run out of memory? The text of that lesson says at batch size 24. Its own table says
-# 18.)
+# One image more and one percent more memory, and the mean step took 33% longer: batch size 16 trains 25% more
+# images per second. The 9 retries are those of five steps together. The picture in his lesson shows each
+# step: the first one took 5.91 s, and the four with retries from 7.2 to 8.4 s.
 #
 # ## The usual way, and ours
 #
@@ -341,22 +411,186 @@ automatic = 32
 while plain[automatic].regime == "out of memory":
     automatic = int(0.9 * automatic)
 
-print(f"the largest that runs:  {max(runs)}, with {plain[max(runs)].num_alloc_retries} retries in 3 steps")
-print(f"0.9 times, from 32 on:  {automatic}, with {plain[automatic].num_alloc_retries} retries")
-print(f"the largest that fits:  {max(fits)}, with {plain[max(fits)].num_alloc_retries} retries")
+
+# %% jupyter={"source_hidden": true}
+found = {
+    "the largest that runs": max(runs),
+    "0.9 times, from 32 on": automatic,
+    "the largest that fits": max(fits),
+}
+Table(
+    ["way", "batch size", "retries in five steps"],
+    [[way, size, plain[size].num_alloc_retries] for way, size in found.items()],
+)
+
+# %% tags=["check"]
 assert max(fits) < automatic <= max(runs)
+assert plain[22].num_device_free == 0 < plain[24].num_device_free
+assert 1.25 < speed[16] / speed[17] < 1.26
+print("Checked: both usual ways end among the retries, where memory goes back to the GPU.")
 
 # %% [markdown]
-# Both usual ways end among the retries, and neither would notice. The counter has to be part of the
-# search.
+# Both usual ways end among the retries, and neither would notice. The counter has to be part of the search.
 #
-# `find_batch_size` does that. It doubles the batch size until a trial fails, then halves the distance. A
-# trial fails on an out-of-memory error, **and on a retry**. Of the others it takes the fastest, and of those
-# that are equally fast within the noise the largest. It works on any device with five methods, so you can
-# watch it on the simulated one. Its clock is made up: every step takes a second, as if a larger batch cost
-# nothing. That is the best case for large batches.
+# ## Your turn 1 · Search for the batch size
+#
+# Write the search. `trial(batch_size)` runs five steps on the simulated GPU and returns the number of
+# retries in them; where the memory runs out it raises `torch.OutOfMemoryError`. A batch of 16 fits for
+# certain, and more than 32 is never wanted. Return the largest batch size without a retry, after **at most
+# six trials**. Your search is run on four GPUs of different sizes.
+#
+# Edit the next cell, then run it and the two folded cells below it.
+#
+# <details><summary>Hint</summary>
+#
+# Keep two numbers: the largest size known to fit, and the smallest size known not to. Try the middle of the
+# two, until they are neighbours. Two things can tell that a size does not fit.
+#
+# </details>
 
-# %%
+# %% tags=["exercise"]
+def my_search(trial):
+    return None                                 # your lines here
+
+
+# %% jupyter={"source_hidden": true}
+replays = {}
+
+
+def replay(size, limit):
+    if (size, limit) not in replays:
+        replays[size, limit] = simulate_allocator(between(size), limit_gib=limit)
+    return replays[size, limit]
+
+
+def score_search(search):
+    """Search on four simulated GPUs; None where nothing is written yet."""
+    wrong, most, history = 0, 0, {}
+    for limit in (1.73, 1.45, 1.6, 2.2):
+        tried = history[limit] = []
+
+        def trial(size, limit=limit, tried=tried):
+            tried.append(size)
+            result = replay(size, limit)
+            if result.out_of_memory:
+                raise torch.OutOfMemoryError(str(result.out_of_memory))
+            return result.num_alloc_retries
+
+        found = search(trial)
+        if found is None:
+            return None
+        best = max(size for size in range(16, 33) if replay(size, limit).regime == "fits")
+        wrong, most = wrong + (found != best), max(most, len(tried))
+    return {
+        "GPUs with another batch size than the best": wrong,
+        "trials, at most": most,
+        "curve": history[1.73],
+    }
+
+
+result = score_search(my_search)
+
+# %% jupyter={"source_hidden": true}
+turn(
+    1,
+    [result],
+    {
+        "GPUs with another batch size than the best": exactly(
+            0, otherwise="The size is not the largest without a retry: do retries count as a failure, too?"
+        ),
+        "trials, at most": at_most(6, otherwise="Six trials are enough if each halves what is left."),
+    },
+)
+
+# %% tags=["solution"] turn=1
+def my_search(trial):
+    good, bad = 16, 33
+    while bad - good > 1:
+        size = (good + bad) // 2
+        try:
+            fits = trial(size) == 0
+        except torch.OutOfMemoryError:
+            fits = False
+        good, bad = (size, bad) if fits else (good, size)
+    return good
+
+
+result = score_search(my_search)
+
+# %% tags=["wrong"] turn=1
+def my_search(trial):                           # looks only for errors
+    good, bad = 16, 33
+    while bad - good > 1:
+        size = (good + bad) // 2
+        try:
+            trial(size)
+            good = size
+        except torch.OutOfMemoryError:
+            bad = size
+    return good
+
+
+result = score_search(my_search)
+
+# %% tags=["wrong"] turn=1
+def my_search(trial):                           # one after the other
+    size = 16
+    while size < 32 and trial(size + 1) == 0:
+        size += 1
+    return size
+
+
+result = score_search(my_search)
+
+# %% tags=["wrong"] turn=1
+def my_search(trial):                           # the usual way
+    size = 32
+    while True:
+        try:
+            trial(size)
+            return size
+        except torch.OutOfMemoryError:  # noqa: PERF203
+            size = int(0.9 * size)
+
+
+result = score_search(my_search)
+
+# %% tags=["wrong"] turn=1
+def my_search(trial):                           # a constant
+    return 23
+
+
+result = score_search(my_search)
+
+# %% jupyter={"source_hidden": true}
+searches = {"target": run_solution(5, 1)[0]["curve"]}
+if result is not None:
+    searches["yours"] = result["curve"]
+colors = dict(zip(order, (plots.RANK_COLORS[2], plots.RANK_COLORS[1], plots.RANK_COLORS[5])))
+fig, panels = plots.figure(len(searches), width=4.2 * len(searches) + 0.6, height=2.6)
+for axes, (title, tried) in zip(panels, searches.items()):
+    axes.plot(range(1, len(tried) + 1), tried, color=plots.FAINT)
+    for regime in order:
+        points = [(n, s) for n, s in enumerate(tried, 1) if replay(s, LIMIT_GIB).regime == regime]
+        axes.plot(*zip(*points) if points else ([], []), "o", color=colors[regime], label=regime)
+    axes.set(title=title, xlabel="trial", ylim=(15, 33), xticks=range(1, len(tried) + 1))
+panels[0].set_ylabel("batch size")
+marks, names = panels[0].get_legend_handles_labels()
+fig.legend(marks, names, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+plots.show(fig, alt=f"The batch size of each trial, and its regime: {', '.join(searches)}.")
+
+# %% [markdown]
+# This is the search on the GPU with 1.73 GiB: it halves what is left with each trial.
+#
+# ## The same with `find_batch_size`
+#
+# `find_batch_size` knows no upper end. It doubles the batch size until a trial fails, then halves the
+# distance. A trial fails on an out-of-memory error, **and on a retry**. Of the others it takes the fastest,
+# and of those that are equally fast within the noise the largest. The next cell is folded: it makes a device
+# out of the simulation. Its clock is made up: every step takes a second, as if a larger batch cost nothing.
+# That is the best case for large batches.
+
+# %% jupyter={"source_hidden": true}
 from fsdp_utils import find_batch_size
 from fsdp_utils.memory.device_stats import Reading
 
@@ -393,20 +627,27 @@ class SimulatedGPU:
 
 
 gpu = SimulatedGPU()
+
+# %%
 search = find_batch_size(gpu.step, device=gpu, start=16)
 print(search)
+
+# %% tags=["check"]
 assert search.best == max(fits)
+print("Checked: the search ends at the largest batch size that fits.")
 
 # %% [markdown]
-# 16 fits, 32 does not, 24 has retries (each of its steps here is the third one recorded), and so it closes
-# in on 23. It never had to try 25 and 26.
+# 16 fits, 32 does not, 24 has retries (each of its steps here is the fifth one recorded), and so the search
+# ends at 23. It never had to try 25 and 26.
 #
 # ## In a real loop, on the ranks
 #
 # Now both tools on real training, on the ranks that were started at the beginning. A small transformer
 # learns to tell the handwritten digits of scikit-learn apart. It reads an image of 8 by 8 pixels row by row.
+# The next cell is folded; it defines `build()`, which makes the model, and `shard(model)`, which shards it as
+# above.
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 import torch
 import torch.distributed as dist
@@ -481,7 +722,8 @@ alone = train(build(), rank=0, world=1)
 print(f"one process: loss {alone[0]:.4f} at the first step, {alone[-1]:.4f} at the last")
 
 # %% [markdown]
-# That is the yardstick. Now sharded, under `Memory_Maximizer`: four calls, one of them in the loop.
+# The sharded model must reproduce these losses. Now it trains under `Memory_Maximizer`, which is told of each
+# step and reports at the end:
 
 # %% tags=["nbval-ignore-output"]
 # %%ranks
@@ -552,16 +794,138 @@ print(search)
 bests = ranks.get("search.best")
 tried = ranks.get("[trial.batch_size for trial in search.trials]")
 assert len(set(bests)) == 1
-assert bests[0] in tried[0]
-print("tried on every rank:", tried[0])
 assert all(sizes_of_rank == tried[0] for sizes_of_rank in tried)
+print("tried on every rank:", tried[0])
+
+# %% [markdown]
+# ## Your turn 2 · One verdict for all ranks
+#
+# Ranks do not fill their memory equally: one may run out of memory, or have a retry, where the others do not.
+# If each rank judged for itself, some would try another batch size than the others, and all would wait for
+# ever. Write a trial whose verdict is the same on all ranks: `step(batch_size)` runs this rank's step and
+# returns its retries, or raises `torch.OutOfMemoryError`. (No collective is in this step. In a real one the
+# other ranks would wait in the collective that the failing rank does not reach, so `find_batch_size` reports
+# the failure to them.) Return True if no rank failed and no rank had a retry. Every rank must reach your
+# collective.
+#
+# Edit the next cell, then run it and the two folded cells below it.
+#
+# <details><summary>Hint</summary>
+#
+# Turn what this rank saw into a number, 1 for a failure, and add the numbers up with `dist.all_reduce` after
+# the `try`, not in it.
+#
+# </details>
+
+# %% tags=["exercise"]
+# %%ranks
+def my_trial(step, batch_size):
+    return None                                 # your lines here
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+def score_trial(trial):
+    """Judge five batch sizes: 4 fits, at 5 one rank runs out, at 6 one has retries, 7 and 8 fail on all."""
+
+    def step(size):
+        if (size == 5 and rank == world - 1) or size == 7:
+            raise torch.OutOfMemoryError("simulated")
+        return {6: 2 if rank == 0 else 0, 8: 1}.get(size, 0)
+
+    verdicts = [trial(step, size) for size in (4, 5, 6, 7, 8)]
+    if None in verdicts:
+        return None
+    everyone = [None] * world
+    dist.all_gather_object(everyone, [bool(verdict) for verdict in verdicts])
+    right = [True, False, False, False, False]
+    return {
+        "batch sizes on which ranks disagree": sum(len(set(column)) > 1 for column in zip(*everyone)),
+        "batch sizes judged wrongly, on all ranks": sum(
+            len(set(column)) == 1 and column[0] != wanted for column, wanted in zip(zip(*everyone), right)
+        ),
+    }
+
+
+result = score_trial(my_trial)
+
+# %% jupyter={"source_hidden": true}
+turn(
+    2,
+    ranks.get("result"),
+    {
+        "batch sizes on which ranks disagree": exactly(
+            0, otherwise="Ranks have different verdicts: the verdict needs what every rank has seen."
+        ),
+        "batch sizes judged wrongly, on all ranks": exactly(
+            0, otherwise="A failure or a retry of one rank must fail the batch size, and nothing else."
+        ),
+    },
+)
+
+# %% tags=["solution"] turn=2
+# %%ranks
+def my_trial(step, batch_size):
+    failed = torch.zeros(1, device=device)
+    try:
+        failed += step(batch_size) > 0
+    except torch.OutOfMemoryError:
+        failed += 1
+    dist.all_reduce(failed)
+    return failed.item() == 0
+
+
+result = score_trial(my_trial)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def my_trial(step, batch_size):                 # each rank for itself
+    try:
+        return step(batch_size) == 0
+    except torch.OutOfMemoryError:
+        return False
+
+
+result = score_trial(my_trial)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def my_trial(step, batch_size):                 # retries do not count
+    failed = torch.zeros(1, device=device)
+    try:
+        step(batch_size)
+    except torch.OutOfMemoryError:
+        failed += 1
+    dist.all_reduce(failed)
+    return failed.item() == 0
+
+
+result = score_trial(my_trial)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def my_trial(step, batch_size):                 # rank 0 decides
+    failed = torch.zeros(1, device=device)
+    try:
+        failed += step(batch_size) > 0
+    except torch.OutOfMemoryError:
+        failed += 1
+    dist.broadcast(failed, src=0)
+    return failed.item() == 0
+
+
+result = score_trial(my_trial)
+
+# %% tags=["check"]
+try_answers(5)
 
 # %% [markdown]
 # ## Expandable segments
 #
-# Since 2023 PyTorch can do better. With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, set before the
-# program starts, there is one segment for each stream and size class, and it grows page by page. Free space
-# at its end that is too small can grow. On a retry single pages go back, not only whole segments.
+# Since 2023 PyTorch can do better. With `PYTORCH_ALLOC_CONF=expandable_segments:True` (the older name of the
+# variable is `PYTORCH_CUDA_ALLOC_CONF`), set before the program starts, there is one segment for each stream
+# and size class, and it grows page by page. Free space at its end that is too small can grow. On a retry
+# single pages go back, not only whole segments.
 #
 # Predict: does the zone of retries vanish, or does it move?
 #
@@ -578,16 +942,24 @@ assert all(sizes_of_rank == tried[0] for sizes_of_rank in tried)
 expandable = {
     size: simulate_allocator(traces[size], limit_gib=LIMIT_GIB, expandable_segments=True) for size in sizes
 }
-for size in sizes[3:]:
-    print(f"batch size {size}: {plain[size].regime:13}  expandable: {expandable[size].regime}")
-
-fits_expandable = [size for size in sizes if expandable[size].regime == "fits"]
-assert max(fits_expandable) > max(fits)
-assert all(order.index(expandable[size].regime) <= order.index(plain[size].regime) for size in sizes)
-assert "retries" in {result.regime for result in expandable.values()}
 
 # %% jupyter={"source_hidden": true}
-colors = dict(zip(order, (plots.RANK_COLORS[2], plots.RANK_COLORS[1], plots.RANK_COLORS[5])))
+Table(
+    ["batch size", "default", "expandable segments"],
+    [[size, plain[size].regime, expandable[size].regime] for size in sizes[2:]],
+)
+
+# %% tags=["check"]
+fits_expandable = [size for size in sizes if expandable[size].regime == "fits"]
+assert max(fits_expandable) == 24 > max(fits)
+assert all(order.index(expandable[size].regime) <= order.index(plain[size].regime) for size in sizes)
+assert "retries" in {result.regime for result in expandable.values()}
+runs_a_little_above = simulate_allocator(traces[27], limit_gib=LIMIT_GIB + 0.02, expandable_segments=True)
+assert runs_a_little_above.regime == "retries"
+assert simulate_allocator(traces[27], limit_gib=LIMIT_GIB + 0.02).regime == "out of memory"
+print("Checked: 24 fits with expandable segments; with 1.75 GiB 27 runs with them, and not without.")
+
+# %% jupyter={"source_hidden": true}
 fig, panels = plots.figure(2, width=9.0, height=3.4)
 for axes, (title, results) in zip(panels, {"default": plain, "expandable segments": expandable}.items()):
     for place, result in enumerate(results.values()):
@@ -605,13 +977,38 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plots.show(fig, alt="Simulated peak of reserved memory, its regime by batch size, for both allocators.")
 
 # %% [markdown]
-# The number on each bar is the number of retries in three steps. With expandable segments batch size 24
-# fits too. Then the retries begin, and out of memory comes at the same place as before. So switch it on,
-# and still watch the counter.
+# The number on each bar is the number of retries in five steps. With expandable segments batch size 24 fits
+# too. Then the retries begin. Out of memory comes at 27 in both. That is not so under every limit: with 1.75
+# GiB, 27 runs with expandable segments, with retries, and does not run without them. So switch them on, and
+# still watch the counter.
+#
+# ## When it goes wrong
+#
+# - **The step time varies, and memory is nearly full.** There are retries: look at
+#   `torch.cuda.memory_stats()["num_alloc_retries"]` before and after some steps. Take a smaller batch, or
+#   expandable segments. “The batch-size curve” shows the zone.
+# - **Out of memory, with gigabytes “reserved but unallocated” in the message.** The cache is in pieces that
+#   do not serve the request. Try expandable segments.
+# - **Out of memory, and you do not know what fills the memory.** Record a snapshot on the GPU and drop the
+#   file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz), which shows each tensor with the line
+#   that allocated it:
+#
+#   ```python
+#   torch.cuda.memory._record_memory_history(max_entries=100_000)
+#   ...                                         # two or three steps
+#   torch.cuda.memory._dump_snapshot(f"memory-of-rank-{dist.get_rank()}.pickle")
+#   ```
+#
+#   `AllocationTrace.from_snapshot` reads the same data, so that you can replay your own step with another
+#   limit or with expandable segments.
+# - **One rank runs out of memory, and the others hang.** They wait in a collective that it does not reach. A
+#   search must agree on each trial: turn 2.
+# - **`torch.cuda.empty_cache()` in each step makes training slower.** It gives the whole cache back, as a
+#   retry does. Leave it out.
 #
 # ## Claims, then and now
 #
-# What was claimed, beside what the cells above have found.
+# The table shows what was claimed beside what the cells above have found.
 
 # %% jupyter={"source_hidden": true}
 lesson.claims(
@@ -619,7 +1016,7 @@ lesson.claims(
     {
         "not-just-below-oom": f"Yes, in a simulation: {max(runs)} is the largest batch size of those tried "
         f"that runs, with retries in each step. {max(fits)} is the largest without.",
-        "quarter-more-throughput": "The arithmetic holds: 16 / 5.4604 s is "
+        "quarter-more-throughput": "The arithmetic is right: 16 / 5.4604 s is "
         f"{100 * (speed[16] / speed[17] - 1):.2f}% more than 17 / 7.2645 s. "
         "Seconds of a GPU are not for a CPU to say.",
         "oom-at-24": "Not consistent: the table of the same lesson says that 18 ran out of memory. "
@@ -628,57 +1025,14 @@ lesson.claims(
 )
 
 # %% [markdown]
-# ## Exercises
-#
-# **1. More throughput.** Two batch sizes and their seconds per step. By how many percent does the first
-# train more samples per second than the second?
-
-# %%
-def percent_more(batch, seconds, other_batch, other_seconds):
-    return None  # your line here
-
-
-gains = {(16, 5.0, 16, 10.0): 100.0, (16, 5.4604, 17, 7.2645): 25.213839, (4, 5.5594, 16, 5.4604): -75.445192}
-lesson.check(percent_more, gains)
-
-# %% [markdown]
-# **2. A segment.** The cache is empty, and a tensor of `tensor_mib` MiB comes. How many MiB does the
-# allocator ask the GPU for? Its rules: up to 1 MiB, a segment of 2. Below 10 MiB, a segment of 20. From 10
-# MiB on, the tensor's own size, rounded up to a multiple of 2.
-
-# %%
-def segment_mib(tensor_mib):
-    return None  # your lines here
-
-
-segments = {(0.5,): 2, (1,): 2, (1.5,): 20, (9,): 20, (10,): 10, (62,): 62, (73.5,): 74}
-lesson.check(segment_mib, segments)
-
-# %% [markdown]
-# **3. The best of the trials.** Each trial is (batch size, seconds per step, retries). Which batch size
-# would you train with?
-
-# %%
-def best_batch_size(*trials):
-    return None  # your lines here
-
-
-trials = {
-    ((4, 5.5594, 0), (16, 5.4604, 0), (17, 7.2645, 9)): 16,
-    ((8, 1.0, 0), (16, 1.5, 0), (32, 3.5, 0)): 16,
-    ((8, 1.0, 0), (16, 1.5, 3)): 8,
-}
-lesson.check(best_batch_size, trials)
-
-# %% [markdown]
-# ## Summary
+# ## Takeaways
 #
 # - Allocated is what tensors occupy. Reserved is what PyTorch has asked the GPU for, and what counts.
 # - When a request fails, the allocator gives its cache back and asks again: a retry. It is silent and slow.
 # - As the batch grows, training fits, then retries, then runs out of memory, in this order.
-# - "Just below out of memory" lies among the retries. Take the fastest batch size without a retry.
-# - `Memory_Maximizer` shows the counter on all ranks. `find_batch_size` searches with it.
-# - Expandable segments move the zone up. They do not remove it.
+# - "Just below out of memory" lies among the retries. Take the fastest batch size without a retry, on all
+#   ranks: `find_batch_size` does.
+# - Expandable segments move the zone of retries up. They do not remove it.
 #
 # ## Next
 #
@@ -686,37 +1040,3 @@ lesson.check(best_batch_size, trials)
 # strategies: what each of them keeps, and what it sends.
 #
 # [← lesson 4](04_backward_prefetch.ipynb) · [lesson 6 →](06_sharding_strategies.ipynb)
-
-# %% [markdown]
-# ## Solutions
-#
-# Folded until you open them. They run like all other cells, so their checks have to pass.
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def percent_more(batch, seconds, other_batch, other_seconds):
-    return 100 * ((batch / seconds) / (other_batch / other_seconds) - 1)
-
-
-lesson.check(percent_more, gains, strict=True)
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def segment_mib(tensor_mib):
-    if tensor_mib <= 1:
-        return 2
-    if tensor_mib < 10:
-        return 20
-    return int(-(-tensor_mib // 2) * 2)  # rounded up
-
-
-for (mib,), asked in segments.items():      # the simulated allocator agrees
-    with record_allocations() as trace:
-        tensor = torch.empty(int(mib * MIB), dtype=torch.uint8)
-    assert simulate_allocator(trace).reserved == [asked * MIB]
-lesson.check(segment_mib, segments, strict=True)
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def best_batch_size(*trials):
-    return max((size / seconds, size) for size, seconds, retries in trials if retries == 0)[1]
-
-
-lesson.check(best_batch_size, trials, strict=True)
