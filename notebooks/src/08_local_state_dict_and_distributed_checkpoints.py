@@ -745,6 +745,7 @@ Table(
 
 # %% tags=["check"]
 assert after == before
+assert all((folder / "a" / name).read_bytes() != (folder / "over" / name).read_bytes() for name in after)
 assert over["warning"].startswith("Detected an existing checkpoint")
 print("Checked: the default warns and overwrites every file; overwrite=False refuses.")
 
