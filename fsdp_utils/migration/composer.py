@@ -120,7 +120,7 @@ FSDP = {
     "activation_checkpointing_reentrant": if_on(Lost("checkpoint_wrapper is used without reentry"), CONFIG),
     "activation_cpu_offload": if_on(SAVE_ON_CPU, CONFIG),
     "cpu_offload": Key(lambda value, t: reading.offload(is_on(value), t), FSDP2),
-    "backward_prefetch": fixed(Same("nothing: always as BACKWARD_PRE"), TITAN),
+    "backward_prefetch": fixed(Same("nothing: by default as BACKWARD_PRE"), TITAN),
     "backward_prefetch_limit": fixed(Same("set_modules_to_backward_prefetch, with that many"), FSDP2),
     "forward_prefetch": if_on(Same("set_modules_to_forward_prefetch, on each block"), FSDP2),
     "forward_prefetch_limit": fixed(Same("set_modules_to_forward_prefetch, with that many"), FSDP2),
