@@ -97,6 +97,7 @@ draw_cuts(512, 4, 3)
 #     optimizer.zero_grad()
 # weights, averages = get_state_dict(model, optimizer)
 # dcp.save({"model": weights, "optimizer": averages}, checkpoint_id=folder / str(step + 1))
+# dist.barrier()                                                    # no rank leaves while another still sends
 # dist.destroy_process_group()
 # ```
 #
