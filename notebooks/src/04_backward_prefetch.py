@@ -26,7 +26,7 @@
 from IPython.display import Image, display
 
 from fsdp_utils.collectives.replay import replay as replay_events
-from fsdp_utils.collectives.trace import Event
+from fsdp_utils.collectives.events import StepEvent
 from fsdp_utils.lessons import lesson, plots
 
 KINDS = {"AG": "all_gather", "mm": "compute", "RS": "reduce_scatter"}
@@ -39,7 +39,7 @@ def drawing(order, title, alt):
     for place, letters in enumerate(order.split()):
         nbytes = 0 if letters == "mm" else 2**20
         what = (KINDS[letters], left[letters].pop(0), "backward")
-        events.append(Event(place, *what, bytes_in=nbytes, bytes_out=nbytes, ranks=(0, 1)))
+        events.append(StepEvent(place, *what, bytes_in=nbytes, bytes_out=nbytes, ranks=(0, 1)))
     drawn = replay_events(events, units=["0", "1", "2"], compute_s=1e-3, link_gib_s=1000 / 1024)
     display(plots.show(drawn.plot(title=title, until=9e-3), alt=alt))
 
