@@ -110,7 +110,8 @@ FSDP = {
     "fsdp_transformer_layer_cls_to_wrap": Key(_classes, GUIDE),
     "fsdp_min_num_params": fixed(Lost("no policy by size: name the blocks"), TITAN),
     "fsdp_backward_prefetch": fixed(Same("nothing: by default as BACKWARD_PRE"), DOCS),
-    "fsdp_backward_prefetch_policy": fixed(Same("nothing: by default as BACKWARD_PRE"), DOCS),  # its name in 2023
+    # its name in 2023
+    "fsdp_backward_prefetch_policy": fixed(Same("nothing: by default as BACKWARD_PRE"), DOCS),
     "fsdp_forward_prefetch": if_on(Same("set_modules_to_forward_prefetch, on each block"), FSDP2),
     "fsdp_offload_params": Key(lambda value, t: reading.offload(is_on(value), t), FSDP2),
     "fsdp_state_dict_type": Key(reading.state_dict, STATE_DICT),
