@@ -72,6 +72,7 @@ def an_fsdp2_net() -> Iterator[Any]:
 EXEMPT = ("torch.utils._pytree", "torch.utils._python_dispatch")
 # Not torch's: of Python, of transformers, and (an operator under torch.ops) of saved programs.
 OTHERS = {
+    "_current_frames",
     "_exit",
     "_getframe",
     "_replace",

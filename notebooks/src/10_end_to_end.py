@@ -38,10 +38,10 @@ plots.life_of_a_run(
 )
 
 # %% [markdown]
-# This is the life of the run that you start below. Three ranks train, and save a checkpoint every ten steps.
-# After step 17 one rank is killed; the others cannot go on without it and end too. Two ranks are started.
-# They load the checkpoint of step 10 and train to the end. Steps 11 to 17 are trained twice. If the two
-# times differ, the loss curve shows it.
+# This is a drawing of the run that you start below; its measured picture follows there. Three ranks train,
+# and save a checkpoint every ten steps. After step 17 one rank is killed; the others cannot go on without it
+# and end too. Two ranks are started. They load the checkpoint of step 10 and train to the end. Steps 11 to
+# 17 are trained twice. If the two times differ, the loss curve shows it.
 #
 # ## In your own code
 #
@@ -81,6 +81,7 @@ plots.life_of_a_run(
 #     if step % 10 == 0:
 #         state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
 #         dcp.save(state, checkpoint_id=folder / str(step))
+# dist.barrier()                            # no rank leaves while another still sends
 # dist.destroy_process_group()
 # ```
 #
