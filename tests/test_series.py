@@ -62,8 +62,8 @@ def test_every_exercise_has_a_solution_that_is_checked_strictly(stem: str) -> No
 def test_the_code_to_copy_runs_under_torchrun(stem: str, tmp_path: Path) -> None:
     (block,) = re.findall(r"# ## In your own code\n.*?# ```python\n(.*?)# ```\n", TEXTS[stem], re.DOTALL)
     script = tmp_path / "train.py"
-    # Ended by _exit: a thread of gloo that lets go of its last buffer while Python ends aborts the process at
-    # times (torch 2.13, "terminate called without an active exception"), after all lines have run.
+    # Ended by _exit. Under load a thread of gloo may let go of its last collective's tensors only when Python
+    # is ending; it then asks for the GIL, is ended by pthread_exit and aborts the process.
     ending = "\nimport os\nprint('all lines have run', flush=True)\nos._exit(0)\n"
     script.write_text(re.sub(r"^# ?", "", block, flags=re.MULTILINE) + ending)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]

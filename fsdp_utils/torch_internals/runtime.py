@@ -141,7 +141,7 @@ def hide_apple_gpu() -> None:
     """Have FSDP's default mesh take the CPU in this process, on a Mac too.
 
     Without a mesh, fully_shard() takes the accelerator of `torch._C._get_accelerator`, and no process group
-    works on "mps". Apple's GPU has no counterpart of CUDA_VISIBLE_DEVICES. [torch 2.6 to 2.13]
+    works on "mps". Apple's GPU has no counterpart of CUDA_VISIBLE_DEVICES. [torch 2.13]
     """
     if sys.platform != "darwin":
         return

@@ -635,7 +635,7 @@ assert (fsdp2.all_gathers, fsdp2.reduce_scatters) == (2 * len(units), len(units)
 assert (fsdp2_kept.all_gathers, fsdp2_kept.reduce_scatters) == (kept.all_gathers, kept.reduce_scatters)
 assert 0.97 < fsdp2.gathered_bytes / (2 * kept.gathered_bytes) < 1.03
 assert 2 <= fsdp2.peak_whole_bytes / block_bytes < 2.05
-assert 3 <= fsdp2.peak_gather_bytes / block_bytes < 3.05
+assert 3 <= fsdp2.peak_gather_bytes / block_bytes < 3 * 66 / 64     # three ranks pad 64 rows to 66
 moment = fsdp2.gather_bytes.index(fsdp2.peak_gather_bytes)
 assert 1 <= fsdp2.whole_bytes[moment] / block_bytes < 1.05          # one block of parameters, two buffers
 print("Checked: collectives as by hand; two blocks at the peak, three where buffers are counted.")

@@ -254,7 +254,7 @@ assert meters["one unit"].all_gathers == 1
 assert meters["by block"].all_gathers == 2 * 6 + 1          # each block twice, the root once
 assert meters["by size"].all_gathers == 2 * (len(dict(sizes)["by size"]) - 1) + 1
 assert share["by size"] < share["by block"] < share["wrong class"] < share["one unit"]
-assert 1 <= share["one unit"] < 1.01
+assert 1 <= share["one unit"] < 66 / 64                      # three ranks pad 64 rows to 66
 assert 1 <= share["by block"] * whole_model / (4 * (root + 2 * block)) < 1.05
 assert 1.4 < share["wrong class"] / share["by block"] < 1.6
 print("Checked: the numbers of all-gathers, the order of the peaks, the root and two blocks at the peak.")
@@ -295,15 +295,16 @@ mib = {way: peak / 2**20 for way, peak in ranks.get("peaks")[0].items()}
 plots.memory_per_rank({way: {"all tensors at their peak": peak} for way, peak in mib.items()}, unit="MiB")
 
 # %% [markdown]
-# The order is the same, and even one unit needs less than one process, because the optimizer state is
-# sharded at all times. But one unit has two model sizes at once in the backward pass: all parameters, and
-# all gradients before they are reduced.
+# The order is the same. With four ranks even one unit needs less than one process, because three quarters of
+# the optimizer state are elsewhere. With two ranks it needs more: all parameters, all gradients and a buffer
+# of the same size are there at once in the backward pass, and only half of the optimizer state is elsewhere.
 
 # %% tags=["check"]
-assert mib["by size"] < mib["one unit"] < mib["one process"]
 assert 1.2 * mib["by block"] < mib["one unit"]
-assert mib["by block"] < mib["wrong class"] < mib["one unit"]
-print("Checked: by block < wrong class < one unit < one process.")
+assert mib["by size"] < mib["by block"] < mib["wrong class"] < mib["one unit"]
+if len(ranks.get("rank")) != 3:
+    assert (mib["one unit"] < mib["one process"]) == (len(ranks.get("rank")) > 2)
+print("Checked: by size < by block < wrong class < one unit, and one process where the text has it.")
 
 # %% [markdown]
 # ## Why not the smallest units, then?

@@ -84,7 +84,6 @@ gathering()
 #     torch.save(state, path)                           # rank 0 alone
 # state = torch.load(path, mmap=True) if dist.get_rank() == 0 else {}
 # set_model_state_dict(model, state, options=Options(full_state_dict=True, broadcast_from_rank0=True))
-# dist.barrier()                            # no rank leaves while another still sends
 # dist.destroy_process_group()
 # ```
 #

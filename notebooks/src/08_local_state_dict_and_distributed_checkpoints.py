@@ -97,7 +97,6 @@ draw_cuts(512, 4, 3)
 #     optimizer.zero_grad()
 # weights, averages = get_state_dict(model, optimizer)
 # dcp.save({"model": weights, "optimizer": averages}, checkpoint_id=folder / str(step + 1))
-# dist.barrier()                                                    # no rank leaves while another still sends
 # dist.destroy_process_group()
 # ```
 #

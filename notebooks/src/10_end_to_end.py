@@ -81,7 +81,6 @@ plots.life_of_a_run(
 #     if step % 10 == 0:
 #         state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
 #         dcp.save(state, checkpoint_id=folder / str(step))
-# dist.barrier()                            # no rank leaves while another still sends
 # dist.destroy_process_group()
 # ```
 #

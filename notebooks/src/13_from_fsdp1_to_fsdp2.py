@@ -65,7 +65,6 @@ ranks.start()
 #         optimizer.step()
 #         optimizer.zero_grad()
 # print(f"rank {dist.get_rank()}: norm of the last gradients {norm.full_tensor().item():.3f}")
-# dist.barrier()                            # no rank leaves while another still sends
 # dist.destroy_process_group()
 # ```
 
