@@ -12,7 +12,7 @@ endif
 test: export FSDP_RANKS ?= 4
 NBVAL = $(if $(filter 4,$(FSDP_RANKS)),--nbval,--nbval-lax)
 
-.PHONY: lab test lessons lint bench setup
+.PHONY: lab test lessons lint bench book setup
 
 # Without the limit on the rate of outputs: four ranks that print at length exceed it.
 lab: setup
@@ -40,6 +40,16 @@ bench: setup
 	@status=0; \
 	for script in $(BENCHMARKS); do echo "== $$script"; $(VENV_PYTHON) "$$script" || status=1; done; \
 	exit $$status
+
+# The lessons as a web site in book/_build/html, from the notebooks as they are; opened in Chromium where there is one.
+book: setup .venv/made-for-book
+	@$(VENV_PYTHON) tools/build_book.py
+	@$(VENV_PYTHON) -m pytest -q tests/test_book.py
+
+# Sphinx, which nothing else needs
+.venv/made-for-book: book/requirements.txt | setup
+	@$(VENV_PYTHON) -m pip install --quiet --require-hashes --no-deps -r book/requirements.txt
+	@touch $@
 
 setup:
 	@command -v "$(PYTHON)" >/dev/null || { \

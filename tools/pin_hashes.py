@@ -1,5 +1,7 @@
 """Write requirements.txt: the versions of constraints.txt, with the hashes of their files on the index.
 
+And book/requirements.txt: what book/requirements.in brings in beside them.
+
     python tools/pin_hashes.py
 
 Needs uv (https://docs.astral.sh/uv/), which reads the index and downloads no package.
@@ -11,26 +13,42 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILE = "uv pip compile pyproject.toml --all-extras --universal --python-version 3.10 --generate-hashes"
-OPTIONS = "--no-annotate --no-header --quiet --constraints constraints.txt"
+COMPILE = "uv pip compile --universal --generate-hashes --constraints constraints.txt"
+OPTIONS = "--no-annotate --no-header --quiet"
 HEADER = """\
 # The versions of constraints.txt and the hashes of their files: `make setup` installs no file with another.
 # PyTorch and the packages that only its CUDA builds need are not listed, and come without a hash: an index
 # may serve a CPU build or a CUDA build under the one version. Written by tools/pin_hashes.py.
 """
+BOOK_HEADER = """\
+# What `make book` installs beside requirements.txt, for Python 3.11 to 3.13. Written by tools/pin_hashes.py.
+"""
 BUILDS = re.compile(r"(torch|triton|nvidia-|cuda-)")  # what depends on the build of PyTorch
 
 
-def main() -> None:
-    done = subprocess.run([*COMPILE.split(), *OPTIONS.split()], cwd=ROOT, capture_output=True, text=True)
+def compiled(*args: str) -> dict[str, str]:
+    """What uv works out: "name==version" -> its lines, with the hashes."""
+    done = subprocess.run(
+        [*COMPILE.split(), *OPTIONS.split(), *args], cwd=ROOT, capture_output=True, text=True
+    )
     if done.returncode:
         sys.exit(f"uv could not work out the hashes: {done.stderr.strip()}")
-    packages = re.findall(r"^\S.*(?:\n +.*)*\n", done.stdout, re.MULTILINE)
+    return {text.split(" ")[0]: text for text in re.findall(r"^\S.*(?:\n +.*)*\n", done.stdout, re.MULTILINE)}
+
+
+def write(name: str, header: str, packages: list[str]) -> None:
+    (ROOT / name).write_text(header + "".join(packages))
+    print(f"{name}: {len(packages)} packages, {''.join(packages).count('--hash')} hashes")
+
+
+def main() -> None:
     pinned = {line.split(" ")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     # not what only runs in a browser, which uv lists, too
-    kept = [text for text in packages if text.split(" ")[0] in pinned and not BUILDS.match(text)]
-    (ROOT / "requirements.txt").write_text(HEADER + "".join(kept))
-    print(f"requirements.txt: {len(kept)} packages, {''.join(kept).count('--hash')} hashes")
+    found = compiled("pyproject.toml", "--all-extras", "--python-version", "3.10")
+    kept = {name: text for name, text in found.items() if name in pinned and not BUILDS.match(name)}
+    write("requirements.txt", HEADER, [*kept.values()])
+    book = compiled("book/requirements.in", "--python-version", "3.11")
+    write("book/requirements.txt", BOOK_HEADER, [text for name, text in book.items() if name not in kept])
 
 
 if __name__ == "__main__":

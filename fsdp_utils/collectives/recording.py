@@ -64,7 +64,8 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         RuntimeError: another recording is running in this process; the model was moved or wrapped again
             inside the block (the trace is complete, but no longer tells of one model).
 
-    Example:
+    Example::
+
         with record_collectives(model) as trace:
             model(x).sum().backward()
         print(trace.summary())

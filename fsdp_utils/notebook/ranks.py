@@ -1,4 +1,4 @@
-"""Real ranks in a notebook: cells under `%%ranks` run on every rank, as a script does under torchrun.
+"""Real ranks in a notebook: cells under `%%ranks` run on every rank, as a script does under torchrun::
 
     from fsdp_utils.notebook import ranks
     ranks.start()             # 4 processes in one process group: gloo on CPU, nccl on two GPUs or more

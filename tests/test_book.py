@@ -1,0 +1,110 @@
+"""The built book: each page is whole, fetches nothing from elsewhere, and runs in a browser without error."""
+
+import os
+import re
+import shutil
+import subprocess
+import zlib
+from html import unescape
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import fsdp_utils
+
+ROOT = Path(__file__).resolve().parent.parent
+HTML = ROOT / "book" / "_build" / "html"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(not HTML.exists(), reason="there is no book yet: make book")
+
+# of what the console says; the theme also tells there which colours it takes
+WRONG = re.compile(r"CONSOLE.*(Uncaught|[Ee]rror|Failed|Refused|ERR_|404)")
+
+PAGES = sorted(path for path in HTML.rglob("*.html") if not {"_modules", "_static"} & {*path.parts})
+NAMES = [str(path.relative_to(HTML)) for path in PAGES]
+
+
+def in_chromium(page: str, folder: Path, *options: str) -> tuple[str, str]:
+    """The page as its scripts leave it, and what the browser said. No address but the page's own is found."""
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
+    offline = [
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=5000",
+    ]
+    done = subprocess.run(
+        [*command, *offline, *options, "--dump-dom", f"file://{HTML}/{page}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "LANG": "C.UTF-8"},
+    )
+    assert "</html>" in done.stdout
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if WRONG.search(line))
+
+
+def test_the_book_has_all_lessons_and_is_small() -> None:
+    lessons = {f"notebooks/{path.stem}.html" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert lessons <= set(NAMES)
+    assert {"index.html", "README.html", "search.html", "notebooks/glossary.html", "videos.html"} <= set(
+        NAMES
+    )
+    assert sum(path.stat().st_size for path in HTML.rglob("*") if path.is_file()) < 40 * 2**20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_has_all_its_images_scripts_and_links(name: str) -> None:
+    page = HTML / name
+    text = page.read_text(encoding="utf-8")
+    loaded = re.findall(r"<(?:img|script|iframe)\b[^>]*?\bsrc=\"([^\"]+)\"", text)
+    loaded += re.findall(r"<link\b(?![^>]*rel=\"(?:search|canonical))[^>]*?\bhref=\"([^\"]+)\"", text)
+    assert [url for url in loaded if urlsplit(url).scheme in ("http", "https")] == []
+
+    missing = []
+    for url in {*loaded, *re.findall(r"<a\b[^>]*?\bhref=\"([^\"]+)\"", text)}:
+        parts = urlsplit(unescape(url))
+        if parts.scheme or parts.netloc:
+            continue
+        target = page.parent / unquote(parts.path) if parts.path else page
+        if not target.exists():
+            missing.append(url)
+        elif parts.fragment and target.suffix == ".html":
+            anchor = re.escape(unquote(parts.fragment))
+            if not re.search(rf"\bid=\"{anchor}\"", unescape(target.read_text(encoding="utf-8"))):
+                missing.append(url)
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_runs_without_an_error_and_asks_nobody(name: str, tmp_path: Path) -> None:
+    assert in_chromium(name, tmp_path)[1] == ""
+
+
+def test_search_finds_reduce_scatter(tmp_path: Path) -> None:
+    page, _ = in_chromium("search.html?q=reduce_scatter", tmp_path)
+    found = re.search(r"id=\"search-results\".*", page, re.DOTALL)
+    assert found
+    assert "notebooks/00_fsdp_from_scratch.html" in found[0]
+
+
+def test_folded_code_and_solutions_are_folded() -> None:
+    text = (HTML / "notebooks/00_fsdp_from_scratch.html").read_text(encoding="utf-8")
+    assert re.search(r"<details class=\"[^\"]*hide[^\"]*\">", text)
+    assert "<details><summary>Solution</summary>" in text
+    assert "<details open" not in text
+
+
+def test_the_reference_has_every_public_name() -> None:
+    inventory = (HTML / "objects.inv").read_bytes()
+    names = zlib.decompress(inventory[inventory.index(b"zlib.\n") + 6 :]).decode()
+    assert [name for name in fsdp_utils.__all__ if f"fsdp_utils.{name} " not in names] == []
+
+
+def test_buttons_that_need_an_address_are_hidden_while_there_is_none() -> None:
+    text = (HTML / "notebooks/00_fsdp_from_scratch.html").read_text(encoding="utf-8")
+    assert "colab.research" not in text
+    assert "mybinder" not in text

@@ -1,0 +1,71 @@
+"""Build the book, book/_build/html, from the executed lessons, the other pages and the library's docstrings.
+
+    python tools/build_book.py
+
+Nothing is run again. Any warning of Sphinx is an error, a link that leads nowhere among them.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools import draw_map
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "book" / "_build"
+LARGEST_BYTES = 40 * 2**20
+
+
+def jupyter_anchor(title: str) -> str:
+    """A heading's anchor as JupyterLab makes it."""
+    return title.replace(" ", "-")
+
+
+def copy_sources(sources: Path) -> None:
+    """One folder with the book's own pages and all that lessons link to, under the same relative names."""
+    built = shutil.ignore_patterns("__pycache__", BUILD.name, ".ipynb_checkpoints")
+    shutil.copytree(ROOT / "book", sources, ignore=built)
+    for folder in (".ci", "benchmarks", "book", "examples", "fsdp_utils", "notebooks", "tests", "tools"):
+        shutil.copytree(ROOT / folder, sources / folder, ignore=built)
+    for pattern in ("*.md", "*.txt", "*.yml", "LICENSE", "Makefile"):
+        for path in ROOT.glob(pattern):
+            shutil.copy(path, sources)
+
+
+def write_help(folder: Path) -> None:
+    """What the command lines say of themselves."""
+    for name in ("bf16", "checkpoint", "planner", "train"):
+        command = [sys.executable, "-m", f"fsdp_utils.{name}", "--help"]
+        said = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True
+        )
+        if said.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {said.stderr}")
+        (folder / f"{name}.txt").write_text(said.stdout)
+
+
+def main() -> int:
+    sources, html = BUILD / "sources", BUILD / "html"
+    shutil.rmtree(BUILD, ignore_errors=True)
+    copy_sources(sources)
+    write_help(sources / "reference")
+    (sources / "lesson_map.svg").write_text(draw_map.draw(draw_map.lessons()))
+    options = ["--builder=html", "--fail-on-warning", "--keep-going", "--jobs=auto", "--quiet"]
+    command = [sys.executable, "-m", "sphinx", *options, f"--doctree-dir={BUILD / 'doctrees'}"]
+    if status := subprocess.run([*command, str(sources), str(html)], cwd=ROOT).returncode:
+        return status
+    size = sum(path.stat().st_size for path in html.rglob("*") if path.is_file())
+    print(f"{html / 'index.html'}: {len([*html.rglob('*.html')])} pages, {size / 2**20:.0f} MiB")
+    if size > LARGEST_BYTES:
+        print(f"expected at most {LARGEST_BYTES / 2**20:.0f} MiB: is a large output or a copied file in it?")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
