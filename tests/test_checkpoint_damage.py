@@ -39,7 +39,7 @@ from fsdp_utils import (
     verify_checkpoint,
 )
 from fsdp_utils.checkpoint.full import _seal
-from fsdp_utils.checkpoint.manifest import MANIFEST, committed, hash_file, write_manifest
+from fsdp_utils.checkpoint.manifest import ALGORITHM, MANIFEST, committed, hash_file, write_manifest
 from fsdp_utils.checkpoint.metadata import read_metadata
 from tests.checkpoints import Data, Net, Outcome, build, fingerprint, outcome, rank, train
 
@@ -102,10 +102,10 @@ class Malicious:
 def forge(checkpoint: Path) -> None:
     """Make the manifest agree with the files, as an attacker would."""
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    del manifest["sha256"]
+    del manifest[ALGORITHM]
     for name in manifest["files"]:
         path = checkpoint / name
-        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+        manifest["files"][name] = {"bytes": path.stat().st_size, ALGORITHM: hash_file(path)}
     write_manifest(checkpoint, manifest)
 
 
@@ -196,18 +196,16 @@ FAULTS = {
     "missing shard": Fault(
         lambda c, o: shard(c, -1).unlink(), r"/__1_0.*\.distcp: expected a file of \d+ bytes"
     ),
-    "bit flip": Fault(
-        lambda c, o: flip(shard(c)), r"/__0_0.*\.distcp: expected SHA-256 \w{64}, found \w{64}"
-    ),
-    "bit flip at the end": Fault(lambda c, o: flip(shard(c, -1), 0.9999), r"/__1_0.*: expected SHA-256"),
-    "bit flip in .metadata": Fault(lambda c, o: flip(c / ".metadata"), r"/\.metadata: expected SHA-256"),
+    "bit flip": Fault(lambda c, o: flip(shard(c)), r"/__0_0.*\.distcp: expected blake3 \w{64}, found \w{64}"),
+    "bit flip at the end": Fault(lambda c, o: flip(shard(c, -1), 0.9999), r"/__1_0.*: expected blake3"),
+    "bit flip in .metadata": Fault(lambda c, o: flip(c / ".metadata"), r"/\.metadata: expected blake3"),
     "swapped shards": Fault(lambda c, o: swap(shard(c), shard(c, -1)), r"\.distcp: expected .*, found"),
     "shard of another step": Fault(
-        lambda c, o: shutil.copy(shard(o), shard(c)), r"/__0_0.*\.distcp: expected SHA-256"
+        lambda c, o: shutil.copy(shard(o), shard(c)), r"/__0_0.*\.distcp: expected blake3"
     ),
-    ".metadata of another layout": Fault(another_layout, r"/\.metadata: expected SHA-256"),
+    ".metadata of another layout": Fault(another_layout, r"/\.metadata: expected blake3"),
     "manifest of another step": Fault(
-        lambda c, o: shutil.copy(o / MANIFEST, c / MANIFEST), r": expected SHA-256"
+        lambda c, o: shutil.copy(o / MANIFEST, c / MANIFEST), r": expected blake3"
     ),
     "truncated manifest": Fault(
         lambda c, o: cut(c / MANIFEST), r"manifest\.json: expected .*, found a damaged"
@@ -218,7 +216,7 @@ FAULTS = {
     ),
     "edited manifest": Fault(
         lambda c, o: edit_manifest(c, '"step": 1', '"step": 5'),
-        r"manifest\.json: .* SHA-256 \w{64}, found \w{64}",
+        r"manifest\.json: .* blake3 \w{64}, found \w{64}",
     ),
     "truncated .metadata": Fault(
         lambda c, o: cut(c / ".metadata"), r"/\.metadata: expected \d+ bytes, found \d+"
@@ -358,7 +356,7 @@ def test_verifying_can_be_put_off_and_made_up_for(two_ranks: Any, tmp_path: Path
     unverified, verified = two_ranks(load_unverified, tmp_path)[0]
     assert unverified.error is None
     assert verified.error is not None
-    with pytest.raises(CheckpointError, match="expected SHA-256"):
+    with pytest.raises(CheckpointError, match="expected blake3"):
         verify_checkpoint(tmp_path)
 
 
@@ -368,18 +366,18 @@ def test_verifying_can_be_put_off_and_made_up_for(two_ranks: Any, tmp_path: Path
 def reseal(path: Path, content: Any) -> None:
     """Another content, with a hash that agrees with it."""
     torch.save(content, path)
-    _seal(path, {"bytes": path.stat().st_size, "sha256": hash_file(path)})
+    _seal(path, {"bytes": path.stat().st_size, ALGORITHM: hash_file(path)})
 
 
 FULL_FAULTS = {
     "truncated": Fault(
-        lambda c, o: cut(c), r"/truncated: expected a file that ends with its SHA-256, found none"
+        lambda c, o: cut(c), r"/truncated: expected a file that ends with its hash, .*, found none"
     ),
     "last byte missing": Fault(
-        lambda c, o: os.truncate(c, c.stat().st_size - 1), r"expected .* SHA-256, found none"
+        lambda c, o: os.truncate(c, c.stat().st_size - 1), r"expected .* its hash, .* found none"
     ),
     "missing": Fault(lambda c, o: c.unlink(), r"/missing: expected a file that save_full wrote, found none"),
-    "bit flip": Fault(lambda c, o: flip(c), r"/bit flip: expected SHA-256 \w{64}, found \w{64}"),
+    "bit flip": Fault(lambda c, o: flip(c), r"/bit flip: expected blake3 \w{64}, found \w{64}"),
     "bit flip in the hash": Fault(lambda c, o: flip(c, 0.9999), r"/bit flip in the hash: expected"),
     "malicious": Fault(
         lambda c, o: reseal(c, {"format": 1, "model": Malicious(o)}), r"not run: .*posix\.system"
@@ -388,7 +386,7 @@ FULL_FAULTS = {
         lambda c, o: reseal(c, {"weight": torch.ones(2)}), r"found the entries \['weight'\]"
     ),
     "plain torch.save": Fault(
-        lambda c, o: torch.save({"format": 1}, c), r"expected a file that ends with its SHA"
+        lambda c, o: torch.save({"format": 1}, c), r"expected a file that ends with its hash"
     ),
 }
 

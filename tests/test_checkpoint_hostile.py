@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import io
 import json
 import multiprocessing
@@ -43,7 +44,8 @@ from fsdp_utils.checkpoint import manifest
 from fsdp_utils.checkpoint import save as save_module
 from fsdp_utils.checkpoint.__main__ import main
 from fsdp_utils.checkpoint.files import Lock, NewFile
-from fsdp_utils.checkpoint.manifest import MANIFEST, begin, write_manifest
+from fsdp_utils.checkpoint.full import _seal
+from fsdp_utils.checkpoint.manifest import ALGORITHM, MANIFEST, begin, write_manifest
 from fsdp_utils.checkpoint.metadata import read_metadata
 from fsdp_utils.checkpoint.reader import Item, find_bytes
 from fsdp_utils.checkpoint.safe_pickle import Refused
@@ -315,16 +317,124 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("what", MANIFESTS)
 def test_a_forged_manifest_is_refused_before_anything_is_touched(what: str, checkpoint: Path) -> None:
     content = json.loads((checkpoint / MANIFEST).read_text())
-    del content["sha256"]
+    del content[ALGORITHM]
     MANIFESTS[what](content)
     write_manifest(checkpoint, content)
     refused(checkpoint, r"manifest\.json: expected the manifest of a checkpoint, found")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", "7" * 10_000, '{"sha256": []}'])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", "null", "7" * 10_000, '{"sha256": []}', '{"blake3": []}']
+)
 def test_a_manifest_that_is_none_is_refused(text: str, checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text(text)
     refused(checkpoint, r"manifest\.json: expected ")
+
+
+# ---- the hashes ------------------------------------------------------------------------------------------
+
+
+def sha256_of(checkpoint: Path) -> dict[str, Any]:
+    """The content of a manifest as the version before BLAKE3 wrote it, without the manifest's own hash."""
+    content = json.loads((checkpoint / MANIFEST).read_text())
+    del content[ALGORITHM]
+    for name in content["files"]:
+        data = (checkpoint / name).read_bytes()
+        content["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return content
+
+
+def write_by_hand(checkpoint: Path, content: dict[str, Any], algorithm: str = "sha256") -> None:
+    own = hashlib.new(algorithm, json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (checkpoint / MANIFEST).write_text(json.dumps({**content, algorithm: own}))
+
+
+def test_an_older_checkpoint_with_sha256_is_verified_and_loaded(checkpoint: Path) -> None:
+    assert "sha256" not in (checkpoint / MANIFEST).read_text()
+    write_by_hand(checkpoint, sha256_of(checkpoint))
+    verify_checkpoint(checkpoint)
+    model = nn.Linear(3, 4)
+    assert load_distributed(checkpoint.parent, model)["step"] == 1
+    torch.manual_seed(0)
+    assert torch.equal(model.weight, nn.Linear(3, 4).weight)
+
+    data = bytearray((checkpoint / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (checkpoint / "__0_0.distcp").write_bytes(data)
+    refused(checkpoint, r"__0_0\.distcp: expected sha256 \w{64}, found \w{64}: it is not what was saved")
+
+
+def test_an_older_manifest_with_sha256_that_was_edited_is_refused(checkpoint: Path) -> None:
+    write_by_hand(checkpoint, sha256_of(checkpoint))
+    text = (checkpoint / MANIFEST).read_text()
+    (checkpoint / MANIFEST).write_text(text.replace('"step": 1', '"step": 5'))
+    refused(checkpoint, r"manifest\.json: expected a manifest with sha256 \w{64}, found \w{64}")
+
+
+def test_an_older_file_with_sha256_is_verified_and_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = nn.Linear(3, 4), tmp_path / "one.pt"
+    save_full(path, model, epoch=3)
+    torch.save(torch.load(path, weights_only=True), path)  # without the seal
+    data = path.read_bytes()
+    _seal(path, {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    verify_checkpoint(path)
+    other = nn.Linear(3, 4)
+    assert load_full(path, other)["epoch"] == 3
+    assert torch.equal(other.weight, model.weight)
+
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"one\.pt: expected sha256 \w{64}, found \w{64}"):
+        load_full(path, other)
+
+
+HASHES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "none": lambda entry: entry.pop("sha256"),
+    "null": lambda entry: entry.update(sha256=None),
+    "a number": lambda entry: entry.update(sha256=7),
+    "an unknown algorithm": lambda entry: entry.update(md5=entry.pop("sha256")),
+    "two algorithms": lambda entry: entry.update(blake3=entry["sha256"]),
+}
+
+
+@pytest.mark.parametrize("what", HASHES)
+def test_a_manifest_cannot_switch_the_check_of_a_file_off(what: str, checkpoint: Path) -> None:
+    content = sha256_of(checkpoint)
+    HASHES[what](content["files"]["__0_0.distcp"])
+    write_by_hand(checkpoint, content)
+    refused(checkpoint, r"manifest\.json: .*, found no hash by blake3 or sha256 in \{.* for the file '__0_0")
+
+
+@pytest.mark.parametrize("what", HASHES)
+def test_a_manifest_needs_a_known_hash_of_its_own(what: str, checkpoint: Path) -> None:
+    write_by_hand(checkpoint, sha256_of(checkpoint))
+    content = json.loads((checkpoint / MANIFEST).read_text())
+    HASHES[what](content)
+    (checkpoint / MANIFEST).write_text(json.dumps(content))
+    refused(checkpoint, r"manifest\.json: expected the manifest .* its hash, by blake3 or sha256, found none")
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
+@pytest.mark.parametrize("value", ["", "0" * 64])
+def test_a_hash_that_is_another_or_empty_does_not_match(value: str, algorithm: str, checkpoint: Path) -> None:
+    content = sha256_of(checkpoint)
+    entry = content["files"]["__0_0.distcp"]
+    content["files"]["__0_0.distcp"] = {"bytes": entry["bytes"], algorithm: value}
+    write_by_hand(checkpoint, content)
+    refused(checkpoint, rf"__0_0\.distcp: expected {algorithm} {value}, found \w{{64}}")
+
+
+@pytest.mark.parametrize("what", HASHES)
+def test_a_file_cannot_switch_its_check_off(what: str, tmp_path: Path) -> None:
+    path = save_full(tmp_path / "one.pt", nn.Linear(3, 4))
+    torch.save(torch.load(path, weights_only=True), path)  # without the seal
+    seal = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    HASHES[what](seal)
+    _seal(path, seal)
+    with pytest.raises(CheckpointError, match=r"ends with its hash, by blake3 or sha256, found none in its"):
+        load_full(path, nn.Linear(3, 4))
 
 
 # ---- files that are none, and files that grow --------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_utils import CheckpointError, load_distributed, save_distributed
-from fsdp_utils.checkpoint.manifest import hash_file
+from fsdp_utils.checkpoint.manifest import ALGORITHM, hash_file
 from fsdp_utils.checkpoint.reader import Item, KnownHeads, Part, find_bytes, read_region
 from fsdp_utils.checkpoint.writer import HashingFile
 from fsdp_utils.torch_internals.runtime import write_archive
@@ -31,7 +31,7 @@ def items(tmp_path: Path) -> list[Item]:
         length = file.tell() - begin
         items.append(Item(tmp_path / "file", begin, length, str(number), tensor.dtype, tensor.shape))
     written = file.finish()
-    assert written == {"bytes": (tmp_path / "file").stat().st_size, "sha256": hash_file(tmp_path / "file")}
+    assert written == {"bytes": (tmp_path / "file").stat().st_size, ALGORITHM: hash_file(tmp_path / "file")}
     return items
 
 

@@ -27,7 +27,7 @@ from fsdp_utils import (
     save_full,
     verify_checkpoint,
 )
-from fsdp_utils.checkpoint.manifest import MANIFEST, committed, hash_file, write_manifest
+from fsdp_utils.checkpoint.manifest import ALGORITHM, MANIFEST, committed, hash_file, write_manifest
 
 STEP = 3
 
@@ -160,10 +160,10 @@ def flip(folder: Path, chance: random.Random) -> Verdict:
 def forge(checkpoint: Path) -> None:
     """Make the manifest agree with the files, as an attacker would."""
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    del manifest["sha256"]
+    del manifest[ALGORITHM]
     for name in manifest["files"]:
         path = checkpoint / name
-        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+        manifest["files"][name] = {"bytes": path.stat().st_size, ALGORITHM: hash_file(path)}
     write_manifest(checkpoint, manifest)
 
 
@@ -198,7 +198,7 @@ def _change_manifest(chance: random.Random, path: Path, canary: str, *, forged: 
         path.write_bytes(mutate_bytes(chance, path.read_bytes()))
         return
     content = json.loads(path.read_text())
-    del content["sha256"]
+    del content[ALGORITHM]
     content = json.loads(json.dumps(mutate_tree(chance, content, canary)))  # every key is text then
     if isinstance(content, dict):
         write_manifest(path.parent, content)

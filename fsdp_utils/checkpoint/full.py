@@ -15,7 +15,14 @@ from torch.optim import Optimizer
 from fsdp_utils.checkpoint.collective import check_same_optimizer, collective_call, differing, has_state
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import NewFile, open_regular
-from fsdp_utils.checkpoint.manifest import FORMAT, Progress, hash_file, sync_directory
+from fsdp_utils.checkpoint.manifest import (
+    FORMAT,
+    KNOWN,
+    Progress,
+    algorithm_of,
+    hash_file,
+    sync_directory,
+)
 from fsdp_utils.checkpoint.restore import (
     fsdp1_optimizer_state,
     optimizer_buffers,
@@ -63,7 +70,7 @@ def save_full(
     """Save the whole training state in one file, gathered in the CPU memory of rank 0.
 
     Call it on every rank. The file replaces an older one at once, when it is durable. It carries its own
-    SHA-256, and is read by plain `torch.load(path)["model"]` too.
+    hash, and is read by plain `torch.load(path)["model"]` too.
 
     Args:
         path: of the file, on a disk of rank 0.
@@ -318,23 +325,26 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
     start = tail.rfind(_END_OF_ZIP)
     try:
         seal = json.loads(tail[start + _END_BYTES :])
-        expected, length = seal["sha256"], seal["bytes"]
-        if seal != {"format": FORMAT, "bytes": length, "sha256": expected}:
+        if (algorithm := algorithm_of(seal)) is None:
+            raise KeyError(KNOWN)
+        expected, length = seal[algorithm], seal["bytes"]
+        if seal != {"format": FORMAT, "bytes": length, algorithm: expected}:
             raise KeyError("format")
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: expected a file that ends with its SHA-256, found none in its {size} bytes: it was cut "
-            "short, or not written by save_full"
+            f"{path}: expected a file that ends with its hash, by {KNOWN}, found none in its {size} bytes: "
+            "it was cut short, or not written by save_full of this version or an earlier one"
         ) from error
     if length != size - len(tail) + start + _END_BYTES:
         raise CheckpointError(
             f"{path}: expected {length} bytes before the hash, found {size - len(tail) + start + _END_BYTES}"
         )
-    found = hash_file(
-        path, length=length - 2, end=b"\0\0", progress=progress
-    )  # as it was without the comment
+    # As it was without the comment.
+    found = hash_file(path, algorithm, length=length - 2, end=b"\0\0", progress=progress)
     if found != expected:
-        raise CheckpointError(f"{path}: expected SHA-256 {expected}, found {found}: it is not what was saved")
+        raise CheckpointError(
+            f"{path}: expected {algorithm} {expected}, found {found}: it is not what was saved"
+        )
 
 
 def read_full(path: Path) -> dict[str, Any]:

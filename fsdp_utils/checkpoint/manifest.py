@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from blake3 import blake3
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import (
@@ -33,6 +34,10 @@ MANIFEST = "manifest.json"
 DESCRIPTION = ".metadata"
 LOCK = ".saving-lock"
 FORMAT = 1
+# By the name under which a hash stands in a manifest. Older checkpoints have SHA-256, which takes longer.
+ALGORITHMS = {"blake3": blake3, "sha256": hashlib.sha256}
+ALGORITHM = "blake3"  # of what is written
+KNOWN = " or ".join(ALGORITHMS)
 _MOST_BYTES = 1 << 25  # of a manifest; that of 100,000 tensors has half of it
 _ENTRIES: dict[str, tuple[type, ...]] = {
     "step": (int,),
@@ -94,7 +99,7 @@ def write_manifest(directory: Path, content: dict[str, Any]) -> None:
     text = json.dumps(content, sort_keys=True)
     # One line for each part: it can be read with `head` and compared with `diff`.
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-    whole = "{\n" + ",\n".join([*lines, f'"sha256": "{_sha256(text)}"']) + "\n}\n"
+    whole = "{\n" + ",\n".join([*lines, f'"{ALGORITHM}": "{_hash(text)}"']) + "\n}\n"
     if len(whole) > _MOST_BYTES:
         raise CheckpointError(
             f"{directory / MANIFEST}: expected a manifest of at most {_MOST_BYTES} bytes, found "
@@ -116,8 +121,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
         content = json.loads(read_regular(path, at_most=_MOST_BYTES))
-        expected = content.pop("sha256")
-        found = _sha256(json.dumps(content, sort_keys=True))
+        if (algorithm := algorithm_of(content)) is None:
+            raise CheckpointError(
+                f"{path}: expected the manifest of a checkpoint with its hash, by {KNOWN}, found none: it is "
+                "damaged, or of a later version of fsdp_utils"
+            )
+        expected = content.pop(algorithm)
+        found = _hash(json.dumps(content, sort_keys=True), algorithm)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: expected the manifest of a checkpoint, found no file") from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -126,7 +136,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             f"{error}"
         ) from error
     if found != expected:
-        raise CheckpointError(f"{path}: expected a manifest with SHA-256 {expected}, found {found}")
+        raise CheckpointError(f"{path}: expected a manifest with {algorithm} {expected}, found {found}")
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: expected format {FORMAT}, found {content.get('format')!r}")
     if problem := _problem(content):
@@ -145,8 +155,10 @@ def _problem(content: dict[str, Any]) -> str:
     for name, entry in content["files"].items():
         if not is_plain_name(name) or name == MANIFEST:
             return f"a file {name!r:.200}, which is not inside of the checkpoint"
-        if not _is(entry, {"bytes": int, "sha256": str}) or entry["bytes"] < 0:
+        if not _is(entry, {"bytes": int}) or entry["bytes"] < 0:
             return f"{entry!r:.200} for the file {name!r:.200}"
+        if algorithm_of(entry) is None:
+            return f"no hash by {KNOWN} in {entry!r:.200} for the file {name!r:.200}"
     for name, entry in content["tensors"].items():
         if not _is(entry, {"dtype": str, "shape": list}) or entry["dtype"] not in _DTYPES:
             return f"{entry!r:.200} for the tensor {name!r:.200}"
@@ -156,6 +168,12 @@ def _problem(content: dict[str, Any]) -> str:
         if f"model.{name}" not in content["tensors"]:
             return f"{alias!r:.200} tied to {name!r:.200}, which is no tensor of it"
     return ""
+
+
+def algorithm_of(entry: Any) -> str | None:
+    """Name the algorithm of the hash in an entry of a manifest; None if it has none that is known, or two."""
+    names = [name for name in ALGORITHMS if type(entry) is dict and name in entry]
+    return names[0] if len(names) == 1 and type(entry[names[0]]) is str else None
 
 
 def _is(entry: Any, kinds: dict[str, type]) -> bool:
@@ -197,12 +215,15 @@ def check_hashes(
     threads: int = 1,
     progress: Progress = lambda count: None,
 ) -> None:
-    """Check the SHA-256 of those files."""
+    """Check the hashes of those files."""
 
     def check(name: str) -> None:
-        path, expected = checkpoint / name, manifest["files"][name]["sha256"]
+        path, entry = checkpoint / name, manifest["files"][name]
+        algorithm = algorithm_of(entry)
+        assert algorithm is not None  # read_manifest() refuses such an entry
+        expected = entry[algorithm]
         try:
-            found = hash_file(path, progress=progress)
+            found = hash_file(path, algorithm, progress=progress)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: expected a file that can be read, found {error.strerror} (did another program "
@@ -210,8 +231,8 @@ def check_hashes(
             ) from error
         if found != expected:
             raise CheckpointError(
-                f"{path}: expected SHA-256 {expected}, found {found}: it is not what was saved (a damaged "
-                "disk or copy, or a file of another checkpoint)"
+                f"{path}: expected {algorithm} {expected}, found {found}: it is not what was saved (a "
+                "damaged disk or copy, or a file of another checkpoint)"
             )
 
     with ThreadPoolExecutor(threads) as pool:
@@ -220,18 +241,23 @@ def check_hashes(
 
 
 def hash_file(
-    path: Path, *, length: int | None = None, end: bytes = b"", progress: Progress = lambda count: None
+    path: Path,
+    algorithm: str = ALGORITHM,
+    *,
+    length: int | None = None,
+    end: bytes = b"",
+    progress: Progress = lambda count: None,
 ) -> str:
-    """SHA-256 of a file, or of its first `length` bytes and `end`."""
-    sha256, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    """Hash a file, or its first `length` bytes and `end`."""
+    hashed, block = ALGORITHMS[algorithm](), memoryview(bytearray(_BLOCK))
     with open_regular(path) as file:
         left = os.fstat(file.fileno()).st_size if length is None else length
         while left and (count := file.readinto(block[: min(left, _BLOCK)])):
-            sha256.update(block[:count])
+            hashed.update(block[:count])
             progress(count)
             left -= count
-    sha256.update(end)
-    return sha256.hexdigest()
+    hashed.update(end)
+    return hashed.hexdigest()
 
 
 def share(files: dict[str, dict[str, Any]], rank: int, world_size: int) -> list[str]:
@@ -328,5 +354,5 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _hash(text: str, algorithm: str = ALGORITHM) -> str:
+    return ALGORITHMS[algorithm](text.encode()).hexdigest()

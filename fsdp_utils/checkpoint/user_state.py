@@ -1,12 +1,12 @@
 """The user's `**state`: plain data that is read without running code, and sharded tensors in it."""
 
 import ctypes
-import hashlib
 import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
@@ -110,13 +110,13 @@ def digest(value: Any) -> str:
             yield "]"
         elif isinstance(value, Tensor):
             data = local(value).detach().cpu().contiguous()  # a DTensor has no address
-            yield f"{value.dtype}{list(value.shape)}{hashlib.sha256(view(data)).hexdigest()}"
+            yield f"{value.dtype}{list(value.shape)}{blake3(view(data)).hexdigest()}"
         elif isinstance(value, set | frozenset):
             yield f"{type(value).__name__}{sorted(map(repr, value))}"
         else:
             yield f"{type(value).__name__} {value!r}"
 
-    return hashlib.sha256("\n".join(lines(value)).encode()).hexdigest()
+    return blake3("\n".join(lines(value)).encode()).hexdigest()
 
 
 # ---- sharded tensors: an average of the weights, the state of a second optimizer --------------------

@@ -1,6 +1,5 @@
 """A storage writer for DCP that hashes every file while it writes it."""
 
-import hashlib
 import io
 import os
 import pickle
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp_utils.checkpoint.manifest import ALGORITHM, ALGORITHMS
 from fsdp_utils.torch_internals.names import StorageInfo
 from fsdp_utils.torch_internals.runtime import write_archive
 
@@ -147,7 +147,7 @@ def without_process_group_warning() -> Iterator[None]:
 
 
 class HashingFile(io.RawIOBase):
-    """A file that knows the SHA-256 of what is written to it, and is on disk when it is finished.
+    """A file that knows the hash of what is written to it, and is on disk when it is finished.
 
     A failed write is reported by finish() and not at once: torch's writer, which is C++, does not survive an
     exception in the middle and would hide it.
@@ -165,7 +165,7 @@ class HashingFile(io.RawIOBase):
             self._file = path.open("xb", buffering=_BLOCK // 2)
         else:
             self._file = os.fdopen(descriptor, "wb", buffering=_BLOCK // 2)
-        self._sha256 = hashlib.sha256()
+        self._hash = ALGORITHMS[ALGORITHM]()
         self._bytes = self._synced = 0
         self._error: OSError | None = None
         self._syncing: Task[None] | None = None
@@ -186,7 +186,7 @@ class HashingFile(io.RawIOBase):
                     self._sync_sometimes()
                 except OSError as error:
                     self._error = error
-            self._sha256.update(block)
+            self._hash.update(block)
             self._bytes += len(block)
         return len(whole)
 
@@ -204,7 +204,7 @@ class HashingFile(io.RawIOBase):
         """Wait until everything is on disk.
 
         Returns:
-            {"bytes": length, "sha256": hex digest}
+            {"bytes": length, "blake3": hex digest}
 
         Raises:
             OSError: naming the file; the first thing that went wrong.
@@ -221,7 +221,7 @@ class HashingFile(io.RawIOBase):
             self.abandon()
         if self._error is not None:
             raise OSError(self._error.errno, self._error.strerror, str(self._path)) from self._error
-        return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
+        return {"bytes": self._bytes, ALGORITHM: self._hash.hexdigest()}
 
     def abandon(self) -> None:
         """Close the file, complete or not."""

@@ -46,8 +46,9 @@ def sharded_tensor_group(tensor: ShardedTensor) -> Any:
 def write_archive(value: Tensor, file: Any) -> None:
     """What torch.save(value, file) writes, without the CRC-32 of each part.
 
-    The CRC takes two thirds of the time of a SHA-256, and torch.load does not check it. The public switch,
-    torch.serialization.set_crc32_options, acts on the whole process, and saves run in threads.
+    The CRC takes three times as long as the hash that checkpoints have, and torch.load does not check it. The
+    public switch, torch.serialization.set_crc32_options, acts on the whole process, and saves run in
+    threads.
     """
     import torch
 

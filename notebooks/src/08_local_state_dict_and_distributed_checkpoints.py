@@ -111,7 +111,6 @@ draw_cuts(512, 4, 3)
 # remains.
 
 # %% jupyter={"source_hidden": true}
-import hashlib
 import json
 import logging
 import math
@@ -131,6 +130,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
+from blake3 import blake3
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils import run_on_ranks
@@ -1287,18 +1287,18 @@ for by_ours, _ in safe:
     print(shortened(by_ours))
 
 # %% [markdown]
-# `load_distributed` compares size and SHA-256 of each file with the manifest before it loads anything; the
-# ranks share the work. An attacker could forge the manifest as well. So `load_distributed` does not call
-# `pickle.load` either: it reads `.metadata` with an unpickler that knows the few classes of which a
+# `load_distributed` compares the size and the BLAKE3 hash of each file with the manifest before it loads
+# anything; the ranks share the work. An attacker could forge the manifest as well. So `load_distributed` does
+# not call `pickle.load` either: it reads `.metadata` with an unpickler that knows the few classes of which a
 # description is made, and calls nothing else. Here is the attack with a forged manifest.
 
 # %%
 forged = damaged["ours"][-1]
 evil = (forged / ".metadata").read_bytes()
 manifest = json.loads((forged / "manifest.json").read_text())
-manifest["files"][".metadata"] = {"bytes": len(evil), "sha256": hashlib.sha256(evil).hexdigest()}
-del manifest["sha256"]                                               # of all the rest
-manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+manifest["files"][".metadata"] = {"bytes": len(evil), "blake3": blake3(evil).hexdigest()}
+del manifest["blake3"]                                               # of all the rest
+manifest["blake3"] = blake3(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 (forged / "manifest.json").write_text(json.dumps(manifest))
 
 text, untouched = run_on_ranks(load_ours, forged.parent, world_size=1)[0]
