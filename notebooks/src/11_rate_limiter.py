@@ -1,125 +1,57 @@
 # %% [markdown]
 # # 11 · The rate limiter
 #
-# The CPU tells the GPU what to do, and does not wait until it is done. So it can run far ahead, and reserve
-# memory for layers whose turn is long in coming. FSDP1 has a brake against that: `limit_all_gathers`. In this
-# lesson you watch it at work, replay what it prevents, and see why `fully_shard` has no such option.
+# The CPU tells the GPU what to do, and does not wait until it is done. So the CPU can run far ahead, and
+# allocate memory for layers that the GPU will reach much later. FSDP1 limits this with `limit_all_gathers`.
+# In this lesson you watch the limiter at work, write one yourself, and see why `fully_shard` (FSDP2) has no
+# such option.
 
 # %% [markdown] tags=["card"]
 # learn:
 # - what the CPU thread runs ahead of, and why that takes memory
 # - the queue behind `limit_all_gathers`, event by event
-# - why two all-gathers in flight are enough
-# - why FSDP2 needs no limiter
+# - why a limit of two is enough
+# - when the allocator may hand out a block again, and why FSDP2 needs no limiter
 # needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU'
 # ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
-# takes: a quarter of a minute to run on 2 cores (AMD EPYC) · 15 minutes to read
+# takes: a quarter of a minute to run on 2 cores (AMD EPYC) · 20 minutes to read
 # video: '[Rate limiter](https://www.loom.com/share/903330e463334f12912a31c333708960), 2022. 4 minutes.
 #   Since then: the limiter is on by default in FSDP1, and gone in FSDP2.'
 
-# %%
-from fsdp_utils.lessons import lesson, plots
-from fsdp_utils.notebook import ranks
-
-ranks.start()
-
-# %%
-# %%ranks
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-
-rank, world = dist.get_rank(), dist.get_world_size()
-on_gpu = torch.cuda.is_available()                    # ranks on the CPU see no GPU
-device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
 # %% [markdown]
-# ## The idea
-#
-# A line of PyTorch code on a GPU does not compute. It *enqueues* a kernel on a **stream**, a queue that the
-# GPU works off in order, and returns at once. FSDP uses several streams, among them one for computation and
-# one for all-gathers. What waits for what is settled on the GPU.
-#
-# Memory is different. When Python asks for a tensor, the allocator hands out a block *now*, although the
-# kernel that fills it will run later. So the question of this lesson is: **how many units have their memory
-# already, while the GPU still computes with the first?**
-#
-# No GPU is needed to follow the bookkeeping. A **replay** is enough: a calculation of what would start
-# when, from four numbers that we choose. It is a simulation, not a measurement. Time is counted in
-# computations of one unit.
+# **The question of this lesson:** while the GPU computes with the first layer, for how many layers has the
+# CPU allocated memory?
 
-# %%
+# %% jupyter={"source_hidden": true}
 from dataclasses import dataclass
+
+from fsdp_utils.lessons import lesson, plots
+from fsdp_utils.lessons.tables import Table
+from fsdp_utils.lessons.turns import exactly, run_solution, try_answers, turn
+from fsdp_utils.notebook import ranks
 
 
 @dataclass
 class Replay:
     """When each unit of a forward pass got its memory, was gathered, and was computed with."""
 
-    memory: list    # the CPU issues the all-gather, and the allocator hands out the block
+    memory: list    # when the CPU issues the all-gather, and the allocator hands out the memory
     gather: list    # (start, end) on the stream of all-gathers
     compute: list   # (start, end) on the stream of computation
 
     @property
-    def seconds(self):
+    def time(self):
         return self.compute[-1][1]
 
-    def alive(self):
-        """How many units have memory when each unit gets its own? It is free again when compute ends."""
+    def most_alive(self):
+        """The most units that have memory at once. A unit's memory is free when its computation ends."""
         ends = [end for _, end in self.compute]
-        return [unit + 1 - sum(end <= now for end in ends[:unit]) for unit, now in enumerate(self.memory)]
+        return max(unit + 1 - sum(end <= now for end in ends[:unit]) for unit, now in enumerate(self.memory))
 
 
-def replay(units=8, *, limit=None, compute_s=1.0, gather_s=0.6, issue_s=0.05):
-    """A forward pass in which the CPU takes `issue_s` to issue the work of one unit."""
-    cpu = gathered = computed = 0.0
-    result = Replay([], [], [])
-    for unit in range(units):
-        if limit is not None and unit >= limit:
-            cpu = max(cpu, result.compute[unit - limit][1])     # the brake: wait for its memory
-        result.memory.append(cpu)
-        cpu += issue_s
-        start = max(cpu, gathered)                              # one all-gather after the other
-        gathered = start + gather_s
-        result.gather.append((start, gathered))
-        start = max(gathered, computed)                         # a computation waits for its own all-gather
-        computed = start + compute_s
-        result.compute.append((start, computed))
-    return result
-
-
-free = replay()
-print("units that hold memory, each time one more gets some:", free.alive())
-assert free.alive() == list(range(1, 9))
-
-# %% [markdown]
-# All eight! The CPU has issued all its work within 0.4 units of time, before the first computation is over.
-# By then every unit has its memory: the full parameters of the whole model are allocated on each rank.
-# (Gradients and the optimizer's state stay sharded.)
-#
-# ## Predict
-#
-# Now with a brake: before the CPU issues an all-gather, it waits until at most one other unit still holds
-# memory. How many units hold memory at once? And how much longer does the forward pass take?
-#
-# <details><summary>Answer</summary>
-#
-# Two: the one that computes, and the next one, whose all-gather runs at the same time. It takes no longer at
-# all, as long as an all-gather fits into the time of one computation. The cells below show both.
-#
-# </details>
-
-# %% tags=["replay"]
-limited = replay(limit=2)
-print("without limit:", max(free.alive()), f"units alive, {free.seconds:.2f} units of time")
-print("limit of two: ", max(limited.alive()), f"units alive, {limited.seconds:.2f} units of time")
-assert max(limited.alive()) == 2
-assert abs(limited.seconds - free.seconds) < 1e-9
-
-# %% jupyter={"source_hidden": true}
 def timelines(replays):
-    fig, panels = plots.figure(len(replays), width=9.6, height=2.8)
+    """One panel for each replay: the two streams, and below them the memory that each unit holds."""
+    fig, panels = plots.figure(len(replays), width=min(9.6, 3.9 * len(replays) + 1.8), height=2.8)
     for axes, (title, run) in zip(panels, replays.items()):
         for unit in range(len(run.memory)):
             color = plots.RANK_COLORS[unit]
@@ -127,88 +59,226 @@ def timelines(replays):
             for row, (start, end) in enumerate([run.gather[unit], run.compute[unit]]):
                 axes.barh(row, end - start, left=start, height=0.8, color=color, edgecolor=plots.CARD)
             axes.barh(2.2 + 0.35 * unit, held[1] - held[0], left=held[0], height=0.28, color=color)
-        axes.set(title=title, ylim=(5.2, -0.6), xlim=(0, 1.02 * run.seconds), xlabel="time, in computations")
-        axes.set_yticks([0, 1, 3.4], ["all-gather", "compute", "memory held"] if axes is panels[0] else [])
+        low = 2.2 + 0.35 * len(run.memory)
+        axes.set(title=title, ylim=(low, -0.6), xlim=(0, 1.02 * run.time), xlabel="time, in computations")
+        names = ["all-gather", "compute", "memory held"] if axes is panels[0] else []
+        axes.set_yticks([0, 1, (2.2 + low) / 2 - 0.2], names)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    return plots.show(fig, alt="Replayed streams and the time that each unit holds memory.")
+    return plots.show(fig, alt="Streams of a GPU over time, and the time that each unit holds memory.")
 
 
+drawn = Replay(
+    memory=[0.05 * unit for unit in range(4)],
+    gather=[(0.05 + 0.6 * unit, 0.65 + 0.6 * unit) for unit in range(4)],
+    compute=[(0.65 + unit, 1.65 + unit) for unit in range(4)],
+)
+timelines({"four units, no limit: a drawing": drawn})
+
+# %% [markdown]
+# The drawing shows a forward pass on one GPU. Each colour is a **unit**: a layer whose parameters FSDP
+# gathers together. The two upper rows are the work of the GPU: it gathers one unit after the other, and
+# computes with each unit when that unit is complete. The rows below show from when to when each unit's full
+# parameters hold memory. All four begin at nearly the same time, although the GPU computes with one unit
+# at a time.
+#
+# ## In your own code
+#
+# With FSDP2 there is nothing to set. With FSDP1, leave `limit_all_gathers=True`, which is the default. What
+# you can do is look for the damage. When the GPU's memory is full, the allocator waits for the GPU, gives
+# unused memory back, and tries again. PyTorch counts these **retries**. The script below prints the counter;
+# start it with `torchrun --nproc-per-node 4 train.py`. Without a GPU there is no such allocator, and it
+# prints the loss alone.
+#
+# ```python
+# import torch
+# import torch.distributed as dist
+# from torch import nn
+# from torch.distributed.device_mesh import init_device_mesh
+# from torch.distributed.fsdp import fully_shard
+#
+# device = "cuda" if torch.cuda.is_available() else "cpu"
+# dist.init_process_group("nccl" if device == "cuda" else "gloo")
+# if device == "cuda":
+#     torch.cuda.set_device(dist.get_node_local_rank())
+# mesh = init_device_mesh(device, (dist.get_world_size(),))
+# torch.manual_seed(0)
+# model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+# for part in [*model, model]:
+#     fully_shard(part, mesh=mesh)                      # no limit_all_gathers here: see below
+# optimizer = torch.optim.AdamW(model.parameters())
+# for step in range(5):
+#     loss = model(torch.randn(32, 256, device=device)).square().mean()
+#     loss.backward()
+#     optimizer.step()
+#     optimizer.zero_grad()
+#     retries = torch.cuda.memory_stats()["num_alloc_retries"] if device == "cuda" else "no GPU"
+#     print(f"step {step + 1}: loss {loss.item():.4f}, retries so far: {retries}")
+# dist.destroy_process_group()
+# ```
+#
+# A counter that still grows after the first steps says that memory is too tight.
+# [Lesson 5](05_maximising_throughput.ipynb) shows what retries cost.
+#
+# ## Streams and memory
+#
+# On a GPU, a line of PyTorch code does not compute. It *enqueues* a kernel on a **stream**, a queue that the
+# GPU works off in order, and returns at once. FSDP uses several streams, among them one for computation and
+# one for all-gathers. One stream can wait for another; the CPU does not have to.
+#
+# Memory is different. When Python asks for a tensor, the allocator hands out memory *now*, although the
+# kernel that fills the tensor runs later.
+#
+# No GPU is needed to follow this. The cell below is a **replay**: it computes what would start when. It is a
+# simulation, not a measurement. Time is counted in computations of one unit, and the other times are chosen:
+# an all-gather takes 0.6, and the CPU takes 0.05 to issue the work of a unit.
+
+# %%
+def replay(waits, *, gather_s=0.6, issue_s=0.05):
+    """A forward pass. waits: for each unit, the unit whose end its all-gather waits for, or None."""
+    cpu = gathered = computed = 0.0
+    run = Replay([], [], [])
+    for wait in waits:
+        if wait is not None:
+            cpu = max(cpu, run.compute[wait][1])                # the limiter
+        run.memory.append(cpu)                                  # memory is handed out when the CPU asks
+        cpu += issue_s
+        start = max(cpu, gathered)                              # one all-gather after the other
+        gathered = start + gather_s
+        run.gather.append((start, gathered))
+        start = max(gathered, computed)                         # a unit is computed with when it is complete
+        computed = start + 1.0
+        run.compute.append((start, computed))
+    return run
+
+
+# %% [markdown]
+# Without a limiter the CPU waits for nothing. How many of eight units hold memory at once?
+
+# %%
+free = replay([None] * 8)
+
+# %% jupyter={"source_hidden": true}
+Table(
+    ["eight units", "units that hold memory, at most", "time, in computations"],
+    [["no limit", free.most_alive(), f"{free.time:.2f}"]],
+    note=f"The CPU has issued everything at {free.memory[-1] + 0.05:.2f}; the first computation ends at "
+    f"{free.compute[0][1]:.2f}.",
+)
+
+# %% [markdown]
+# All eight. The CPU has issued all work before the first computation is over, so by then the full
+# parameters of the whole model are allocated on each rank. (Gradients and the optimizer's state stay
+# sharded.)
+#
+# **Predict before you go on.** Now the CPU waits before each all-gather until at most one other unit holds
+# memory. How many units hold memory at once? And how much longer does the forward pass take?
+#
+# <details><summary>Answer</summary>
+#
+# Two: the unit that computes, and the next one, whose all-gather runs at the same time. The forward pass
+# takes no longer, as long as an all-gather is shorter than a computation. The next cells show both.
+#
+# </details>
+
+# %% tags=["replay"]
+def limit_of(n, units=8):
+    """Before the all-gather of unit n, the CPU waits for unit 0; before unit n + 1 for unit 1; and so on."""
+    return [unit - n if unit >= n else None for unit in range(units)]
+
+
+limited = replay(limit_of(2))
+
+# %% jupyter={"source_hidden": true}
 timelines({"replay without limit": free, "replay with a limit of two": limited})
 
 # %% [markdown]
-# One colour for each unit. On the left all eight bars of memory begin almost at once. On the right each
-# begins when the unit two before it is done, like stairs. The two upper rows are the work. Computation ends
-# at the same time on both sides.
-#
+# On the left all eight bars of memory begin almost at once. On the right the third bar begins when the first
+# unit's computation ends, the fourth when the second's ends, and so on: at no time are there more than two.
+# Computation ends at the same time on both sides.
+
+# %% tags=["check"]
+assert (free.most_alive(), limited.most_alive()) == (8, 2)
+assert free.memory[-1] + 0.05 < free.compute[0][1]
+assert abs(limited.time - free.time) < 1e-9
+print("Checked: eight units hold memory without a limit, two with it; both take the same time.")
+
+# %% [markdown]
 # ## Why two?
+#
+# The replay says what other limits would do.
 
 # %%
-for limit in (1, 2, 3, 4):
-    run = replay(limit=limit)
-    print(f"limit {limit}: {max(run.alive())} units alive, {run.seconds:.2f} units of time")
-assert replay(limit=1).seconds > 1.5 * replay(limit=2).seconds
-assert replay(limit=3).seconds == replay(limit=2).seconds
+runs = {limit: replay(limit_of(limit)) for limit in (1, 2, 3, 4)}
+
+# %% jupyter={"source_hidden": true}
+Table(
+    ["limit", "units that hold memory, at most", "time, in computations"],
+    [[str(limit), run.most_alive(), f"{run.time:.2f}"] for limit, run in runs.items()],
+)
 
 # %% [markdown]
-# With one, nothing overlaps: gather, compute, gather, compute. Two is enough for one all-gather to run behind
-# one computation. Three takes more memory and gains nothing here. In PyTorch's source the two is called
-# "empirically chosen" (`_FreeEventQueue` in `torch/distributed/fsdp/_limiter_utils.py`).
+# With a limit of one nothing overlaps: gather, compute, gather, compute. Two is enough for one all-gather to
+# run beside one computation. Three takes more memory and gains nothing here. PyTorch's source has the same
+# number, "empirically chosen" (`_FreeEventQueue` in `torch/distributed/fsdp/_limiter_utils.py`).
 #
-# The brake is not always free. It holds the *CPU*, so the next all-gather starts later by what the CPU
-# needs to issue it. If an all-gather takes just as long as a computation, that shows.
+# The limiter is not always free. It holds the *CPU*, so the next all-gather starts later by the time that
+# the CPU takes to issue it. This costs time where an all-gather takes about as long as a computation:
 
 # %%
-for gather_s in (0.6, 0.9, 1.0, 1.3):
-    ratio = replay(limit=2, gather_s=gather_s).seconds / replay(gather_s=gather_s).seconds
-    print(f"all-gather of {gather_s:.2f} computations: {ratio - 1:+.1%} of time with the limit")
-slowest = replay(limit=2, gather_s=1.0).seconds / replay(gather_s=1.0).seconds
-assert 1.01 < slowest < 1.05
+gathers = (0.6, 0.9, 1.0, 1.3)
+longer = {s: replay(limit_of(2), gather_s=s).time / replay([None] * 8, gather_s=s).time - 1 for s in gathers}
+
+# %% jupyter={"source_hidden": true}
+Table(
+    ["an all-gather takes, in computations", "the limit of two adds to the time of the forward pass"],
+    [[f"{gather_s:.1f}", f"{ratio:.1%}"] for gather_s, ratio in longer.items()],
+)
 
 # %% [markdown]
-# Nothing, or 1.7%. These percentages are the replay's, from numbers that we chose. What a GPU says will
-# stand in the table at the end, once it is recorded.
-#
+# Nothing, or 1.7% at the most in this table. These percentages come from times that we chose; a GPU has
+# others.
+
+# %% tags=["check"]
+assert runs[1].time > 1.5 * runs[2].time
+assert runs[2].time == runs[3].time == runs[4].time
+slowest = max(longer.values())
+assert 0.016 < slowest < 0.018
+print("Checked: a limit of one takes half as long again, three and four gain nothing; at most 1.7% longer.")
+
+# %% [markdown]
 # ## The real queue
 #
-# Now PyTorch itself. Before each all-gather, FSDP1 asks a queue whether it has to wait (`_unshard` in
-# `_runtime_utils.py`). After a unit is freed, it puts an **event** into the queue (`_reshard`). An event is a
-# mark in a stream that the CPU can wait for. We listen to both, and to the all-gathers.
+# Now PyTorch's own limiter, on the ranks.
+
+# %%
+ranks.start()
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+import inspect
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_utils.lessons.meter import ALL_GATHERS, Meter
+
+os.environ["KINETO_LOG_LEVEL"] = "99"                 # else the profiler prints when it starts and stops
+rank, world = dist.get_rank(), dist.get_world_size()
+on_gpu = torch.cuda.is_available()                    # ranks on the CPU see no GPU
+device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+# %% [markdown]
+# The model is six equal layers, and each layer is a unit.
 
 # %%
 # %%ranks
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from fsdp_utils.lessons.meter import ALL_GATHERS
-
-
-class Listener(TorchDispatchMode):
-    """Notes, in the order in which the CPU comes to them: waits, all-gathers, and units that are freed."""
-
-    def __init__(self, queue):
-        super().__init__()
-        self.log, self.freed = [], []
-        self.dequeue, self.enqueue = queue.dequeue_if_needed, queue.enqueue
-        queue.dequeue_if_needed, queue.enqueue = self.on_dequeue, self.on_enqueue
-
-    def on_dequeue(self):
-        event = self.dequeue()
-        if event is not None:
-            self.log.append(f"wait({self.freed.index(event)})")
-        return event
-
-    def on_enqueue(self, event):
-        self.log.append(f"free({len(self.freed)})")
-        self.freed.append(event)
-        self.enqueue(event)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() in ALL_GATHERS:
-            self.log.append("gather")
-        return func(*args, **(kwargs or {}))
-
-
 def build():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))).to(device)
@@ -220,87 +290,358 @@ def fsdp1(limit):
 
 
 def batch(step, rank=rank, world=world):
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(24, 32, generator=generator)                # f32[24, 32]
-    return x.chunk(world)[rank].to(device)                      # f32[24 / world, 32]
+    x = torch.randn(24, 32, generator=torch.Generator().manual_seed(step))      # f32[24, 32]
+    return x.chunk(world)[rank].to(device)                                      # f32[24 / world, 32]
 
 
+# %% [markdown]
+# FSDP1 has one queue for all units of a model. After FSDP1 has freed a unit, it puts an **event** into the
+# queue (`_reshard` in `_runtime_utils.py`). An event is a mark in a stream that the CPU can wait for. Before
+# each all-gather, FSDP1 asks the queue for an event to wait for (`_unshard`). That is the whole limiter.
+#
+# A folded cell defines `Listener`. It notes, in the order in which the CPU comes to them, the all-gathers,
+# the units that are freed, and the events that are waited for.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+class Marked:
+    """An event with the number of the unit that was freed before it; notes when somebody waits for it."""
+
+    def __init__(self, event, number, log):
+        self.event, self.number, self.log = event, number, log
+
+    def synchronize(self):
+        self.log.append(("wait", self.number))
+        self.event.synchronize()
+
+
+class Listener(TorchDispatchMode):
+    """Notes all-gathers, frees and waits, in the order of the program."""
+
+    def __init__(self, queue):
+        super().__init__()
+        self.log, self.events = [], []
+        self.enqueue, queue.enqueue = queue.enqueue, self.on_enqueue
+
+    def on_enqueue(self, event):
+        self.log.append(("free", len(self.events)))
+        self.events.append(event)
+        self.enqueue(Marked(event, len(self.events) - 1, self.log))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in ALL_GATHERS:
+            self.log.append(("gather", sum(what == "gather" for what, _ in self.log)))
+        return func(*args, **(kwargs or {}))
+
+
+# %%
+# %%ranks
 model = fsdp1(limit=True)
 listener = Listener(model._free_event_queue)                    # the root's queue serves all its units
 with listener:
     output = model(batch(0))
 forward = list(listener.log)
-print(*forward, sep="\n")
+
+# %% jupyter={"source_hidden": true}
+def by_gather(log):
+    """One row for each all-gather: what is waited for before it, and freed before the next one."""
+    rows = []
+    waited = []
+    for what, number in log:
+        if what == "wait":
+            waited.append(number)
+        elif what == "gather":
+            rows.append([str(number), ", ".join(f"event {n}" for n in waited) or "-", []])
+            waited = []
+        elif rows:
+            rows[-1][2].append(number)
+    return [[number, wait, ", ".join(f"event {n}" for n in freed) or "-"] for number, wait, freed in rows]
+
+
+HEAD = ["all-gather", "before it the CPU waits for", "after it: a unit is freed, and puts into the queue"]
+Table(HEAD, by_gather(ranks.get("forward")[0]))
 
 # %% [markdown]
-# Read it from top to bottom. The first two all-gathers go out without waiting. From the third on, each one
-# waits for the unit that was freed two before it. So in forward at most two are in flight.
+# Read it row by row. The first two all-gathers go out without waiting. From the third on, each one waits for
+# the unit that was freed two before it. This is the limit of two from the replay.
 #
-# `wait(0)` is a call of `event.synchronize()`. On a GPU it blocks the CPU until the computation stream has
-# passed that mark. On the CPU there are no streams, the event is a `torch.cpu.Event`, and its `synchronize`
-# returns at once.
-
-# %% tags=["queue"]
-# %%ranks
-assert forward.index("wait(0)") == 4
-assert forward == ["gather", "free(0)", "gather", "free(1)"] + [
-    line for unit in range(2, 6) for line in (f"wait({unit - 2})", "gather", f"free({unit})")
-]
-event = type(listener.freed[0])
-print(f"events are of the type {event.__module__}.{event.__qualname__}")
-print("in flight at most:", model._free_event_queue._max_num_inflight_all_gathers)
-
-# %% [markdown]
-# Backward goes on with the same queue, in which forward has left two events. Backward prefetches: it
-# gathers the next unit before the present one is freed (lesson 4). So after one wait two all-gathers go
-# out. From then on there is a wait before each.
+# To wait is a call of `event.synchronize()`. On a GPU it blocks the CPU until the computation stream has
+# passed the mark. On the CPU there are no streams to wait for: the event is a `torch.cpu.Event`, and its
+# `synchronize` returns at once.
+#
+# Backward goes on with the same queue, in which forward has left two events:
 
 # %%
 # %%ranks
 with listener:
     output.sum().backward()
-print(*listener.log[len(forward) :], sep="\n")
-held, most = 0, {"forward": 0, "backward": 0}
-for number, line in enumerate(listener.log):
-    phase = "forward" if number < len(forward) else "backward"
-    held += (line == "gather") - line.startswith("wait")
-    most[phase] = max(most[phase], held)
-print("gathered, and their end not yet waited for, at most:", most)
-assert most == {"forward": 2, "backward": 3}
+backward = listener.log[len(forward) :]
+
+# %% jupyter={"source_hidden": true}
+Table(HEAD, by_gather(ranks.get("backward")[0]))
 
 # %% [markdown]
-# The cell counts what the CPU has not *waited* for: a GPU that lags may still hold that memory. In forward
-# that makes two units. In backward it can be three, for the next unit is gathered before the present one is
+# Numbers go on from forward: events 0 to 5 are from there, and event 6 marks the first unit that backward
+# frees, which is the last layer. In backward, FSDP1 gathers the next unit before the present one is freed
+# ([lesson 4](04_backward_prefetch.ipynb)). So after one wait two all-gathers go out. From then on there is a
+# wait before each.
+#
+# How many units can hold memory, then? Count those that are gathered and whose event the CPU has not yet
+# waited for: the GPU may lag behind, so they may still be in use.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+held, most = 0, {"forward": 0, "backward": 0}
+for number, (what, _) in enumerate(listener.log):
+    phase = "forward" if number < len(forward) else "backward"
+    held += (what == "gather") - (what == "wait")
+    most[phase] = max(most[phase], held)
+
+# %% jupyter={"source_hidden": true}
+most = ranks.get("most")[0]
+Table(["pass", "gathered and not yet waited for, at most"], [[phase, units] for phase, units in most.items()])
+
+# %% [markdown]
+# Two units in forward. In backward it can be three, for the next unit is gathered before the present one is
 # freed. Without a limit it could be all of them.
 
+# %% tags=["check", "queue"]
+# %%ranks
+assert forward == [("gather", 0), ("free", 0), ("gather", 1), ("free", 1)] + [
+    event for unit in range(2, 6) for event in (("wait", unit - 2), ("gather", unit), ("free", unit))
+]
+assert [what for what, _ in backward[:4]] == ["wait", "gather", "gather", "free"]
+assert most == {"forward": 2, "backward": 3}
+assert model._free_event_queue._max_num_inflight_all_gathers == 2
+assert on_gpu or type(listener.events[0]) is torch.cpu.Event
+print("Checked: each all-gather from the third on waits for the unit two before it; 2 and 3 units at most.")
+
 # %% [markdown]
+# ## Your turn 1 · A limiter
+#
+# Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit, and `dequeue_if_needed()` before
+# each all-gather. What `dequeue_if_needed` returns is waited for; with `None` FSDP1 goes on at once. At most
+# `limit` units may hold memory, and the CPU should wait no longer than that takes.
+#
+# A folded cell puts your queue into FSDP1's place for it, runs a forward pass on the ranks with limits of
+# two and of three, and notes the waits. Edit the next cell, then run it and the folded cells below it.
+#
+# <details><summary>Hint</summary>
+#
+# An event in the list stands for a unit that was freed in the program and may still be in use on the GPU.
+# The all-gather that comes next adds one unit. Which event marks the end of the unit that the GPU finishes
+# first?
+#
+# </details>
+
+# %% tags=["exercise"]
+# %%ranks
+class MyQueue:
+    def __init__(self, limit):
+        self.limit, self.events = limit, []
+
+    def enqueue(self, event):                   # a unit was freed
+        pass                                    # your line here
+
+    def dequeue_if_needed(self):                # an all-gather comes next
+        return None                             # your lines here
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+def waits_of(log):
+    """For each all-gather, the last unit that the CPU has waited for since the all-gather before."""
+    waits, last = [], None
+    for what, unit in log:
+        if what == "wait":
+            last = unit if last is None else max(last, unit)
+        elif what == "gather":
+            waits.append(last)
+            last = None
+    return waits
+
+
+def count(waits):
+    """The most units that may hold memory, and the all-gathers that need not wait for the unit before."""
+    done, alive, beside = -1, 0, 0              # done: the last unit that the CPU knows to be over
+    for unit, wait in enumerate(waits):
+        done = done if wait is None else max(done, wait)
+        alive = max(alive, unit - done)
+        beside += unit > 0 and done < unit - 1
+    return alive, beside
+
+
+def score_queue(kind):
+    """Forward passes with the reader's queue; None where nothing is written yet."""
+    waits, events = {}, []
+    for limit in (2, 3):
+        model = fsdp1(limit=True)
+        try:
+            queue = model._free_event_queue = kind(limit)
+            with Listener(queue) as listener:
+                model(batch(0))
+        except Exception as error:              # the reader's own code: whatever it raises
+            print(f"With your queue the forward pass raises {type(error).__name__}: {error}")
+            return None
+        waits[limit] = waits_of(listener.log)
+        events += getattr(queue, "events", [])
+    if not events and set(waits[2] + waits[3]) == {None}:
+        return None
+    (alive, beside), (alive_3, _) = count(waits[2]), count(waits[3])
+    return {
+        "units that may hold memory, limit of two": alive,
+        "units that may hold memory, limit of three": alive_3,
+        "all-gathers that can run beside a computation": beside,
+        "waits": waits[2],
+    }
+
+
+result = score_queue(MyQueue)
+
+# %% jupyter={"source_hidden": true}
+turn(
+    1,
+    ranks.get("result"),
+    {
+        "units that may hold memory, limit of two": exactly(
+            2,
+            otherwise="With a limit of two, the CPU should wait once `limit` events are in the queue, and "
+            "each event should leave the queue when it is returned.",
+        ),
+        "units that may hold memory, limit of three": exactly(
+            3, otherwise="The number of units should follow from `limit`: with three it should be three."
+        ),
+        "all-gathers that can run beside a computation": exactly(
+            5,
+            otherwise="Some all-gathers wait for the unit just before them, so nothing can run beside its "
+            "computation: wait for the oldest event, and for one at a time.",
+        ),
+    },
+)
+
+# %% tags=["solution"] turn=1
+# %%ranks
+class MyQueue:
+    def __init__(self, limit):
+        self.limit, self.events = limit, []
+
+    def enqueue(self, event):
+        self.events.append(event)
+
+    def dequeue_if_needed(self):
+        return self.events.pop(0) if len(self.events) >= self.limit else None
+
+
+result = score_queue(MyQueue)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+class MyQueue:                                  # waits for the newest
+    def __init__(self, limit):
+        self.limit, self.events = limit, []
+
+    def enqueue(self, event):
+        self.events.append(event)
+
+    def dequeue_if_needed(self):
+        return self.events.pop() if len(self.events) >= self.limit else None
+
+
+result = score_queue(MyQueue)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+class MyQueue:                                  # one too late
+    def __init__(self, limit):
+        self.limit, self.events = limit, []
+
+    def enqueue(self, event):
+        self.events.append(event)
+
+    def dequeue_if_needed(self):
+        return self.events.pop(0) if len(self.events) > self.limit else None
+
+
+result = score_queue(MyQueue)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+class MyQueue:                                  # does not know its limit
+    def __init__(self, limit):
+        self.limit, self.events = limit, []
+
+    def enqueue(self, event):
+        self.events.append(event)
+
+    def dequeue_if_needed(self):
+        return self.events.pop(0) if len(self.events) >= 2 else None
+
+
+result = score_queue(MyQueue)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+class MyQueue:                                  # waits for each unit as soon as it is freed
+    def __init__(self, limit):
+        self.limit, self.events = limit, []
+
+    def enqueue(self, event):
+        event.synchronize()
+
+    def dequeue_if_needed(self):
+        return None
+
+
+result = score_queue(MyQueue)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+class MyQueue:                                  # the first event stays in the queue
+    def __init__(self, limit):
+        self.limit, self.events = limit, []
+
+    def enqueue(self, event):
+        self.events.append(event)
+
+    def dequeue_if_needed(self):
+        return self.events[0] if len(self.events) >= self.limit else None
+
+
+result = score_queue(MyQueue)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+class MyQueue:                                  # collects, and never waits
+    def __init__(self, limit):
+        self.limit, self.events = limit, []
+
+    def enqueue(self, event):
+        self.events.append(event)
+
+    def dequeue_if_needed(self):
+        return None
+
+
+result = score_queue(MyQueue)
+
+# %% jupyter={"source_hidden": true}
+shown = {"target": replay(run_solution(11, 1)[0]["waits"])}
+if ranks.get("result is not None")[0]:
+    shown["yours"] = replay(ranks.get("result['waits']")[0])
+timelines(shown)
+
+# %% [markdown]
+# The figure replays the waits of the target, which is the run of the folded solution, with the times of the
+# replay above. When your queue waits, run the cell with the figure again: your run appears beside the target.
+#
 # ## Without the limiter
 #
-# What is different when it is off?
+# What changes on the CPU when the limiter is off? A CPU computes each line before it comes to the next, so it
+# cannot run ahead of itself. In the *order of the program*, then, how much is gathered at once? The meter
+# counts it, in units.
 
 # %%
 # %%ranks
-unlimited = fsdp1(limit=False)
-silent = Listener(unlimited._free_event_queue)
-with silent:
-    unlimited(batch(0)).sum().backward()
-assert set(silent.log) == {"gather"}
-assert silent.log.count("gather") == listener.log.count("gather")
-print(f"{len(silent.log)} all_gathers, as with the limiter; no waits, and no events to wait for")
-
-# %% [markdown]
-# The same all-gathers, and nobody counts what is free. On a CPU it makes no other difference, because a CPU
-# computes each line before it comes to the next: it cannot run ahead of itself. In the order of the
-# program, FSDP1 holds as much with the limiter as without it. FSDP2's full parameters take as much, too; the
-# buffers that it gathers into come on top:
-
-# %% tags=["order"]
-# %%ranks
-from torch.distributed.fsdp import fully_shard
-
-from fsdp_utils.lessons.meter import Meter
-
-
 def fsdp2():
     model = build()
     for layer in model:
@@ -308,55 +649,88 @@ def fsdp2():
     return fully_shard(model)
 
 
-unit_bytes = sum(p.nbytes for p in nn.Linear(32, 32).parameters())
 peaks = {}
 models = {"FSDP1, limit": fsdp1(True), "FSDP1, no limit": fsdp1(False), "FSDP2": fsdp2()}
 for name, sharded in models.items():
     with Meter(sharded.parameters()) as meter:
         sharded(batch(0)).sum().backward()
-    full, buffers = meter.peak_whole_bytes / unit_bytes, meter.peak_gather_bytes / unit_bytes
-    peaks[name] = round(full, 1), round(buffers, 1)
-    print(f"{name:16} {full:.1f} units of full parameters at the peak, {buffers:.1f} with buffers")
-assert peaks["FSDP1, limit"] == peaks["FSDP1, no limit"]
-assert max(full for full, _ in peaks.values()) < 2.2
-assert 2.9 < peaks["FSDP2"][1] < 3.3
+    peaks[name] = meter.all_gathers, meter.peak_whole_bytes, meter.peak_gather_bytes
+
+# %% tags=["order"] jupyter={"source_hidden": true}
+unit_bytes = 4 * (32 * 32 + 32)
+Table(
+    ["one step", "all-gathers", "units of full parameters at the peak", "with all-gather buffers"],
+    [
+        [name, gathers, f"{full / unit_bytes:.1f}", f"{buffers / unit_bytes:.1f}"]
+        for name, (gathers, full, buffers) in ranks.get("peaks")[0].items()
+    ],
+    note="Buffers: those that FSDP2 gathers into, before it copies each parameter out of them.",
+)
 
 # %% [markdown]
-# Two units of full parameters each time, at most. So the order of the program is not the problem. The problem
-# is that on a GPU, FSDP1's memory does *not* follow the order of the program.
-#
+# FSDP1 does the same in the order of the program with and without the limiter: at most two units of full
+# parameters. FSDP2 has two at most as well, and three when its buffers are counted. (FSDP2 has one all-gather
+# less in the table: it keeps its last unit from forward to backward.) So the order of the program is not the
+# problem. The problem is that on a GPU, FSDP1's memory does *not* follow the order of the program.
+
+# %% tags=["check"]
+# %%ranks
+unit_bytes = sum(p.nbytes for p in nn.Linear(32, 32).parameters())
+unlimited = fsdp1(limit=False)
+with Listener(unlimited._free_event_queue) as silent:
+    unlimited(batch(0)).sum().backward()
+assert {what for what, _ in silent.log} == {"gather"}
+assert peaks["FSDP1, limit"] == peaks["FSDP1, no limit"]
+assert all(1.9 < full / unit_bytes < 2.2 for _, full, _ in peaks.values())
+assert 2.9 < peaks["FSDP2"][2] / unit_bytes < 3.3
+print("Checked: without the limiter no event is made; two units at the peak, three with FSDP2's buffers.")
+
+# %% [markdown]
 # ## Why FSDP1's memory lags behind
 #
-# A unit's memory is handed out for the stream of all-gathers and used by the stream of computation. When
-# Python frees it, the computation may not have run yet. FSDP1 marks the block with `record_stream`
-# (`_free_unsharded_flat_param` in `_flat_param.py`): the allocator may hand it out again only after the GPU
-# has passed that point. If the CPU is ahead, the GPU has not passed it, and the next all-gather gets
-# *another* block. That is the replay on the left. The limiter makes the CPU wait until the block is free.
+# The allocator's cache holds the memory of each stream in **blocks** of its own. A block that Python has
+# freed may be handed out again to the *same* stream at once: the stream works in order, so the old use comes
+# before the new one, however late the GPU is. For *another* stream there is no such order.
 #
-# When the memory is full, the allocator frees its cache, with the GPU standing still, and tries again: a
-# `cudaMalloc` retry (lesson 5). So a limiter that makes the CPU wait a little can make training faster.
+# FSDP1 allocates a unit's full parameters on the stream of the all-gathers, and computes with them on the
+# stream of computation. When Python frees the unit, the computation may not have run yet. So FSDP1 marks the
+# block with `record_stream` (`_free_unsharded_flat_param` in `_flat_param.py`). The allocator then keeps the
+# block back until the GPU has passed that point of the other stream. If the CPU is far ahead, the GPU has not
+# passed it when the next all-gather needs memory, and the all-gather gets *another* block. That is the left
+# side of the replay. The limiter makes the CPU wait until the old block can be handed out.
 #
-# ## Why FSDP2 needs none
+# When the memory is full, the allocator waits for all marked blocks, gives its unused blocks back, and tries
+# again: a `cudaMalloc` retry. So a limiter that makes the CPU wait a little can make training faster.
 #
-# `fully_shard` takes another way, without `record_stream` and without making the CPU wait:
+# ## Why FSDP2 needs no limiter
 #
-# - An all-gather writes into a buffer that belongs to a stream of FSDP's own. It is then copied out into
-#   the parameters, which belong to the stream of computation (`foreach_all_gather_copy_out`). So each block
-#   is freed and handed out again *within one stream*, where order is guaranteed by the queue itself.
-# - Before the buffer is used again, the streams of the all-gathers (one copies the shards in, one sends)
-#   wait for the copy, on the GPU: `_wait_all_gather_streams_on_event`, which calls `wait_event`. One stream
-#   waits for another. The CPU goes on.
-#
-# So the allocator can hand out a block in the order of the program, however far ahead the CPU is. What the
-# cell above has counted in that order is therefore what FSDP2 holds on a GPU. PyTorch's
-# [documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) and
-# [RFC](https://github.com/pytorch/pytorch/issues/114299) tell the design. The functions named here say so
-# themselves:
+# FSDP2 arranges its memory in another way:
 
-# %%
+# %% jupyter={"source_hidden": true}
+Table(
+    ["", "FSDP1", "FSDP2"],
+    [
+        ["an all-gather writes into", "the full parameters", "a buffer, copied out into the parameters"],
+        ["the buffer belongs to", "no buffer", "a stream of the all-gathers"],
+        ["the full parameters belong to", "the stream of all-gathers", "the stream of computation"],
+        ["the full parameters are used by", "the stream of computation", "the stream of computation"],
+        ["used on another stream", "the full parameters", "the buffer"],
+        ["kept apart by", "record_stream: the block is held back", "wait_event: the buffer's stream waits"],
+        ["who waits", "the CPU, with the limiter", "a stream, on the GPU"],
+    ],
+)
+
+# %% [markdown]
+# In FSDP2 every block is freed and handed out again within one stream. The one use on another stream is the
+# copy out of the buffer. Before FSDP2 drops the buffer, it lets the streams of the all-gathers wait for that
+# copy (`_wait_all_gather_streams_on_event`). The CPU goes on. So the allocator can hand out blocks in the
+# order of the program, however far ahead the CPU is, and what the meter has counted in that order is what
+# the parameters take on a GPU. PyTorch's
+# [documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) says it in one
+# sentence: lower and deterministic memory by avoiding `recordStream`, without any CPU synchronization.
+
+# %% tags=["check"]
 # %%ranks
-import inspect
-
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 
@@ -366,11 +740,196 @@ for module in (_fsdp_collectives, _fsdp_param, _fsdp_param_group):
 group, context = _fsdp_param_group.FSDPParamGroup, _fsdp_param_group.FSDPCommContext
 wait = getattr(group, "_wait_all_gather_streams_on_event", None) or context.wait_all_gather_streams_on_event
 assert "wait_event" in inspect.getsource(wait)                  # the context's in later torch
+assert inspect.signature(FSDP).parameters["limit_all_gathers"].default is True
+assert "limit_all_gathers" not in inspect.signature(fully_shard).parameters
+print("Checked: record_stream is in FSDP1 and not in FSDP2, which lets streams wait; FSDP1's limiter is on.")
 
-default = inspect.signature(FSDP).parameters["limit_all_gathers"].default
-print("FSDP1: limit_all_gathers is", default, "by default")
-options = inspect.signature(fully_shard).parameters
-print("FSDP2: limit_all_gathers is an option:", "limit_all_gathers" in options)
+# %% [markdown]
+# ## Your turn 2 · When may a block be handed out again?
+#
+# Write the rule of the allocator. An all-gather or a copy-out asks for memory for a `stream`, and the CPU
+# asks at the time `now`. Return a block of the list that this stream may have, or `None`: then the allocator
+# has to get a new one from the GPU. A block has three fields:
+#
+# - `stream`: the stream for which it was first handed out.
+# - `in_use`: whether Python still holds a tensor in it.
+# - `marked_until`: when the GPU has passed the use on another stream that `record_stream` has marked; 0 if
+#   nothing was marked.
+#
+# A folded cell runs the forward pass of eight units with your rule, three times: as FSDP1 without a limit, as
+# FSDP1 with a limit of two, and as FSDP2. For FSDP2 the parameters of a unit count as one block. It counts
+# the blocks that the allocator needs, and those that were handed out while they could still be in use. Edit
+# the next cell, then run it and the folded cells below it.
+#
+# <details><summary>Hint</summary>
+#
+# Three conditions must hold for a block, one for each field. Take the first block for which they do.
+#
+# </details>
+
+# %% tags=["exercise"]
+def my_rule(blocks, stream, now):
+    return None                                 # your lines here
+
+
+# %% jupyter={"source_hidden": true}
+@dataclass
+class Block:
+    stream: str
+    in_use: bool = True
+    marked_until: float = 0.0
+
+
+class Allocator:
+    """Hands out blocks by a rule, and counts those that may still be in use."""
+
+    def __init__(self, rule):
+        self.rule, self.blocks, self.reserved = rule, [], []
+        self.early = self.again = 0
+
+    def hand_out(self, stream, now):
+        block = self.rule(list(self.blocks), stream, now)
+        if block is None:
+            block = Block(stream)
+            self.blocks.append(block)
+        elif not any(block is one for one in self.blocks):
+            raise TypeError(f"the rule should return one of the blocks, or None; it has returned {block!r}")
+        else:
+            self.again += 1
+            self.early += block.in_use or block.stream != stream or block.marked_until > now
+        block.in_use, block.marked_until = True, 0.0
+        return block
+
+
+def as_fsdp1(rule, run):
+    allocator = Allocator(rule)
+    for unit, now in enumerate(run.memory):
+        block = allocator.hand_out("all-gathers", now)
+        block.in_use, block.marked_until = False, run.compute[unit][1]      # freed, with record_stream
+        allocator.reserved.append(len(allocator.blocks))
+    return allocator
+
+
+def as_fsdp2(rule, run):
+    allocator, before = Allocator(rule), None
+    for now in run.memory:
+        buffer = allocator.hand_out("all-gathers", now)
+        if before is not None:
+            before.in_use = False                                           # its stream has waited
+        parameters = allocator.hand_out("computation", now)
+        allocator.reserved.append(len(allocator.blocks))
+        parameters.in_use = False                                           # freed after forward
+        before = buffer
+    return allocator
+
+
+def score_rule(rule):
+    """Three forward passes by the rule; None where it never hands out a block again."""
+    try:
+        ran = {
+            "FSDP1, no limit": as_fsdp1(rule, free),
+            "FSDP1, limit of two": as_fsdp1(rule, limited),
+            "FSDP2, no limit": as_fsdp2(rule, free),
+        }
+    except Exception as error:                  # the reader's own code: whatever it raises
+        print(f"With your rule the forward pass raises {type(error).__name__}: {error}")
+        return None
+    if not any(allocator.again for allocator in ran.values()):
+        return None
+    result = {f"blocks, {name}": len(allocator.blocks) for name, allocator in ran.items()}
+    result["handed out too early"] = sum(allocator.early for allocator in ran.values())
+    result["curves"] = {name: allocator.reserved for name, allocator in ran.items()}
+    return result
+
+
+result = score_rule(my_rule)
+
+# %% jupyter={"source_hidden": true}
+turn(
+    2,
+    [result],
+    {
+        "blocks, FSDP1, no limit": exactly(
+            8, otherwise="Without a limit no marked block is free in time, so FSDP1 needs eight."
+        ),
+        "blocks, FSDP1, limit of two": exactly(
+            2, otherwise="With the limiter the block of the unit two before is free just `now`: use it."
+        ),
+        "blocks, FSDP2, no limit": exactly(
+            3,
+            otherwise="FSDP2 marks nothing: a block that is not in use may go to its own stream at once. "
+            "Then two buffers and one block of parameters are enough.",
+        ),
+        "handed out too early": exactly(
+            0,
+            otherwise="A block went out while the GPU could still use it: look at its stream, at whether "
+            "Python holds it, and at its mark.",
+        ),
+    },
+)
+
+# %% tags=["solution"] turn=2
+def my_rule(blocks, stream, now):
+    for block in blocks:
+        if block.stream == stream and not block.in_use and block.marked_until <= now:
+            return block
+    return None
+
+
+result = score_rule(my_rule)
+
+# %% tags=["wrong"] turn=2
+def my_rule(blocks, stream, now):               # ignores record_stream
+    return next((b for b in blocks if b.stream == stream and not b.in_use), None)
+
+
+result = score_rule(my_rule)
+
+# %% tags=["wrong"] turn=2
+def my_rule(blocks, stream, now):               # any stream's
+    return next((b for b in blocks if not b.in_use and b.marked_until <= now), None)
+
+
+result = score_rule(my_rule)
+
+# %% tags=["wrong"] turn=2
+def my_rule(blocks, stream, now):               # what Python still holds
+    return next((b for b in blocks if b.stream == stream and b.marked_until <= now), None)
+
+
+result = score_rule(my_rule)
+
+# %% tags=["wrong"] turn=2
+def my_rule(blocks, stream, now):               # marked blocks only
+    own = [b for b in blocks if b.stream == stream and not b.in_use]
+    return next((b for b in own if 0 < b.marked_until <= now), None)
+
+
+result = score_rule(my_rule)
+
+# %% tags=["wrong"] turn=2
+def my_rule(blocks, stream, now):               # a moment too late
+    return next((b for b in blocks if b.stream == stream and not b.in_use and b.marked_until < now), None)
+
+
+result = score_rule(my_rule)
+
+# %% jupyter={"source_hidden": true}
+fig, (axes,) = plots.figure(width=7.0, height=2.8)
+for index, (name, reserved) in enumerate(run_solution(11, 2)[0]["curves"].items()):
+    units = range(1, len(reserved) + 1)
+    axes.plot(units, reserved, color=plots.RANK_COLORS[index], linewidth=2.5, marker="o", label=name)
+axes.set(xlabel="units that the CPU has issued", ylabel="blocks reserved", ylim=(0, 8.6), title="target")
+axes.legend()
+plots.show(fig, alt="Blocks that the allocator has reserved after each unit: 8, 2 and 3 in the end.")
+
+# %% [markdown]
+# The figure is the run of the folded solution. FSDP1 without a limit reserves a block for each unit, as long
+# as the CPU is ahead. With the limiter it is two blocks, and the CPU waits. FSDP2 stays at three without any
+# wait: two buffers and one unit's parameters, the number that the meter has counted.
+
+# %% tags=["check"]
+try_answers(11)
 
 # %% [markdown]
 # ## Proof
@@ -398,27 +957,78 @@ def train(model, rank=rank, world=world):
 alone = train(build(), rank=0, world=1)
 ways = {"one process": alone, "FSDP1, limit": train(fsdp1(True)), "FSDP1, no limit": train(fsdp1(False))}
 ways["FSDP2"] = train(fsdp2())
-for name, losses in ways.items():
-    print(f"{name:16} step 1: {losses[0]:.4f}   step 5: {losses[-1]:.4f}")
-    torch.testing.assert_close(losses, alone, rtol=1e-4, atol=1e-5)
-assert ways["FSDP1, limit"] == ways["FSDP1, no limit"]
+
+# %% jupyter={"source_hidden": true}
+plots.losses(ranks.get("ways")[0])
 
 # %% [markdown]
-# With and without the limiter the losses are equal to the last bit.
+# All four curves lie on each other. With and without the limiter the losses are equal to the last bit.
+
+# %% tags=["check"]
+# %%ranks
+for losses in ways.values():
+    torch.testing.assert_close(losses, alone, rtol=1e-4, atol=1e-5)
+assert ways["FSDP1, limit"] == ways["FSDP1, no limit"]
+print("Checked: the losses of one process; with and without the limiter the same to the last bit.")
+
+# %% [markdown]
+# ## When it goes wrong
 #
+# In a profile of FSDP1 you may see gaps in which the CPU issues nothing. Are they the limiter's? It has a
+# name of its own in the profile:
+
+# %%
+# %%ranks
+from torch.profiler import ProfilerActivity, profile
+
+with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    fsdp1(limit=True)(batch(0))
+gaps = [event.name for event in profiled.events() if "rate_limiter" in event.name]
+
+# %% jupyter={"source_hidden": true}
+found = ranks.get("gaps")[0]
+Table(["name in the profile", "times in one forward pass"], [[found[0], len(found)]])
+
+# %% [markdown]
+# Four waits, for six all-gathers with a limit of two: the same as in the table of the real queue.
+#
+# What you see, why, and what helps:
+#
+# - **`FullyShardedDataParallel.rate_limiter` takes long in a profile.** This is the limiter: the CPU waits
+#   for a unit's memory. While the GPU is busy all the time, it costs nothing. If the GPU is idle after each
+#   wait, the CPU is the bottleneck, and with memory to spare you can try `limit_all_gathers=False`.
+# - **FSDP1's reserved memory, or `num_alloc_retries`, is much higher than expected.** Look for
+#   `limit_all_gathers=False` in the program.
+# - **`fully_shard() got an unexpected keyword argument 'limit_all_gathers'`.** FSDP2 has no limiter. Leave
+#   the argument out; [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) lists what became of the others.
+# - **FSDP2 holds more units than three.** The program asks for it: explicit prefetching of several units, or
+#   `unshard()` long before its use. No limiter would help, for that is the order of the program
+#   ([lesson 4](04_backward_prefetch.ipynb)).
+
+# %% tags=["check"]
+# %%ranks
+assert gaps == ["FullyShardedDataParallel.rate_limiter"] * 4
+told = ""
+try:
+    fully_shard(build(), limit_all_gathers=True)
+except TypeError as error:
+    told = str(error)
+assert "got an unexpected keyword argument 'limit_all_gathers'" in told
+print("Checked: four waits in the profile; FSDP2 refuses the argument.")
+
+# %% [markdown]
 # ## Claims, then and now
 
 # %% jupyter={"source_hidden": true}
-most = ranks.get("most")[0]
 lesson.claims(
     11,
     {
         "limiter-two": f"In forward, yes: {most['forward']}. In backward {most['backward']}: the next unit "
         "is gathered before the present one is freed.",
-        "limiter-slowdown": f"In the replay between nothing and {slowest - 1:.1%}, for the times that we "
+        "limiter-slowdown": f"In the replay between nothing and {slowest:.1%}, for the times that we "
         "chose. Seconds are for a GPU to say.",
-        "limiter-memory": f"In the replay {max(limited.alive())} of {len(free.memory)} units hold memory "
-        f"instead of {max(free.alive())}. How much of all memory that is depends on the model.",
+        "limiter-memory": f"In the replay {limited.most_alive()} of {len(free.memory)} units hold memory "
+        f"instead of {free.most_alive()}. How much of all memory that is depends on the model.",
         "limiter-reinvested": "Not for a CPU to say. [Lesson 2](02_activation_checkpointing.ipynb) shows "
         "what freed memory buys.",
         "limiter-retries": "Not for a CPU to say: retries are the CUDA allocator's.",
@@ -426,50 +1036,12 @@ lesson.claims(
 )
 
 # %% [markdown]
-# ## Exercises
+# ## Takeaways
 #
-# **1. Who waits for whom?** All-gathers are counted from 0. For which unit's memory does all-gather number
-# `index` wait, with a limit? -1 if it does not wait.
-
-# %%
-def waits_for(index, limit):
-    return None  # your line here
-
-
-waits = {(0, 2): -1, (1, 2): -1, (2, 2): 0, (7, 2): 5, (7, 3): 4}
-lesson.check(waits_for, waits)
-
-# %% [markdown]
-# **2. In GiB.** A model has `blocks` blocks of `millions` million parameters each, gathered in bf16. The CPU
-# is far ahead. How many GiB do the gathered blocks hold? `limit` may be None.
-
-# %%
-def gathered_gib(blocks, millions, limit):
-    return None  # your line here
-
-
-gathered = {(32, 202, None): 12.040138, (32, 202, 2): 0.752509, (1, 202, 2): 0.376254}
-lesson.check(gathered_gib, gathered)
-
-# %% [markdown]
-# **3. A slow CPU.** The replay's CPU needs 0.05 to issue a unit. Small kernels can make it slower than the
-# GPU. How many of eight units hold memory at the most *without* a limit, if issuing one takes `issue_s`?
-
-# %%
-def alive_at_most(issue_s):
-    return None  # your line here
-
-
-slow_cpus = {(0.05,): 8, (0.5,): 6, (2.0,): 2}
-lesson.check(alive_at_most, slow_cpus)
-
-# %% [markdown]
-# ## Summary
-#
-# - The CPU enqueues and goes on. Memory is handed out when it enqueues, not when the GPU computes.
+# - The CPU enqueues and goes on. Memory is handed out when the CPU asks, not when the GPU computes.
 # - FSDP1 frees with `record_stream`: a block comes back only after the GPU has passed that point.
-# - `limit_all_gathers` makes the CPU wait for the unit freed two before. It is on by default. Leave it on.
-# - Two are enough, because one all-gather at a time has to run behind one computation.
+# - `limit_all_gathers` makes the CPU wait for the unit freed two before. It is on by default; leave it on.
+# - Two are enough, because one all-gather at a time has to run beside one computation.
 # - FSDP2 keeps each block within one stream and lets streams wait for each other, so it needs no limiter.
 #
 # ## Next
@@ -478,29 +1050,3 @@ lesson.check(alive_at_most, slow_cpus)
 # [lesson 12](12_a_model_too_big_for_one_rank.ipynb) the model does not fit on one rank at all.
 #
 # [← lesson 10](10_end_to_end.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)
-
-# %% [markdown]
-# ## Solutions
-#
-# Folded until you open them. They run like all other cells, so their checks have to pass.
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def waits_for(index, limit):
-    return max(index - limit, -1)
-
-
-lesson.check(waits_for, waits, strict=True)
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def gathered_gib(blocks, millions, limit):
-    return min(blocks, limit or blocks) * millions * 1e6 * 2 / 2**30
-
-
-lesson.check(gathered_gib, gathered, strict=True)
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def alive_at_most(issue_s):
-    return max(replay(issue_s=issue_s).alive())
-
-
-lesson.check(alive_at_most, slow_cpus, strict=True)
