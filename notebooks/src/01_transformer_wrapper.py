@@ -53,7 +53,7 @@
 # dist.destroy_process_group()
 # ```
 #
-# `fsdp_utils.shard(model)` does the same for any transformer: it finds the class of the blocks first.
+# `fsdp_utils.shard(model)` does the same without naming the blocks: it looks for their class first.
 #
 # ## Four ranks
 
@@ -110,8 +110,10 @@ Table(["module", "class", "parameters"], parts)
 # few others, in the embedding, the last norm and the head, belong to the **root** unit, which is the unit
 # of the model itself.
 #
-# Here are four ways to choose. The first three are your own loops around `fully_shard`; the fourth, `shard`
-# from `fsdp_utils`, finds the blocks by itself.
+# Here are four ways to choose. "One unit" calls `fully_shard` on the model alone. "By size" makes a unit of
+# each module that is large enough, and "wrong class" of each module of one class; both are loops around
+# `fully_shard`, written out in the next cell. "By block" is `shard` from `fsdp_utils`, which finds the blocks
+# by itself.
 
 # %%
 # %%ranks
@@ -236,15 +238,18 @@ Table(HEAD, ranks.get("measured(meters)")[0], note=NOTE)
 # %% [markdown]
 # Row by row:
 #
-# - **One unit** has the whole model at once, and its buffer has the size of the model too.
+# - **One unit** has the whole model at once. `fully_shard` gathers into a buffer and copies the parameters
+#   out of it, and this buffer has the size of the model too.
 # - **By size** has the least at once, and by far the most collectives.
-# - **By block** has a third of the model at once: the root and two of six blocks. Its buffers hold another
-#   block. The deeper the model, the smaller the share of two blocks; a table below has real models.
+# - **By block** has a third of the model at once, in the backward pass: the root and two of six blocks. With
+#   buffers it has half, in the forward pass: the root, one block, and two buffers of the size of a block. The
+#   deeper the model, the smaller the share of a few blocks; a table below has real models.
 # - **The wrong class** has as many units as by block, and needs half as much again: the attention of all
-#   six blocks stays gathered all the time.
+#   six blocks is in the root, so it stays gathered from the forward pass to the end of the backward pass.
 #
-# By size and by block send the same bytes, twice the model. What is in the root is sent once, so the first
-# way sends half as much.
+# By size and by block gather nearly the same bytes, twice the model but for the root. What is in the root is
+# gathered once, so the first way gathers half as much. (The gradients, which the table does not count, go
+# through one reduce-scatter for each unit: the size of the model in all four ways.)
 
 # %% tags=["check"]
 # %%ranks 0
@@ -295,9 +300,12 @@ mib = {way: peak / 2**20 for way, peak in ranks.get("peaks")[0].items()}
 plots.memory_per_rank({way: {"all tensors at their peak": peak} for way, peak in mib.items()}, unit="MiB")
 
 # %% [markdown]
-# The order is the same. With four ranks even one unit needs less than one process, because three quarters of
-# the optimizer state are elsewhere. With two ranks it needs more: all parameters, all gradients and a buffer
-# of the same size are there at once in the backward pass, and only half of the optimizer state is elsewhere.
+# The order of the four ways is the same. The bars differ less than the full parameters did, because about
+# 3 MiB of each bar are activations, which the choice of units does not change
+# ([lesson 2](02_activation_checkpointing.ipynb) does). With four ranks even one unit needs less than one
+# process, because three quarters of the optimizer state are on the other ranks. With two ranks one unit needs
+# more than one process: all parameters, all gradients and a buffer of the same size are there at once in the
+# backward pass, and only half of the optimizer state is on the other rank.
 
 # %% tags=["check"]
 assert 1.2 * mib["by block"] < mib["one unit"]
@@ -336,19 +344,21 @@ if rank == 0:
     print(f"4 MiB in one call: {1000 * once:.0f} ms, in 256 calls: {1000 * often:.0f} ms")
 
 # %% [markdown]
-# The same bytes take many times as long. A block is large enough that the start of its collectives hardly
-# counts, and small enough that two of them at once do not hurt. Activation checkpointing
+# The same bytes take many times as long. A block of a real model, with millions of parameters, is large
+# enough that the start of its collectives hardly counts. And it is small enough, as one of dozens, that two
+# of them fit in memory at once. Activation checkpointing
 # ([lesson 2](02_activation_checkpointing.ipynb)) and prefetching
 # ([lesson 4](04_backward_prefetch.ipynb)) work with blocks as well.
 
 # %% [markdown]
 # ## Your turn 1 · Fewer, larger units
 #
-# Each collective has a cost of its own, and this model has 13 all-gathers in a step. Write a way to shard the
-# Llama that has at most 7, while at most 70% of the model is complete at once.
+# Each collective has a cost of its own, and by block this Llama has 13 all-gathers in a step. Write
+# `my_units`, which shards the Llama so that a step has at most 7 all-gathers, while at most 70% of the model
+# is complete at once.
 #
 # `fully_shard` takes a module or a list of modules. A list becomes one unit. The blocks are in
-# `model.model.layers`.
+# `model.model.layers`. Edit the next cell, then run it and the three folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -470,7 +480,8 @@ if ranks.get("result is not None")[0]:
 plots.alive(curves, whole_model=ranks.get("whole_model")[0])
 
 # %% [markdown]
-# Fewer and larger steps, and a higher peak. On a fast network with small blocks this can pay off.
+# Larger units mean fewer and larger collectives, and a higher peak. That can pay off where blocks are so
+# small that starting a collective takes longer than sending its bytes.
 #
 # ## The way of 2022: FSDP1 and its policies
 #
@@ -501,8 +512,9 @@ meters1 = {way: measure(model) for way, model in wrapped1.items()}
 Table(HEAD, ranks.get("measured(meters1)")[0], note=NOTE)
 
 # %% [markdown]
-# FSDP1 makes the same units as our loops, with as many collectives. What was true of wrapping in 2022 is
-# true today.
+# FSDP1 makes the same units as the loops above, with as many collectives and nearly the same peaks. One
+# thing differs: FSDP1 gathers a unit into one flat tensor, and the parameters are views of it. There is no
+# second buffer to copy out of, so the last two columns are equal.
 
 # %% [markdown]
 # ## Which class is the block?
@@ -590,6 +602,12 @@ Table(
     note=NOTE,
 )
 
+# %% [markdown]
+# With units for both ends the peak falls from 71% of the model to 57%, and with buffers from 128% to 64%.
+# The price is three all-gathers more: each end is gathered twice, and nothing is left for the root to gather.
+# (The head is freed after the forward pass and gathered again at once for the backward pass.
+# `reshard_after_forward=False` for this unit spares that gather.)
+
 # %% tags=["check"]
 # %%ranks 0
 assert ends["and both ends"].peak_whole_bytes < 0.8 * ends["by block"].peak_whole_bytes
@@ -629,7 +647,8 @@ print(f"by block:    loss {vit_sharded[0]:.4f} at the first step, {vit_sharded[-
 torch.testing.assert_close(vit_sharded, vit_alone, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# The losses of one process. And has it learned anything about digits that it never saw?
+# Sharded by block, the ViT has the losses of one process. Has it learned anything about digits that it never
+# saw?
 
 # %%
 # %%ranks
@@ -637,13 +656,12 @@ print(f"right on {digits.accuracy(vit, device=device):.0%} of {len(digits.test['
 assert digits.accuracy(vit, device=device) > 0.5        # guessing would be right on a tenth
 
 # %% [markdown]
-# It has, after 15 steps.
+# It has: guessing would be right on 10%. Fifteen steps are few.
 #
 # ## Train a T5
 #
 # T5 has an encoder and a decoder, and both are stacks of the same class, `T5Block`. The task is to read a
-# date as people write it and to write it as a computer does. No date of the test occurs in training, in any
-# spelling.
+# date as people write it and to write it as a computer does.
 
 # %%
 # %%ranks
@@ -651,9 +669,10 @@ for source, answer in tasks.date_pairs()[0][:3]:
     print(f"{source:>20}  ->  {answer}")
 
 # %% [markdown]
-# One thing first. A T5 block hands a view from block to block, the attention bias. PyTorch warns about
-# views that leave a unit, because FSDP loses sight of them once an operation writes into them. T5 never
-# does that, so the warning is put aside.
+# One thing first. A T5 block passes on a view, the attention bias, to the next block. PyTorch warns about
+# views that leave a unit: where an operation writes into such a view, FSDP's hook on it is lost, and with the
+# hook the gather for the backward pass. T5 does not write into this view, so the next cell switches the
+# warning off.
 
 # %%
 # %%ranks
@@ -671,8 +690,8 @@ print(f"by block:    loss {t5_sharded[0]:.4f} at the first step, {t5_sharded[-1]
 torch.testing.assert_close(t5_sharded, t5_alone, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# Again the losses of one process. And the same with FSDP1: `wrap_policy` finds the block class and makes
-# the policy for transformers out of it.
+# The T5, too, has the losses of one process. Now the same with FSDP1: `wrap_policy` finds the block class
+# and makes a policy for `auto_wrap_policy` out of it.
 
 # %%
 # %%ranks
@@ -719,8 +738,8 @@ Table(
 # %% [markdown]
 # The first loss is right. From the second step on this is another model: the matrix is in two units, one
 # copy in each, and each copy learns by itself. There is no error and no warning, and the loss looks healthy.
-# The docstring of `transformer_auto_wrap_policy` names this as a case in which it helps: it leaves shared
-# weights together in the root.
+# The policy for transformers avoids this, as its docstring says: the embeddings and the head are outside of
+# the blocks, so they stay together in the root.
 #
 # `check_sharding` looks for such mistakes.
 
@@ -805,8 +824,9 @@ assert losses[0] == losses[1] == losses[2]
 # %% [markdown]
 # ## Your turn 2 · Shard a GPT-2 by hand
 #
-# Shard this GPT-2 with `fully_shard` alone. Its blocks are in `model.transformer.h`, and its embedding is
-# tied to its head.
+# Shard this GPT-2 with `fully_shard` alone, without `shard`: each block a unit, and the rest where it is
+# safe. Its blocks are in `model.transformer.h`, and its embedding is tied to its head. Edit the next cell,
+# then run it and the two folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -942,7 +962,7 @@ lesson.claims(
         f"{gathers['by block']} all_gathers in a step, by size {gathers['by size']}; "
         f"{whole['by block']:.0%} of the model complete at once, as one unit {whole['one unit']:.0%}.",
         "communication-efficient": f"In the number of collectives, {gathers['by block']} instead of "
-        f"{gathers['by size']} by size. The bytes are the same.",
+        f"{gathers['by size']} by size. The bytes are nearly the same.",
         "one-unit-is-ddp": f"Not so. Between steps a rank holds {at_rest:.0%} of the parameters, and always "
         f"as small a part of the optimizer state; under DDP all of both. In forward and backward "
         f"{whole['one unit']:.0%} of the parameters are there, as with DDP.",
@@ -957,7 +977,8 @@ lesson.claims(
 # ## Takeaways
 #
 # - The unit decides how much of the model a rank holds at once, and how often the ranks talk.
-# - For transformers the block is the right size: at the worst moment the root and two blocks are complete.
+# - For transformers the block is the usual unit: at the worst moment the root and two blocks are complete.
+#   With the buffers of `fully_shard` it is three blocks.
 # - `shard(model)` for FSDP2 and `auto_wrap_policy=wrap_policy(model)` for FSDP1 find the block class
 #   themselves. A large embedding and a large head are worth units of their own.
 # - Leave tied weights to the root, and build the optimizer after sharding. `check_sharding` finds what was

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 3 · FULL_STATE_DICT
 #
-# Under FSDP no rank has the model. To save it in one file, as you would without FSDP, the ranks have to put
-# it together first. In this lesson you do that by hand and with PyTorch's functions. Then you break it in
-# five ways, and mend each.
+# Under FSDP no rank has all of the model. To save the model in one file, as you would without FSDP, the ranks
+# have to gather it first. In this lesson you do that by hand and with PyTorch's functions. Then you make five
+# mistakes that others have made, and mend each.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -50,9 +50,12 @@ gathering()
 
 # %% [markdown]
 # The drawing shows four tensors of a model on four ranks; each colour is one rank's piece. In training each
-# rank holds its own pieces. To save, all ranks gather one tensor after the other. Rank 0 moves each to its
-# CPU memory and keeps it, the others drop it at once. At the end rank 0 has all tensors in full, and the
-# others have what they had before.
+# rank holds its own pieces. To save, all ranks gather one tensor after the other. Rank 0 copies each full
+# tensor to its CPU memory and keeps it there; the other ranks drop it at once. At the end rank 0 has all
+# tensors in full, and the others have what they had before.
+#
+# A **state dict** is the dictionary that `model.state_dict()` returns: every parameter by its name. A **full
+# state dict** is one in which every tensor is complete, as in plain PyTorch.
 #
 # ## In your own code
 #
@@ -159,9 +162,8 @@ model = shard(build(seed=0))
 # %% [markdown]
 # ## The state dict of a sharded model
 #
-# A **state dict** holds every parameter by its name. Under `fully_shard`, `model.state_dict()` has the usual
-# names, but its values are DTensors: each knows its full shape, and holds this rank's piece. This is a
-# **sharded state dict**. Making it sends nothing.
+# Under `fully_shard`, `model.state_dict()` has the usual names, but its values are DTensors: each knows its
+# full shape, and holds this rank's piece. This is a **sharded state dict**. Making it sends nothing.
 
 # %%
 # %%ranks
@@ -187,8 +189,8 @@ Table(
 # `Shard(dim=0)` says that a tensor is cut by rows. The two tensors of the head have 10 rows, which four ranks
 # cannot share equally: three ranks get 3 rows, and the last one gets 1.
 #
-# A **full state dict** is what you know from plain PyTorch: every tensor complete. `full_tensor()` makes one
-# complete tensor out of a DTensor. It is an all-gather, so all ranks must call it, and all get the result.
+# For a full state dict these pieces have to come together. `full_tensor()` makes one complete tensor out of a
+# DTensor. It is an all-gather, so all ranks must call it, and all get the result.
 
 # %%
 # %%ranks
@@ -209,15 +211,18 @@ piece = distribute_tensor(full, mesh, placements)                     # on ALL r
 print(piece.to_local().tolist())
 
 # %% [markdown]
-# With these two, you can write a full state dict yourself, and load it:
+# With these two functions you can make a full state dict yourself, and load one:
 # `model.load_state_dict({name: distribute_tensor(...) for ...})`.
 #
 # ## Your turn 1 · Gather a full state dict
 #
 # Write `my_full`. It gets a sharded model. On rank 0 it returns the full state dict, on all other ranks an
-# empty dictionary. No rank but 0 may hold more than one full tensor at a time. (The largest tensor,
-# `up.weight` of a block, is a sixth of this model. A GPU that trains a large model has room for one full
-# tensor, and not for all.)
+# empty dictionary. No rank but 0 may keep a full tensor while it gathers the next one: a GPU that trains a
+# large model has room for one full tensor, and not for all.
+#
+# The meter counts all bytes beyond the shards and the result, in units of the largest tensor, the `up.weight`
+# of a block. The target is 4.5 and not 1, because an all-gather needs buffers beside its result. All tensors
+# together are six of the largest.
 #
 # Edit the next cell, then run it and the two folded cells below it. If ranks wait for each other for 5
 # seconds, the cell ends with a report of who stood where.
@@ -325,9 +330,6 @@ def my_full(model):
 result = score_full(my_full)
 
 # %% [markdown]
-# The target allows more than one of the largest tensors, because an all-gather needs buffers beside its
-# result. All tensors together are six of the largest.
-#
 # ## The same with `get_model_state_dict`
 #
 # PyTorch's function for this takes models under FSDP2, FSDP1 and DDP alike. First train, so that there is
@@ -461,9 +463,9 @@ peak_first, peak_last = max(curves[0]), max(curves[-1])
 plots.show(fig, alt="Tensors alive while a full state dict is gathered, on rank 0 and on the last rank.")
 
 # %% [markdown]
-# Both begin with their shards of model and optimizer. The narrow spikes are tensors that the last rank helps
-# to gather and drops. Rank 0 keeps them and climbs by three sizes of the model. With GPUs, shards and spikes
-# are in GPU memory, and rank 0's climb is in the memory of its host.
+# Both ranks begin with their shards of model and optimizer. The narrow spikes on the last rank are tensors
+# that it helps to gather and drops. Rank 0 keeps these tensors, so its curve climbs by three sizes of the
+# model. With GPUs, shards and spikes are in GPU memory, and rank 0's climb is in the memory of its host.
 
 # %% tags=["check"]
 assert all(abs(held["sharded"] - 3 / world) < 0.03 for held in by_rank)
@@ -477,8 +479,8 @@ print("Checked: three sizes of the model on rank 0, nothing on the others, and l
 # %% [markdown]
 # ## Save and load, today's way
 #
-# First a folder that all ranks know: rank 0 makes it and tells the others its name. In a real job it is on a
-# disk that rank 0 can write to.
+# First the ranks need a folder whose name they all know: rank 0 makes it and tells the others its name. (In a
+# real job you would pass the folder as an argument. Of the ranks only rank 0 has to write to it.)
 
 # %%
 # %%ranks
@@ -521,8 +523,9 @@ save(folder / "full.pt", model, optimizer)
 never_stopped = train(model, optimizer, range(6, 10))                # what the loaded model has to repeat
 
 # %% [markdown]
-# `weights_only=True`, the default, keeps `torch.load` from running code that someone put into the file.
-# `mmap=True` reads a tensor from the disk when it is needed. Now a model with other weights and a new
+# `weights_only=True`, the default, keeps `torch.load` from running code that someone put into the file. With
+# `mmap=True` a tensor is read from the disk only when it is used, so rank 0 need not hold the file's contents
+# in memory all at once. Now a model with other weights and a new
 # optimizer load the file and go on.
 
 # %% tags=["load"]
@@ -566,9 +569,9 @@ Table(
 # meets:
 #
 # - **Equal kinds and sizes**: numbers are mixed up, as here.
-# - **A rank receives more than it expects**: gloo ends its process within a tenth of a second, with
-#   `gloo::EnforceNotMet … Received data size doesn't match expected size. Is there a distributed collective
-#   mismatch in your code?` NCCL does not compare sizes: what follows is undefined, often a hang.
+# - **A rank receives more than it expects**: gloo ends the process of that rank within a tenth of a second,
+#   with `gloo::EnforceNotMet … Received data size doesn't match expected size. Is there a distributed
+#   collective mismatch in your code?` NCCL does not compare sizes: what follows is undefined, often a hang.
 # - **No partner at all**: the rank waits until the timeout of the process group: by default 10 minutes with
 #   NCCL and 30 minutes with gloo.
 #
@@ -600,13 +603,14 @@ Table(
 )
 
 # %% [markdown]
-# This finds other kinds and other sizes. It does not find the mix-up above, in which kinds and sizes are
-# equal. The next three mistakes are of the third sort: some ranks call what others do not.
+# This check finds collectives of different kinds or shapes. It does not find the mix-up above, in which both
+# are equal. The next three mistakes belong to the third line of the list: some ranks call a collective that
+# others do not call.
 #
 # ## Mistake 1: only rank 0 writes, so only rank 0 saves
 #
-# The file is written by rank 0, so everything is put under `if rank == 0`. But the gather needs all ranks.
-# The next cell gets one second.
+# The file is written by rank 0, so everything is put under `if rank == 0`. But the gather needs all ranks. In
+# the next cell a collective waits one second, and then raises an error, instead of 30 minutes.
 
 # %% tags=["raises-exception", "hang"]
 # %%ranks --timeout 1
@@ -618,8 +622,8 @@ if rank == 0:
 # they would go on to *their* next collective, such as the all-gather of the next training step, and that
 # would be paired with rank 0's: an abort, wrong numbers, or a hang, as above.
 #
-# After the timeout this notebook makes a new process group, and a model that was sharded over the old one is
-# void. `resume` loads the model from its checkpoint.
+# After the timeout this notebook makes a new process group. A model that was sharded over the old group can
+# no longer be used, so `resume` builds a new one and loads the checkpoint.
 
 # %%
 # %%ranks
@@ -636,7 +640,7 @@ model, optimizer = resume()
 # ## Mistake 2: each rank decides for itself
 #
 # Every rank looks at its own share of the validation samples, and saves if the loss is the lowest so far. The
-# call is not under `if rank == 0` now, but the condition differs between the ranks.
+# call is not under `if rank == 0` now, but its condition is true on some ranks and false on others.
 
 # %%
 # %%ranks
@@ -691,9 +695,10 @@ set_state_dict(
 
 # %% [markdown]
 # The ranks other than 0 skip the model and report success: "all keys matched". Rank 0 broadcasts weights that
-# no other rank receives. So call `set_model_state_dict` and `set_optimizer_state_dict`, as `load` does.
+# no other rank receives, and times out. So call `set_model_state_dict` and `set_optimizer_state_dict`, as
+# `load` does.
 #
-# ## Your turn 2 · A save that cannot hang
+# ## Your turn 2 · Ask before you save
 #
 # A rank that waits inside a collective cannot look around. So ask *before* the first collective whether all
 # ranks have come, with something that is no collective: a **store**. A store is a small table of keys and
@@ -705,16 +710,24 @@ set_state_dict(
 store = dist.FileStore(str(folder / "store"), world)
 
 # %% [markdown]
-# `store.add(key, n)` adds `n` to the number under that key, which starts at 0, and returns the new number.
+# Two of its functions are enough here:
+#
+# - `store.add(key, n)` adds `n` to the number under that key, which starts at 0, and returns the new number.
+# - `store.compare_set(key, "", text)` writes the text if nothing has been written under that key yet. It
+#   returns what is there now, as bytes: the text of the rank that was first, such as `b"yes"`.
 #
 # Write `all_here(name, seconds)`. It returns True as soon as every rank has called it with this name, and
-# False if some rank has not called it within `seconds`. It may call no collective. `name` is a text that no
-# earlier call has used. Edit the next cell, then run it and the two folded cells below it.
+# False if some rank has not called it within `seconds`. All ranks must get the same answer, also a rank that
+# comes when the others have given up: if it were told True, it would go into the save alone. `all_here` may
+# call no collective. `name` is a text that no earlier call has used. Edit the next cell, then run it and the
+# two folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
 # Say that you are here: add 1 under the key `name`. Then look at the number again and again, `store.add(name,
 # 0)`, until it is `world` or the time is over. `time.sleep(0.01)` between two looks leaves the CPU to others.
+# Then decide "yes" or "no", and write it under a second key with `compare_set`. The first rank that writes
+# decides for all: return what it wrote, not what you found.
 #
 # </details>
 
@@ -746,7 +759,7 @@ class NoCollectives(TorchDispatchMode):
 
 
 def score_here(all_here):
-    """Ask three times: all ranks come; only rank 0 comes; the last rank comes half a second late."""
+    """Ask four times: all ranks come; rank 0 alone; one rank half a second late; one when all gave up."""
     names = [uuid.uuid4().hex]                           # another one each time this runs
     dist.broadcast_object_list(names, src=0)
     (name,) = names
@@ -764,11 +777,18 @@ def score_here(all_here):
         time.sleep(0.5)
     with NoCollectives():
         late = all_here(f"{name}, late", 5)
+    if rank == world - 1:
+        dist.barrier()                                   # comes when the others have given up
+    with NoCollectives():
+        too_late = all_here(f"{name}, too late", 0.3)
+    if rank < world - 1:
+        dist.barrier()
     return {
         "all ranks come": together,
         "only rank 0 comes": alone,
         "seconds until rank 0 knows that": seconds,
         "one rank comes half a second late": late,
+        "one rank comes when the others gave up": too_late,
     }
 
 
@@ -789,10 +809,26 @@ turn(
         "one rank comes half a second late": exactly(
             True, otherwise="A rank came late but in time: look more than once."
         ),
+        "one rank comes when the others gave up": exactly(
+            False, otherwise="The rank that came too late was told that all were there: it would save alone."
+        ),
     },
 )
 
 # %% tags=["solution"] turn=2
+# %%ranks
+def all_here(name, seconds):
+    store.add(name, 1)
+    end = time.monotonic() + seconds
+    while store.add(name, 0) < world and time.monotonic() < end:
+        time.sleep(0.01)
+    mine = "yes" if store.add(name, 0) == world else "no"
+    return store.compare_set(f"{name}, decided", "", mine) == b"yes"    # the first rank decides for all
+
+
+result = score_here(all_here)
+
+# %% tags=["wrong"] turn=2
 # %%ranks
 def all_here(name, seconds):
     store.add(name, 1)
@@ -852,15 +888,16 @@ def all_here(name, seconds):
 result = score_here(all_here)
 
 # %% [markdown]
-# `if all_here("save 7", 30): save(...)` then replaces a hang by an answer. `save_full` below asks in the
-# same way and names the missing ranks. PyTorch has `dist.monitored_barrier(timeout=...)`, for gloo only,
-# which also names a rank that did not come.
+# `if all_here("save 7", 30): save(...)` then replaces a hang by an answer. (Where a rank dies inside the
+# save, the others still wait in its collectives.) `save_full` below asks in the same way and names the
+# missing ranks. PyTorch has `dist.monitored_barrier(timeout=...)`, for gloo only, which also names a rank
+# that did not come.
 #
 # ## The way of 2022: FSDP1
 #
-# FSDP1 has a mode, `state_dict_type`, in which `model.state_dict()` is full. The optimizer has a function of
-# its own. This is the code of the video, for saving. (In the video `offload_to_cpu` is True, too. Without
-# GPUs there is nothing to offload.)
+# FSDP1 has a mode, `state_dict_type`, in which `model.state_dict()` is a full one. The optimizer's state has
+# a function of its own. This is the code of the video, for saving. (In the video `offload_to_cpu` is True,
+# too. Without GPUs there is nothing to offload.)
 
 # %% tags=["fsdp1"]
 # %%ranks
@@ -900,8 +937,8 @@ for name in ("FSDP.state_dict_type", "full_optim_state_dict"):
 old_never_stopped = train(old, old_optimizer, range(6, 10))
 
 # %% [markdown]
-# The files are as good as `full.pt`, and PyTorch calls both functions deprecated. The mistakes were made in
-# loading.
+# The two files hold what `full.pt` holds, and PyTorch calls both functions deprecated. The video's mistakes
+# are in loading.
 #
 # ## Mistake 4: only rank 0 has loaded the weights
 #
@@ -994,9 +1031,9 @@ sharded_osd = FSDP.scatter_full_optim_state_dict(full_osd, mended)
 print(f"state in sharded_osd: {len(sharded_osd['state'])}, in the optimizer: {len(mended_optimizer.state)}")
 
 # %% [markdown]
-# There the code of 2022 ends. `sharded_osd` is right: it has a state for each FlatParameter. But nobody has
-# given it to the optimizer. Training goes on with averages that begin at zero again. The missing line is
-# `load_state_dict`:
+# There the code of 2022 ends. `sharded_osd` is right: it has a state for each of the four flat tensors in
+# which FSDP1 keeps the parameters of its units. But the code does not give it to the optimizer, so training
+# goes on with averages that begin at zero again. The missing line is `load_state_dict`:
 
 # %%
 # %%ranks
@@ -1201,8 +1238,9 @@ Table(
 )
 
 # %% [markdown]
-# With the same FSDP, continuing equals not having stopped, to the last bit. FSDP2, FSDP1 and one process
-# agree up to rounding, because they add up the same numbers in another order.
+# Where the same version of FSDP saved and loaded, the continued run equals the one that never stopped, to the
+# last bit. FSDP2, FSDP1 and one process agree up to rounding, because they add up the same numbers in another
+# order.
 
 # %% tags=["check"]
 # %%ranks

@@ -9,7 +9,7 @@
 # learn:
 # - the order of all-gathers under FSDP2, and under FSDP1's `None`, `BACKWARD_POST` and `BACKWARD_PRE`
 # - how to write a backward prefetch with `unshard` and a hook
-# - how to prefetch more than one unit ahead, and the very first unit of a step
+# - how to prefetch more than one unit ahead, and the first unit of a step
 # - when prefetching saves time, and what it costs in memory, buffers included
 # needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU'
 # ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
@@ -49,8 +49,9 @@ drawing("AG AG mm RS AG mm RS mm RS", "each unit asked for one block early (a dr
 
 # %% [markdown]
 # Both drawings show the backward pass of three blocks, each one a unit, on two lanes. Above is what the GPU
-# computes, below what it sends: all-gathers are plain, reduce-scatters hatched. In the upper drawing the GPU
-# computes nothing while it gathers the next block. In the lower one that block is there already.
+# computes, below what it sends: all-gathers are plain, reduce-scatters hatched. Backward begins with the last
+# block, 2. In the upper drawing the GPU computes nothing while it sends the gradients of one block and
+# gathers the next. In the lower drawing the next block is there already.
 #
 # ## In your own code
 #
@@ -139,8 +140,9 @@ def batch(step=0):
 
 
 # %% [markdown]
-# The model is four equal blocks, each a unit. A folded cell above defines `Block`, `blocks()`, which builds
-# four of them with the same weights on every rank, and `batch()`, this rank's samples.
+# The model is four equal blocks, each a unit. The folded cell above defines `Block`, and two functions:
+# `blocks()` builds four blocks with the same weights on every rank, and `batch()` returns this rank's
+# samples.
 
 # %%
 # %%ranks
@@ -268,8 +270,8 @@ orders("None", "POST", "PRE", "FSDP2", phases=("backward",))
 
 # %% [markdown]
 # FSDP2 has no such setting, and issues the order of `BACKWARD_PRE`, which is also FSDP1's default. With
-# `None`, each all-gather stands behind a reduce-scatter and in front of the computation that needs it, so
-# nothing can hide it.
+# `None`, each all-gather but the first stands behind a reduce-scatter and in front of the computation that
+# needs it. So no computation is left to hide it behind.
 
 # %% tags=["fsdp2", "check"]
 # %%ranks
@@ -305,8 +307,9 @@ def without_prefetch():
 print(order(record(without_prefetch()), "backward"))
 
 # %% [markdown]
-# Write `BACKWARD_PRE` for it. `hook_of(blocks, i)` returns a function that autograd calls with the gradient
-# of the output of block `i`. At that moment block `i` has been gathered, and its backward pass is about to
+# Write `BACKWARD_PRE` for this model, with hooks: functions that autograd calls in the backward pass. You
+# write `hook_of(blocks, i)`, which returns such a function. Autograd calls it with `grad`, the gradient of
+# the output of block `i`. At that moment block `i` has been gathered, and its backward pass is about to
 # begin. Ask for the block that is needed next.
 #
 # `block.unshard(async_op=True)` starts the all-gather of a block and returns at once. FSDP waits for it when
@@ -484,7 +487,8 @@ traces["FSDP2, two ahead"] = record(two_ahead(fsdp2()))
 orders("FSDP2", "FSDP2, two ahead")
 
 # %% [markdown]
-# By itself FSDP2 issues nothing early in forward. There it relies on the GPU's streams: no reduce-scatter is
+# With two ahead, three all-gathers stand before the first computation, and one more behind it. By
+# itself FSDP2 issues nothing early in forward. There it relies on the GPU's streams: no reduce-scatter is
 # in the way, so the all-gather of the next block can run beside a computation that was issued before it.
 # [FSDP's notes](https://docs.pytorch.org/docs/stable/notes/fsdp.html) call that *implicit* prefetching, and
 # *explicit* what is issued early.
@@ -516,8 +520,9 @@ print("Checked: the first all-gather of the step is block 0's, before forward; t
 # %% [markdown]
 # ## FSDP1: forward prefetch
 #
-# With `forward_prefetch=True` FSDP1 assumes that each step runs the units in the order of the first step,
-# and asks for the next one early in forward, too.
+# (If you use FSDP2 alone, you can go on to [What it costs](#What-it-costs).) With `forward_prefetch=True`
+# FSDP1 assumes that each step runs the units in the order of the first step, and asks for the next one early
+# in forward, too.
 
 # %% tags=["forward", "both"]
 # %%ranks
@@ -528,10 +533,10 @@ traces["both"] = record(fsdp1(BackwardPrefetch.BACKWARD_PRE, forward_prefetch=Tr
 orders("None", "forward_prefetch", "PRE", "both")
 
 # %% [markdown]
-# ("both" is `BACKWARD_PRE` with `forward_prefetch=True`; the row before it is `forward_prefetch=True` with
-# `None`.) In forward the next all-gather stands before the computation, as promised. But look at backward: it
-# has changed too, in both pairs. Each reduce-scatter but the last comes one block later. (The last `mm` of
-# these two rows is block 0 again, which only lays its gradients together.)
+# The rows come in pairs: "forward_prefetch" is `None` with `forward_prefetch=True`, and "both" is
+# `BACKWARD_PRE` with it. In forward the next all-gather stands before the computation, as promised. But
+# backward has changed too, in both pairs. Each reduce-scatter but the last comes one block later. (The last
+# `mm` of these two rows is block 0 again, which only copies its gradients into one flat tensor.)
 #
 # Why? In backward, autograd first runs what was created *last* in forward. FSDP1 creates the views of a
 # unit's parameters when it gathers the unit. With forward prefetch, the views of block 3 are created *before*
@@ -600,8 +605,9 @@ Table(
 # top of its four blocks.) FSDP1 gathers straight into the parameters.
 #
 # Gradients come on top: those of the block that computes are complete until they are reduced, and with
-# `forward_prefetch` those of two blocks. The table shows the order of the program. On a GPU, FSDP1's memory
-# can lag behind it, which is what its rate limiter is for ([lesson 11](11_rate_limiter.ipynb)).
+# `forward_prefetch` those of two blocks. The table counts in the order in which the program issues its work.
+# On a GPU the program runs ahead of the GPU, and FSDP1 could then have more blocks allocated than the table
+# says. Its rate limiter is there to bound that ([lesson 11](11_rate_limiter.ipynb)).
 
 # %% tags=["check"]
 # %%ranks
@@ -618,8 +624,8 @@ print("Checked: the peaks in units as recorded, and in bytes with and without bu
 # %% [markdown]
 # ## The replay
 #
-# Now put the recorded order on two streams, one for computation and one for communication. **This is a
-# simulation**, with these rules:
+# What is each order worth in time? Put the recorded order on two streams, one for computation and one for
+# communication. **This is a simulation**, with these rules:
 #
 # - The program issues everything in the recorded order, at once.
 # - Each stream works in that order. A block computes once it is gathered. A reduce-scatter waits for the
@@ -654,10 +660,11 @@ Table(
 #   last could only hide behind the optimizer, which waits for it.
 # - `POST` is as fast as `PRE` here, because the program of this replay issues everything at once. What counts
 #   then is that the next all-gather stands before the reduce-scatter. Further down the CPU gets slower.
-# - `forward_prefetch` alone saves half a millisecond, and in backward: its late reduce-scatters make one of
-#   three gaps smaller. Together with `PRE` it costs half a millisecond, as two reduce-scatters are left for
-#   the end.
-# - A second block ahead saves nothing here: one is enough to fill the gaps. In your turn 2 it is not.
+# - `forward_prefetch` alone saves half a millisecond, and saves it in backward. The first of the three gaps
+#   of `None`, 1 ms each, is closed, because no reduce-scatter stands before that all-gather any more. But two
+#   reduce-scatters are left for the end instead of one. Together with `PRE`, which has no gaps to close, only
+#   this half millisecond more is left.
+# - A second block ahead saves nothing here: one is enough to close the gaps. In your turn 2 it is not.
 # - "kept" gathers nothing in backward, and takes as long as `PRE`: prefetching hides all of backward's
 #   all-gathers. (The first of them runs beside the end of the forward pass.)
 
@@ -912,8 +919,8 @@ Table(
 # all-gather of the next block is issued early enough anyway. It saves something when the CPU is a little
 # slower than the GPU. When the CPU takes twice as long, the GPU waits for the CPU in any order.
 #
-# A CPU that is a little slower also shows why `BACKWARD_PRE` is preferred to `BACKWARD_POST`: POST issues the
-# all-gather only after the computation.
+# A CPU that is a little slower also shows why `BACKWARD_PRE` is preferred to `BACKWARD_POST`, at 1.2 ms 15.3
+# against 15.8: POST issues the all-gather only after the computation.
 
 # %% tags=["check"]
 gain = {ms: plain - early for ms, (plain, early) in forward.items()}
@@ -1009,9 +1016,9 @@ losses_of({"FSDP2": ranks.get("ways['FSDP2']")[0], "other lists on rank 0": rank
 # %% [markdown]
 # No error, and another training: the first loss is right, since forward is as before. In backward rank 0
 # gave its shard of block 1 to an all-gather in which the others gave theirs of block 2. The two blocks have
-# the same size, so the backend did not notice. With blocks of different sizes gloo stops the program with an
-# error. NCCL does not compare sizes unless `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set: expect a hang, or wrong
-# numbers.
+# the same size, so the backend did not notice. With blocks of different sizes gloo ends a rank's process with
+# an error. NCCL does not compare sizes: expect a hang, or wrong numbers. `TORCH_DISTRIBUTED_DEBUG=DETAIL` has
+# PyTorch compare them first ([lesson 3](03_full_state_dict.ipynb)).
 #
 # What you see, why, and what helps:
 #
