@@ -21,6 +21,7 @@ branch = os.environ.get("BOOK_BRANCH", "main")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 include_patterns = [
     "index.md",
+    "cheat_sheet.md",
     "reference/*.rst",
     "reference/*.md",
     "notebooks/*.ipynb",

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -18,6 +19,7 @@ from tools import draw_map
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "book" / "_build"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LARGEST_BYTES = 40 * 2**20
 
 
@@ -49,6 +51,20 @@ def write_help(folder: Path) -> None:
         (folder / f"{name}.txt").write_text(said.stdout)
 
 
+def print_page(page: Path, pdf: Path) -> None:
+    """A page of the book as Chromium prints it."""
+    with tempfile.TemporaryDirectory() as profile:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
+        command = [
+            str(CHROMIUM),
+            *options,
+            f"--user-data-dir={profile}",
+            f"--print-to-pdf={pdf}",
+            page.as_uri(),
+        ]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
 def main() -> int:
     sources, html = BUILD / "sources", BUILD / "html"
     shutil.rmtree(BUILD, ignore_errors=True)
@@ -56,9 +72,13 @@ def main() -> int:
     write_help(sources / "reference")
     (sources / "lesson_map.svg").write_text(draw_map.draw(draw_map.lessons()))
     options = ["--builder=html", "--fail-on-warning", "--keep-going", "--jobs=auto", "--quiet"]
+    if CHROMIUM:
+        options.append("--tag=pdf")  # the cheat sheet links to itself as PDF
     command = [sys.executable, "-m", "sphinx", *options, f"--doctree-dir={BUILD / 'doctrees'}"]
     if status := subprocess.run([*command, str(sources), str(html)], cwd=ROOT).returncode:
         return status
+    if CHROMIUM:
+        print_page(html / "cheat_sheet.html", html / "cheat_sheet.pdf")
     size = sum(path.stat().st_size for path in html.rglob("*") if path.is_file())
     print(f"{html / 'index.html'}: {len([*html.rglob('*.html')])} pages, {size / 2**20:.0f} MiB")
     if size > LARGEST_BYTES:
