@@ -269,9 +269,9 @@ def orders(*names, phases=("forward", "backward")):
 orders("None", "POST", "PRE", "FSDP2", phases=("backward",))
 
 # %% [markdown]
-# FSDP2 has no such setting, and issues the order of `BACKWARD_PRE`, which is also FSDP1's default. With
-# `None`, each all-gather but the first stands behind a reduce-scatter and in front of the computation that
-# needs it. So no computation is left to hide it behind.
+# The first three rows are FSDP1's settings. FSDP2 has no such setting, and issues the order of
+# `BACKWARD_PRE`, which is also FSDP1's default. With `None`, each all-gather but the first stands behind a
+# reduce-scatter and in front of the computation that needs it. So no computation is left to hide it behind.
 
 # %% tags=["fsdp2", "check"]
 # %%ranks
@@ -652,6 +652,7 @@ replays = {name: replay(name, 0.5) for name in traces}
 Table(
     ["replay", "ms a step", "of these, only sending"],
     [[name, f"{1e3 * r.step_s:.1f}", f"{1e3 * r.exposed_s:.1f}"] for name, r in replays.items()],
+    note="Rows that do not name FSDP2 are FSDP1's settings.",
 )
 
 # %% [markdown]
