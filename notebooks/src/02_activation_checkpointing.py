@@ -1135,7 +1135,7 @@ Table(
 # The compiler sees forward and backward together, and decides for itself what to keep. How does a checkpoint
 # fit in? Compile one block, on one rank, and list again what it saves. The backend `aot_eager` traces the
 # block and plans what to keep, and then runs the plan with PyTorch's own kernels. The default backend,
-# `inductor`, would write C++ here, and needs a compiler and about a minute for it.
+# `inductor`, would write C++ here, and needs a compiler and a minute or two for it.
 
 # %% tags=["compile"]
 # %%ranks 0
@@ -1225,8 +1225,9 @@ print("Checked: the formula is right to within two samples.")
 # %% [markdown]
 # ## What does it cost in seconds, here?
 #
-# Rank 0 measures alone, while the others wait. Your numbers will differ: they depend on your CPU. The table
-# of claims has a column for **recordings** on a GPU, made once and stored.
+# Rank 0 measures alone, while the others wait. Your numbers will differ: they depend on your CPU. (The table
+# of claims below has a column for measurements on a GPU, made once and stored. "Not recorded yet" means that
+# nobody has made this one.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks 0
@@ -1254,8 +1255,8 @@ print(f"no checkpoint {1000 * seconds_none:.0f} ms, every block {1000 * seconds_
 print(f"a ratio of {seconds_full / seconds_none:.2f}")
 
 # %% [markdown]
-# By FLOPs alone the ratio would be 1.23. What the FLOP counter does not see takes time, too: reading and
-# writing memory, and PyTorch itself on tensors as small as these.
+# By FLOPs alone the ratio would be 1.23, and here it is larger. What the FLOP counter does not see takes
+# time, too: reading and writing memory, and PyTorch itself on tensors as small as these.
 #
 # ## When it goes wrong
 #
@@ -1287,7 +1288,8 @@ apart = ranks.get("apart")[0]
 names = ["checkpoint", "checkpoint, preserve_rng_state=False"]
 Table(
     ["a block with dropout", "its gradients, beside those without a checkpoint"],
-    [[name, "equal" if far == 0 else "differ by more than a tenth"] for name, far in zip(names, apart)],
+    [[name, "equal" if far == 0 else "wrong by more than 10%"] for name, far in zip(names, apart)],
+    note="The norm of the difference, beside the norm of the right gradients.",
 )
 
 # %% [markdown]
@@ -1345,7 +1347,8 @@ lesson.claims(
         "fit into the same memory. How much faster that is depends on how idle the GPU was.",
         "checkpoint-after-fsdp": "With FSDP1 the call comes after, so that the checkpoint lies inside the "
         "unit; outside, a reentrant one gathers each block a third time. With FSDP2 the call comes before, "
-        "for the same order of modules; outside, it keeps twice the bytes where blocks return float32.",
+        "for the same order of modules; outside, it keeps twice the bytes in bf16 with blocks that return "
+        "float32.",
     },
 )
 

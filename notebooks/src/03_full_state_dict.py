@@ -565,8 +565,8 @@ Table(
 )
 
 # %% [markdown]
-# No error, and every number is wrong. What happens when ranks call different collectives depends on what
-# meets:
+# No error, and every number is wrong. What happens when ranks call different collectives depends on which
+# collectives are paired:
 #
 # - **Equal kinds and sizes**: numbers are mixed up, as here.
 # - **A rank receives more than it expects**: gloo ends the process of that rank within a tenth of a second,
@@ -1261,10 +1261,10 @@ try_answers(3)
 # - **The job hangs in a save, and nothing is printed.** Some ranks have not called it: mistakes 1 to 3. To
 #   see where each process stands, run `py-spy dump --pid PID` for it. With NCCL and
 #   `TORCH_FR_BUFFER_SIZE=2000`, `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, each rank writes its last collectives to a
-#   file at the timeout, and `torchfrtrace` compares the files. To be told at once by the next run, ask with
-#   `all_here` of turn 2 first, or use `save_full`.
+#   file at the timeout, and `torchfrtrace` compares the files. To be told within seconds by the next run, ask
+#   with `all_here` of turn 2 first, or use `save_full`.
 # - **`Received data size doesn't match expected size`**, and gloo ends the process. Ranks are in different
-#   collectives. Run once with `TORCH_DISTRIBUTED_DEBUG=DETAIL`: it names both.
+#   collectives. Run once with `TORCH_DISTRIBUTED_DEBUG=DETAIL`: the error then names both collectives.
 # - **The loss jumps after loading.** Some ranks have other weights: mistake 4. Compare a full state dict with
 #   the file, as `right_elements` does.
 # - **The first loss is right, and later ones are not.** The optimizer's state is missing: mistake 5.
@@ -1285,7 +1285,7 @@ lesson.claims(
         f"{by_rank[0]['full, cpu_offload']:.1f} times the model, the others nothing.",
         "optimizer-17-gb": f"Calculated: weights and both averages are {12 * 1.5:.0f} GB, which are "
         f"{full_gib['1.5B']:.1f} GiB. The averages alone, 12 GB. Three minutes for 17 GB are 0.1 GB/s.",
-        "full-timeouts": "A save that some ranks do not enter hangs until the timeout: two ways above. "
+        "full-timeouts": "A save that some ranks do not enter hangs until the timeout: mistakes 1 and 2. "
         "One that all enter holds all of them until rank 0 has written: see the minutes above.",
         "monolith-rank0": f"The file was read on one rank of {world}. The others received tensor by tensor, "
         "and kept their shards.",

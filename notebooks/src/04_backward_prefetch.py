@@ -269,9 +269,9 @@ def orders(*names, phases=("forward", "backward")):
 orders("None", "POST", "PRE", "FSDP2", phases=("backward",))
 
 # %% [markdown]
-# FSDP2 has no such setting, and issues the order of `BACKWARD_PRE`, which is also FSDP1's default. With
-# `None`, each all-gather but the first stands behind a reduce-scatter and in front of the computation that
-# needs it. So no computation is left to hide it behind.
+# The first three rows are FSDP1's settings. FSDP2 has no such setting, and issues the order of
+# `BACKWARD_PRE`, which is also FSDP1's default. With `None`, each all-gather but the first stands behind a
+# reduce-scatter and in front of the computation that needs it. So no computation is left to hide it behind.
 
 # %% tags=["fsdp2", "check"]
 # %%ranks
@@ -652,6 +652,7 @@ replays = {name: replay(name, 0.5) for name in traces}
 Table(
     ["replay", "ms a step", "of these, only sending"],
     [[name, f"{1e3 * r.step_s:.1f}", f"{1e3 * r.exposed_s:.1f}"] for name, r in replays.items()],
+    note="Rows that do not name FSDP2 are FSDP1's settings.",
 )
 
 # %% [markdown]
@@ -659,7 +660,8 @@ Table(
 #   all-gather and the last reduce-scatter. The first can hide behind the loading of the batch, as above. The
 #   last could only hide behind the optimizer, which waits for it.
 # - `POST` is as fast as `PRE` here, because the program of this replay issues everything at once. What counts
-#   then is that the next all-gather stands before the reduce-scatter. Further down the CPU gets slower.
+#   then is that the next all-gather stands before the reduce-scatter. On a slow CPU, further down, `POST`
+#   loses.
 # - `forward_prefetch` alone saves half a millisecond, and saves it in backward. The first of the three gaps
 #   of `None`, 1 ms each, is closed, because no reduce-scatter stands before that all-gather any more. But two
 #   reduce-scatters are left for the end instead of one. Together with `PRE`, which has no gaps to close, only
@@ -1069,7 +1071,8 @@ lesson.claims(
 # - FSDP2 issues the next block's all-gather before the present block's backward pass, as FSDP1's
 #   `BACKWARD_PRE` does. It costs one more block of parameters in backward.
 # - For more, give FSDP2 lists of modules, the same on all ranks, and ask for the first block with
-#   `unshard(async_op=True)`. It pays off where blocks are uneven, or the CPU is slow.
+#   `unshard(async_op=True)`. Lists pay off where blocks are uneven, or where the CPU is a little slower than
+#   the GPU.
 # - The gain is largest where communication and computation take about equally long.
 #
 # ## Next
