@@ -37,6 +37,11 @@ def most(found: Plan, category: str) -> float:
     return max(m.gib.get(category, 0.0) for m in found.moments if m.step == 2) * 2**30
 
 
+def max_of(found: Plan, phase: str) -> float:
+    """Bytes at the peak of a phase of the second step."""
+    return max(m.total_gib for m in found.moments if m.step == 2 and m.label.phase == phase) * 2**30
+
+
 # ---- gradient accumulation -----------------------------------------------------------------------------
 
 
@@ -117,6 +122,53 @@ def test_other_losses_never_have_all_logits_in_fp32(loss: str, share: float) -> 
         assert less.timing.model_flop >= whole.timing.model_flop
 
 
+def test_a_loss_in_half_precision_has_logits_and_their_gradients_in_it() -> None:
+    logits = BATCH * LENGTH * VOCABULARY * 2  # in bf16
+    saved = (planned().peak_allocated_gib - planned(loss="half").peak_allocated_gib) * 2**30
+    # at the peak: log-probabilities and two gradients
+    assert saved == pytest.approx(3 * (2 * logits - logits), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("loss", "held", "bytes_each"), [("full", "logits", 2), ("full", "fp32_logits", 4), ("half", "logits", 2)]
+)
+def test_logits_that_the_loop_holds_are_there_in_backward(loss: str, held: str, bytes_each: int) -> None:
+    logits = BATCH * LENGTH * VOCABULARY * bytes_each
+    freed, kept = planned(loss=loss), planned(loss=loss, held_output=held)
+    grown = (kept.peak_allocated_gib - freed.peak_allocated_gib) * 2**30
+    assert grown == pytest.approx(logits, rel=0.01)
+
+
+def test_a_loss_of_shifted_logits_takes_a_copy_of_them() -> None:
+    copy = BATCH * (LENGTH - 1) * VOCABULARY * 4
+    held = [planned(loss=loss, held_output="fp32_logits") for loss in ("full", "shifted")]
+    in_forward = [max_of(found, "forward") for found in held]
+    assert in_forward[1] - in_forward[0] == pytest.approx(copy, rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+def test_keys_and_values_are_held_until_the_next_forward_pass_has_returned(checkpointing: str) -> None:
+    """Of two steps at the end of a forward pass; with checkpointing, nothing else would keep the newer."""
+    keys_and_values = 2 * BATCH * LENGTH * SMALL["hidden_size"] * 2 * SMALL["num_hidden_layers"]
+    logits, cache = (
+        planned(held_output=f"logits{suffix}", checkpointing=checkpointing) for suffix in ("", "_and_cache")
+    )
+    grown = max_of(cache, "forward") - max_of(logits, "forward")
+    caches = 2 if checkpointing == "full" else 1  # without it, backward needs the newer one anyway
+    assert grown == pytest.approx(caches * keys_and_values, rel=0.05)
+    at_the_start = [
+        next(m.total_gib for m in found.moments if m.step == 2) * 2**30 for found in (logits, cache)
+    ]
+    assert at_the_start[1] - at_the_start[0] == pytest.approx(keys_and_values, rel=0.05)
+
+
+def test_held_output_of_all_blocks_is_that_of_four_written_out() -> None:
+    options: dict[str, Any] = {"held_output": "fp32_logits_and_cache", "loss": "shifted"}
+    few, all_run = planned(**options), planned(**options, whole=True)
+    assert few.peak_allocated_gib == pytest.approx(all_run.peak_allocated_gib, rel=1e-6)
+    assert not any("do not repeat" in note for note in few.notes)
+
+
 def test_compiled_blocks_keep_less_and_take_less_time() -> None:
     eager, compiled = planned(), planned(compiled=True)
     assert most(compiled, work_items.ACTIVATIONS) < most(eager, work_items.ACTIVATIONS)
@@ -167,7 +219,22 @@ def test_gpus_of_tensor_parallelism_share_each_unit() -> None:
             {"tensor_parallel": 8},
             "num_attention_heads that 8 GPUs of tensor_parallel can share, found 4",
         ),
-        (LLAMA, {"loss": "liger"}, "expected loss out of full, compiled, chunked, fused, found 'liger'"),
+        (LLAMA, {"loss": "liger"}, "expected loss out of full, shifted, half, compiled, chunked, fused"),
+        (
+            LLAMA,
+            {"held_output": "all"},
+            "expected held_output out of none, logits, logits_and_cache, fp32_logits",
+        ),
+        (
+            LLAMA,
+            {"held_output": "logits", "loss": "fused"},
+            "held_output expects a loss out of full, shifted, half, found 'fused'",
+        ),
+        (
+            LLAMA,
+            {"held_output": "fp32_logits", "loss": "half"},
+            'loss "half" is of logits in the dtype of computation',
+        ),
         (LLAMA, {"attention": "xformers"}, "expected attention out of sdpa, flash, flash1, flash3, eager"),
         (LLAMA, {"checkpointing": 2}, "expected checkpointing out of none, full, selective, every_2"),
         (
@@ -185,6 +252,11 @@ def test_gpus_of_tensor_parallelism_share_each_unit() -> None:
             Net(),
             {"loss": "fused", "inputs": tokens},
             'loss="fused" expects a model of transformers with a head',
+        ),
+        (
+            Net(),
+            {"held_output": "logits", "inputs": tokens},
+            'held_output="logits" expects a model of transformers with a head',
         ),
         (
             LlamaConfig(**SMALL, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),

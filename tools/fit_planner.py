@@ -62,7 +62,7 @@ def main() -> int:
             print(f"# left out: {row['id']}: {error}")
             continue
         shown = f"# {row['id']:36} {found.plan.verdict:13}"
-        if found.memory:
+        if found.memory and not found.not_comparable:
             memory.append((row["source"], 1 / found.memory))
             shown += f" memory {found.memory:5.2f}"
         if found.speed:

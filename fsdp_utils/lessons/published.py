@@ -31,6 +31,8 @@ _PRECISIONS = {  # by the dtype of the parameters at rest and of the reduction
 _LOSSES = {  # by a part of what the row says
     "under torch.compile": "compiled",
     "FlashAttention": "compiled",
+    "of bf16 logits": "half",
+    "on a shifted copy": "shifted",
     "CEWithChunkedOutputLoss": "chunked",
 }
 
@@ -43,13 +45,20 @@ class Prediction:
         row: as in the file.
         plan: what is predicted.
         speed: predicted tokens/s and GPU divided by the published; None where none was published.
-        memory: the same for the peak memory, of the published kind: allocated or reserved.
+        memory: the same for the peak memory, of the published kind: allocated or reserved; reserved where the
+            source does not say which.
     """
 
     row: dict[str, Any]
     plan: Plan
     speed: float | None
     memory: float | None
+
+    @property
+    def not_comparable(self) -> str:
+        """Why the published peak memory is not what the planner predicts; empty where it is."""
+        peak = self.row["published"]["peak_memory"] or {}
+        return peak.get("not_comparable", "")
 
     @property
     def is_wrongly_said(self) -> bool:
@@ -158,6 +167,7 @@ def _options(row: dict[str, Any]) -> dict[str, Any]:
             row["attention"].split()[0], "flash"
         ),
         "loss": next((loss for part, loss in _LOSSES.items() if part in row["loss"]), "full"),
+        "held_output": row.get("held_output", "none"),
         "compiled": row["compile"],
         "activation_offload": row["activation_cpu_offload"],
         "tensor_parallel": shared,

@@ -10,8 +10,9 @@ from fsdp_utils._lazy import loader
 if TYPE_CHECKING:
     from fsdp_utils.planner.gpus import GPU, GPUS, peak_flops
     from fsdp_utils.planner.memory import Moment
-    from fsdp_utils.planner.planning import SearchResult, plan, search
+    from fsdp_utils.planner.planning import plan
     from fsdp_utils.planner.result import Plan
+    from fsdp_utils.planner.searching import SearchResult, search
 
 __all__ = ["GPU", "GPUS", "Moment", "Plan", "SearchResult", "peak_flops", "plan", "search"]
 _MODULE_OF = {
@@ -19,9 +20,9 @@ _MODULE_OF = {
     "GPUS": "gpus",
     "Moment": "memory",
     "Plan": "result",
-    "SearchResult": "planning",
+    "SearchResult": "searching",
     "peak_flops": "gpus",
     "plan": "planning",
-    "search": "planning",
+    "search": "searching",
 }
 __getattr__ = loader(__name__, _MODULE_OF)

@@ -18,11 +18,13 @@ from fsdp_utils.planner.gpus import GPUS
 
 def main(arguments: list[str]) -> int:
     # here: as a command, what torch is made of is loaded after the collector is switched off
-    from fsdp_utils.planner.planning import plan, search
+    from fsdp_utils.planner.planning import plan
+    from fsdp_utils.planner.searching import search
     from fsdp_utils.planner.simulated_rank import (
         APIS,
         ATTENTION,
         CHECKPOINTING,
+        HELD_OUTPUTS,
         LOSSES,
         OPTIMIZERS,
         PRECISIONS,
@@ -48,6 +50,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--optimizer", default="adamw", help=", ".join(OPTIMIZERS))
     parser.add_argument("--attention", default="sdpa", help=", ".join(ATTENTION))
     parser.add_argument("--loss", default="full", help=", ".join(LOSSES))
+    parser.add_argument(
+        "--held-output", default="none", help=f"until the next forward pass: {', '.join(HELD_OUTPUTS)}"
+    )
     parser.add_argument("--micro-batches", type=int, default=1, help="gradient accumulation")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each unit")
     for flag, text in {

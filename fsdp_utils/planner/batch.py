@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_utils.planner.models import Source, first_line
 from fsdp_utils.sharding.blocks import unwrapped
 
+LOSSES_OF_LOGITS = ("full", "shifted", "half")  # from the logits of all tokens, which the model can return
 Inputs = Callable[[int, int | None], Any]
 
 
@@ -60,11 +61,23 @@ def _batch_of(source: Source, model: nn.Module, batch_size: int, seq_len: int | 
     )
 
 
-def loss_of(model: nn.Module, batch: Any, loss: str = "full") -> torch.Tensor:
-    """The model's own loss if it has one, otherwise the mean of its output; see `_loss_in_chunks`."""
-    if loss != "full":
-        with _loss_in_chunks(model, batch, loss):
-            return model(**batch)
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The model's own loss if it has one, otherwise the mean of its output."""
+    return loss_and_output(model, batch)[0]
+
+
+def loss_and_output(
+    model: nn.Module, batch: Any, loss: str = "full", held_output: str = "none"
+) -> tuple[torch.Tensor, Any]:
+    """The loss, and what the training loop keeps of the model's output; see `plan` and `_own_loss`."""
+    if loss == "full" and held_output == "none":
+        return _models_loss(model, batch), None
+    kept: list[Any] = []
+    with _own_loss(model, batch, loss, held_output, kept):
+        return model(**batch), kept
+
+
+def _models_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if isinstance(batch, dict):
         output = model(**batch)
     elif isinstance(batch, tuple):
@@ -80,13 +93,20 @@ def loss_of(model: nn.Module, batch: Any, loss: str = "full") -> torch.Tensor:
 
 
 @contextmanager
-def _loss_in_chunks(model: nn.Module, batch: Any, loss: str) -> Iterator[None]:
-    """For a time, the model gives its loss and never has the logits of all tokens in fp32.
+def _own_loss(model: nn.Module, batch: Any, loss: str, held_output: str, kept: list[Any]) -> Iterator[None]:
+    """Make the model return a loss that is computed here, as other code than transformers computes it.
 
+    "full": as transformers, from logits in fp32. "shifted": as transformers 4.44, which copied the
+    logits of all tokens but the last. "half": `F.cross_entropy` of the logits as they are, in the dtype of
+    computation, which the log-probabilities and their gradients then have, too.
     "compiled": logits in the dtype of computation, as torch.compile leaves them or a kernel that takes the
     loss of them. "chunked": eight parts, each computed again in backward (torchtune's default number).
     "fused": in as many parts as the vocabulary is larger than the hidden size, and gradients are computed in
     forward, as liger_kernel/ops/fused_linear_cross_entropy.py does.
+
+    Args:
+        held_output: which part of the output goes to `kept`.
+        kept: is filled in forward.
 
     Raises:
         ValueError: the model has no head over a vocabulary and no body before it.
@@ -95,13 +115,31 @@ def _loss_in_chunks(model: nn.Module, batch: Any, loss: str) -> Iterator[None]:
     body: Any = getattr(whole, "base_model", None)
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     if not (isinstance(batch, dict) and "labels" in batch and isinstance(head, nn.Linear)) or body is whole:
+        asked, default = f'loss="{loss}"', 'loss="full"'
+        if loss == "full":
+            asked, default = f'held_output="{held_output}"', 'held_output="none"'
         raise ValueError(
-            f'plan: loss="{loss}" expects a model of transformers with a head over a vocabulary, such as '
-            f'LlamaForCausalLM, found {type(whole).__name__}; expected loss="full"'
+            f"plan: {asked} expects a model of transformers with a head over a vocabulary, such as "
+            f"LlamaForCausalLM, found {type(whole).__name__}; expected {default}"
         )
 
-    def forward(labels: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-        hidden, targets = body(**others)[0].flatten(0, 1), labels.flatten()
+    def forward(labels: torch.Tensor, **others: Any) -> torch.Tensor:
+        if held_output.endswith("_and_cache"):
+            kept.append(_kept_cache())
+            others.update(past_key_values=kept[0], use_cache=True)
+        hidden = body(**others)[0]
+        if loss in LOSSES_OF_LOGITS:
+            logits = F.linear(hidden, head.weight)
+            if held_output.startswith("fp32_logits"):
+                logits = logits.float()
+            if held_output != "none":
+                kept.append(logits)
+            if loss != "half":
+                logits = logits.float()
+            if loss == "shifted":
+                logits, labels = logits[:, :-1].contiguous(), labels[:, 1:].contiguous()
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        hidden, targets = hidden.flatten(0, 1), labels.flatten()
         ratio = -(-head.out_features // head.in_features)
         parts = min(8 if loss == "chunked" else ratio, len(targets))
         if loss == "compiled":
@@ -116,6 +154,30 @@ def _loss_in_chunks(model: nn.Module, batch: Any, loss: str) -> Iterator[None]:
 
     with patch.object(whole, "forward", forward):
         yield
+
+
+def _kept_cache() -> Any:
+    """A cache for one forward pass, as transformers returns it where use_cache is on.
+
+    A checkpoint that computes a block again finds the block's keys and values there, and adds none.
+    """
+    from transformers import DynamicCache
+
+    class Cache(DynamicCache):
+        kept: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            self.kept.setdefault(layer_idx, (key_states, value_states))
+            return key_states, value_states
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return 0
+
+    cache = Cache()
+    cache.kept = {}
+    return cache
 
 
 def _summed_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

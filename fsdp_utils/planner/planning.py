@@ -1,15 +1,13 @@
-"""plan: how much memory and time will this training take? search: with which setting on the fewest GPUs?"""
+"""plan: how much memory and time will this training take?"""
 
 import math
 import operator
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fsdp_utils.allocator.simulate import simulate_allocator
 from fsdp_utils.planner import efficiency
-from fsdp_utils.planner.batch import Inputs
+from fsdp_utils.planner.batch import LOSSES_OF_LOGITS, Inputs
 from fsdp_utils.planner.extrapolation import RECORDED, Irregular, extend
 from fsdp_utils.planner.gpus import GPU, find_gpu
 from fsdp_utils.planner.memory import (
@@ -17,7 +15,6 @@ from fsdp_utils.planner.memory import (
     moments_of,
     offload_activations,
     resized,
-    size_text,
     trace_of,
 )
 from fsdp_utils.planner.models import Source, source_of
@@ -27,6 +24,7 @@ from fsdp_utils.planner.simulated_rank import (
     APIS,
     ATTENTION,
     CHECKPOINTING,
+    HELD_OUTPUTS,
     LOSSES,
     OPTIMIZERS,
     PRECISIONS,
@@ -64,6 +62,7 @@ def plan(
     no_sync: bool = False,
     attention: str = "sdpa",
     loss: str = "full",
+    held_output: str = "none",
     compiled: bool = False,
     activation_offload: bool = False,
     tensor_parallel: int = 1,
@@ -102,9 +101,16 @@ def plan(
         no_sync: reduce gradients in the last micro-batch alone, and keep those of whole units until then.
         attention: "sdpa", "flash", "flash1", "flash3" (kernels that never have the whole matrix) or "eager".
             A config that names eager attention itself keeps it under "sdpa".
-        loss: "full": logits of all tokens, and of them a copy in fp32; "compiled": without the copy;
-            "chunked": of an eighth of them, computed again in backward; "fused": in chunks whose gradients
-            are computed in forward.
+        loss: "full": logits of all tokens, and of them a copy in fp32; "shifted": one more copy, without the
+            last token, as transformers 4.44 made it; "half": cross entropy of the logits in the dtype of
+            computation; "compiled": in one kernel, without a copy; "chunked": of an eighth of
+            the tokens, computed again in backward; "fused": in chunks whose gradients are computed in
+            forward.
+        held_output: what the training loop still holds of the model's output during backward and until the
+            next forward pass has returned, as after `output = model(**batch)` without `del output`: "none",
+            "logits" or "fp32_logits" (where the model itself returns fp32); "logits_and_cache" and
+            "fp32_logits_and_cache": also each block's keys and values, which transformers returns with
+            use_cache=True.
         compiled: each block by torch.compile, under `fully_shard`.
         activation_offload: what a block keeps for backward moves to the host until then.
         tensor_parallel: GPUs that share each unit: heads, MLP and vocabulary are divided among them, the rest
@@ -146,6 +152,7 @@ def plan(
         no_sync=no_sync,
         attention=attention,
         loss=loss,
+        held_output=held_output,
         compiled=compiled,
         activation_offload=activation_offload,
         tensor_parallel=tensor_parallel,
@@ -264,6 +271,7 @@ def _setting(wanted: Setting, gpu: GPU) -> Setting:
         ("optimizer", tuple(OPTIMIZERS)),
         ("attention", ATTENTION),
         ("loss", LOSSES),
+        ("held_output", HELD_OUTPUTS),
     ):
         if (value := getattr(wanted, what)) not in known:
             raise ValueError(f"plan: expected {what} out of {', '.join(known)}, found {value!r}")
@@ -302,6 +310,16 @@ def _setting(wanted: Setting, gpu: GPU) -> Setting:
         raise ValueError(f'plan: a {gpu.name} does not compute in bf16; expected precision="fp32"')
     if wanted.no_sync and batches == 1:
         raise ValueError("plan: no_sync expects micro_batches of 2 or more, found 1")
+    if wanted.held_output != "none" and wanted.loss not in LOSSES_OF_LOGITS:
+        raise ValueError(
+            f"plan: held_output expects a loss out of {', '.join(LOSSES_OF_LOGITS)}, found {wanted.loss!r}, "
+            "where the model returns no logits"
+        )
+    if wanted.loss == "half" and "fp32" in wanted.held_output:
+        raise ValueError(
+            'plan: loss "half" is of logits in the dtype of computation, and held_output of logits in fp32; '
+            'expected held_output="logits"'
+        )
     if wanted.activation_offload and wanted.compiled:
         raise ValueError("plan: activation_offload is not simulated together with compiled")
     return replace(
@@ -350,123 +368,3 @@ def _whole_number(name: str, value: Any) -> int:
     if whole is None or whole.bit_length() > 62:
         raise ValueError(f"plan: expected {name} to be a whole number below 2**62, found {value!r}")
     return whole
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What was tried, and what came of it.
-
-    Args:
-        best: None where nothing meets what was asked for.
-        tried: in the order of the search.
-    """
-
-    best: Plan | None
-    tried: list[Plan]
-
-    def __str__(self) -> str:
-        table = "\n".join([_HEAD, *map(_row, self.tried)])
-        if self.best is None:
-            closest = max(self.tried, key=lambda found: found.headroom_gib)
-            said = f"none of {len(self.tried)} settings will do (simulated); the one with most room"
-            text = f"{said}:\n{closest}"
-        else:
-            text = f"the cheapest of {len(self.tried)} settings tried (simulated):\n{self.best}"
-        return f"{table}\n\n{text}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return {
-            "best": None if self.best is None else self.best.to_dict(),
-            "tried": [found.to_dict() for found in self.tried],
-        }
-
-
-_HEAD = "GPUs             strategy  checkpointing   batch  reserved  samples/s  verdict"
-
-
-def _row(found: Plan) -> str:
-    setting = found.setting
-    return (
-        f"{found.gpus:4} {found.gpu.name:11} {setting.strategy:9} {setting.checkpointing:13} "
-        f"{found.batch_size:7}  {size_text(found.peak_reserved_gib):>8} "
-        f"{found.samples_per_s:10,.1f}  {found.verdict}"
-    )
-
-
-def search(
-    model: Any,
-    *,
-    world_sizes: Iterable[int],
-    gpu: str | GPU = "H100",
-    batch_per_rank: Sequence[int] = (1, 2, 4, 8),
-    batch_size: int | None = None,
-    strategies: Sequence[str] = ("full", "grad_op"),
-    checkpointing: Sequence[str] = ("none", "full"),
-    tokens_per_s: float | None = None,
-    samples_per_s: float | None = None,
-    progress: bool = False,
-    **options: Any,
-) -> SearchResult:
-    """Which setting needs the fewest GPUs, and of these, which is the fastest?
-
-    Numbers of GPUs are tried from the smallest on, and the search ends at the first that will do. A larger
-    batch is not tried where a smaller one does not fit. Speeds are best estimates (`Plan.step_s_range`).
-
-    Args:
-        model: as for `plan`.
-        world_sizes: numbers of GPUs to try.
-        gpu: what they are.
-        batch_per_rank: samples of one rank.
-        batch_size: samples of all ranks together, the only batch to try; None tries `batch_per_rank`.
-        strategies, checkpointing: as for `plan`.
-        tokens_per_s, samples_per_s: of all ranks, to be reached; None asks only for what fits.
-        progress: write a line to stderr for each setting that was tried.
-        options: for `plan`.
-
-    Returns:
-        A `SearchResult`.
-
-    Raises:
-        ValueError: as `plan`; or there is nothing to try.
-    """
-    for name, rate in (("tokens_per_s", tokens_per_s), ("samples_per_s", samples_per_s)):
-        if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
-            raise ValueError(f"search: expected {name} to be a number above 0, or None, found {rate!r}")
-    tried: list[Plan] = []
-    for world_size in sorted(world_sizes):
-        will_do: list[Plan] = []
-        batches = [batch_size] if batch_size is not None else [n * world_size for n in sorted(batch_per_rank)]
-        for strategy in strategies:
-            for checkpoint in checkpointing:
-                for batch in batches:
-                    found = plan(
-                        model,
-                        world_size=world_size,
-                        batch_size=batch,
-                        gpu=gpu,
-                        strategy=strategy,
-                        checkpointing=checkpoint,
-                        **options,
-                    )
-                    tried.append(found)
-                    if progress:
-                        head = f"{_HEAD}\n" if len(tried) == 1 else ""
-                        print(f"{head}{_row(found)}", file=sys.stderr, flush=True)
-                    if not found.fits:
-                        break
-                    if _fast_enough(found, tokens_per_s, samples_per_s):
-                        will_do.append(found)
-        if will_do:
-            return SearchResult(max(will_do, key=lambda p: p.samples_per_s), tried)
-    if not tried:
-        raise ValueError(
-            "search: expected at least one world_size, strategy, checkpointing and batch, found none"
-        )
-    return SearchResult(None, tried)
-
-
-def _fast_enough(found: Plan, tokens_per_s: float | None, samples_per_s: float | None) -> bool:
-    if tokens_per_s is not None and (found.tokens_per_s or 0.0) < tokens_per_s:
-        return False
-    return samples_per_s is None or found.samples_per_s >= samples_per_s

@@ -217,6 +217,7 @@ class Plan:
         ]
         options += [f"attention {setting.attention}"] if setting.attention != "sdpa" else []
         options += [f"{setting.loss} loss"] if setting.loss != "full" else []
+        options += [f"{setting.held_output.replace('_', ' ')} held"] if setting.held_output != "none" else []
         options += [f"{setting.micro_batches} micro-batches"] if setting.micro_batches > 1 else []
         options += [f"tensor parallel {setting.tensor_parallel}"] if setting.tensor_parallel > 1 else []
         for text, used in {

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp_utils.planner import work_items
-from fsdp_utils.planner.batch import Inputs, batch_of, loss_of, running
+from fsdp_utils.planner.batch import LOSSES_OF_LOGITS, Inputs, batch_of, loss_and_output, running
 from fsdp_utils.planner.models import Source, build
 from fsdp_utils.planner.recorder import recording_steps
 from fsdp_utils.planner.work_items import Recording
@@ -58,7 +58,8 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype 
 }
 CHECKPOINTING = ("none", "full", "selective", "every_2", "every_3", "every_4")
 ATTENTION = ("sdpa", "flash", "flash1", "flash3", "eager")
-LOSSES = ("full", "compiled", "chunked", "fused")
+LOSSES = (*LOSSES_OF_LOGITS, "compiled", "chunked", "fused")
+HELD_OUTPUTS = ("none", "logits", "logits_and_cache", "fp32_logits", "fp32_logits_and_cache")
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(torch.optim.AdamW, fused=True),
     "adamw_bf16": partial(torch.optim.AdamW, fused=True),
@@ -90,6 +91,7 @@ class Setting:
     compiled: bool = False  # each block
     activation_offload: bool = False
     tensor_parallel: int = 1  # GPUs that share each unit
+    held_output: str = "none"
 
 
 def record_one_rank(source: Source, setting: Setting, blocks: int | None, inputs: Inputs | None) -> Recording:
@@ -130,6 +132,7 @@ def run_steps(
         raise ValueError(f"plan: expected parameters that need a gradient, found none in {source.name}")
     optimizer = OPTIMIZERS[setting.optimizer](trained)
     units = sorted((unit.name for unit in find_units(model)), key=len, reverse=True)
+    held: list[Any] = []
     with recording_steps(model, setting.ranks_per_host) as recorder:
         for tensors, category in (
             (model.named_parameters(), work_items.PARAMETERS),
@@ -150,7 +153,11 @@ def run_steps(
                     with recorder.making(work_items.INPUTS):
                         batch = batch_of(source, model, setting.batch_size, setting.seq_len, inputs)
                     with running(source, "forward pass"):
-                        loss = loss_of(model, batch, setting.loss)
+                        loss, output = loss_and_output(model, batch, setting.loss, setting.held_output)
+                    recorder.phase("other")
+                    # a loop that writes `output = model(batch)` holds the output before this one until here
+                    held[:] = [output]
+                    del output
                     recorder.phase("backward")
                     with running(source, "backward pass"):
                         loss.backward()
