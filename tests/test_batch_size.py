@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_utils import find_batch_size
 from fsdp_utils.memory.batch_size import BatchSizeSearch, Trial, _repeat
+from fsdp_utils.torch_internals.groups import process_groups
 from tests.imagined_device import ImaginedDevice
 
 # On the imagined device 16 fits, 17 works with retries, 18 is out of memory.
@@ -515,6 +516,20 @@ def test_ranks_that_ask_for_different_things_are_refused(two_ranks):
 
     for message in two_ranks(search):
         assert message.startswith("ValueError: find_batch_size: the ranks ask for different")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_search_leaves_no_process_group_behind(fails, two_ranks):
+    def search() -> list[int]:
+        device, before = ImaginedDevice(), len(process_groups())
+        step = partial(raise_error, ValueError("bad sample")) if fails else None
+        try:
+            find_batch_size((lambda _: step()) if step else device.train, limit=8, device=device)
+        except (ValueError, RuntimeError):
+            assert fails
+        return [before, len(process_groups())]
+
+    assert two_ranks(search) == [[1, 1]] * 2
 
 
 def test_out_of_memory_of_one_rank_in_a_timed_step_ends_the_search_with_what_was_found(two_ranks):

@@ -173,6 +173,27 @@ def test_destroying_the_process_group_too_early_is_told_and_does_not_hang(
         verify_checkpoint(one.path)
 
 
+def leave_in_flight(folder: Path, asynchronous: bool) -> str | None:
+    """Rank 1 leaves the save when it is about to write, as a rank does that ends too early."""
+    model, _ = build("fsdp2")
+    if rank() == 1:
+        save_module._write = lambda ranks, *_: ranks.close()  # type: ignore[assignment]
+    error = outcome(lambda: save_distributed(folder, model, step=1, asynchronous=asynchronous).wait()).error
+    dist.barrier()
+    return error
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_where_a_rank_is_lost_in_the_background_it_is_said_that_it_may_have_ended_too_early(
+    asynchronous: bool, two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    error = two_ranks(leave_in_flight, tmp_path, asynchronous)[0]
+    assert error is not None
+    assert "lost a rank" in error or "that rank is gone" in error
+    hint = ". If it has only ended too early: call .wait() before destroy_process_group()"
+    assert (hint in error) == asynchronous
+
+
 def test_every_wait_for_a_failed_save_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error", "the disk")
