@@ -447,9 +447,10 @@ lesson.check(exposed_s, exposures)
 #
 # ## Next
 #
-# This was the last lesson. The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+# What if FSDP alone is no longer enough? [Lesson 16](16_two_dimensions.ipynb) adds a second dimension, tensor
+# parallelism.
 #
-# [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb)
+# [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb) · [lesson 16 →](16_two_dimensions.ipynb)
 
 # %% [markdown]
 # ## Solutions
