@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -408,3 +410,64 @@ def test_the_summary_is_a_table(two_ranks):
         f"all_gather      forward       2  within a host      1  {whole / 2**20:.3f}     {whole / 2**21:.3f}",
         f"reduce_scatter  backward      2  within a host      1  {whole / 2**20:.3f}     {whole / 2**21:.3f}",
     ]
+
+
+# ---- meshes of two dimensions ----------------------------------------------------------------------------
+
+
+def two_dimensions() -> tuple[dict[str, set], dict[str, float], int, list[int]]:
+    """One step of FSDP over one dimension and tensor parallelism over the other, on two hosts of two."""
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)))
+    for block in model:
+        parallelize_module(block, square["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(block, mesh=square["fsdp"])
+    fully_shard(model, mesh=square["fsdp"])
+    x = torch.ones(3, 8, requires_grad=True)
+    with record_collectives(model, ranks_per_host=2) as trace:
+        model(x).sum().backward()
+    groups: dict[str, set] = {}
+    for event in trace.collectives:
+        groups.setdefault(event.dimension, set()).add((event.kind, event.ranks, event.link))
+    of_the_model = [event.bytes for event in trace.events if event.is_of_the_model]
+    assert "dimension" in trace.summary()
+    assert "  tp " in trace.summary()
+    return groups, trace.sent_bytes_by_dimension(), trace.rank, of_the_model
+
+
+def test_each_collective_says_its_mesh_dimension_and_bytes_are_counted_by_it():
+    unit, activations = 4 * 2 * 8 * 16, 4 * 3 * 8
+    for groups, sent, rank, of_the_model in run_on_ranks(two_dimensions, world_size=4):
+        row, column = (0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2)
+        assert groups == {
+            "fsdp": {
+                ("all_gather", column, "between hosts"),
+                ("reduce_scatter", column, "between hosts"),
+            },
+            "tp": {("all_reduce", row, "within a host")},
+        }
+        # half of the unit, of which a rank has one half: gathered twice, reduced once
+        assert sent["fsdp"] == 3 * unit / 2 / 2
+        # the output in forward, the gradient of the input in backward; twice (2 - 1) / 2 of its bytes
+        assert sent["tp"] == 2 * activations
+        assert of_the_model == [activations, activations]
+
+
+def other_names() -> list[list[str]]:
+    hybrid_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    hybrid1 = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": hybrid_mesh}
+    traces = [
+        record(fsdp2(Model(), mesh=hybrid_mesh)),
+        record(fsdp1(Model(), **hybrid1)),
+        record(fsdp2(Model(), mesh=flat)),
+        record(fsdp1(Model(), **{**hybrid1, "device_mesh": init_device_mesh("cpu", (2, 2))})),
+        record(fsdp2(Model())),
+    ]
+    assert "dimension" not in traces[-1].summary()
+    return [sorted(trace.sent_bytes_by_dimension()) for trace in traces]
+
+
+def test_dimensions_of_hybrid_sharding_have_their_names_and_those_without_a_name_none():
+    for names in run_on_ranks(other_names, world_size=4):
+        assert names == [["dp_replicate", "dp_shard"], ["dp_replicate", "dp_shard"], ["all"], [""], [""]]

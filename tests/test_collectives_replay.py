@@ -53,6 +53,32 @@ def test_without_prefetch_the_next_gather_waits_for_the_reduce():
     assert result.peak_units == 1
 
 
+def test_what_the_model_sends_holds_up_its_computation_and_nothing_else():
+    trace = backward("Ab Aa mb mb fb Rb ma fa Ra")
+    tensor_parallel = StepEvent(0, "all_reduce", "", "backward", GIB, GIB, (0, 1), BETWEEN, dimension="tp")
+    trace.events.insert(3, tensor_parallel)
+    trace.events = [replace(event, order=i) for i, event in enumerate(trace.events)]
+    speeds = {WITHIN: 0.25, BETWEEN: 1.0}
+    result = trace.replay(compute_s=1.0, link_gib_s=speeds)
+    # gathers 2 s each, computation 2 s for each unit, what the model sends 1 s:
+    # Ab 0-2, mb 2-4, tp 4-5 although Aa 2-4 and nothing of FSDP runs; mb, its second part, takes none;
+    # ma 5-7 beside Rb 5-7; Ra 7-9
+    spans = {f"{s.event.kind} {s.event.module}": (s.start, s.end) for s in result.spans}
+    assert spans["all_reduce "] == (4.0, 5.0)
+    assert spans["compute a"] == (5.0, 7.0)
+    assert result.step_s == pytest.approx(9.0)
+    assert result.exposed_s == pytest.approx(2.0 + 1.0 + 2.0)
+    # a gather that takes longer than that does not hold it up
+    slow = trace.replay(compute_s=1.0, link_gib_s={**speeds, WITHIN: 0.1})
+    assert next(s.start for s in slow.spans if s.event.dimension == "tp") == pytest.approx(7.0)
+    drawn = result.plot()
+    assert [label.get_text() for label in drawn.axes[0].get_yticklabels()] == [
+        "compute",
+        "communication",
+        "tp",
+    ]
+
+
 @pytest.mark.parametrize(("order", "peak"), [(POST, 1), (PRE, 2)])
 def test_with_prefetch_the_next_gather_runs_behind_computation(order, peak):
     # Ab 0-0.5, Aa 0.5-1, mb 0.5-2.5, Rb 2.5-3 beside ma 2.5-4.5, Ra 4.5-5

@@ -8,12 +8,24 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytest.importorskip("transformers")
 
-from transformers import BartConfig, GPT2Config, LlamaConfig, T5Config, ViTConfig, WhisperConfig
+from transformers import (
+    BartConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    ViTConfig,
+    WhisperConfig,
+)
 
-from fsdp_utils import Plan, plan
+from fsdp_utils import Plan, plan, run_on_ranks
 from fsdp_utils.planner import GPUS, efficiency, work_items
 from fsdp_utils.planner.__main__ import main
 from fsdp_utils.planner.models import source_of
@@ -200,6 +212,36 @@ def test_gpus_of_tensor_parallelism_share_each_unit() -> None:
     assert shared.at_rest["parameters"] == pytest.approx(alone.at_rest["parameters"], rel=0.05)
     assert "on 8 H100" in str(shared)
     assert shared.timing.exposed_s > alone.timing.exposed_s
+
+
+def sizes_of_two_dimensions() -> tuple[dict[str, tuple[int, ...]], int]:
+    """What a rank of a 2 x 2 mesh holds: shapes after tensor parallelism, and bytes after FSDP."""
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = LlamaForCausalLM(LLAMA)
+    across, along = ColwiseParallel, RowwiseParallel
+    block = {f"self_attn.{name}_proj": across() for name in "qkv"} | {"self_attn.o_proj": along()}
+    block |= {"mlp.gate_proj": across(), "mlp.up_proj": across(), "mlp.down_proj": along()}
+    for layer in model.model.layers:
+        parallelize_module(layer, square["tp"], block)
+    outer = {"model.embed_tokens": along(input_layouts=Replicate()), "lm_head": across()}
+    parallelize_module(model, square["tp"], outer)
+    local = {
+        name: tuple((p.to_local() if isinstance(p, DTensor) else p).shape)
+        for name, p in model.named_parameters()
+    }
+    for unit in [*model.model.layers, model]:
+        fully_shard(unit, mesh=square["fsdp"])
+    return local, sum(p.to_local().nbytes for p in model.parameters())
+
+
+def test_sizes_of_tensor_parallelism_are_those_that_real_ranks_hold() -> None:
+    halved = source_of(LLAMA, tensor_parallel=2).build()
+    expected = {name: tuple(parameter.shape) for name, parameter in halved.named_parameters()}
+    assert expected["model.embed_tokens.weight"] == (VOCABULARY // 2, 64)
+    found = planned(world_size=4, tensor_parallel=2, ranks_per_host=2, precision="fp32")
+    for local, nbytes in run_on_ranks(sizes_of_two_dimensions, world_size=4, timeout=100):
+        assert local == expected
+        assert nbytes == round(found.at_rest["parameters"] * 2**30)
 
 
 # ---- what does not go together ---------------------------------------------------------------------------

@@ -28,6 +28,8 @@ class StepEvent:
             start in their order.
         seconds: Duration; None for a collective whose end was not seen. gloo does not tell the end of a
             reduce-scatter, a send or a receive: what is not FSDP's own lasts until the model's next event.
+        dimension: Name of the mesh dimension whose ranks took part, such as "fsdp" or "tp"; "" for a process
+            group that belongs to no dimension with a name.
     """
 
     order: int
@@ -40,11 +42,20 @@ class StepEvent:
     link: str = ""
     start: float = 0.0
     seconds: float | None = None
+    dimension: str = ""
 
     @property
     def is_collective(self) -> bool:
         """Did ranks communicate?"""
         return self.kind not in (COMPUTE, FREE)
+
+    @property
+    def is_of_the_model(self) -> bool:
+        """Did the model's own forward or backward communicate, as under tensor parallelism, not FSDP or DDP?
+
+        The computation after such a collective uses its result.
+        """
+        return self.is_collective and not self.module and self.phase in ("forward", "backward")
 
     @property
     def bytes(self) -> int:

@@ -21,6 +21,7 @@ from fsdp_utils.sharding.units import ROOT
 # Told apart with any kind of colour vision (Okabe and Ito, "Color Universal Design", 2008).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 INK, OTHER, CARD = "#2b2b2b", "#a8a8a2", "#fbfbf8"  # a light card is legible on light and dark pages alike
+OWN = "in the model"  # the lane of what the model itself sends
 LEGEND = 8  # units that get a line in the legend
 HATCH = {"reduce_scatter": "////", "all_reduce": "xxxx"}  # gradients, where they share a lane with gathers
 PIXELS_PER_INCH = 80
@@ -43,7 +44,8 @@ def timeline(
         units: Names, in the model's order; each gets a colour. All others are grey.
         title: Over the figure.
         until: Seconds that the axis shows; by default, all.
-        one_communication_lane: All collectives in one lane, told apart by hatching.
+        one_communication_lane: All collectives of FSDP and DDP in one lane, told apart by hatching, and those
+            of the model itself in another.
 
     Returns:
         The figure; nothing is shown.
@@ -52,11 +54,16 @@ def timeline(
     axes = figure.subplots()
     kinds = list(dict.fromkeys(span.event.kind for span in spans if span.event.kind != COMPUTE))
     lanes = {COMPUTE: 0, **{kind: 1 if one_communication_lane else 1 + i for i, kind in enumerate(kinds)}}
+    own = [span.event for span in spans if span.event.is_of_the_model] if one_communication_lane else []
+    if own:
+        lanes[OWN] = 2
     begin = min((span.start for span in spans), default=0.0)
     length = max((span.end for span in spans), default=begin) - begin
     time_unit, scale = _time_unit(length if until is None else until)
     _draw(axes, spans, units, lanes, begin=begin, scale=scale, hatched=one_communication_lane)
     names = ["compute", "communication"] if one_communication_lane and kinds else [*lanes]
+    if own:
+        names.append(", ".join(dict.fromkeys(event.dimension for event in own if event.dimension)) or OWN)
     axes.set_yticks(range(len(names)), [name.replace("_", "-") for name in names])
     axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, (until or length or 1.0) * scale * 1.01))
     axes.set_xlabel(time_unit)
@@ -90,7 +97,7 @@ def _draw(
     for span in spans:
         kind, color = span.event.kind, _color(span.event.module, units)
         box = Rectangle(  # barh computes new limits each time, which takes most of the time of an animation
-            ((span.start - begin) * scale, lanes[kind] - 0.4),
+            ((span.start - begin) * scale, _lane(span, lanes) - 0.4),
             (span.end - span.start) * scale,
             0.8,
             facecolor=color,
@@ -100,6 +107,10 @@ def _draw(
         )
         axes.add_patch(box)
     _without_frame(axes)
+
+
+def _lane(span: Span, lanes: dict[str, int]) -> int:
+    return lanes[OWN if span.event.is_of_the_model and OWN in lanes else span.event.kind]
 
 
 def _without_frame(axes: Axes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -31,6 +33,8 @@ from fsdp_utils.torch_internals.names import sequence_nr
 from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile
 
 _recording = False
+_OF_MESH = "mesh_"  # how init_device_mesh begins the description of a dimension's process group
+_WITHOUT_NAME = re.compile(r"dim_\d+|default")  # and how it goes on if the dimension has no name
 
 
 @contextmanager
@@ -97,7 +101,14 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     _recording = True
     try:
         with times or nullcontext():
-            recorder = _Recorder(trace, on_host, ddp=_has_ddp(parts), parents=parents(units), times=times)
+            recorder = _Recorder(
+                trace,
+                on_host,
+                ddp=_has_ddp(parts),
+                parents=parents(units),
+                times=times,
+                dimensions=_dimensions(model),
+            )
             try:
                 with (
                     listen_to_calls(recorder.collective),
@@ -127,6 +138,27 @@ def _distributed(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _has_ddp(modules: Iterable[nn.Module]) -> bool:
     return any(isinstance(module, DistributedDataParallel) for module in modules)
+
+
+def _dimensions(model: nn.Module) -> dict[Any, str]:
+    """By process group, the name of its mesh dimension, for the meshes that the model's parameters are on."""
+    names: dict[Any, str] = {}
+    for mesh in {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}:
+        for dimension, name in enumerate(mesh.mesh_dim_names or ()):
+            if mesh.size(dimension) > 1:
+                names.setdefault(mesh.get_group(dimension), name)
+    return names
+
+
+def _dimension_by_description(group: Any) -> str:
+    """The name of a group's mesh dimension, from the description that init_device_mesh gave the group.
+
+    It serves FSDP1, whose parameters do not say their mesh. A dimension over all ranks has the default group,
+    whose description says nothing.
+    """
+    description = group.group_desc
+    name = description.removeprefix(_OF_MESH)
+    return "" if name == description or _WITHOUT_NAME.fullmatch(name) else name
 
 
 def _compute_device(model: nn.Module, units: list[Unit]) -> torch.device:
@@ -194,6 +226,7 @@ class _Recorder:
         ddp: bool,
         parents: set[str],
         times: DeviceTimes | None,
+        dimensions: dict[Any, str],
     ) -> None:
         self._trace = trace
         self._ranks_per_host = ranks_per_host
@@ -211,7 +244,8 @@ class _Recorder:
         self._thread = 0  # in which FSDP worked, or the model computed, last
         # Collectives whose end may not have been seen yet, and functions that say whether they are over.
         self._pending: list[tuple[StepEvent, Callable[[], bool]]] = []
-        self._links: dict[Any, tuple[tuple[int, ...], str]] = {}  # by process group
+        self._dimensions = dimensions  # of a mesh, by process group
+        self._links: dict[Any, tuple[tuple[int, ...], str, str]] = {}  # by process group
 
     def close(self) -> None:
         """Record nothing more: hooks that autograd still holds may be called after the block."""
@@ -281,7 +315,7 @@ class _Recorder:
 
     def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
         """Record a call around its issue."""
-        ranks, link = self._link(call.group)
+        ranks, link, dimension = self._link(call.group)
         is_ours = self._thread in (0, get_ident())  # else another thread sends something of its own
         module, phase = "", "other"
         if is_ours:
@@ -291,7 +325,18 @@ class _Recorder:
                 module = f"{BUCKET}{self._buckets}"  # DDP reduces its buckets in their order
                 self._buckets += 1
         event = self._add(
-            StepEvent(0, call.kind, module, phase, call.bytes_in, call.bytes_out, ranks, link, self._now())
+            StepEvent(
+                0,
+                call.kind,
+                module,
+                phase,
+                call.bytes_in,
+                call.bytes_out,
+                ranks,
+                link,
+                self._now(),
+                dimension=dimension,
+            )
         )
         if call.kind == "all_gather" and module:
             self._gathered.add(module)
@@ -368,10 +413,11 @@ class _Recorder:
             return "forward"
         return next((phase for _, phase in reversed(self._computing) if phase != "backward"), "other")
 
-    def _link(self, group: Any) -> tuple[tuple[int, ...], str]:
-        """Which ranks a process group has, and whether they are all on one host."""
+    def _link(self, group: Any) -> tuple[tuple[int, ...], str, str]:
+        """Which ranks a process group has, whether they are all on one host, and their mesh dimension."""
         if group not in self._links:
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
             hosts = {rank // self._ranks_per_host for rank in ranks}
-            self._links[group] = (ranks, BETWEEN if len(hosts) > 1 else WITHIN)
+            name = self._dimensions.get(group) or _dimension_by_description(group)
+            self._links[group] = (ranks, BETWEEN if len(hosts) > 1 else WITHIN, name)
         return self._links[group]

@@ -1,4 +1,4 @@
-"""Simulate the recorded order on one stream of computation and one of communication."""
+"""Simulate the recorded order on one stream of computation and one or two of communication."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Replay:
 
     @property
     def step_s(self) -> float:
-        """Seconds until both streams are done."""
+        """Seconds until all streams are done."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
@@ -65,7 +65,7 @@ class Replay:
         return exposed
 
     def plot(self, *, title: str = "replay", until: float | None = None) -> Any:
-        """Draw both streams, with a colour for each unit.
+        """Draw the streams, with a colour for each unit.
 
         Args:
             title: Over the figure. It should say that this is a replay.
@@ -119,6 +119,10 @@ def replay(
     the all-gather of its unit; a reduce-scatter or all-reduce also for all computation issued before it. An
     all-gather waits for nothing else, as on a GPU, unless `limit_units` holds it back.
 
+    What the model itself sends (`StepEvent.is_of_the_model`), as under tensor parallelism, has a stream of
+    its own, as it has with NCCL. The computation issued after it waits for it. Collectives that run at the
+    same time do not slow each other down, even if they share a link.
+
     Args:
         events: As recorded; of one step or of several.
         units: Names of the units, in the model's order.
@@ -159,6 +163,9 @@ def replay(
             else:
                 end = start + _computing(event, compute_s, shares)
             end = computed = max(cpu, end)
+        elif event.is_of_the_model:
+            start = max(cpu, computed)  # it follows the one before it: that one, too, was waited for
+            end = computed = start + _sending(event, link_gib_s, latency_s)
         else:
             start = max(cpu, sent)
             if event.kind == "all_gather" and event.module:

@@ -62,6 +62,16 @@ class CollectiveTrace:
             total[event.link] = total.get(event.link, 0.0) + event.sent_bytes
         return total
 
+    def sent_bytes_by_dimension(self) -> dict[str, float]:
+        """Bytes that this rank has to send (`StepEvent.sent_bytes`) along each mesh dimension, by its name.
+
+        Collectives of process groups that belong to no dimension with a name are under "".
+        """
+        total: dict[str, float] = {}
+        for event in self.collectives:
+            total[event.dimension] = total.get(event.dimension, 0.0) + event.sent_bytes
+        return total
+
     def order(self, phase: str | None = None) -> list[str]:
         """What was issued, as words such as "all_gather blocks.3", without what was freed.
 
@@ -75,19 +85,25 @@ class CollectiveTrace:
         ]
 
     def summary(self) -> str:
-        """A table: for each kind of collective, phase and link, how many, and how many MiB."""
+        """A table: for each kind of collective, phase, mesh dimension and link, how many, and how many MiB.
+
+        The column of dimensions is left out where no process group belongs to a dimension with a name.
+        """
         rows: dict[tuple[Any, ...], list[float]] = {}
         for event in self.collectives:
-            key = (event.kind, event.phase, len(event.ranks), event.link)
+            key = (event.kind, event.phase, event.dimension, len(event.ranks), event.link)
             row = rows.setdefault(key, [0, 0.0, 0.0])
             row[0] += 1
             row[1] += event.bytes / MIB
             row[2] += event.sent_bytes / MIB
-        cells: list[tuple[str, ...]] = [("collective", "phase", "ranks", "link", "count", "MiB", "MiB sent")]
+        head = ("collective", "phase", "dimension", "ranks", "link", "count", "MiB", "MiB sent")
+        cells: list[tuple[str, ...]] = [head]
         for key, (count, full, sent) in rows.items():
             cells.append((*map(str, key), str(int(count)), f"{full:.3f}", f"{sent:.3f}"))
+        words = (0, 1, 2, 4)  # to the left; numbers to the right
+        if not any(event.dimension for event in self.collectives):
+            cells, words = [(*row[:2], *row[3:]) for row in cells], (0, 1, 3)
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        words = (0, 1, 3)  # to the left; numbers to the right
         lines = [
             "  ".join(
                 cell.ljust(width) if i in words else cell.rjust(width)

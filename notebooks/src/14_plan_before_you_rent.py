@@ -1184,6 +1184,7 @@ lesson.claims(
 #
 # ## Next
 #
-# This was the last lesson. The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+# The plan fits, and then the run stands still. [Lesson 15](15_when_it_hangs.ipynb) finds the line where ranks
+# part.
 #
-# [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb)
+# [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb) · [lesson 15 →](15_when_it_hangs.ipynb)
