@@ -1,10 +1,8 @@
 """The replay, held against schedules that were worked out by hand, and the figures drawn from it."""
 
-import io
 from dataclasses import replace
 
 import pytest
-from PIL import Image
 
 from fsdp_utils.collectives import CollectiveTrace, StepEvent
 
@@ -229,22 +227,3 @@ def test_figures_show_every_bar_in_its_lane():
     bars = streams.axes[0].patches
     assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(5.0)
     assert len({bar.get_facecolor() for bar in bars}) == 2  # one colour for each unit
-
-
-def test_the_film_shows_units_gathered_and_freed():
-    from fsdp_utils.collectives.plot import held
-
-    replay = backward(NONE).replay(compute_s=1.0, link_gib_s=1.0)
-    seen = {moment: held(replay.spans, "b", moment) for moment in (0.0, 0.25, 1.0, 2.6, 6.0)}
-    assert [round(h.parameters, 2) for h in seen.values()] == [0.5, 0.75, 1.0, 0.5, 0.5]
-    assert [h.computing for h in seen.values()] == [False, False, True, False, False]
-    assert seen[6.0].gradients == 0.5
-    early = backward("Ab mb Ab fb mb fb Rb").replay(compute_s=1.0, link_gib_s=1.0)
-    assert held(early.spans, "b", 0.75).parameters == 1.0  # in use while it is gathered once more
-    film = replay.animate(title="a replay", frames=5)
-    picture = Image.open(io.BytesIO(film))
-    assert (picture.format, picture.n_frames) == ("PNG", 5)
-    with pytest.raises(ValueError, match="at least 1 FSDP unit and 2 frames, found 2 and 1"):
-        replay.animate(frames=1)
-    with pytest.raises(ValueError, match="DDP gathers and frees nothing"):
-        CollectiveTrace(0, 2).replay(link_gib_s=1.0).animate()

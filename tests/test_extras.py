@@ -36,8 +36,8 @@ def replay():
     Replay.plot(None)
 
 def film():
-    from fsdp_utils.collectives.replay import Replay
-    Replay.animate(None)
+    from fsdp_utils.collectives import play
+    play({})
 
 def planned():
     from fsdp_utils.planner.plot import plot_memory

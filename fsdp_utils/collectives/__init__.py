@@ -1,10 +1,21 @@
 """Record which collectives FSDP or DDP issues: order, bytes, links and durations; replay and draw them."""
 
 from fsdp_utils.collectives.events import Span, StepEvent
+from fsdp_utils.collectives.player import Player, play
 from fsdp_utils.collectives.recording import record_collectives
 from fsdp_utils.collectives.replay import Replay
 from fsdp_utils.collectives.trace import CollectiveTrace
 
 Event, Trace = StepEvent, CollectiveTrace  # their names in earlier versions
 
-__all__ = ["CollectiveTrace", "Event", "Replay", "Span", "StepEvent", "Trace", "record_collectives"]
+__all__ = [
+    "CollectiveTrace",
+    "Event",
+    "Player",
+    "Replay",
+    "Span",
+    "StepEvent",
+    "Trace",
+    "play",
+    "record_collectives",
+]

@@ -83,25 +83,6 @@ class Replay:
         running = [span for span in self.spans if span.end > span.start]
         return timeline(running, self.units, title=title, until=until, one_communication_lane=True)
 
-    def animate(self, *, title: str = "replay", frames: int = 60, until: float | None = None) -> bytes:
-        """Draw the step as an animation: shards gathered, used and freed, and their gradients reduced.
-
-        Args:
-            title: Over the pictures. It should say that this is a replay.
-            frames: How many pictures.
-            until: Seconds that they show, to compare several replays; by default, all.
-
-        Returns:
-            An animated PNG, which shows wherever a PNG does.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed; says how to install it.
-        """
-        need("matplotlib", "notebooks")
-        from fsdp_utils.collectives.plot import animation  # here, as matplotlib may not be installed
-
-        return animation(self.spans, self.units, title=title, frames=frames, until=until or self.step_s)
-
 
 def replay(
     events: Sequence[StepEvent],

@@ -1,0 +1,174 @@
+"""A player for replayed steps: what runs, and what a rank holds, at each moment. It moves in a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from fsdp_utils._extras import need
+from fsdp_utils.collectives.events import COMPUTE, FREE, Span
+from fsdp_utils.collectives.replay import Replay
+from fsdp_utils.sharding.units import ROOT
+
+
+class Held(NamedTuple):
+    """What a rank holds of one unit: fractions of the full parameters and gradients, 0 to 1."""
+
+    parameters: float
+    gradients: float
+
+
+class Player:
+    """Replayed steps on one time axis, to play, step and scrub. See `play`.
+
+    A notebook shows it as HTML with a script of its own, which asks no server for anything. Where scripts do
+    not run, such as on a code host, the still picture is shown.
+    """
+
+    def __init__(self, data: dict[str, Any], picture: bytes) -> None:
+        self._data, self._picture = data, picture
+
+    def __repr__(self) -> str:
+        return self._data["alt"]
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        picture = base64.b64encode(self._picture).decode()
+        return {"text/html": self._html(picture), "image/png": picture, "text/plain": repr(self)}
+
+    def _html(self, picture: str) -> str:
+        script = files("fsdp_utils.collectives").joinpath("player.js").read_text(encoding="utf-8")
+        # "</" would end the script
+        data = json.dumps(self._data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+        still = f'<img alt="{escape(self._data["alt"])}" src="data:image/png;base64,{picture}">'
+        place = f'<div data-player="{self._data["id"]}">{still}</div>'
+        return f"{place}\n<script>{script.rstrip()}({data});</script>"
+
+
+def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
+    """Show replayed steps in a player: play, pause, step from event to event, scrub, change the speed.
+
+    Hovering over a bar tells what it is, of which unit, how many bytes, and when. Below the streams of a run
+    stands what one rank holds of each unit: from its shard to the full parameters and back, and gradients
+    (hatched) until they are reduced to the shard's.
+
+    Args:
+        runs: by title, one above the other on one time axis. The titles should say that these are replays.
+        until: seconds that the axis shows; by default, all of the longest run.
+
+    Returns:
+        What a notebook shows as the player.
+
+    Raises:
+        ValueError: there is no run, or one in which nothing takes time.
+        ModuleNotFoundError: matplotlib is not installed; says how to install it.
+
+    Example::
+
+        slow = trace.replay(compute_s=1e-3, link_gib_s=1.0)
+        fast = trace.replay(compute_s=1e-3, link_gib_s=10.0)
+        play({"replay: 1 GiB/s": slow, "replay: 10 GiB/s": fast})
+    """
+    need("matplotlib", "notebooks")
+    from fsdp_utils.collectives import plot  # here, as matplotlib may not be installed
+
+    empty = [title for title, run in runs.items() if not run.step_s]
+    if empty or not runs:
+        raise ValueError(
+            f"play: expected replays in which something takes time, found {empty or 'no replay'}. Replay a "
+            "recorded step with compute_s or link_gib_s."
+        )
+    until = until or max(run.step_s for run in runs.values())
+    units = list(dict.fromkeys(unit for run in runs.values() for unit in run.units if unit != ROOT))
+    time_unit, scale = plot.time_unit(until)
+    steps = ", ".join(f"{title} takes {run.step_s * scale:.2f} {time_unit}" for title, run in runs.items())
+    data = {
+        "alt": f"Player of a step: {steps}.",
+        "until": _rounded(until),
+        "time_unit": time_unit,
+        "scale": scale,
+        "colors": {unit: plot.color(unit, units) for unit in units},
+        "runs": [_run(title, run) for title, run in runs.items()],
+    }
+    data["id"] = "p" + hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]
+    buffer = io.BytesIO()
+    plot.timelines({title: _running(run) for title, run in runs.items()}, units, until=until).savefig(
+        buffer, format="png", dpi=80
+    )
+    return Player(data, buffer.getvalue())
+
+
+def _running(run: Replay) -> list[Span]:
+    return [span for span in run.spans if span.end > span.start]
+
+
+def _run(title: str, run: Replay) -> dict[str, Any]:
+    own = any(span.event.is_of_the_model for span in run.spans)
+    return {
+        "title": title,
+        "lanes": ["compute", "communication", *(["in the model"] if own else [])],
+        "spans": [
+            {
+                "lane": 2 if span.event.is_of_the_model else int(span.event.is_collective),
+                "kind": span.event.kind,
+                "unit": span.event.module,
+                "phase": span.event.phase,
+                "bytes": span.event.bytes if span.event.is_collective else 0,
+                "start": _rounded(span.start),
+                "end": _rounded(span.end),
+                "gradients": span.event.kind in ("reduce_scatter", "all_reduce"),
+            }
+            for span in _running(run)
+        ],
+        "held": {unit: _points(run.spans, unit) for unit in run.units if unit != ROOT},
+    }
+
+
+def _points(spans: Sequence[Span], unit: str) -> dict[str, list[list[float]]]:
+    """The corners of the two lines that `held` gives over time: [seconds, fraction]."""
+    moments = sorted(
+        {0.0, *(m for span in spans if span.event.module == unit for m in (span.start, span.end))}
+    )
+    lines: dict[str, list[list[float]]] = {"parameters": [], "gradients": []}
+    for moment in moments:
+        for instant in (moment * (1 - 1e-9), moment):  # before what is freed at once, and after
+            for line, value in zip(lines.values(), held(spans, unit, instant), strict=True):
+                point = [_rounded(instant), round(value, 4)]
+                if not line or point != line[-1]:
+                    line.append(point)
+    return lines
+
+
+def _rounded(seconds: float) -> float:
+    """Six digits: far less than a pixel."""
+    return float(f"{seconds:.6g}")
+
+
+def held(spans: Sequence[Span], unit: str, moment: float) -> Held:
+    """What a rank holds of a unit at a moment of the replay."""
+    shard, gradients = 0.0, 0.0
+    copies: list[float] = []  # of the full parameters, gathered or being gathered; the last until it is freed
+    for span in spans:
+        event = span.event
+        if event.module != unit:
+            continue
+        if event.kind == "all_gather":
+            shard = shard or event.bytes_in / event.bytes_out
+        begun = span.start <= moment
+        done = float(begun)
+        if begun and moment < span.end:
+            done = (moment - span.start) / (span.end - span.start)
+        if event.kind == "all_gather":
+            copies.append(done)
+        elif event.kind == FREE and begun and copies:
+            copies[-1] = 0.0
+        elif event.kind == COMPUTE and begun and event.phase == "backward":
+            gradients = max(gradients, done)
+        elif event.kind == "reduce_scatter" and begun:
+            gradients = 1 - (1 - shard) * done
+    return Held(shard + (1 - shard) * max(copies, default=0.0), gradients)

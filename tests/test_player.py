@@ -1,0 +1,136 @@
+"""The step player: its data held against schedules worked out by hand, and its script in Chromium."""
+
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_utils.collectives import play
+from fsdp_utils.collectives.player import held
+from tests.test_collectives_replay import NONE, PRE, backward
+from tools.build_book import CHROMIUM
+
+
+def replayed(order: str):
+    return backward(order).replay(compute_s=1.0, link_gib_s=1.0)
+
+
+def data_of(player) -> dict:
+    html = player._repr_mimebundle_()["text/html"]
+    (text,) = re.findall(r"\}\)\((\{.*\})\);</script>", html)
+    return json.loads(text)
+
+
+def test_what_a_rank_holds_of_a_unit():
+    spans = replayed(NONE).spans
+    seen = {moment: held(spans, "b", moment) for moment in (0.0, 0.25, 1.0, 2.6, 6.0)}
+    assert [round(h.parameters, 2) for h in seen.values()] == [0.5, 0.75, 1.0, 0.5, 0.5]
+    assert seen[6.0].gradients == 0.5
+    early = replayed("Ab mb Ab fb mb fb Rb")
+    assert held(early.spans, "b", 0.75).parameters == 1.0  # in use while it is gathered once more
+
+
+def test_the_player_has_the_times_and_the_memory_of_the_replay():
+    data = data_of(play({"one": replayed(NONE), "two": replayed(PRE)}))
+    assert (data["until"], data["time_unit"]) == (6.0, "seconds")
+    one, two = data["runs"]
+    assert [run["title"] for run in (one, two)] == ["one", "two"]
+    named = [(span["kind"], span["unit"], span["start"], span["end"]) for span in one["spans"]]
+    assert named[:3] == [
+        ("all_gather", "b", 0, 0.5),
+        ("compute", "b", 0.5, 2.5),
+        ("reduce_scatter", "b", 2.5, 3),
+    ]
+    assert {span["lane"] for span in one["spans"]} == {0, 1}
+    points = one["held"]["b"]["parameters"]
+    assert points[0] == [0, 0.5]
+    assert [0.5, 1.0] in points  # gathered
+    assert [2.5, 1.0] in points  # just before it is freed
+    assert [2.5, 0.5] in points  # and then
+
+
+def test_a_name_from_a_model_cannot_leave_the_script():
+    trace = backward(NONE)
+    trace.events = [replace(event, module="</script><b>" + event.module) for event in trace.events]
+    run = trace.replay(compute_s=1.0, link_gib_s=1.0)
+    html = play({"<i>a</i> replay": run})._repr_mimebundle_()["text/html"]
+    assert html.count("</script>") == 1
+    assert "<i>" not in html.split("<script>")[0]
+
+
+def test_nothing_to_play_is_said():
+    with pytest.raises(ValueError, match="expected replays in which something takes time, found no replay"):
+        play({})
+    with pytest.raises(ValueError, match="found \\['empty'\\]"):
+        play({"empty": backward("fb").replay(link_gib_s=1.0)})
+
+
+def test_the_same_replay_gives_the_same_output_and_a_small_script():
+    first, second = (play({"one": replayed(NONE)})._repr_mimebundle_() for _ in range(2))
+    assert first["text/html"] == second["text/html"]
+    script = Path(__file__).parent.parent / "fsdp_utils/collectives/player.js"
+    assert script.stat().st_size < 25 * 1024
+
+
+ACTIONS = """
+<script>
+const [root, twice] = document.querySelectorAll("[data-player]"), seen = [];
+const told = () => root.querySelector(".told").textContent;
+const [back, playing, on] = root.querySelectorAll("button");
+const head = () => Number(root.querySelector(".head").getAttribute("x1"));
+seen.push(root.querySelectorAll("rect.span").length, told());
+on.click(); seen.push(told());
+on.click(); seen.push(told());
+back.click(); seen.push(told());
+const scrub = root.querySelector("input");
+scrub.value = 1000; scrub.dispatchEvent(new Event("input")); seen.push(told());
+root.querySelector("rect.span").dispatchEvent(new Event("mouseenter")); seen.push(told());
+seen.push(twice.dataset.ready, document.querySelectorAll("img").length);
+const before = head();
+playing.click();  // from the end: it begins anew
+setTimeout(() => {
+  seen.push(head() < before, playing.textContent);
+  const node = Object.assign(document.createElement("pre"), {id: "seen", textContent: JSON.stringify(seen)});
+  document.body.append(node);
+}, 1500);
+</script>
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_the_player_in_a_browser(tmp_path: Path):
+    html = play({"one": replayed(NONE)})._repr_mimebundle_()["text/html"]
+    page = tmp_path / "page.html"
+    # twice, as JupyterLab shows an output in a second view
+    page.write_text(f"<meta charset=utf-8><body>{html}{html}{ACTIONS}</body>", encoding="utf-8")
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'c'}",
+    ]
+    done = subprocess.run(
+        [*command, "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    (seen,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
+    assert json.loads(seen.replace("&amp;", "&")) == [
+        6,
+        "0.00 seconds · all-gather b",
+        "0.50 seconds · compute b",
+        "2.50 seconds · reduce-scatter b",
+        "0.50 seconds · compute b",
+        "6.00 seconds",
+        "all-gather b · backward · 1.0 GiB · 0.00 seconds to 0.50 seconds",
+        "yes",
+        0,
+        True,
+        "⏸",
+    ]
