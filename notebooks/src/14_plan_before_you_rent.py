@@ -447,9 +447,10 @@ lesson.check(exposed_s, exposures)
 #
 # ## Next
 #
-# This was the last lesson. The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+# The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+# [Lesson 17](17_fine_tune_three_ways.ipynb) fine-tunes one in three ways.
 #
-# [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb)
+# [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb) · [lesson 17 →](17_fine_tune_three_ways.ipynb)
 
 # %% [markdown]
 # ## Solutions
