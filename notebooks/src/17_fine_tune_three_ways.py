@@ -1,0 +1,1215 @@
+# %% [markdown]
+# # 17 · Fine-tune a real model, end to end, three ways
+#
+# Your model comes from transformers, and there are several programs that would train it: a loop of your own,
+# this library's `fsdp_utils.train`, and transformers' `Trainer`. In this lesson all three fine-tune the same
+# model on the same samples, once with all of its parameters and once with LoRA. You lay their losses over
+# each other, count what a rank holds and sends, and see where the three differ.
+
+# %% [markdown] tags=["card"]
+# learn:
+# - how `Trainer` uses FSDP2 through Accelerate, and how to see that it does
+# - what LoRA changes under FSDP, to the byte, and what it doesn't
+# - which loss makes three programs and any number of micro-batches agree
+# - what each program does about checkpoints, precision and clipping
+# needs: '[lesson 7](07_mixed_precision.ipynb) and [lesson 10](10_end_to_end.ipynb) · no GPU, no network'
+# ranks: "4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab."
+# takes: a minute to run on 2 cores (AMD EPYC) · 30 minutes to read
+
+# %% [markdown]
+# **The question of this lesson:** three programs get the same weights, the same samples in the same order and
+# the same learning rate. Are their losses equal? And where they are, what else should make you choose one?
+#
+# ## In your own code
+#
+# The script below fine-tunes a Llama with LoRA under FSDP2. Save it as `train.py` and start it with
+# `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none, and prints a loss that falls. For real
+# weights, replace the line with the configuration by `LlamaForCausalLM.from_pretrained(...)`.
+#
+# ```python
+# import torch, torch.distributed as dist
+# from peft import LoraConfig, get_peft_model
+# from torch.distributed.device_mesh import init_device_mesh
+# from torch.distributed.fsdp import fully_shard
+# from transformers import LlamaConfig, LlamaForCausalLM
+#
+# device = "cuda" if torch.cuda.is_available() else "cpu"
+# dist.init_process_group("nccl" if device == "cuda" else "gloo")
+# if device == "cuda":
+#     torch.cuda.set_device(dist.get_node_local_rank())
+# torch.manual_seed(0)                                  # the same weights on every rank
+# config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=192, num_attention_heads=4)
+# model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+# blocks = model.to(device).get_base_model().model.layers
+# for part in [*blocks, model]:                         # after peft: the adapters are in the blocks
+#     fully_shard(part, mesh=init_device_mesh(device, (dist.get_world_size(),)))
+# optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+# ids = torch.randint(256, (8, 32), device=device)      # your data, other rows on each rank
+# for step in range(10):
+#     loss = model(input_ids=ids, labels=ids).loss
+#     loss.backward()
+#     optimizer.step()
+#     optimizer.zero_grad()
+#     if dist.get_rank() == 0:
+#         print(f"step {step + 1}: loss {loss.item():.4f}")
+# dist.destroy_process_group()
+# ```
+#
+# ## The model and the task
+#
+# No model hub is needed here. The next cell, which is folded, makes a small Llama from a configuration and
+# teaches it, in one process, to write dates in digits: `7 march 1998>1998-03-07`. It saves the weights and a
+# tokenizer as the folder `base`, in the same format as a model on the hub.
+
+# %% jupyter={"source_hidden": true}
+import os
+import tempfile
+from pathlib import Path
+
+from fsdp_utils.lessons import lesson, plots
+from fsdp_utils.lessons.tables import Table
+from fsdp_utils.lessons.turns import at_most, exactly, try_answers, turn
+from fsdp_utils.notebook import ranks
+
+folder = Path(tempfile.mkdtemp())
+os.chdir(folder)                                # the ranks find finetune.py and base/ there
+os.environ["OMP_NUM_THREADS"] = "1"             # as torchrun sets it
+
+# %%
+ranks.start()
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+import transformers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from fsdp_utils.lessons import tasks
+
+rank, world = dist.get_rank(), dist.get_world_size()
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+# peft 0.21 reads a name that transformers 5.23 has renamed
+warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+sys.path.insert(0, "")                          # finetune.py will be in the working directory
+
+
+def make_base(name, steps=120):
+    """Teach a small Llama to write dates in digits; save it as on the hub. Returns the losses."""
+    words = {"<pad>": tasks.PAD, "<end>": tasks.END, **tasks.ID_OF}
+    characters = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    marks = {"pad_token": "<pad>", "eos_token": "<end>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **marks).save_pretrained(name)
+    small = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
+    tokens = {"pad_token_id": tasks.PAD, "eos_token_id": tasks.END, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=64, max_position_embeddings=64, **small, **tokens)
+    model = transformers.LlamaForCausalLM(config)
+    optimizer, task, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), tasks.dates_llama(), []
+    for step in range(steps):
+        loss = model(**task.batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.save_pretrained(name)
+    return losses
+
+
+if rank == 0:
+    losses = make_base("base")
+    print(f"The base model's loss: {losses[0]:.1f} at the first step, {losses[-1]:.1f} at the last.")
+dist.barrier()                                  # the others wait for the folder
+
+# %% [markdown]
+# The new task is the way back: `1998-03-07>7 march 1998`. The next cell writes it as a module, because
+# `fsdp_utils.train` imports the task by name. `BASE` is the one line to change for real weights: the name of
+# a Llama-like model on the hub, such as `"HuggingFaceTB/SmolLM2-135M"`, where the hub can be reached.
+
+# %%
+# %%writefile finetune.py
+from types import SimpleNamespace
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp_utils.lessons.tasks import date_pairs
+
+BASE = "base"                                   # a folder, or the name of a model on the hub
+
+
+def full():
+    return AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+
+
+def lora():
+    torch.manual_seed(0)                        # the same adapters on every rank
+    return get_peft_model(full(), LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+
+
+def encode(pairs):
+    """Dates in digits, to be continued in words: ids and labels, i64[dates, longest]."""
+    tokenizer, rows = AutoTokenizer.from_pretrained(BASE), []
+    for words, digits in pairs:
+        question = tokenizer(f"{digits}>").input_ids
+        answer = [*tokenizer(words, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        rows.append((question + answer, [-100] * len(question) + answer))     # -100: not in the loss
+    ids, labels = ([torch.tensor(row[column]) for row in rows] for column in (0, 1))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {"input_ids": pad(ids, True, 0), "labels": pad(labels, True, -100)}
+
+
+def task(build):
+    chosen = [[pair for pair in pairs if " " in pair[0] and "," not in pair[0]] for pairs in date_pairs()]
+    train, test = chosen                        # pairs that are spelled as in `7 march 1998`
+    return SimpleNamespace(train=encode(train), test=encode(test), predicts_next=True, build=build)
+
+
+def full_task():
+    return task(full)
+
+
+def lora_task():
+    return task(lora)
+
+
+# %% [markdown]
+# `full` and `lora` build the two models. LoRA freezes the base model and adds to each chosen layer a product
+# of two thin matrices, its **adapter**, which alone is trained; you wrote one in
+# [lesson 9](09_child_tuning.ipynb). The second factor begins at zero, so at the first step both models
+# compute the same.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+import contextlib
+import json
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import finetune
+from fsdp_utils import record_collectives, shard
+from fsdp_utils.lessons.meter import Meter
+from fsdp_utils.train import config as settings
+from fsdp_utils.train.data import rows_at
+from fsdp_utils.train.loop import train as train_program
+
+on_gpu = torch.cuda.is_available()
+device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+BATCH, STEPS, LR, BETAS, CLIP = 24, 12, 3e-3, (0.9, 0.95), 1.0
+data = finetune.task(None).train
+program_log = Path("program.log").open("a")     # noqa: SIM115  what fsdp_utils.train would print
+order = rows_at(0, BATCH * 16, len(data["labels"]), seed=0)      # i64[384]: the samples of 16 steps
+
+
+def share(step, parts=1):
+    """This rank's samples of a step, in so many micro-batches: a list of dicts of tensors."""
+    rows = order[BATCH * step : BATCH * (step + 1)].view(parts, world, -1)[:, rank]
+    return [{name: tensor[part].to(device) for name, tensor in data.items()} for part in rows]
+
+
+def numel(model):
+    return [sum(p.numel() for p in model.parameters() if p.requires_grad >= only) for only in (False, True)]
+
+
+sizes = {how: numel(getattr(finetune, how)()) for how in ("full", "lora")}
+tokenizer = transformers.AutoTokenizer.from_pretrained(finetune.BASE)
+examples = ["".join(tokenizer.convert_ids_to_tokens(data["input_ids"][row])) for row in order[:3]]
+lengths = [(part["labels"] != -100).sum().item() for part in share(0)]
+
+# %% jupyter={"source_hidden": true}
+sizes, lengths = ranks.get("sizes")[0], [counts[0] for counts in ranks.get("lengths")]
+samples = [text.split("<end>")[0] for text in ranks.get("examples")[0]]
+Table(
+    ["model", "parameters", "of them trained"],
+    [[how, *sizes[how]] for how in sizes],
+    note=f"Samples: {'; '.join(samples)}. "
+    f"Labels of each rank in the first step: {', '.join(map(str, lengths))}.",
+)
+
+# %% [markdown]
+# Answers differ in length (`7 may 1998`, `30 september 2000`), so the ranks have unequal numbers of labels.
+# This matters for the loss, as you will see in turn 2.
+#
+# All three ways train on 24 samples in a step, in the order of `order`, with AdamW, a constant learning rate
+# and gradients clipped at norm 1.
+#
+# ## Way 1: a loop of your own
+#
+# `shard` calls `fully_shard` on each block and on the model. The loop has two lines that a loop on one
+# process has not: the labels are counted over all ranks, and the loss is multiplied by the number of ranks.
+
+# %%
+# %%ranks
+def total_labels(parts):
+    """The labels of these micro-batches on all ranks together."""
+    count = sum((part["labels"][:, 1:] != -100).sum() for part in parts)
+    dist.all_reduce(count)
+    return count
+
+
+def plain_step(model, optimizer, parts):
+    (batch,) = parts                                            # one micro-batch
+    loss = model(**batch, num_items_in_batch=total_labels(parts)).loss      # a sum, divided by that count
+    (loss * world).backward()                                   # FSDP takes the mean over the ranks
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = loss.detach()
+    dist.all_reduce(loss)                                       # only for the curve
+    return loss.item(), norm.full_tensor().item()
+
+
+# %% [markdown]
+# transformers' models divide the sum of the losses by `num_items_in_batch`, if they are given one, and by the
+# labels of their own batch if not. So with the count over all ranks, each rank's loss is its part of the mean
+# over all labels. FSDP averages gradients over the ranks, and the parts must be added up: hence `world`.
+
+# %%
+# %%ranks
+def adamw(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=0.0)
+
+
+def by_hand(model, steps=STEPS, policy=None, out=None):
+    shard(model.to(device), mp_policy=policy)
+    optimizer = adamw(model)
+    begin = load(model, optimizer, out) if out and Path(out).exists() else 0
+    curve = [plain_step(model, optimizer, share(step)) for step in range(begin, steps)]
+    if out and not begin:
+        save(model, optimizer, steps, out)
+    return curve
+
+
+# %% [markdown]
+# The checkpoint is `torch.distributed.checkpoint`'s. `ignore_frozen_params` leaves out what is not trained.
+
+# %%
+# %%ranks
+trained_only = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+def save(model, optimizer, step, out):
+    weights, moments = get_state_dict(model, optimizer, options=trained_only)
+    dcp.save({"model": weights, "optimizer": moments, "step": step}, checkpoint_id=out)
+
+
+def load(model, optimizer, out):
+    weights, moments = get_state_dict(model, optimizer, options=trained_only)
+    state = {"model": weights, "optimizer": moments, "step": 0}
+    dcp.load(state, checkpoint_id=out)                          # on any number of ranks
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+                   options=trained_only)                        # fmt: skip
+    return state["step"]
+
+
+# %% [markdown]
+# ## Way 2: `fsdp_utils.train`
+#
+# In a terminal, [lesson 10](10_end_to_end.ipynb)'s program would be started like this:
+#
+# ```sh
+# torchrun --nproc-per-node 4 -m fsdp_utils.train --out runs/lora --data.source finetune:lora_task \
+#     --optim.lr 0.003 --optim.decay none --optim.weight_decay 0 --steps 12
+# ```
+#
+# Here its function `train` runs on the ranks that are there already. Its log goes to a file, and so do the
+# losses.
+
+# %%
+# %%ranks
+def by_program(how, model, steps=STEPS, precision="fp32", out=None):
+    out = out or f"program-{how}"
+    optim = settings.OptimConfig(lr=LR, betas=BETAS, weight_decay=0.0, decay="none", clip=CLIP)
+    source = settings.DataConfig(source=f"finetune:{how}_task", batch_size=BATCH)
+    place = settings.ParallelConfig(precision=precision, device="auto" if on_gpu else "cpu")
+    config = settings.TrainConfig(out=out, steps=steps, data=source, optim=optim, parallel=place)
+    with patch.object(finetune, how, lambda: model), contextlib.redirect_stderr(program_log):
+        train_program(config)                   # builds its model by finetune.full or finetune.lora
+    dist.barrier()                              # rank 0 has written the file
+    lines = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["norm"]) for line in lines if "loss" in line]
+
+
+# %% [markdown]
+# `patch.object` hands the program a model that this lesson holds too, so that its bytes can be counted. The
+# program shards it in place.
+#
+# ## Way 3: `Trainer`
+#
+# `Trainer` knows nothing of FSDP itself. It passes the setting `fsdp=True` on to Accelerate. Accelerate
+# decides by the type of the devices whether it obeys. The branch that switches FSDP on (in
+# `AcceleratorState.__init__`, file `accelerate/state.py`) lists GPUs and other accelerators and leaves out
+# `MULTI_CPU`. What happens on CPUs is not an error:
+
+# %%
+# %%ranks
+from accelerate.state import AcceleratorState, GradientState
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+
+def by_trainer(model, steps=STEPS, kind=Trainer, parts=1, resume=None, **more):
+    forget()                                                    # Accelerate keeps one state per process
+    args = TrainingArguments(
+        fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}, use_cpu=not on_gpu, max_steps=steps,
+        per_device_train_batch_size=BATCH // world // parts, gradient_accumulation_steps=parts,
+        train_sampling_strategy="sequential", learning_rate=LR,                 # in the order of the rows
+        lr_scheduler_type="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1], max_grad_norm=CLIP,
+        logging_steps=1, report_to=[], disable_tqdm=True, **{"save_strategy": "no", **more},
+    )                                                           # fmt: skip
+    rows = [{name: tensor[row] for name, tensor in data.items()} for row in order.tolist()]
+    trainer = kind(model=model, args=args, train_dataset=rows)
+    trainer.remove_callback(PrinterCallback)                    # it prints what log_history holds
+    trainer.train(resume_from_checkpoint=resume)
+    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log], trainer
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+def forget():
+    """A new Accelerator in this process: without what the last one has left in its classes and variables."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        os.environ.pop(name, None)
+
+
+def local(tensors):
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+class Probe:
+    """What this rank holds after the second step of the optimizer, what it sends in the third step, and the
+    most full parameters that it has at once in the fourth.
+
+    Args:
+        model: the one that is trained; it may be sharded later.
+    """
+
+    def __init__(self, model):
+        self.model, self.step, self.optimizer, self.trace = model, 0, None, None
+        self.now = contextlib.ExitStack()
+
+    def __enter__(self):
+        self.hook = register_optimizer_step_pre_hook(self.found)
+        return self
+
+    def __exit__(self, *_):
+        self.hook.remove()
+        self.now.close()
+
+    def found(self, optimizer, *_):
+        if self.optimizer is None:
+            self.optimizer = optimizer
+            optimizer.register_step_post_hook(self.stepped)
+
+    def stepped(self, *_):
+        self.step += 1
+        self.now.close()
+        parameters = list(self.model.parameters())
+        if self.step == 2:
+            state = [t for p in self.optimizer.state.values() for t in p.values() if torch.is_tensor(t)]
+            grads = [p.grad for p in parameters if p.grad is not None]
+            moments = [t for t in state if t.numel() > 1]       # not the count of steps
+            self.held = [sum(t.nbytes for t in local(ts)) for ts in (parameters, grads, moments)]
+        if self.step == 2 and isinstance(self.model, FSDPModule):
+            self.trace = self.now.enter_context(record_collectives(self.model))
+        if self.step == 3:
+            self.meter = self.now.enter_context(Meter())
+
+    def sent(self, kind):
+        return sum(event.bytes for event in self.trace.collectives if event.kind == kind and event.module)
+
+    def row(self):
+        return [*self.held, self.sent("all_gather"), self.sent("reduce_scatter"), self.meter.peak_whole_bytes]
+
+
+# %%
+# %%ranks
+with Probe(model := finetune.full()) as unsharded:
+    losses, trainer = by_trainer(model, steps=3, ddp_find_unused_parameters=False)
+kind_on_cpus = str(trainer.accelerator.distributed_type).split(".")[1]
+held_unsharded = unsharded.held[0]
+wrapped_as = type(trainer.model_wrapped).__name__
+
+# %% jupyter={"source_hidden": true}
+kind_on_cpus, wrapped_as = ranks.get("(kind_on_cpus, wrapped_as)")[0]
+Table(
+    ["fsdp=True, on these ranks", "found"],
+    [
+        ["Accelerate's type of distribution", kind_on_cpus],
+        ["class of the model that it trains", wrapped_as],
+        ["KiB of parameters on each rank", ranks.get("held_unsharded")[0] // 2**10],
+        ["KiB of parameters in the model", 4 * sizes["full"][0] // 2**10],
+    ],
+)
+
+# %% [markdown]
+# `fsdp=True` was accepted, and the ranks trained with DDP: each holds the whole model. On CPUs this costs you
+# a test that tests something else. On GPUs Accelerate does obey. Look at the class of the model, or at
+# `trainer.is_fsdp_enabled`, rather than at your settings.
+#
+# What the skipped branch would have done is a few assignments. `Trainer` has a method in which they can be
+# made in the open; the rest of `Trainer` and Accelerate then runs as on GPUs. The type is kept in two places:
+# `AcceleratorState` copies it from `PartialState` whenever it is asked for. With the first alone, the model
+# would be sharded, but gradients would be reduced after every micro-batch, as `no_sync` would take the model
+# for one of DDP.
+
+# %%
+# %%ranks
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+
+class TrainerOnCpus(Trainer):
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        if state.distributed_type == DistributedType.MULTI_CPU:         # on GPUs there is nothing to do
+            plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            if state.mixed_precision != "no":
+                plugin.set_mixed_precision(state.mixed_precision)
+            state.fsdp_plugin, self.is_fsdp_enabled = plugin, True
+            state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+
+
+# %% [markdown]
+# ## Six runs
+#
+# Each way trains both models for twelve steps and saves a checkpoint at the end. The folded cell wraps each
+# run in a probe, which counts bytes at the same moments of every run.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+WAYS = ["a loop of your own", "fsdp_utils.train", "Trainer"]
+
+
+def run(way, how, half=False, steps=STEPS):
+    """One run under a probe: the losses and norms of its steps, and the probe. half: in bf16."""
+    out = f"{WAYS.index(way)}-{how}-{half}"
+    with Probe(model := getattr(finetune, how)()) as probe:
+        if way == "a loop of your own":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None
+            curve = by_hand(model, steps, policy=policy, out=out)
+        elif way == "fsdp_utils.train":
+            curve = by_program(how, model, steps, precision="bf16" if half else "fp32", out=out)
+        else:
+            saves = {"save_strategy": "steps", "save_steps": STEPS, "output_dir": out}
+            curve, _ = by_trainer(model, steps, kind=TrainerOnCpus, bf16=half, **saves)
+    return curve, probe
+
+
+# %%
+# %%ranks
+runs = {(way, how): run(way, how) for how in ("full", "lora") for way in WAYS}
+
+# %% jupyter={"source_hidden": true}
+curves = ranks.get("{key: curve for key, (curve, _) in runs.items()}")[0]
+ways = ranks.get("WAYS")[0]
+fig, panels = plots.figure(2, width=9.0, height=3.0)
+looks = [
+    {"color": plots.FAINT, "linewidth": 9, "solid_capstyle": "round"},
+    {"color": plots.RANK_COLORS[0], "linewidth": 2},
+    {"color": plots.RANK_COLORS[5], "linewidth": 2, "linestyle": ":"},
+]
+for axes, (how, title) in zip(panels, {"full": "all parameters", "lora": "LoRA"}.items()):
+    for way, look in zip(ways, looks):
+        losses = [loss for loss, _ in curves[way, how]]
+        axes.plot(range(1, len(losses) + 1), losses, label=way, **look)
+    axes.set(title=title, xlabel="step", ylabel="loss", ylim=(0, None))
+panels[0].legend()
+plots.show(fig, alt="Losses of the three ways over twelve steps, with all parameters and with LoRA.")
+
+# %% [markdown]
+# Three curves lie on each other in each panel. They agree within 0.0001 at every step: what differs is the
+# order in which float32 numbers are added up. The norms of the gradients agree too, so all three clip by
+# the norm of the whole gradient and not by that of a rank's shard.
+#
+# (At the first step the loss is above that of a model that knows nothing, because the base model is sure that
+# digits follow. LoRA learns more slowly here: 4% of the parameters, at the learning rate of the others.)
+
+# %% tags=["check"]
+def apart(how, column):
+    """The largest difference of a loss (column 0) or a norm (1) from that of the loop of your own."""
+    mine = curves[ways[0], how]
+    return max(abs(a[column] - b[column]) for way in ways[1:] for a, b in zip(curves[way, how], mine))
+
+
+for how in ("full", "lora"):
+    assert len(curves["Trainer", how]) == 12
+    assert apart(how, 0) < 1e-4, apart(how, 0)
+    assert apart(how, 1) < 1e-3, apart(how, 1)
+    assert curves["Trainer", how][-1][0] < 0.9 * curves["Trainer", how][0][0]
+print("Checked: losses within 0.0001 and norms within 0.001 of each other, full and LoRA.")
+
+# %% [markdown]
+# ## What a rank holds and sends
+#
+# The table counts, on rank 0: bytes of parameters, gradients and AdamW's two averages after a step; then of
+# one whole step, the bytes that the all-gathers produce and that the reduce-scatters take in, as
+# `record_collectives` sees them; last, the most full parameters that rank 0 had at once.
+
+# %% jupyter={"source_hidden": true}
+rows = ranks.get("{key: probe.row() for key, (_, probe) in runs.items()}")[0]
+names = ["parameters", "gradients", "averages", "gathered in a step", "reduced in a step", "full at once"]
+Table(
+    ["KiB on rank 0", *names],
+    [[f"{way}, {how}", *(round(nbytes / 2**10, 1) for nbytes in rows[way, how])] for way, how in rows],
+)
+
+# %% [markdown]
+# Read the rows of LoRA against those above them:
+#
+# - **Gradients, averages and what is reduced** shrink to a few percent, as only the adapters have gradients.
+#   FSDP2 reduces the gradients of parameters that require one, and no others.
+# - **Parameters and what is gathered** grow a little. Frozen weights are sharded, and are gathered for
+#   forward and for backward as before. So under FSDP, LoRA saves three quarters of the bytes at rest, and a
+#   third of those on the links.
+#
+# And the ways against each other: what is at rest is equal. What is gathered differs by 1%, as the ways
+# choose their units differently. Accelerate makes the embedding a unit of its own, which is gathered twice
+# and freed in between. `shard` leaves it in the model's own unit, which is gathered once and kept until
+# backward ends.
+
+# %% tags=["check"]
+for way in ways:
+    full, lora = rows[way, "full"], rows[way, "lora"]
+    assert lora[4] < 0.05 * full[4]
+    assert full[3] < lora[3] < 1.1 * full[3]
+    assert 0.24 < sum(lora[:3]) / sum(full[:3]) < 0.32
+    assert 0.28 < 1 - (lora[3] + lora[4]) / (full[3] + full[4]) < 0.34
+    for how in ("full", "lora"):
+        assert rows[way, how][:3] == rows[ways[0], how][:3]
+for how in ("full", "lora"):
+    hand, trainer = rows[ways[0], how], rows["Trainer", how]
+    assert rows["fsdp_utils.train", how] == hand
+    assert 1 < trainer[3] / hand[3] < 1.03
+    assert trainer[5] < hand[5]
+print("Checked: the same bytes at rest; Trainer gathers up to 3% more, and has less at once.")
+
+# %% [markdown]
+# ## Your turn 1 · Train and save adapters only
+#
+# peft froze the base model for you. Here its work is undone: every parameter of the model you get requires a
+# gradient. Write `prepare`, which makes the model ready so that only adapters are trained, and returns the
+# optimizer; their parameters have `lora_` in their names. Then write `to_save`, which returns what a
+# checkpoint of the adapters needs: complete tensors by name, on every rank. `shard(model)` and
+# `torch.optim.AdamW` with `lr=LR, betas=BETAS, weight_decay=0.0` are there for you. Edit the next cell, then
+# run it and the two folded cells below it.
+#
+# <details><summary>Hint</summary>
+#
+# FSDP2 reduces the gradients of what requires one. A sharded parameter is a `DTensor`, and
+# `DTensor.full_tensor()` is a collective: every rank calls it for the same tensors in the same order.
+#
+# </details>
+
+# %% tags=["exercise"]
+# %%ranks
+def prepare(model):                             # not sharded; everything requires a gradient
+    return None                                 # your lines here: shard it, and return the optimizer
+
+
+def to_save(model):                             # sharded, after some steps
+    return None                                 # your lines here: {name: tensor}
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+adapters_probe, adapters_curve = runs[WAYS[0], "lora"][1], runs[WAYS[0], "lora"][0]
+
+
+def score_adapters(prepare, to_save):
+    """Four steps with what `prepare` made, then the checkpoint."""
+    model = finetune.lora().to(device).requires_grad_(True)
+    optimizer = prepare(model)
+    if optimizer is None:
+        return None
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    result = {"the model is sharded": isinstance(model, FSDPModule), "tensors trained": len(trained)}
+    if not (result["the model is sharded"] and trained):
+        return result
+    with Probe(model) as probe:
+        losses = [plain_step(model, optimizer, share(step))[0] for step in range(4)]
+    wanted = {name: p.full_tensor() for name, p in model.named_parameters() if "lora_" in name}
+    saved = to_save(model) or {}
+    short = {name.replace(".default", ""): tensor for name, tensor in saved.items()}
+    pairs = [(tensor, short.get(name.replace(".default", ""))) for name, tensor in wanted.items()]
+    return result | {
+        "losses as with peft's own freezing": all(
+            abs(mine - theirs) < 1e-4 for mine, (theirs, _) in zip(losses, adapters_curve)
+        ),
+        "KiB of averages on a rank": round(probe.held[2] / 2**10, 1),
+        "KiB reduced in a step": round(probe.sent("reduce_scatter") / 2**10, 1),
+        "KiB saved": round(sum(t.nbytes for t in local(saved.values())) / 2**10, 1),
+        "saved adapters are complete": all(
+            mine is not None and not isinstance(mine, DTensor) and torch.equal(mine, full)
+            for full, mine in pairs
+        ),
+    }
+
+
+result = score_adapters(prepare, to_save)
+
+# %% jupyter={"source_hidden": true}
+adapters = ranks.get("(adapters_probe.held[2], adapters_probe.sent('reduce_scatter'))")[0]
+count = ranks.get("sum(p.requires_grad for p in finetune.lora().parameters())")[0]
+turn(
+    1,
+    ranks.get("result"),
+    {
+        "the model is sharded": exactly(
+            True, otherwise="`prepare` has not sharded the model: call `shard(model)`."
+        ),
+        "tensors trained": exactly(
+            count,
+            otherwise="Adapters require a gradient, and no other parameter: set `requires_grad_` by name.",
+        ),
+        "losses as with peft's own freezing": exactly(
+            True,
+            otherwise="The losses are others. Either the adapters are not what is trained, or the optimizer "
+            "was made before sharding and holds parameters that the model no longer has.",
+        ),
+        "KiB of averages on a rank": at_most(
+            round(adapters[0] / 2**10, 1),
+            otherwise="AdamW keeps averages of parameters that should be frozen.",
+        ),
+        "KiB reduced in a step": at_most(
+            round(adapters[1] / 2**10, 1),
+            otherwise="Gradients of frozen parameters are computed and reduced: the optimizer leaves them "
+            "out, but they still require a gradient.",
+        ),
+        "KiB saved": exactly(
+            4 * (sizes["lora"][1]) / 2**10, otherwise="What is saved has another size than the adapters."
+        ),
+        "saved adapters are complete": exactly(
+            True, otherwise="An adapter is missing, or is this rank's shard of it: save the full tensors."
+        ),
+    },
+)
+
+# %% tags=["solution"] turn=1
+# %%ranks
+def prepare(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    shard(model)
+    return adamw(model)                         # of the parameters that require a gradient
+
+
+def to_save(model):
+    return {name: p.full_tensor() for name, p in model.named_parameters() if p.requires_grad}
+
+
+result = score_adapters(prepare, to_save)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def prepare(model):                             # the optimizer leaves the base out, and FSDP does not know
+    shard(model)
+    adapters = [p for name, p in model.named_parameters() if "lora_" in name]
+    return torch.optim.AdamW(adapters, lr=LR, betas=BETAS, weight_decay=0.0)
+
+
+def to_save(model):
+    return {name: p.full_tensor() for name, p in model.named_parameters() if "lora_" in name}
+
+
+result = score_adapters(prepare, to_save)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def prepare(model):                             # the optimizer before sharding
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    optimizer = adamw(model)
+    shard(model)
+    return optimizer
+
+
+def to_save(model):
+    return {name: p.full_tensor() for name, p in model.named_parameters() if "lora_" in name}
+
+
+result = score_adapters(prepare, to_save)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def prepare(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    shard(model)
+    return adamw(model)
+
+
+def to_save(model):                             # shards, and the base model with them
+    return model.state_dict()
+
+
+result = score_adapters(prepare, to_save)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def prepare(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    shard(model)
+    return adamw(model)
+
+
+def to_save(model):                             # this rank's shards
+    return {name: p.to_local() for name, p in model.named_parameters() if p.requires_grad}
+
+
+result = score_adapters(prepare, to_save)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def prepare(model):                             # not sharded
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return adamw(model)
+
+
+def to_save(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+result = score_adapters(prepare, to_save)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def prepare(model):                             # everything is frozen
+    model.requires_grad_(False)
+    shard(model)
+    return torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def to_save(model):
+    return {}
+
+
+result = score_adapters(prepare, to_save)
+
+# %% [markdown]
+# Only the first half needs FSDP's attention: `requires_grad` decides what is reduced. The optimizer's filter
+# alone would change nothing, as AdamW keeps no averages of parameters without a gradient.
+#
+# ## Checkpoints
+#
+# Each run has saved a checkpoint. The table counts the bytes of the tensors in them. Then each way starts
+# again from its checkpoint of the LoRA run and trains two steps more; the loop of your own has also trained
+# fourteen steps without a stop.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._pytree import tree_leaves
+
+
+def tensor_bytes(out):
+    """Bytes of the tensors in all files of a checkpoint: DCP's, torch.save's and safetensors'."""
+    total = 0
+    for path in Path(out).rglob("*"):
+        if path.name == ".metadata":
+            for entry in FileSystemReader(path.parent).read_metadata().state_dict_metadata.values():
+                if isinstance(entry, TensorStorageMetadata) and entry.size.numel() > 1:     # no counts
+                    total += entry.size.numel() * entry.properties.dtype.itemsize
+        elif path.suffix in (".bin", ".safetensors") and path.name != "training_args.bin":
+            read = load_file if path.suffix == ".safetensors" else torch.load
+            total += sum(t.nbytes for t in tree_leaves(read(path)) if torch.is_tensor(t) and t.numel() > 1)
+    return total
+
+
+saved = {(way, how): tensor_bytes(f"{WAYS.index(way)}-{how}-False") for way, how in runs}
+dist.barrier()                                  # before a resumed run writes into these folders
+
+# %%
+# %%ranks
+without_stop = by_hand(finetune.lora(), 14)
+newest = "2-lora-False/checkpoint-12"
+resumed = {
+    "a loop of your own": by_hand(finetune.lora(), 14, out="0-lora-False"),
+    "fsdp_utils.train": by_program("lora", finetune.lora(), 14, out="1-lora-False"),
+    "Trainer": by_trainer(finetune.lora(), 14, TrainerOnCpus, resume=newest, save_steps=12)[0],
+}
+
+# %% jupyter={"source_hidden": true}
+saved, resumed, without_stop = ranks.get("(saved, resumed, without_stop)")[0]
+Table(
+    ["", "full, KiB", "LoRA, KiB", "losses of steps 13 and 14"],
+    [
+        [
+            way,
+            *(round(saved[way, how] / 2**10, 1) for how in ("full", "lora")),
+            ", ".join(f"{loss:.4f}" for loss, _ in resumed[way][-2:]),
+        ]
+        for way in ways
+    ],
+    note=f"Without a stop: {', '.join(f'{loss:.4f}' for loss, _ in without_stop[-2:])}.",
+)
+
+# %% [markdown]
+# All three go on as if nothing had happened: averages, position in the data and losses are restored. What
+# they write for LoRA differs by a factor of ten. `Trainer` and the loop above save the adapters and their two
+# averages. `fsdp_utils.train` saves the frozen base model too, in each checkpoint: such a checkpoint needs no
+# other file, and is as large as the model.
+#
+# `Trainer` writes what each rank holds because of the setting `SHARDED_STATE_DICT`, in the format of
+# `torch.distributed.checkpoint`. Its default is one file on rank 0, `FULL_STATE_DICT`, whose limits
+# [lesson 3](03_full_state_dict.ipynb) measures. To begin anew from the middle of the data, `Trainer` skips
+# the batches before that one, and `fsdp_utils.train` computes the position from the count of samples.
+
+# %% tags=["check"]
+for way in ways:
+    assert max(abs(a[0] - b[0]) for a, b in zip(resumed[way][-2:], without_stop[-2:])) < 1e-4
+    assert saved[way, "full"] >= 3 * 4 * sizes["full"][0]
+adapters_saved = 3 * 4 * sizes["lora"][1]
+assert saved[ways[0], "lora"] == saved["Trainer", "lora"] == adapters_saved
+assert saved["fsdp_utils.train", "lora"] > 4 * sizes["lora"][0] + adapters_saved * 2 // 3
+print("Checked: steps 13 and 14 are those of the run without a stop; two ways save adapters alone.")
+
+# %% [markdown]
+# ## Precision
+#
+# **Predict:** all three are asked for bf16, the loop by the policy that [lesson
+# 7](07_mixed_precision.ipynb) recommends. Which bytes get fewer, and is it the same in all three?
+
+# %%
+# %%ranks
+halves = {way: run(way, "full", half=True, steps=4) for way in WAYS}
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+def element(way, kind):
+    """Bytes of one element as it is sent, from those of the run in float32."""
+    return round(4 * halves[way][1].sent(kind) / runs[way, "full"][1].sent(kind), 2)
+
+
+precision = {
+    way: (
+        str(next(halves[way][1].model.parameters()).dtype).removeprefix("torch."),
+        element(way, "all_gather"),
+        element(way, "reduce_scatter"),
+        max(abs(half[0] - whole[0]) for half, whole in zip(halves[way][0], runs[way, "full"][0])),
+    )
+    for way in WAYS
+}
+
+# %% jupyter={"source_hidden": true}
+precision = ranks.get("precision")[0]
+Table(
+    ["asked for bf16", "parameters at rest", "bytes gathered", "bytes reduced"],
+    [[way, *precision[way][:3]] for way in ways],
+    note="Bytes are those of one element on its way between ranks.",
+)
+
+# %% [markdown]
+# All three keep float32 parameters and gather them in bf16. The gradients differ: Accelerate sets
+# `reduce_dtype` to bf16 as well, so `Trainer` adds up the gradients of all ranks in bf16. Half the bytes, and
+# with many ranks a loss of digits that [lesson 7](07_mixed_precision.ipynb) measures. The other two add up
+# in float32.
+
+# %% tags=["check"]
+for way in ways:
+    kept_in, gathered, reduced, difference = precision[way]
+    assert (kept_in, gathered) == ("float32", 2.0)
+    assert reduced == (2.0 if way == "Trainer" else 4.0)
+    assert difference < 0.5, difference
+print("Checked: gathered in bf16 by all; reduced in bf16 by Trainer, in float32 by the others.")
+
+# %% [markdown]
+# ## What nobody asked for
+#
+# The losses agree because every setting above was given. The table shows what the three do when a setting is
+# left out, read from the installed versions.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+import dataclasses
+import inspect
+
+import accelerate
+import peft
+
+left_out = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+adamw_defaults = {name: p.default for name, p in inspect.signature(torch.optim.AdamW).parameters.items()}
+ours = settings.OptimConfig()
+_, trainer = by_trainer(model := finetune.full(), 1, TrainerOnCpus, weight_decay=0.1)
+decayed = sum(len(group["params"]) for group in trainer.optimizer.param_groups if group["weight_decay"])
+tensors = len(list(model.parameters()))
+schedule = left_out["lr_scheduler_type"]
+trainers_betas = f"({left_out['adam_beta1']}, {left_out['adam_beta2']})"
+defaults = [
+    ["learning rate", adamw_defaults["lr"], ours.lr, left_out["learning_rate"]],
+    ["its schedule", "none", ours.decay, str(getattr(schedule, "value", schedule))],
+    ["betas", str(adamw_defaults["betas"]), str(ours.betas), trainers_betas],
+    ["weight decay", adamw_defaults["weight_decay"], ours.weight_decay, left_out["weight_decay"]],
+    [f"tensors that decay, of {tensors}", tensors, tensors, decayed],
+    ["largest norm of the gradient", "not clipped", ours.clip, left_out["max_grad_norm"]],
+    ["order of the samples", "yours", "by the seed", left_out["train_sampling_strategy"]],
+]
+versions = [f"{module.__name__} {module.__version__}" for module in (transformers, accelerate, peft)]
+
+# %% jupyter={"source_hidden": true}
+Table(["if left out", *ways], ranks.get("defaults")[0])
+
+# %% [markdown]
+# A pair of runs that you want to compare needs all of these lines. The one that is easiest to miss is in the
+# middle: `Trainer` exempts norms and biases from weight decay, and the other two don't.
+#
+# ## Your turn 2 · Accumulate as Trainer does
+#
+# `plain_step` can compute one micro-batch. Write `accumulate`, which takes a list of this rank's
+# micro-batches, runs forward and backward on each, and returns this rank's part of the loss: a tensor without
+# gradient, such that the parts of all ranks add up to the mean over all labels of the step. The gradients
+# must be those of the same mean, and must be reduced once. Edit the next cell, then run it and the two folded
+# cells below it.
+#
+# <details><summary>Hint</summary>
+#
+# `total_labels(parts)` counts over micro-batches and ranks. `model.set_requires_gradient_sync(False)` makes
+# the next backward keep its gradients on this rank, until it is set to True again.
+#
+# </details>
+
+# %% tags=["exercise"]
+# %%ranks
+def accumulate(model, parts):
+    return None                                 # your lines here
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+with Probe(model := finetune.full()) as accumulated:
+    trainers, _ = by_trainer(model, 4, TrainerOnCpus, parts=2)
+
+
+def score_accumulate(accumulate):
+    """Four steps of two micro-batches each, beside Trainer's."""
+    model = finetune.full()
+    shard(model.to(device))
+    optimizer, curve = adamw(model), []
+    with Probe(model) as probe:
+        for step in range(4):
+            part = accumulate(model, share(step, parts=2))
+            if part is None:
+                return None
+            loss = torch.as_tensor(part, dtype=torch.float32).detach().clone()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            norm = norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(loss)
+            curve.append((loss.item(), norm))
+    return {
+        "loss of step 1, off by": round(abs(curve[0][0] - trainers[0][0]), 3),
+        "norm of step 1, in Trainer's": round(curve[0][1] / trainers[0][1], 3),
+        "losses of steps 2 to 4 as Trainer's": all(
+            abs(a[0] - b[0]) < 1e-3 for a, b in zip(curve[1:], trainers[1:])
+        ),
+        "KiB reduced in a step": round(probe.sent("reduce_scatter") / 2**10, 1),
+    }
+
+
+result = score_accumulate(accumulate)
+
+# %% jupyter={"source_hidden": true}
+once = ranks.get("round(runs[WAYS[0], 'full'][1].sent('reduce_scatter') / 2**10, 1)")[0]
+turn(
+    2,
+    ranks.get("result"),
+    {
+        "loss of step 1, off by": exactly(
+            0,
+            otherwise="The parts do not add up to the mean over all labels: divide each micro-batch's sum by "
+            "the labels of all micro-batches on all ranks.",
+        ),
+        "norm of step 1, in Trainer's": exactly(
+            1,
+            otherwise="The gradient has another size or direction: FSDP takes the mean over the ranks, and "
+            "the parts are to be added up.",
+        ),
+        "losses of steps 2 to 4 as Trainer's": exactly(
+            True, otherwise="The steps after the first one differ."
+        ),
+        "KiB reduced in a step": at_most(
+            once, otherwise="Each micro-batch reduces all gradients: only the last one has to."
+        ),
+    },
+)
+
+# %% tags=["solution"] turn=2
+# %%ranks
+def accumulate(model, parts):
+    labels, mine = total_labels(parts), 0.0
+    for part in parts:
+        model.set_requires_gradient_sync(part is parts[-1])
+        loss = model(**part, num_items_in_batch=labels).loss
+        (loss * world).backward()
+        mine += loss.detach()
+    return mine
+
+
+result = score_accumulate(accumulate)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def accumulate(model, parts):                   # the mean of the means
+    mine = 0.0
+    for part in parts:
+        model.set_requires_gradient_sync(part is parts[-1])
+        loss = model(**part).loss / len(parts)
+        loss.backward()
+        mine += loss.detach() / world
+    return mine
+
+
+result = score_accumulate(accumulate)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def accumulate(model, parts):                   # the labels of this rank alone
+    labels, mine = sum((part["labels"] != -100).sum() for part in parts), 0.0
+    for part in parts:
+        model.set_requires_gradient_sync(part is parts[-1])
+        loss = model(**part, num_items_in_batch=labels).loss
+        loss.backward()
+        mine += loss.detach() / world
+    return mine
+
+
+result = score_accumulate(accumulate)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def accumulate(model, parts):                   # without the number of ranks
+    labels, mine = total_labels(parts), 0.0
+    for part in parts:
+        model.set_requires_gradient_sync(part is parts[-1])
+        loss = model(**part, num_items_in_batch=labels).loss
+        loss.backward()
+        mine += loss.detach()
+    return mine
+
+
+result = score_accumulate(accumulate)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def accumulate(model, parts):                   # reduced at each micro-batch
+    labels, mine = total_labels(parts), 0.0
+    for part in parts:
+        loss = model(**part, num_items_in_batch=labels).loss
+        (loss * world).backward()
+        mine += loss.detach()
+    return mine
+
+
+result = score_accumulate(accumulate)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def accumulate(model, parts):                   # never reduced: each rank steps with its own gradients
+    labels, mine = total_labels(parts), 0.0
+    model.set_requires_gradient_sync(False)
+    for part in parts:
+        loss = model(**part, num_items_in_batch=labels).loss
+        (loss * world).backward()
+        mine += loss.detach()
+    return mine
+
+
+result = score_accumulate(accumulate)
+
+# %% [markdown]
+# With the count over all micro-batches and ranks, the losses are those of one micro-batch, too: how a step is
+# divided makes no difference. `Trainer` counts the same labels as `num_items_in_batch`, gathered over the
+# ranks because `average_tokens_across_devices` is True by default, and multiplies the loss by the number of
+# ranks, as you did. `fsdp_utils.train` weighs each micro-batch by its labels.
+
+# %% tags=["check"]
+try_answers(17)
+split, whole = ranks.get("(trainers, runs['Trainer', 'full'][0][:4])")[0]
+probes = "(accumulated, runs['Trainer', 'full'][1])"
+reduced = ranks.get(f"[probe.sent('reduce_scatter') for probe in {probes}]")[0]
+assert max(abs(a[0] - b[0]) for a, b in zip(split, whole)) < 1e-4
+assert reduced[0] == reduced[1], reduced
+print("Checked: Trainer has the same losses with one and with two micro-batches, and reduces once.")
+
+# %% [markdown]
+# ## When it goes wrong
+#
+# Accelerate keeps its state in class attributes: one for the process, in which every later `Trainer` finds
+# it. A second one in the same notebook that wants something else is refused:
+
+# %%
+# %%ranks
+from accelerate import Accelerator
+
+try:
+    Accelerator(cpu=not on_gpu, mixed_precision="bf16")         # the state is that of the last run above
+except ValueError as error:
+    print(str(error).partition(",")[0])
+
+# %% [markdown]
+# What you see, why, and what helps:
+#
+# - **`AcceleratorState has already been initialized`.** As above. Restart the process, or do what the folded
+#   `forget()` of this lesson does.
+# - **`fsdp=True`, and each rank holds the whole model.** Accelerate has switched FSDP off for this type of
+#   device, without a message. Look at `trainer.is_fsdp_enabled`.
+# - **Losses differ from step 1 on.** Other samples: `Trainer` shuffles with its own seed unless
+#   `train_sampling_strategy="sequential"`. Or a mean of means, as in turn 2.
+# - **Losses differ from step 2 on, a little.** Weight decay on norms, betas, or a schedule that was left out.
+# - **LoRA is hardly faster under FSDP than full fine-tuning.** The frozen weights are still gathered twice in
+#   each step. If they fit, keep them after forward with `reshard_after_forward=False`, or use DDP.
+#
+# ## Claims, then and now
+
+# %% jupyter={"source_hidden": true}
+part = sizes["full"][0] / sizes["lora"][1]
+at_rest = sum(rows[ways[0], "full"][:3]) / sum(rows[ways[0], "lora"][:3])
+lesson.claims(
+    17,
+    {
+        "lora-memory": f"Here {part:.0f} times fewer parameters are trained, as the model is small and its "
+        f"adapters are not. A rank holds {at_rest:.1f} times less at rest: 4 of 16 bytes per parameter stay.",
+        "accumulation-equivalent": "True again for `Trainer`: with the labels counted over micro-batches and "
+        "ranks, its losses with one micro-batch and with two agree within 0.0001.",
+    },
+)
+
+# %% [markdown]
+# ## Takeaways
+#
+# - Three programs have the same losses if they get the same samples, the same settings and the same
+#   denominator: the labels of all micro-batches on all ranks.
+# - `Trainer` trains with FSDP2 if Accelerate says so. On CPU ranks it takes a few lines; without them it is
+#   DDP, and nothing tells you.
+# - Under FSDP, LoRA shrinks gradients, averages, what is reduced and what is saved. It does not shrink what
+#   is gathered.
+# - A loop of your own shows everything, and you maintain it. `fsdp_utils.train` adds what
+#   [lesson 10](10_end_to_end.ipynb) shows: it survives being killed. `Trainer` brings its callbacks and the
+#   models of the hub. All three are FSDP2 underneath.
+#
+# ## Next
+#
+# The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+#
+# [← lesson 14](14_plan_before_you_rent.ipynb)
