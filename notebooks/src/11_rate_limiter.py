@@ -236,8 +236,9 @@ Table(
 )
 
 # %% [markdown]
-# Nothing, or 1.7% at the most in this table. These percentages come from times that we chose; a GPU has
-# others.
+# Nothing, or 1.7% at the most in this table. (Where an all-gather takes longer than a computation, the CPU's
+# wait is over before the link is free for the next all-gather.) These percentages come from times that we
+# chose; a GPU has others.
 
 # %% tags=["check"]
 assert runs[1].time > 1.5 * runs[2].time
@@ -423,8 +424,8 @@ print("Checked: each all-gather from the third on waits for the unit two before 
 # each all-gather. What `dequeue_if_needed` returns is waited for; with `None` FSDP1 goes on at once. At most
 # `limit` units may hold memory, and the CPU should wait no longer than that takes.
 #
-# A folded cell puts your queue into FSDP1's place for it, runs a forward pass on the ranks with limits of
-# two and of three, and notes the waits. Edit the next cell, then run it and the folded cells below it.
+# A folded cell replaces FSDP1's queue with yours, runs a forward pass on the ranks with limits of two and of
+# three, and notes the waits. Edit the next cell, then run it and the folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -669,9 +670,9 @@ Table(
 
 # %% [markdown]
 # FSDP1 does the same in the order of the program with and without the limiter: at most two units of full
-# parameters. FSDP2 has two at most as well, and three when its buffers are counted. (FSDP2 has one all-gather
-# less in the table: it keeps its last unit from forward to backward.) So the order of the program is not the
-# problem. The problem is that on a GPU, FSDP1's memory does *not* follow the order of the program.
+# parameters. FSDP2 has two at most as well, and three when its buffers are counted. So the order of the
+# program is not the problem. The problem is that on a GPU, FSDP1's memory does *not* follow the order of the
+# program.
 
 # %% tags=["check"]
 # %%ranks
@@ -721,11 +722,12 @@ Table(
 )
 
 # %% [markdown]
-# In FSDP2 every block is freed and handed out again within one stream. The one use on another stream is the
-# copy out of the buffer. Before FSDP2 drops the buffer, it lets the streams of the all-gathers wait for that
-# copy (`_wait_all_gather_streams_on_event`). The CPU goes on. So the allocator can hand out blocks in the
-# order of the program, however far ahead the CPU is, and what the meter has counted in that order is what
-# the parameters take on a GPU. PyTorch's
+# In FSDP2 a block is freed and handed out again within one stream. A buffer belongs to the stream that copies
+# the shards into it. Two other streams use it: one sends, and the stream of computation copies the parameters
+# out, after the all-gather. Before FSDP2 drops the buffer, it lets the streams that copy in and send wait for
+# that last copy (`_wait_all_gather_streams_on_event`). The CPU goes on. So the allocator can hand out blocks
+# in the order of the program, however far ahead the CPU is, and what the meter has counted in that order is
+# what gathered parameters and their buffers take on a GPU. PyTorch's
 # [documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) says it in one
 # sentence: lower and deterministic memory by avoiding `recordStream`, without any CPU synchronization.
 

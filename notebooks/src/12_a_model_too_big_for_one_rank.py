@@ -467,7 +467,7 @@ result = score_mend(my_mend)
 # %% [markdown]
 # It is safer to compute buffers *before* loading, while there is nothing to lose: then a module that has both
 # parameters and such a buffer may be reset as a whole. `load_pretrained` computes them too, and refuses a
-# model of which it cannot.
+# model with a buffer that it cannot compute.
 #
 # ## Host memory, measured
 #
@@ -642,7 +642,7 @@ shares = [share for share in ranks.get("read") if share is not None]
 Table(["rank", "read by load_pretrained, of the file"], [[str(r), f"{s:.2f}"] for r, s in enumerate(shares)])
 
 # %% [markdown]
-# Each rank has read its part of the file, and no more.
+# Each rank has read its part of the file, and hardly more.
 
 # %% tags=["check"]
 shard_share, tensor_share = ranks.get("held")[0], ranks.get("biggest")[0]
@@ -1117,8 +1117,8 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plots.show(fig, alt="GB that each rank needs without activations, for 7B to 405B on 8, 64 and 512 ranks.")
 
 # %% [markdown]
-# A point to the right of a dashed line does not fit on that GPU: 405B does not fit on 8 ranks of either. And
-# these are lower bounds: activations come on top, the full gradients of a block before they are reduced, and
+# A point to the right of a dashed line does not fit on that GPU: 405B on 8 ranks fits on neither. And these
+# are lower bounds: activations come on top, the full gradients of a block before they are reduced, and
 # what lies outside of the blocks. [Lesson 14](14_plan_before_you_rent.ipynb) simulates them too.
 #
 # And loading? This is what a host with 8 ranks needs, in fp32:
