@@ -364,7 +364,8 @@ Table(HEAD, by_gather(ranks.get("forward")[0]))
 
 # %% [markdown]
 # Read it row by row. The first two all-gathers go out without waiting. From the third on, each one waits for
-# the unit that was freed two before it. This is the limit of two from the replay.
+# the unit that was freed two before it. This is the limit of two from the replay. (Only a unit that is freed
+# puts an event into the queue. With `SHARD_GRAD_OP` forward frees nothing, so nothing is limited there.)
 #
 # To wait is a call of `event.synchronize()`. On a GPU it blocks the CPU until the computation stream has
 # passed the mark. On the CPU there are no streams to wait for: the event is a `torch.cpu.Event`, and its
@@ -728,8 +729,9 @@ Table(
 # that last copy (`_wait_all_gather_streams_on_event`). The CPU goes on. So the allocator can hand out blocks
 # in the order of the program, however far ahead the CPU is, and what the meter has counted in that order is
 # what gathered parameters and their buffers take on a GPU. PyTorch's
-# [documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) says it in one
-# sentence: lower and deterministic memory by avoiding `recordStream`, without any CPU synchronization.
+# [documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) gives the same
+# reason: avoiding `record_stream` makes memory deterministic, and does not require blocking the CPU as
+# FSDP1's limiter does.
 
 # %% tags=["check"]
 # %%ranks
@@ -1006,6 +1008,10 @@ Table(["name in the profile", "times in one forward pass"], [[found[0], len(foun
 # - **FSDP2 holds more units than three.** The program asks for it: explicit prefetching of several units, or
 #   `unshard()` long before its use. No limiter would help, for that is the order of the program
 #   ([lesson 4](04_backward_prefetch.ipynb)).
+# - **FSDP2's memory lags behind all the same**, with `unshard(async_op=True)` or tensor parallelism, on an
+#   older PyTorch. There NCCL's collectives with `async_op=True` call `record_stream` themselves
+#   ([issue 147168](https://github.com/pytorch/pytorch/issues/147168)). Set the environment variable
+#   `TORCH_NCCL_AVOID_RECORD_STREAMS=1`.
 
 # %% tags=["check"]
 # %%ranks
