@@ -426,6 +426,24 @@ def test_a_hash_that_is_another_or_empty_does_not_match(value: str, algorithm: s
     refused(checkpoint, rf"__0_0\.distcp: expected {algorithm} {value}, found \w{{64}}")
 
 
+def test_a_hash_of_the_beginning_of_a_file_is_not_one_of_the_file(tmp_path: Path) -> None:
+    """A seal that fits the archive before it, and another archive between the two, which torch.load reads."""
+    first = save_full(tmp_path / "first.pt", nn.Linear(3, 4))
+    content = torch.load(first, weights_only=True)
+    torch.save(content, first)
+    content["model"] = {name: tensor + 1 for name, tensor in content["model"].items()}
+    second = tmp_path / "second.pt"
+    torch.save(content, second)
+    seal = {"bytes": first.stat().st_size, ALGORITHM: manifest.hash_file(first)}
+    joined = tmp_path / "joined.pt"
+    joined.write_bytes(first.read_bytes() + second.read_bytes())
+    _seal(joined, seal)
+    with pytest.raises(CheckpointError, match=r"joined\.pt: expected \d+ bytes before the hash, found \d+"):
+        load_full(joined, nn.Linear(3, 4))
+    with pytest.raises(CheckpointError, match="bytes before the hash"):
+        verify_checkpoint(joined)
+
+
 @pytest.mark.parametrize("what", HASHES)
 def test_a_file_cannot_switch_its_check_off(what: str, tmp_path: Path) -> None:
     path = save_full(tmp_path / "one.pt", nn.Linear(3, 4))

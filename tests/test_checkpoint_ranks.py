@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils import CheckpointError, load_distributed, load_full, run_on_ranks, save_distributed, save_full
+from fsdp_utils.checkpoint import full as full_module
+from fsdp_utils.checkpoint import load as load_module
 from fsdp_utils.checkpoint.manifest import committed
 from tests.checkpoints import Outcome, build, fingerprint, outcome, rank
 from tests.sharded import TwoRanks
@@ -442,3 +444,34 @@ def test_another_checkpoint_under_the_same_name_on_one_rank_is_noticed(
     told([first, second], "manifest.json: expected the same file on all ranks, found others on ranks [1]")
     assert unchanged
     assert unchanged_too
+
+
+def fail_to_restore(folder: Path, full: bool) -> Outcome:
+    """Rank 1 fails when all that ranks do together is done."""
+    model, optimizer = build("fsdp2")
+    if full:
+        save_full(folder / "f", model, optimizer)
+    else:
+        save_distributed(folder / "d", model, optimizer, step=1)
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error", "the device")
+
+    if rank() == 1:
+        (full_module if full else load_module).restore_optimizer = fail
+    return outcome(
+        lambda: (
+            load_full(folder / "f", model, optimizer)
+            if full
+            else load_distributed(folder / "d", model, optimizer)
+        )
+    )
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["distributed", "full"])
+def test_no_rank_goes_on_with_what_another_one_failed_to_restore(
+    full: bool, two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    found = two_ranks(fail_to_restore, tmp_path, full)
+    told(found, "Input/output error")
+    told(found, "The model may be partly loaded: do not go on with it.")

@@ -256,6 +256,26 @@ def test_a_value_that_is_no_plain_data_is_named_with_a_remedy(value: Any, words:
     assert not list(tmp_path.iterdir())
 
 
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return Custom()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing: it is never loaded."""
+
+
+@pytest.mark.parametrize("how", ["distributed", "full"])
+def test_what_a_model_adds_and_nobody_could_load_is_refused_at_save(how: str, tmp_path: Path) -> None:
+    model = WithExtraState(2, 2)
+    save = {
+        "full": lambda: save_full(tmp_path / "f", model),
+        "distributed": lambda: save_distributed(tmp_path, model, step=1),
+    }[how]
+    with pytest.raises(CheckpointError, match=r"model or optimizer: expected tensors.*found \S+\.Custom at"):
+        save()
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".saving-lock")]
+
+
 def test_a_scheduler_is_told_to_give_its_state_dict(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -523,6 +523,25 @@ def test_masks_outlast_a_copy_before_the_first_step_and_a_state_of_adamw() -> No
     )  # the lender's stay as they are
 
 
+def test_masks_outlast_states_that_are_loaded_one_after_the_other() -> None:
+    even = torch.arange(100) % 2 == 0
+    plain = torch.optim.AdamW([parameter(100)], weight_decay=0.0)
+    plain.step()
+    lender = ChildTuningAdamW([("p", parameter(100))], mode="task", gradient_mask={"p": ~even})
+    lender.step()
+
+    def mask_after(*states: dict[str, Any]) -> torch.Tensor:
+        optimizer = ChildTuningAdamW([("p", parameter(100))], mode="task", gradient_mask={"p": even})
+        for state in states:
+            optimizer.load_state_dict(state)
+        return optimizer.state_dict()["state"][0][MASK] != 0
+
+    without, other = plain.state_dict(), lender.state_dict()
+    assert torch.equal(mask_after(without, without), even)  # the one that was given
+    assert torch.equal(mask_after(other, without), ~even)  # the one that was loaded last
+    assert torch.equal(mask_after(without, other), ~even)
+
+
 def test_masks_outlast_a_checkpoint_of_adamw(tmp_path: Any) -> None:
     model, twin = net(), net()
     plain = torch.optim.AdamW(twin.parameters(), weight_decay=0.0)
@@ -605,6 +624,21 @@ def test_the_run_is_that_of_one_process_however_the_model_is_sharded() -> None:
                     torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
                 else:  # other masks, as documented
                     assert not torch.allclose(found["head.weight"], alone["head.weight"], atol=1e-3)
+
+
+def trained_with_one_mask(wrapper: str) -> dict[str, Tensor]:
+    model = net(wrapper)
+    masks = {"blocks.0.up.weight": some_masks(net())["blocks.0.up.weight"]}
+    optimizer = ChildTuningAdamW(model.named_parameters(), lr=0.05, mode="task", gradient_mask=masks)
+    train(model, optimizer, range(3))
+    return weights(model)
+
+
+def test_parameters_without_a_mask_train_on_in_a_flat_parameter_with_one(two_ranks: TwoRanks) -> None:
+    alone = trained_with_one_mask("plain")
+    for found in two_ranks(trained_with_one_mask, "fsdp1, flat parameters"):
+        for name, expected in alone.items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
 
 
 def seen_on_shard(wrapper: str) -> Tensor:
@@ -707,6 +741,14 @@ def test_a_checkpoint_goes_on_alike_on_another_number_of_ranks(tmp_path: Any) ->
         (
             {"mode": "task", "gradient_mask": {"x": torch.ones(3)}},
             "names x, which the optimizer does not have",
+        ),
+        (
+            {"mode": "task", "gradient_mask": dict.fromkeys("zyx", torch.ones(3))},
+            r"names x, y, z, which .* such as p\.",
+        ),
+        (
+            {"mode": "task", "gradient_mask": dict.fromkeys("zyxw", torch.ones(3))},
+            "names w, x, y and others, which",
         ),
         ({"mode": "task", "gradient_mask": {"p": torch.ones(3)}}, r"expected shape \(2, 4\).*found \(3,\)"),
         ({"freeze_masked": True}, 'freeze_masked needs mode "task"'),

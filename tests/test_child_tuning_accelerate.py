@@ -130,6 +130,14 @@ def test_a_mask_whose_parameter_is_gone_is_refused() -> None:
         optimizer.step()
 
 
+def test_a_mask_whose_parameter_is_gone_with_its_name_is_refused_by_its_place() -> None:
+    optimizer, _ = two_parameters()
+    for entry in ("params", "param_names"):
+        del optimizer.param_groups[0][entry][1]
+    with pytest.raises(ValueError, match="the mask of parameter 1 of group 0 matches no parameter"):
+        optimizer.step()
+
+
 def test_a_mask_whose_parameter_has_another_shape_now_is_refused() -> None:
     optimizer, _ = two_parameters()
     optimizer.param_groups[0]["params"].reverse()

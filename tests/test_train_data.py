@@ -15,7 +15,7 @@ import torch
 from fsdp_utils import get_rank, run_on_ranks
 from fsdp_utils.checkpoint.manifest import committed
 from fsdp_utils.train.config import ConfigError, DataConfig, ModelConfig, TrainConfig
-from fsdp_utils.train.data import DataError, TokenFile, fingerprint, load_data
+from fsdp_utils.train.data import DataError, TokenFile, fingerprint, load_data, rows_at
 from fsdp_utils.train.loop import train
 from tests.training_runs import configured, metrics
 
@@ -235,6 +235,32 @@ def test_a_fingerprint_sees_size_ends_and_whatever_is_spread(tmp_path: Path) -> 
     (tmp_path / "large").write_bytes(large)
     file = TokenFile(tmp_path / "large", np.dtype(np.uint8), 0, len(large))
     assert file.fingerprint() == of(large)
+
+
+def test_less_than_was_asked_for_is_never_taken_for_it(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(50))
+    file = TokenFile(tmp_path / "a", np.dtype(np.uint8), 0, 100)
+    assert file[40:50].tolist() == [0] * 10
+    with pytest.raises(DataError, match="a: expected 20 bytes to read, found 10"):
+        file[40:60]
+
+
+def test_as_many_samples_as_a_batch_has_are_enough(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(40, dtype=np.uint16))
+    assert len(load_data(DataConfig(str(tmp_path), batch_size=4, seq_len=10, held_out=0.0)).train) == 4
+    with pytest.raises(ConfigError, match=r"at least data.batch_size \(5\) samples to train on, found 4"):
+        load_data(DataConfig(str(tmp_path), batch_size=5, seq_len=10, held_out=0.0))
+
+
+def test_half_of_the_samples_are_left_to_train_on_however_much_is_held_out(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+    data = load_data(DataConfig(str(tmp_path), batch_size=1, seq_len=10, held_out=0.9))
+    assert (len(data.train), len(data.test)) == (5, 5)
+
+
+def test_no_epoch_of_one_seed_is_one_of_the_next_seed() -> None:
+    orders = [tuple(rows_at(20 * epoch, 20, 20, seed).tolist()) for seed in range(3) for epoch in range(3)]
+    assert len(set(orders)) == 9
 
 
 def test_what_a_checkpoint_says_of_the_data_can_be_read(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -79,6 +80,73 @@ def test_what_counts_as_stuck(tmp_path: Path) -> None:
         heart._is_saving = True
         assert heart.stuck_s(asked, 0.02) is None
     finally:
+        dist.destroy_process_group()
+
+
+def test_a_limit_holds_until_another_is_given(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with Heartbeat(tmp_path, 60.0) as heart:
+            limits = [heart._limit_s]
+            for given in (5.0, None, 7.0, None):
+                heart.at("a step", given)
+                limits.append(heart._limit_s)
+        assert limits == [60.0, 5.0, 5.0, 7.0, 7.0]
+    finally:
+        dist.destroy_process_group()
+
+
+AFTER = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+from fsdp_utils.train import watchdog
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+watchdog._ANSWER_S = 0.1
+with watchdog.Heartbeat(Path("hang"), 0.5):
+    pass
+time.sleep(2.5)  # twice the limit and twice the time for answers is over by then
+print("well")
+"""
+
+
+def test_after_its_end_no_limit_ends_the_process(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "well"), done.stderr[-3000:]
+    assert not (tmp_path / "hang").exists()
+
+
+def test_another_signal_is_no_request_to_stop_and_the_thread_goes_on_waiting(tmp_path: Path) -> None:
+    def waiting() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "stop"]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        with StopSignal(Heartbeat(tmp_path, 60.0)) as stop:
+            (thread,) = waiting()
+            os.kill(os.getpid(), signal.SIGUSR2)
+            thread.join(0.3)
+            assert thread.is_alive()
+            assert stop.wanted is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.wanted == "SIGTERM"
+        thread.join(10)
+        assert not thread.is_alive()
+        with StopSignal(Heartbeat(tmp_path, 60.0)):
+            (thread,) = waiting()
+        thread.join(10)  # it ends where no signal came, too
+        assert not thread.is_alive()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
         dist.destroy_process_group()
 
 

@@ -273,6 +273,7 @@ def test_shard_refuses_what_it_cannot_do_with_what_to_do(two_ranks: TwoRanks) ->
         messages = []
         for options in (
             {"strategy": "NO_SHARD"},
+            {"strategy": ["full"]},
             {"strategy": "HYBRID_SHARD"},
             {"strategy": "hybrid", "mesh": flat},
             {"strategy": "full", "mesh": square},
@@ -282,11 +283,12 @@ def test_shard_refuses_what_it_cannot_do_with_what_to_do(two_ranks: TwoRanks) ->
             messages.append(str(caught.value))
         return messages
 
-    for unknown, no_mesh, flat, square in two_ranks(fn):
+    for unknown, no_name, no_mesh, flat, square in two_ranks(fn):
         assert unknown == (
             'shard: expected strategy "full", "grad_op" or "hybrid" (or FULL_SHARD, zero3, '
             "SHARD_GRAD_OP, zero2, HYBRID_SHARD), found 'NO_SHARD'"
         )
+        assert no_name.endswith("found ['full']")
         assert no_mesh == flat
         assert flat.startswith('shard: strategy "hybrid" expects a 2-D mesh, found a 1-D one.')
         assert "init_device_mesh" in flat

@@ -106,7 +106,6 @@ def save_full(
 
             def write() -> None:
                 (unfinished,) = created
-                file = HashingFile(unfinished.path, unfinished.descriptor())
                 parts = [unpack(part) for part in by_rank]
                 plan = snapshot.optimizer
                 pack((snapshot.extra, plan and (plan.groups, plan.plain)), "model or optimizer")
@@ -128,8 +127,10 @@ def save_full(
                     "sharded": {key: (place, snapshot.tensors[key]) for key, place in taken.places.items()},
                     "per_rank": {name: [part[name] for part in parts] for name in apart},
                 }
-                torch.save(content, file)  # type: ignore[arg-type]
-                _seal(unfinished.path, file.finish())
+                with HashingFile(unfinished.path, unfinished.descriptor()) as file:
+                    torch.save(content, file)  # type: ignore[arg-type]
+                    written = file.finish()
+                _seal(unfinished.path, written)
                 unfinished.commit()
                 sync_directory(path.parent)
 

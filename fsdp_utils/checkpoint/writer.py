@@ -83,13 +83,9 @@ class Writer(StorageWriter):
 
     @contextmanager
     def _file(self, name: str) -> Iterator["HashingFile"]:
-        file = HashingFile(self._path / name)
-        try:
+        with HashingFile(self._path / name) as file:
             yield file
-        except BaseException:
-            file.abandon()
-            raise
-        self.written[name] = file.finish()
+            self.written[name] = file.finish()
 
     def _write(self, number: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         """One file."""
@@ -222,6 +218,9 @@ class HashingFile(io.RawIOBase):
         if self._error is not None:
             raise OSError(self._error.errno, self._error.strerror, str(self._path)) from self._error
         return {"bytes": self._bytes, ALGORITHM: self._hash.hexdigest()}
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
 
     def abandon(self) -> None:
         """Close the file, complete or not."""

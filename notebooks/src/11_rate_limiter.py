@@ -236,8 +236,9 @@ Table(
 )
 
 # %% [markdown]
-# Nothing, or 1.7% at the most in this table. These percentages come from times that we chose; a GPU has
-# others.
+# Nothing, or 1.7% at the most in this table. (Where an all-gather takes longer than a computation, the CPU's
+# wait is over before the link is free for the next all-gather.) These percentages come from times that we
+# chose; a GPU has others.
 
 # %% tags=["check"]
 assert runs[1].time > 1.5 * runs[2].time
@@ -363,7 +364,8 @@ Table(HEAD, by_gather(ranks.get("forward")[0]))
 
 # %% [markdown]
 # Read it row by row. The first two all-gathers go out without waiting. From the third on, each one waits for
-# the unit that was freed two before it. This is the limit of two from the replay.
+# the unit that was freed two before it. This is the limit of two from the replay. (Only a unit that is freed
+# puts an event into the queue. With `SHARD_GRAD_OP` forward frees nothing, so nothing is limited there.)
 #
 # To wait is a call of `event.synchronize()`. On a GPU it blocks the CPU until the computation stream has
 # passed the mark. On the CPU there are no streams to wait for: the event is a `torch.cpu.Event`, and its
@@ -423,8 +425,8 @@ print("Checked: each all-gather from the third on waits for the unit two before 
 # each all-gather. What `dequeue_if_needed` returns is waited for; with `None` FSDP1 goes on at once. At most
 # `limit` units may hold memory, and the CPU should wait no longer than that takes.
 #
-# A folded cell puts your queue into FSDP1's place for it, runs a forward pass on the ranks with limits of
-# two and of three, and notes the waits. Edit the next cell, then run it and the folded cells below it.
+# A folded cell replaces FSDP1's queue with yours, runs a forward pass on the ranks with limits of two and of
+# three, and notes the waits. Edit the next cell, then run it and the folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -669,9 +671,9 @@ Table(
 
 # %% [markdown]
 # FSDP1 does the same in the order of the program with and without the limiter: at most two units of full
-# parameters. FSDP2 has two at most as well, and three when its buffers are counted. (FSDP2 has one all-gather
-# less in the table: it keeps its last unit from forward to backward.) So the order of the program is not the
-# problem. The problem is that on a GPU, FSDP1's memory does *not* follow the order of the program.
+# parameters. FSDP2 has two at most as well, and three when its buffers are counted. So the order of the
+# program is not the problem. The problem is that on a GPU, FSDP1's memory does *not* follow the order of the
+# program.
 
 # %% tags=["check"]
 # %%ranks
@@ -721,13 +723,15 @@ Table(
 )
 
 # %% [markdown]
-# In FSDP2 every block is freed and handed out again within one stream. The one use on another stream is the
-# copy out of the buffer. Before FSDP2 drops the buffer, it lets the streams of the all-gathers wait for that
-# copy (`_wait_all_gather_streams_on_event`). The CPU goes on. So the allocator can hand out blocks in the
-# order of the program, however far ahead the CPU is, and what the meter has counted in that order is what
-# the parameters take on a GPU. PyTorch's
-# [documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) says it in one
-# sentence: lower and deterministic memory by avoiding `recordStream`, without any CPU synchronization.
+# In FSDP2 a block is freed and handed out again within one stream. A buffer belongs to the stream that copies
+# the shards into it. Two other streams use it: one sends, and the stream of computation copies the parameters
+# out, after the all-gather. Before FSDP2 drops the buffer, it lets the streams that copy in and send wait for
+# that last copy (`_wait_all_gather_streams_on_event`). The CPU goes on. So the allocator can hand out blocks
+# in the order of the program, however far ahead the CPU is, and what the meter has counted in that order is
+# what gathered parameters and their buffers take on a GPU. PyTorch's
+# [documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) gives the same
+# reason: avoiding `record_stream` makes memory deterministic, and does not require blocking the CPU as
+# FSDP1's limiter does.
 
 # %% tags=["check"]
 # %%ranks
@@ -1004,6 +1008,10 @@ Table(["name in the profile", "times in one forward pass"], [[found[0], len(foun
 # - **FSDP2 holds more units than three.** The program asks for it: explicit prefetching of several units, or
 #   `unshard()` long before its use. No limiter would help, for that is the order of the program
 #   ([lesson 4](04_backward_prefetch.ipynb)).
+# - **FSDP2's memory lags behind all the same**, with `unshard(async_op=True)` or tensor parallelism, on an
+#   older PyTorch. There NCCL's collectives with `async_op=True` call `record_stream` themselves
+#   ([issue 147168](https://github.com/pytorch/pytorch/issues/147168)). Set the environment variable
+#   `TORCH_NCCL_AVOID_RECORD_STREAMS=1`.
 
 # %% tags=["check"]
 # %%ranks
