@@ -623,7 +623,8 @@ plots.show(fig, alt="Which rank holds which rows and columns of three weights: F
 # Under FSDP every rank holds a quarter of the rows of each weight. On the mesh, "tp" cuts first. Of `up`,
 # ranks 0 and 2 have the upper half of the rows, because their place along "tp" is 0, and FSDP gives each of
 # the two half of that. (So the order from above is 0, 2, 1, 3. PyTorch calls this placement `_StridedShard`.)
-# Of `down`, "tp" has cut the columns and FSDP the rows. In each way a rank holds a quarter.
+# Of `down`, "tp" has cut the columns and FSDP the rows. In each way a rank holds a quarter. (The norms are
+# not cut along "tp": both ranks of a row hold the same half of them.)
 
 # %% tags=["check"]
 for owner in owners.values():
@@ -1237,8 +1238,8 @@ Table(["mistake", "what PyTorch says"], [[name, text] for name, text in ranks.ge
 
 # %% [markdown]
 # - **`shard_first`**: `fully_shard` came before `parallelize_module`. Turn them round.
-# - **`whole_mesh`** and **`no_mesh`**: `fully_shard` takes one dimension, `mesh["fsdp"]`, of the mesh whose
-#   "tp" the model is on.
+# - **`whole_mesh`** and **`no_mesh`**: `fully_shard` takes its own dimension, `mesh["fsdp"]`, of the mesh
+#   whose "tp" the model is on.
 # - **`clip`**: the plan leaves some parameters alone (here the norms, the embedding and the head), so they
 #   are on one dimension and the others on two, and no norm can be taken over both. Put every module into the
 #   plan, as the sequence plan does.
