@@ -1305,6 +1305,7 @@ lesson.claims(
 #
 # ## Next
 #
-# This was the last lesson. The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+# [Lesson 17](17_fine_tune_three_ways.ipynb) fine-tunes a model, from its config to the checkpoint, in three
+# ways.
 #
-# [← lesson 14](14_plan_before_you_rent.ipynb)
+# [← lesson 14](14_plan_before_you_rent.ipynb) · [lesson 17 →](17_fine_tune_three_ways.ipynb)
