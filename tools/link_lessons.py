@@ -16,25 +16,22 @@ if __name__ == "__main__":
 
 from tools import build_lessons
 
-NEXT, SOLUTIONS = "\n# ## Next\n", "\n# %% [markdown]\n# ## Solutions"
+LINKS = re.compile(r"(# \[(?:←|lesson)[^\n]*\n?)+\Z")
 
 
 def link(source: Path, before: Path | None, after: Path | None) -> None:
-    """Put the links into a source, and the source's text into its notebook."""
+    """Put the links at the end of a source, and the source's text into its notebook."""
     links = []
     if before:
         links.append(f"[← lesson {int(before.stem[:2])}]({before.stem}.ipynb)")
     if after:
         links.append(f"[lesson {int(after.stem[:2])} →]({after.stem}.ipynb)")
-    head, found, rest = source.read_text(encoding="utf-8").partition(NEXT)
-    body, also_found, tail = rest.partition(SOLUTIONS)
-    if not (found and also_found):
-        raise ValueError(f"{source.name}: expected the headings Next and, after it, Solutions")
-    body = re.sub(r"\n#\n# (\[←.*|\[lesson \d+ →.*)(\n# \[lesson \d+ →.*)?", "", body).rstrip("\n")
-    line = f"# {' · '.join(links)}"
+    line = f"# {' · '.join(links)}\n"
     if len(line) > 110:
-        line = "# " + " ·\n# ".join(links)
-    text = f"{head}{found}{body}\n#\n{line}\n{also_found}{tail}"
+        line = "# " + " ·\n# ".join(links) + "\n"
+    text, found = LINKS.subn(line, source.read_text(encoding="utf-8"))
+    if not found:
+        raise ValueError(f"{source.name}: expected links to other lessons in its last lines")
     source.write_text(text, encoding="utf-8")
 
     path = build_lessons.notebook_of(source)

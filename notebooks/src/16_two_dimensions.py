@@ -2,7 +2,7 @@
 # # 16 · Two dimensions: FSDP with tensor parallelism
 #
 # FSDP cuts what a rank *holds*. Tensor parallelism cuts what a rank *computes*: each rank multiplies with its
-# part of a weight matrix, and nobody gathers the whole. In this lesson you arrange four ranks in a mesh of
+# part of a weight matrix, and no rank gathers all of it. In this lesson you arrange four ranks in a mesh of
 # two rows and two columns, use one dimension for each of the two, and count what travels along each.
 
 # %% [markdown] tags=["card"]
@@ -188,6 +188,12 @@ def score_mlp(parts, mlp):
     kept = parts(up.clone(), down.clone(), rank, world)
     if kept is None:
         return None
+    if not (isinstance(kept, tuple | list) and [type(part) for part in kept] == [torch.Tensor] * 2):
+        return {"the output of the full MLP": "my_parts should return two tensors"}
+    nbytes, shapes = sum(part.nbytes for part in kept), [None] * world
+    dist.all_gather_object(shapes, [part.shape for part in kept])
+    if any(shape != shapes[0] for shape in shapes):                 # one rank would wait for the others
+        return {"the output of the full MLP": "the ranks keep parts of different shapes"}
     calls = []
 
     def listen(call, issue):
@@ -205,7 +211,7 @@ def score_mlp(parts, mlp):
     right = F.linear(F.gelu(F.linear(x, up)), down)
     same = problem or (output.shape == right.shape and torch.allclose(output, right, atol=1e-4))
     return {
-        "KiB of weights kept": sum(part.nbytes for part in kept) / 1024,
+        "KiB of weights kept": nbytes / 1024,
         "the output of the full MLP": same,
         "collectives of one forward pass": ", ".join(call.kind for call in calls) or "none",
         "KiB passed to them": sum(call.bytes_in for call in calls) / 1024,
@@ -312,6 +318,28 @@ result = score_mlp(my_parts, my_mlp)
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_parts(up, down, place, ranks):
+    return up[64 * place : 64 * (place + 1)], down[:, 64 * place : 64]
+
+
+def my_mlp(x, part_of_up, part_of_down):
+    output = F.linear(F.gelu(F.linear(x, part_of_up)), part_of_down)
+    dist.all_reduce(output)
+    return output
+
+
+result = score_mlp(my_parts, my_mlp)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def my_parts(up, down, place, ranks):
+    return up.chunk(ranks)[place]
+
+
+result = score_mlp(my_parts, my_mlp)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def my_parts(up, down, place, ranks):
     return up, down
 
 
@@ -328,7 +356,7 @@ result = score_mlp(my_parts, my_mlp)
 #
 # Attention is cut in the same way. Rows of the query, key and value matrices belong to heads, so each rank
 # computes some of the heads, and the output matrix is cut by columns. The number of heads has to be divisible
-# by the number of ranks.
+# by the number of ranks. (Where several query heads share keys and values, the number of those, too.)
 #
 # ## The model, and a plan for it
 #
@@ -595,7 +623,8 @@ plots.show(fig, alt="Which rank holds which rows and columns of three weights: F
 # Under FSDP every rank holds a quarter of the rows of each weight. On the mesh, "tp" cuts first. Of `up`,
 # ranks 0 and 2 have the upper half of the rows, because their place along "tp" is 0, and FSDP gives each of
 # the two half of that. (So the order from above is 0, 2, 1, 3. PyTorch calls this placement `_StridedShard`.)
-# Of `down`, "tp" has cut the columns and FSDP the rows. In each way a rank holds a quarter.
+# Of `down`, "tp" has cut the columns and FSDP the rows. In each way a rank holds a quarter. (The norms are
+# not cut along "tp": both ranks of a row hold the same half of them.)
 
 # %% tags=["check"]
 for owner in owners.values():
@@ -683,7 +712,7 @@ for name, trace in traces.items():
     for event in trace.collectives:
         row = counted.setdefault((event.dimension, event.kind), [0, 0.0])
         row[0], row[1] = row[0] + 1, row[1] + event.sent_bytes / 1024
-    rows += [[name, *key, number, f"{kib:.1f}"] for key, (number, kib) in sorted(counted.items())]
+    rows += [[name, *key, number, round(kib, 1)] for key, (number, kib) in sorted(counted.items())]
 Table(["one step, rank 0", "along", "collective", "how many", "KiB sent"], rows)
 
 # %% jupyter={"source_hidden": true}
@@ -704,8 +733,8 @@ plots.show(fig, alt="Bytes sent in a step along the dimensions fsdp and tp, for 
 
 # %% [markdown]
 # - **Along "fsdp"** a rank sends parts of parameters: how much depends on the model and not on the samples.
-#   On the mesh it is about a third of FSDP alone: half of each matrix, and (2 - 1) / 2 of it instead of (4 -
-#   1) / 4. (With the tensor plan, embedding and head are not cut, and are gathered in full.)
+#   On the mesh it is a third of FSDP alone: a rank gathers half of each matrix, and has half of that instead
+#   of a quarter. (With the tensor plan, embedding and head are not cut, and are gathered in full.)
 # - **Along "tp"** it sends activations: for each block four all_reduces of `samples x length x width`
 #   numbers, two in forward and two in backward. How much depends on the tokens, and not on how wide the MLP
 #   is.
@@ -838,11 +867,16 @@ OTHER_HOSTS = ([0, 0, 1, 1], [0, 1, 2, 3, 0, 1, 2, 3], [1, 0, 0, 1, 1, 0, 0, 1])
 
 
 def is_mesh(rows, count):
+    flat = sorted(member for row in rows for member in row)
+    return flat == list(range(count)) and len({len(row) for row in rows}) == 1
+
+
+def as_rows(answer):
+    """Lists of ranks, also from an array or a tensor; no rows where it is something else."""
     try:
-        flat = sorted(member for row in rows for member in row)
-        return flat == list(range(count)) and len({len(row) for row in rows}) == 1
-    except TypeError:
-        return False
+        return [[int(member) for member in row] for row in answer]
+    except (TypeError, ValueError):
+        return []
 
 
 def on_hosts(host_of):
@@ -854,10 +888,11 @@ def on_hosts(host_of):
 def score_mesh(lay):
     """Train on the mesh that was written, and replay its step; None where nothing was."""
     hosts = [0, 1, 0, 1]
-    rows = lay(list(hosts))
-    if rows is None:
+    answer = lay(list(hosts))
+    if answer is None:
         return None
-    others = [(given, lay(list(given))) for given in OTHER_HOSTS]
+    rows = as_rows(answer)
+    others = [(given, as_rows(lay(list(given)))) for given in OTHER_HOSTS]
     good = is_mesh(rows, world) and all(is_mesh(found, len(given)) for given, found in others)
     result = {"each rank once, in rows of equal length": good}
     if not good:
@@ -1039,9 +1074,15 @@ plots.show(fig, alt="Step time against ranks: FSDP alone flattens and ends at 25
 # - FSDP alone **ends** at one sample for each rank. With "tp" of 8, a *row* needs a sample, so it goes on to
 #   eight times as many ranks, and gathers an eighth.
 #
-# Two more limits are not in this replay. Each collective also has a latency, which grows with the ranks in
-# its group. And `fully_shard` cuts along the first dimension of a parameter, so with more ranks than rows
-# some hold nothing but padding.
+# Two more limits are not in this replay. Each collective also has a latency, which grows with the ranks of
+# its group where bytes travel around a ring. And `fully_shard` cuts along the first dimension of a parameter,
+# so with more ranks than rows some hold nothing of it.
+#
+# Is there no other way? HYBRID_SHARD of [lesson 6](06_sharding_strategies.ipynb) keeps the gathers within a
+# host, too; it needs a model whose shards fit on one host, and still a sample for each rank. And
+# `torch.compile` can hide a part of what goes along "tp", on GPUs, by sending a product in pieces while the
+# next piece is computed (*async tensor parallelism*). For a model of your own, `plan(…, tensor_parallel=8)`
+# of [lesson 14](14_plan_before_you_rent.ipynb) puts memory and time side by side.
 
 # %% tags=["check"]
 fsdp_ms, tp_ms = ({n: 1e3 * run.step_s for n, run in runs.items()} for runs in scaled.values())
@@ -1055,8 +1096,8 @@ print("Checked: FSDP alone is faster on up to 128 ranks, slower on 256, and then
 #
 # A checkpoint of `save_distributed` (which writes PyTorch's DCP format, as in [lesson
 # 8](08_local_state_dict_and_distributed_checkpoints.ipynb)) knows which rows and columns each rank has saved.
-# So it can be loaded on any other mesh: here from 2 x 2 to four ranks of FSDP alone, and to a plain model as
-# one process has it.
+# So it can be loaded on any other mesh: here from 2 x 2 to four ranks of FSDP alone, and to a model that is
+# not sharded, which every rank loads in full.
 
 # %% tags=["checkpoints"]
 # %%ranks
@@ -1167,6 +1208,17 @@ def clip():
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+class WithFourHeads(Attention):
+    def forward(self, x):
+        return self.o(self.v(x).unflatten(-1, (4, 16)).flatten(-2))
+
+
+def four_heads():
+    model = build()
+    model.blocks[0].attention = WithFourHeads(WIDTH)
+    step(two_dimensions(mesh, False, model), 0, mesh)
+
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
 def error_of(mistake):
@@ -1178,20 +1230,21 @@ def error_of(mistake):
     return "no error"
 
 
-errors = {mistake.__name__: error_of(mistake) for mistake in (shard_first, whole_mesh, no_mesh, clip)}
+mistakes = (shard_first, whole_mesh, no_mesh, clip, four_heads)
+errors = {mistake.__name__: error_of(mistake) for mistake in mistakes}
 
 # %% jupyter={"source_hidden": true}
 Table(["mistake", "what PyTorch says"], [[name, text] for name, text in ranks.get("errors")[0].items()])
 
 # %% [markdown]
 # - **`shard_first`**: `fully_shard` came before `parallelize_module`. Turn them round.
-# - **`whole_mesh`** and **`no_mesh`**: `fully_shard` takes one dimension, `mesh["fsdp"]`, of the mesh whose
-#   "tp" the model is on.
+# - **`whole_mesh`** and **`no_mesh`**: `fully_shard` takes its own dimension, `mesh["fsdp"]`, of the mesh
+#   whose "tp" the model is on.
 # - **`clip`**: the plan leaves some parameters alone (here the norms, the embedding and the head), so they
 #   are on one dimension and the others on two, and no norm can be taken over both. Put every module into the
 #   plan, as the sequence plan does.
-# - **A view fails inside attention** (`shape '[…]' is invalid`): the forward pass names the number of
-#   heads, and a rank has fewer. Let it take as many as are there: `-1`.
+# - **`four_heads`**: the forward pass names the number of heads, and a rank has fewer. Let it take as many as
+#   are there: `-1`.
 # - **More all_reduces in backward than two for each block.** Each of `q`, `k` and `v` turns its input into a
 #   replicated tensor for itself, and reduces its gradient for itself. `PrepareModuleInput` on attention does
 #   it once. A folded cell counts both.
@@ -1246,12 +1299,13 @@ lesson.claims(
 # - First `parallelize_module` on `mesh["tp"]`, then `fully_shard` on `mesh["fsdp"]`. The ranks of a "tp"
 #   group get the same samples.
 # - Along "fsdp" the bytes go with the parameters, and hide behind computation. Along "tp" they go with the
-#   tokens, and nothing hides them: "tp" belongs on the fast link, within a host.
+#   tokens, and the computation waits for them: "tp" belongs on the fast link, within a host.
 # - Use it when FSDP alone is exposed or has run out of samples; before that it only costs.
 # - A checkpoint of one mesh loads on any other.
 #
 # ## Next
 #
-# This was the last lesson. The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+# [Lesson 17](17_fine_tune_three_ways.ipynb) fine-tunes a model, from its config to the checkpoint, in three
+# ways.
 #
-# [← lesson 14](14_plan_before_you_rent.ipynb)
+# [← lesson 14](14_plan_before_you_rent.ipynb) · [lesson 17 →](17_fine_tune_three_ways.ipynb)

@@ -1210,6 +1210,6 @@ lesson.claims(
 #
 # ## Next
 #
-# The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+# This was the last lesson. The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
 #
-# [← lesson 14](14_plan_before_you_rent.ipynb)
+# [← lesson 16](16_two_dimensions.ipynb)
