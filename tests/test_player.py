@@ -35,7 +35,7 @@ def test_what_a_rank_holds_of_a_unit():
 
 def test_the_player_has_the_times_and_the_memory_of_the_replay():
     data = data_of(play({"one": replayed(NONE), "two": replayed(PRE)}))
-    assert (data["until"], data["time_unit"]) == (6.0, "seconds")
+    assert (data["until"], data["time_unit"]) == (6.0, "s")
     one, two = data["runs"]
     assert [run["title"] for run in (one, two)] == ["one", "two"]
     named = [(span["kind"], span["unit"], span["start"], span["end"]) for span in one["spans"]]
@@ -123,14 +123,14 @@ def test_the_player_in_a_browser(tmp_path: Path):
     (seen,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
     assert json.loads(seen.replace("&amp;", "&")) == [
         6,
-        "0.00 seconds · all-gather b",
-        "0.50 seconds · compute b",
-        "2.50 seconds · reduce-scatter b",
-        "0.50 seconds · compute b",
-        "6.00 seconds",
-        "all-gather b · backward · 1.0 GiB · 0.00 seconds to 0.50 seconds",
+        "0.00 s | all-gather b",
+        "0.50 s | compute b",
+        "2.50 s | reduce-scatter b",
+        "0.50 s | compute b",
+        "6.00 s | nothing",
+        "all-gather b · backward · 1.0 GiB · 0.00 s to 0.50 s",
         "yes",
         0,
         True,
-        "⏸",
+        "❚❚",
     ]

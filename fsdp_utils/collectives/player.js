@@ -117,9 +117,9 @@
     };
     const moments = [...new Set(data.runs.flatMap((run) => run.spans.flatMap((s) => [s.start, s.end])))];
     moments.sort((a, b) => a - b);
-    button("⏮", "one event back", () => { stop(); show(moments.filter((m) => m < now - 1e-12).pop() ?? 0); });
+    button("|◀", "one event back", () => { stop(); show(moments.filter((m) => m < now - 1e-12).pop() ?? 0); });
     const playing = button("▶", "play", () => (timer ? stop() : play()));
-    button("⏭", "one event on", () => { stop(); show(moments.find((m) => m > now + 1e-12) ?? data.until); });
+    button("▶|", "one event on", () => { stop(); show(moments.find((m) => m > now + 1e-12) ?? data.until); });
     const scrub = document.createElement("input");
     Object.assign(scrub, { type: "range", min: 0, max: 1000, value: 0 });
     scrub.setAttribute("aria-label", "moment of the step");
@@ -153,8 +153,10 @@
         unit.parameters.setAttribute("width", unit.wide * at(unit.points.parameters, now));
         unit.gradients.setAttribute("width", unit.wide * at(unit.points.gradients, now));
       }
-      const running = bars.filter(({ span }) => span.start <= now && now < span.end);
-      tell([time(now), ...running.map(({ span }) => `${span.kind.replace("_", "-")} ${span.unit}`.trim())].join(" · "));
+      const running = data.runs.map((run) =>
+        run.spans.filter((s) => s.start <= now && now < s.end)
+          .map((s) => `${s.kind.replace("_", "-")} ${s.unit}`.trim()).join(", ") || "nothing");
+      tell([time(now), ...running].join(" | "));
     }
     function tick(moment) {
       show(now + ((moment - before) / 1000) * (data.until / PLAY_S) * Number(speed.value));
@@ -164,7 +166,7 @@
     }
     function play() {
       if (now >= data.until) show(0);
-      playing.textContent = "⏸";
+      playing.textContent = "❚❚";
       before = performance.now();
       timer = requestAnimationFrame(tick);
     }

@@ -90,7 +90,7 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
     data = {
         "alt": f"Player of a step: {steps}.",
         "until": _rounded(until),
-        "time_unit": time_unit,
+        "time_unit": {"seconds": "s", "milliseconds": "ms", "microseconds": "µs"}[time_unit],
         "scale": scale,
         "colors": {unit: plot.color(unit, units) for unit in units},
         "runs": [_run(title, run) for title, run in runs.items()],

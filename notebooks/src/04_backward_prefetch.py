@@ -23,7 +23,7 @@
 # its work, so that the GPU computes while it sends?
 
 # %% jupyter={"source_hidden": true}
-from IPython.display import Image, display
+from IPython.display import display
 
 from fsdp_utils.collectives.replay import replay as replay_events
 from fsdp_utils.collectives.events import StepEvent
@@ -679,25 +679,19 @@ for name in ("FSDP2", "FSDP2, two ahead"):
     assert abs(replay(name, 0.5, limit_units=None).step_s - replays[name].step_s) < 1e-9
 print("Checked: the times above, and FSDP2's also without the rule of the rate limiter.")
 
-# %% jupyter={"source_hidden": true}
-until = replays["None"].step_s
-none = replays["None"].plot(title="replay: backward_prefetch=None", until=until)
-plots.show(none, alt="Replay without prefetching: gaps in the computation of backward.")
+# %% [markdown]
+# Both replays, one above the other on one time axis. Press ▶, or ▶| to go from event to event; hover over a
+# bar to read what it is. Below its streams each run shows what rank 0 holds of each block: from its own shard
+# to the full parameters and back, and below them the gradients (hatched), until only the shard's are left.
 
-# %% jupyter={"source_hidden": true}
-pre = replays["PRE"].plot(title="replay: BACKWARD_PRE, and FSDP2", until=until)
-plots.show(pre, alt="Replay with BACKWARD_PRE: no gaps.")
+# %%
+from fsdp_utils.collectives import play
+
+play({"replay: backward_prefetch=None": replays["None"], "replay: BACKWARD_PRE, and FSDP2": replays["PRE"]})
 
 # %% [markdown]
-# In the upper figure there are gaps in the computation of backward. In each of them a reduce-scatter and the
+# In the upper run there are gaps in the computation of backward. In each of them a reduce-scatter and the
 # next all-gather run one after the other. In the lower one the next all-gather has run already.
-#
-# The film shows the lower figure with what rank 0 holds of each block, from its own shard to the full
-# parameters and back. A dark border means that the block computes.
-
-# %% jupyter={"source_hidden": true}
-picture = replays["PRE"].animate(title="replay of one step: BACKWARD_PRE", frames=25, until=until)
-Image(picture, format="png", alt="Film of one replayed step: BACKWARD_PRE.")
 
 # %% [markdown]
 # ## When does it help?
