@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 from fsdp_utils._extras import need
 from fsdp_utils.collectives.events import FREE, Span, StepEvent, peak_units
+from fsdp_utils.collectives.perfetto import write_perfetto
 from fsdp_utils.collectives.replay import Replay, replay
 
 MIB = 2**20
@@ -135,6 +137,22 @@ class CollectiveTrace:
             if event.kind != FREE and event.seconds is not None
         ]
         return timeline(spans, list(self.unit_bytes), title=f"rank {self.rank}, recorded")
+
+    def to_perfetto(self, path: str | os.PathLike[str], *others: CollectiveTrace) -> None:
+        """Write a file that https://ui.perfetto.dev and chrome://tracing open, to zoom and to search.
+
+        Each rank is a process, each kind of event a thread of it; bytes, unit and ranks are shown with an
+        event. A collective whose end was not seen is left out.
+
+        Args:
+            path: of the file, JSON by content.
+            others: what other ranks recorded of the same step, as `ranks.get("trace")` gives it. Each rank's
+                times begin with its own recording.
+
+        Raises:
+            ValueError: two traces are of one rank.
+        """
+        write_perfetto(path, [self, *others])
 
     def replay(
         self,

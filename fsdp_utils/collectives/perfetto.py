@@ -1,0 +1,71 @@
+"""Write recorded steps as a file that https://ui.perfetto.dev and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_utils.collectives.events import FREE, StepEvent
+
+if TYPE_CHECKING:
+    from fsdp_utils.collectives.trace import CollectiveTrace
+
+MICROSECONDS = 1e6
+
+
+def write_perfetto(path: str | os.PathLike[str], traces: Sequence[CollectiveTrace]) -> None:
+    """Write traces in Chrome's Trace Event Format: a process for each rank, a thread for each kind of event.
+
+    Source: "Trace Event Format", the document that https://perfetto.dev/docs/getting-started/other-formats
+    links to.
+    """
+    ranks = [trace.rank for trace in traces]
+    if len(set(ranks)) < len(ranks):
+        raise ValueError(f"to_perfetto: expected one trace of each rank, found those of ranks {ranks}")
+    events = [event for trace in traces for event in _events(trace)]
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _events(trace: CollectiveTrace) -> list[dict[str, Any]]:
+    threads: dict[tuple[str, int], float] = {}  # by kind and number: when its last event ends
+    timed: list[dict[str, Any]] = []
+    for event in sorted(trace.events, key=lambda event: event.start):
+        if event.seconds is None and event.kind != FREE:
+            continue  # its end was not seen
+        end = event.start + (event.seconds or 0.0)
+        number = 0  # events of one thread must not overlap
+        while threads.get((event.kind, number), 0.0) > event.start:
+            number += 1
+        threads[event.kind, number] = end
+        place = {"pid": trace.rank, "tid": [*threads].index((event.kind, number))}
+        named = {"name": f"{event.kind} {event.module}".rstrip(), "cat": event.phase, "args": _args(event)}
+        begin = {"ts": event.start * MICROSECONDS, **place}
+        timed.append(
+            {"ph": "i", "s": "t", **begin, **named}
+            if event.kind == FREE
+            else {"ph": "X", "dur": (end - event.start) * MICROSECONDS, **begin, **named}
+        )
+    process = {"ph": "M", "pid": trace.rank, "name": "process_name", "args": {"name": f"rank {trace.rank}"}}
+    named_threads = [
+        {"ph": "M", "pid": trace.rank, "tid": tid, "name": "thread_name", "args": {"name": kind}}
+        for tid, (kind, _) in enumerate(threads)
+    ]
+    return [process, *named_threads, *timed]
+
+
+def _args(event: StepEvent) -> dict[str, Any]:
+    told: dict[str, Any] = {"order": event.order, "phase": event.phase, "unit": event.module}
+    if event.is_collective:
+        told |= {
+            "bytes in": event.bytes_in,
+            "bytes out": event.bytes_out,
+            "bytes sent at least": event.sent_bytes,
+            "ranks": list(event.ranks),
+            "link": event.link,
+            "mesh dimension": event.dimension,
+        }
+    return told
