@@ -76,6 +76,11 @@ def test_what_counts_as_stuck(tmp_path: Path) -> None:
         assert heart.stuck_s(time.monotonic(), 0.02) is None  # it was asked only now
         heart.longest_step_s = 10.0
         assert heart.stuck_s(asked, 0.02) is None
+        long_ago = heart._when = time.monotonic() - 100.0
+        heart.longest_step_s = 70.0  # it may take twice as long
+        assert heart.stuck_s(long_ago, 0.02) is None
+        heart.longest_step_s = 40.0
+        assert (heart.stuck_s(long_ago, 0.02) or 0) >= 100.0
         heart.longest_step_s = 0.0
         heart._is_saving = True
         assert heart.stuck_s(asked, 0.02) is None
