@@ -1,10 +1,22 @@
-"""Record which collectives FSDP or DDP issues: order, bytes, links and durations; replay and draw them."""
+"""Record which collectives FSDP or DDP issues: order, bytes, links and durations; replay, draw, compare."""
 
 from fsdp_utils.collectives.events import Span, StepEvent
+from fsdp_utils.collectives.in_step import InStep, OutOfStep, check_in_step
 from fsdp_utils.collectives.recording import record_collectives
 from fsdp_utils.collectives.replay import Replay
 from fsdp_utils.collectives.trace import CollectiveTrace
 
 Event, Trace = StepEvent, CollectiveTrace  # their names in earlier versions
 
-__all__ = ["CollectiveTrace", "Event", "Replay", "Span", "StepEvent", "Trace", "record_collectives"]
+__all__ = [
+    "CollectiveTrace",
+    "Event",
+    "InStep",
+    "OutOfStep",
+    "Replay",
+    "Span",
+    "StepEvent",
+    "Trace",
+    "check_in_step",
+    "record_collectives",
+]
