@@ -247,9 +247,7 @@ class Ranks:
 
     def _words(self, error: BaseException) -> str:
         if isinstance(error, FileNotFoundError) and error.filename:
-            return (
-                f"{error.filename}: expected a file or directory, found none (did another program delete it?)"
-            )
+            return f"{error.filename}: expected a file or directory, found none (did another program delete it?)"
         return str(error) if isinstance(error, self.error) else f"{type(error).__name__}: {error}"
 
     def _cut_off(self) -> bool:

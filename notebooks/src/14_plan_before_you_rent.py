@@ -447,9 +447,9 @@ lesson.check(exposed_s, exposures)
 #
 # ## Next
 #
-# This was the last lesson. The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+# A training that is planned well can still hang. [Lesson 15](15_when_it_hangs.ipynb) finds the line.
 #
-# [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb)
+# [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb) · [lesson 15 →](15_when_it_hangs.ipynb)
 
 # %% [markdown]
 # ## Solutions
