@@ -27,6 +27,8 @@ _MODULE_OF = {
     "save_distributed": "checkpoint",
     "save_full": "checkpoint",
     "verify_checkpoint": "checkpoint",
+    "OutOfStep": "collectives",
+    "check_in_step": "collectives",
     "record_collectives": "collectives",
     "get_local_rank": "distributed",
     "get_node_rank": "distributed",

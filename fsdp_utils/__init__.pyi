@@ -11,6 +11,8 @@ from fsdp_utils.checkpoint import save_full as save_full
 from fsdp_utils.checkpoint import verify_checkpoint as verify_checkpoint
 from fsdp_utils.child_tuning import ChildTuningAdamW as ChildTuningAdamW
 from fsdp_utils.child_tuning import fisher_mask as fisher_mask
+from fsdp_utils.collectives import OutOfStep as OutOfStep
+from fsdp_utils.collectives import check_in_step as check_in_step
 from fsdp_utils.collectives import record_collectives as record_collectives
 from fsdp_utils.distributed import get_local_rank as get_local_rank
 from fsdp_utils.distributed import get_node_rank as get_node_rank

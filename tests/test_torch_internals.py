@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from fsdp_utils.collectives.c10d_hooks import listen_to_calls
 from fsdp_utils.torch_internals import fsdp, groups, names, runtime
 from fsdp_utils.torch_internals.names import NAMES, place
 
@@ -689,3 +690,21 @@ def test_a_bare_fully_shard_takes_the_cpu_on_a_mac() -> None:
 
     assert "torch.mps" in run("as it is").stderr  # if this no longer fails, hide_apple_gpu can go
     assert run("hidden").stdout == "cpu\n"
+
+
+def test_fsdp2_unit_of_frame_names_the_unit_that_a_collective_is_for() -> None:
+    seen = []
+
+    def listener(call: Any, issue: Any) -> Any:
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_filename.endswith("_fsdp_param_group.py"):
+                seen.append((call.kind, fsdp.fsdp2_unit_of_frame(frame)))
+                break
+            frame = frame.f_back
+        return issue()
+
+    with an_fsdp2_net() as net, listen_to_calls(listener):
+        net(torch.ones(1, 4)).sum().backward()
+    assert seen[:2] == [("all_gather", "0"), ("all_gather", "1")]
+    assert {unit for kind, unit in seen if kind == "reduce_scatter"} == {"0", "1"}

@@ -62,25 +62,41 @@ class Call(NamedTuple):
 
 Around = Callable[[Call, Callable[[], Any]], Any]
 
+_listeners: list[Around] = []  # the first is the outermost
+_library: list[Library] = []
+
 
 @contextmanager
 def listen_to_calls(around: Around) -> Iterator[None]:
     """Pass all collectives of this process to a function, for as long as the context lasts.
 
+    Several may listen at a time: the one that began first is the outermost.
+
     Args:
         around: Gets the call, and a function that issues it and whose result it has to return.
     """
-    library: list[Library] = [Library("c10d", "IMPL", KEY)]
-    here = threading.local()  # each thread is inside of a call, or not
-    try:
+    if not _library:
+        here = threading.local()  # each thread is inside of a call, or not
+        _library.append(Library("c10d", "IMPL", KEY))
         for name, kind in OPERATIONS.items():
-            library[0].impl(name, _kernel(name, kind, around, here), with_keyset=True)
+            _library[0].impl(name, _kernel(name, kind, here), with_keyset=True)
+    _listeners.append(around)
+    try:
         yield
     finally:
-        library.clear()  # the kernels go with the last reference
+        _listeners.remove(around)
+        if not _listeners:
+            _library.clear()  # the kernels go with the last reference
 
 
-def _kernel(name: str, kind: str, around: Around, here: threading.local) -> Callable[..., Any]:
+def _around(listeners: list[Around], call: Call, issue: Callable[[], Any]) -> Any:
+    """Pass a call to the first of the listeners, which issues it to the next ones."""
+    if not listeners:
+        return issue()
+    return listeners[0](call, lambda: _around(listeners[1:], call, issue))
+
+
+def _kernel(name: str, kind: str, here: threading.local) -> Callable[..., Any]:
     redispatch, selected = _redispatch(name), torch.DispatchKeySet(KEY)  # pyright: ignore[reportArgumentType]
 
     def kernel(keys: Any, *args: Any) -> Any:
@@ -99,7 +115,9 @@ def _kernel(name: str, kind: str, around: Around, here: threading.local) -> Call
         group = args[1] if isinstance(args[1], torch.ScriptObject) else args[2]
         here.inside = True
         try:
-            return around(Call(kind, bytes_in, bytes_out, dist.ProcessGroup.unbox(group)), issue)
+            return _around(
+                _listeners[:], Call(kind, bytes_in, bytes_out, dist.ProcessGroup.unbox(group)), issue
+            )
         finally:
             here.inside = False
 

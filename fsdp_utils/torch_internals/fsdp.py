@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fsdp_utils.torch_internals.names import FLAT_PARAM
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import torch
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
@@ -131,3 +133,8 @@ def fsdp2_is_root(module: FSDPModule) -> bool:
 def fsdp2_whole(param: FSDPParam) -> Tensor | None:
     """The gathered parameter, after the first gather; its gradient is only there until it is reduced."""
     return getattr(param, "_unsharded_param", None)
+
+
+def fsdp2_unit_of_frame(frame: FrameType) -> str | None:
+    """The name of the unit that FSDP2 works for in this frame: "" for the root, None before forward."""
+    return getattr(frame.f_locals.get("self"), "_module_fqn", None)

@@ -1196,4 +1196,4 @@ lesson.claims(
 # The plan fits, and then the run stands still. [Lesson 15](15_when_it_hangs.ipynb) finds the line where ranks
 # part.
 #
-# [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb) · [lesson 16 →](16_two_dimensions.ipynb)
+# [← lesson 13](13_from_fsdp1_to_fsdp2.ipynb) · [lesson 15 →](15_when_it_hangs.ipynb)

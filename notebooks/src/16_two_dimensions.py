@@ -1308,4 +1308,4 @@ lesson.claims(
 # [Lesson 17](17_fine_tune_three_ways.ipynb) fine-tunes a model, from its config to the checkpoint, in three
 # ways.
 #
-# [← lesson 14](14_plan_before_you_rent.ipynb) · [lesson 17 →](17_fine_tune_three_ways.ipynb)
+# [← lesson 15](15_when_it_hangs.ipynb) · [lesson 17 →](17_fine_tune_three_ways.ipynb)

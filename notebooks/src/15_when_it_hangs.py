@@ -1,0 +1,1040 @@
+# %% [markdown]
+# # 15 · When it hangs, and when it lies
+#
+# A distributed program fails in three ways: it is aborted, it hangs, or it goes on with wrong numbers. All
+# three come from ordinary lines of code. In this lesson you make five such mistakes on real ranks, find the
+# line of each with PyTorch's tools and with one of this library, and hold gradients against one process.
+
+# %% [markdown] tags=["card"]
+# learn:
+# - why a single mistake aborts, hangs or mixes up data, depending on what the ranks call next
+# - how to find the line on which ranks part, with seven tools, and what each of them does not see
+# - how `check_in_step` watches a training for that, at a cost below 1% of a step
+# - which mistakes leave wrong gradients without an error, and the one check that finds them all
+# - how to leave a program without being aborted at its end
+# needs: '[lesson 3](03_full_state_dict.ipynb): collectives are paired by order · no GPU'
+# ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
+# takes: a minute to run on 2 cores (AMD EPYC) · 30 minutes to read
+# video: 'none: the [video series](../videos.md) ends with lesson 11'
+
+# %% [markdown]
+# **The question of this lesson:** a training stands still, or its loss is wrong, and no error says why. Which
+# line is it?
+
+# %% jupyter={"source_hidden": true}
+from fsdp_utils.lessons import plots
+
+calls = {"others": (0, 1, 2, 3), "rank 0": (0, 2, 3)}
+fig, (axes,) = plots.figure(width=8, height=1.9)
+for row, units in enumerate(calls.values()):
+    for number, unit in enumerate(units):
+        axes.barh(row, 0.86, left=number, height=0.55, color=plots.RANK_COLORS[unit])
+        axes.text(number + 0.43, row, f"gather {unit}", ha="center", va="center", fontsize=9)
+axes.text(3.43, 1, "nobody", ha="center", va="center", fontsize=9)
+for number in range(4):
+    axes.plot([number + 0.43] * 2, [0.29, 0.71], color=plots.INK, linewidth=1)
+axes.set_yticks(range(2), list(calls))
+axes.set_xticks([n + 0.43 for n in range(4)], [f"call {n + 1}" for n in range(4)])
+axes.set(ylim=(1.6, -0.6))
+axes.tick_params(length=0)
+axes.spines[:].set_visible(False)
+plots.show(fig, alt="Rank 0 has left out the gather of unit 1: its later calls are paired with others.")
+
+# %% [markdown]
+# Rank 0 has left out one call. Collectives carry no label: the second call of rank 0 is paired with the
+# second call of the others, whatever each meant by it. Here, gather 2 of rank 0 gets pieces of unit 1. If the
+# pieces have equal sizes, nobody notices. If rank 0 receives more than it expects, gloo ends the process. And
+# the others' fourth call waits for a call that never comes.
+#
+# ## In your own code
+#
+# A training that says where it hangs. Save the script as `train.py` and start it with
+# `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none.
+#
+# ```python
+# import faulthandler
+# from datetime import timedelta
+# import torch
+# import torch.distributed as dist
+# from torch.distributed.device_mesh import init_device_mesh
+# from torch.distributed.fsdp import fully_shard
+# from fsdp_utils import check_in_step
+#
+# device = "cuda" if torch.cuda.is_available() else "cpu"
+# dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=5))
+# if device == "cuda":
+#     torch.cuda.set_device(dist.get_node_local_rank())
+# torch.manual_seed(0)
+# model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+# for part in [*model, model]:
+#     fully_shard(part, mesh=init_device_mesh(device, (dist.get_world_size(),)))
+# optimizer = torch.optim.AdamW(model.parameters())
+# with check_in_step(after_s=60):                       # on all ranks: where do they part, who is waited for?
+#     for step in range(10):
+#         faulthandler.dump_traceback_later(600, exit=True)     # a step of 10 minutes: stacks, and the end
+#         loss = model(torch.randn(8, 64, device=device)).square().mean()
+#         loss.backward()
+#         optimizer.step()
+#         optimizer.zero_grad()
+# faulthandler.cancel_dump_traceback_later()
+# dist.destroy_process_group()
+# ```
+#
+# The rest of the lesson shows what each of these lines tells you when something goes wrong.
+#
+# ## Ranks that may break
+#
+# The turns below use the ranks of this notebook. The mistakes do not: a rank that is left inside a collective
+# is of no further use. `run_on_ranks` runs a function on new processes and ends them afterwards.
+
+# %%
+from fsdp_utils import check_in_step, record_collectives, run_on_ranks
+from fsdp_utils.lessons.tables import Table
+from fsdp_utils.lessons.turns import exactly, try_answers, turn
+from fsdp_utils.notebook import ranks
+
+ranks.start(device="cpu")  # also where there are GPUs: this lesson hangs on purpose
+
+# %%
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+
+WORLD = len(ranks.get("0"))
+LAST = WORLD - 1
+
+# %% [markdown]
+# The model has three blocks and a head. It can leave out a block. `sharded` gives every block a unit of its
+# own.
+
+
+# %%
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(8, width)
+
+    def forward(self, x):  # f32[batch, 8]
+        return x + self.up(x)[:, :8]  # f32[batch, 8]
+
+
+class Model(nn.Module):
+    def __init__(self, widths):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for width in widths)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x, left_out=None):  # f32[batch, 8]
+        for number, block in enumerate(self.blocks):
+            x = x if number == left_out else block(x)
+        return self.head(x)  # f32[batch, 2]
+
+
+def sharded(mesh, widths=(8, 8, 8)):
+    torch.manual_seed(0)
+    model = Model(widths)
+    for part in [*model.blocks, model]:
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+# %% [markdown]
+# `attempt` runs a program on new ranks. The program gets a mesh whose collectives wait 2.5 seconds at most.
+# (In a real job the limit is 10 minutes with NCCL and 30 minutes with gloo, unless you set `timeout`.) It
+# returns for each rank the program's result or error, and the seconds that it took.
+
+# %% jupyter={"source_hidden": true}
+import linecache
+import re
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed.device_mesh import DeviceMesh
+
+LIMIT_S = 2.5
+
+
+def attempt(program, *, debug=False, look=None, check=False):
+    """What a program gives on each rank of new processes; what gloo said as it ended one.
+
+    Args:
+        program: gets a mesh of all ranks.
+        debug: whether TORCH_DISTRIBUTED_DEBUG=DETAIL is on.
+        look: is called on each rank while the others wait, in another thread.
+        check: whether check_in_step is on.
+    """
+    cells = {name: lines for name, lines in linecache.cache.items() if "ipykernel" in name}
+    folder = Path(tempfile.mkdtemp())
+
+    def on_rank():
+        import os
+
+        linecache.cache.update(cells)
+        os.dup2(os.open(folder / f"stderr{dist.get_rank()}", os.O_WRONLY | os.O_CREAT), 2)
+        dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
+        group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+        found = {"result": None, "error": "", "seen": None}
+        if look is not None:
+            threading.Timer(1.8, lambda: found.update(seen=look())).start()
+        began = time.monotonic()
+        try:
+            mesh = DeviceMesh.from_group(group, "cpu")
+            if check:
+                with check_in_step():
+                    found["result"] = program(mesh)
+            else:
+                found["result"] = program(mesh)
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+        found["seconds"] = time.monotonic() - began
+        done = dist.FileStore(str(folder / "done"), WORLD)
+        done.add("ranks", 1)
+        while done.add("ranks", 0) < WORLD and time.monotonic() - began < LIMIT_S + 1:
+            time.sleep(0.02)
+        dist.destroy_process_group(group)  # the others need not wait for this rank
+        return found
+
+    try:
+        return run_on_ranks(on_rank, world_size=WORLD, timeout=60)
+    except RuntimeError as error:
+        said = "".join(file.read_text() for file in sorted(folder.glob("stderr*")))
+        ended = {"result": None, "error": f"{error}\n{said}", "seen": None, "seconds": 0.0}
+        return [ended] * WORLD
+
+
+def first_words(error):
+    """The part of a message that is the same in each run."""
+    known = [
+        r"Received data size doesn't match expected size",
+        r"Detected mismatch between collectives on ranks",
+        r"Ranks? [\d, ]+ failed to pass monitoredBarrier",
+        r"successfully reached monitoredBarrier, but received errors",
+        r"Timed out waiting",
+        r"Connection closed by peer",
+    ]
+    return next((match[0] for text in known if (match := re.search(text, error))), error[:60])
+
+
+# %% [markdown]
+# ## It lies: equal calls, other data
+#
+# Mistake 1, **a branch on the local loss**. A rank whose loss is high counts a spike. All others add up their
+# losses. Every rank calls one `all_reduce` of one number.
+
+
+# %%
+def branch_on_loss(mesh):
+    loss = torch.tensor([2.0 if dist.get_rank() == 0 else 0.5])  # f32[1], of this rank's own samples
+    if loss > 1.0:
+        spikes = torch.ones(1)
+        dist.all_reduce(spikes, group=mesh.get_group())
+        return "number of spikes", spikes.item()
+    dist.all_reduce(loss, group=mesh.get_group())
+    return "sum of losses", loss.item()
+
+
+mixed = attempt(branch_on_loss)
+
+# %% jupyter={"source_hidden": true}
+right = {"number of spikes": 1.0, "sum of losses": 2.0 + 0.5 * LAST}
+Table(
+    ["rank", "asks for the", "gets", "right"],
+    [[rank, asked, got, right[asked]] for rank, (asked, got) in enumerate(one["result"] for one in mixed)],
+)
+
+# %% [markdown]
+# All ranks get the same number, and it is neither of the two sums.
+#
+# Mistake 2, **a generator that differs**. In stochastic depth, each step leaves out a block that is drawn at
+# random. Here each rank draws from a generator of its own. FSDP gathers a block when it is called, so the
+# ranks gather different blocks. To see what they get, each block's weight is filled with the block's number
+# before it is sharded.
+
+
+# %%
+def own_generator(mesh, widths=(8, 8, 8)):
+    model, gathered = sharded(mesh, widths), {}
+
+    def note(number):
+        return lambda up, _: gathered.update({number: up.weight[:, 0].tolist()})
+
+    for number, block in enumerate(model.blocks):
+        nn.init.constant_(block.up.weight, number)
+        block.up.register_forward_pre_hook(note(number))
+    generator = torch.Generator().manual_seed(dist.get_rank())  # should be the same on all ranks
+    model(torch.ones(4, 8), left_out=torch.randint(3, (1,), generator=generator).item())
+    return gathered
+
+
+drawn = attempt(own_generator)
+
+# %% jupyter={"source_hidden": true}
+Table(
+    ["rank", "calls block", "rows of the weight that it gets are those of block"],
+    [
+        [rank, called, " ".join(f"{row:.0f}" for row in rows)]
+        for rank, one in enumerate(drawn)
+        for called, rows in one["result"].items()
+    ],
+)
+
+# %% [markdown]
+# Where the ranks have drawn different blocks, a rank computes with a weight that is glued together from
+# pieces of two blocks. There is no error, since all blocks have equal sizes. Every rank leaves out one block,
+# so even the number of collectives is equal.
+#
+# ## It aborts: other sizes
+#
+# The same program, but the blocks have different widths now.
+
+
+# %%
+def other_widths(mesh):
+    return own_generator(mesh, widths=(8, 16, 24))
+
+
+aborted = attempt(other_widths)
+print("a rank was ended by SIGABRT:", "SIGABRT" in aborted[0]["error"])
+print("gloo:", first_words(aborted[0]["error"]))
+
+# %% [markdown]
+# A rank received more bytes than it had room for, and gloo ended its process at once. That is the lucky case.
+# NCCL does not compare sizes. What follows there is undefined, and is often a hang.
+#
+# ## It hangs: a call without a partner
+#
+# Three more mistakes, each of which you have probably made:
+#
+# - Mistake 3, **a sampler of unequal length**: rank 0 has one batch more than the others.
+# - Mistake 4, **an early stop** on the local loss: the last rank is content, and leaves the loop.
+# - Mistake 5, **`if rank == 0` around the state dict**: rank 0 writes the file, but the gather
+#   needs all ranks.
+
+
+# %%
+def unequal_batches(mesh):
+    model = sharded(mesh)
+    for _ in range(4 if dist.get_rank() == 0 else 3):
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def early_stop(mesh):
+    model = sharded(mesh)
+    for step in range(4):
+        loss = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        if step == 2 and dist.get_rank() == LAST:  # `loss < target`, say
+            break
+
+
+def save_on_rank_0(mesh):
+    model = sharded(mesh)
+    model(torch.ones(2, 8)).sum().backward()
+    if dist.get_rank() == 0:
+        torch.save({name: value.full_tensor() for name, value in model.state_dict().items()}, "never.pt")
+
+
+# %% [markdown]
+# The next cell runs the three of them, one after the other. In each, `attempt` keeps the ranks that are done
+# for a second longer than the limit, as if the program did something else then.
+
+# %%
+hangs = {program.__name__: attempt(program) for program in (unequal_batches, early_stop, save_on_rank_0)}
+
+# %% jupyter={"source_hidden": true}
+Table(
+    ["mistake", *(f"rank {rank}" for rank in range(WORLD))],
+    [
+        [name, *("waits in vain" if one["error"] else "done" for one in found)]
+        for name, found in hangs.items()
+    ],
+)
+
+# %% [markdown]
+# A rank that waits gets an error at the time-out: here after 2.5 seconds, in a job with the default limits
+# after 10 or 30 minutes. The error is `Timed out waiting`, or, where another rank gave up first and ended,
+# `Connection closed by peer`. It names neither the line nor the rank that is missing. So a shorter limit,
+# `timeout` of
+# `init_process_group`, is the first tool: five minutes are plenty where no rank does long work alone.
+
+# %% tags=["check"]
+assert {one["result"][1] for one in mixed} == {1.0 + 0.5 * LAST}
+assert "SIGABRT" in aborted[0]["error"]
+assert any(set(rows) != {called} for one in drawn for called, rows in one["result"].items())
+assert all(not one["error"] for one in (*mixed, *drawn))
+for found in hangs.values():
+    assert any("Timed out" in one["error"] for one in found)
+    assert max(one["seconds"] for one in found) < 15
+print("Checked: one mistake aborts, two go on with wrong data, three wait for the time-out.")
+
+# %% [markdown]
+# ## Tool 1: stacks
+#
+# Where does each rank stand? Python's `faulthandler` writes the stacks of all threads:
+# `faulthandler.dump_traceback_later(600)` does so if a step takes ten minutes. From outside,
+# `py-spy dump --pid PID` shows the same of a process that has no such line. Here the ranks of `early_stop`
+# are looked at while they wait.
+
+
+# %%
+def stacks():
+    import faulthandler
+
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+looked = attempt(early_stop, look=stacks)
+
+
+# %% jupyter={"source_hidden": true}
+def own_frames(text):
+    """Of a dump: the frames that are in cells, innermost first, without those of the folded cells."""
+    found = re.findall(r'File "[^"]*ipykernel_[^"]*", line (\d+) in (\w+)', text)
+    return [f"{name}, line {line}" for line, name in found if name not in ("stacks", "on_rank", "<lambda>")]
+
+
+Table(
+    ["rank", "innermost frames of the program"],
+    [[rank, " < ".join(own_frames(one["seen"])[:2]) or "none"] for rank, one in enumerate(looked)],
+    note="The line is counted in the cell of the function.",
+)
+
+# %% [markdown]
+# Most ranks stand in `early_stop`, on the line that calls the model. The last one stands elsewhere: it is the
+# one they wait for. Stacks are the tool that always works. Read the odd one out first. What they do not show
+# is *why* ranks parted, if that was several calls ago.
+#
+# ## Tool 2: `monitored_barrier`
+#
+# A barrier that names who did not come. Put it where you suspect the hang, with a limit of its own. It exists
+# for gloo only; with NCCL, make a second group: `dist.new_group(backend="gloo")`.
+
+
+# %%
+def barrier_after(mesh):
+    if dist.get_rank() == LAST:
+        time.sleep(2.0)  # this rank comes late
+    dist.monitored_barrier(mesh.get_group(), timeout=timedelta(seconds=1))
+
+
+told = attempt(barrier_after)
+print("rank 0:", first_words(told[0]["error"]))
+
+# %% [markdown]
+# ## Tool 3: `TORCH_DISTRIBUTED_DEBUG=DETAIL`
+#
+# With this environment variable, torch compares every collective before it is issued: first a monitored
+# barrier, then the kind, and the shapes, types and devices of the tensors. (On the ranks here the
+# same is switched on by `dist.set_debug_level`.) It makes every call slower, so use it to find a fault.
+
+# %%
+detail = {
+    program.__name__: attempt(program, debug=True)
+    for program in (branch_on_loss, own_generator, other_widths, early_stop)
+}
+
+
+# %% jupyter={"source_hidden": true}
+def said(found):
+    """What one rank at least was told; the most telling message."""
+    words = [first_words(one["error"]) for one in found if one["error"]]
+    telling = [word for word in words if "mismatch" in word or "failed" in word]
+    return (telling or words or ["nothing"])[0]
+
+
+Table(["mistake", "DETAIL says"], [[name, said(found)] for name, found in detail.items()])
+
+# %% [markdown]
+# The abort has become an error with both calls in it, and a missing rank is named. The two lies are not seen:
+# their kinds, shapes and types are equal.
+#
+# ## Tool 4: the flight recorder
+#
+# torch keeps the last 2,000 collectives of each process in a ring buffer, with the Python stack of each. With
+# NCCL the watchdog writes it to a file at a time-out (`TORCH_NCCL_DUMP_ON_TIMEOUT=1`), and
+# `torchfrtrace` compares the files of all ranks. gloo records its calls too (seen in torch 2.13), but
+# nobody writes them: there you ask for them, as this cell does from another thread.
+
+
+# %%
+def flight_record():
+    import pickle
+
+    record = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    return [
+        (
+            entry["profiling_name"],
+            [frame["line"] for frame in entry["frames"] if "ipykernel" in frame["filename"]],
+        )
+        for entry in record["entries"]
+        if entry["process_group"][1] != "default_pg"
+    ]
+
+
+flown = attempt(early_stop, look=flight_record)
+
+# %% jupyter={"source_hidden": true}
+Table(
+    ["rank", "collectives called", "the last one", "on line"],
+    [
+        [rank, len(one["seen"]), one["seen"][-1][0].removeprefix("gloo:"), one["seen"][-1][1][0]]
+        for rank, one in enumerate(flown)
+    ],
+)
+
+# %% [markdown]
+# The last rank has called one collective less than the others, and the lines say where each stands. (gloo
+# runs a reduce-scatter as an all-reduce, and records that.) What takes NCCL, and was not run here:
+#
+# - `TORCH_NCCL_DUMP_ON_TIMEOUT=1`: the flight recorder is written to a file at a time-out.
+# - `TORCH_FR_BUFFER_SIZE=20000`: it holds more calls. (Older versions read `TORCH_NCCL_TRACE_BUFFER_SIZE`.)
+# - `TORCH_NCCL_ASYNC_ERROR_HANDLING`, on by default: the watchdog ends the process at a time-out, because a
+#   kernel cannot be interrupted.
+# - `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`: how long the watchdog itself may hang before the process is ended.
+# - `TORCH_NCCL_BLOCKING_WAIT=1`: `wait` blocks the CPU until the collective is over, and raises at the
+#   time-out, on the line that waits.
+# - `TORCH_NCCL_DESYNC_DEBUG=1`: at a time-out, a report of which rank is behind in which collective.
+
+# %% [markdown]
+# ## Tool 5: two recordings side by side
+#
+# The generator that differs left no error behind. `record_collectives` writes what each rank calls, with the
+# unit that it is for. Nothing is sent for it.
+
+
+# %%
+def recorded(mesh):
+    model = sharded(mesh)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with record_collectives(model) as trace:
+        model(torch.ones(4, 8), left_out=torch.randint(3, (1,), generator=generator).item())
+    return [f"{event.kind} {event.module}" for event in trace.events if event.kind == "all_gather"]
+
+
+calls = [one["result"] for one in attempt(recorded)]
+
+# %% jupyter={"source_hidden": true}
+Table(
+    ["call", *(f"rank {rank}" for rank in range(WORLD)), ""],
+    [[n + 1, *same, "" if len(set(same)) == 1 else "← they part"] for n, same in enumerate(zip(*calls))],
+)
+
+# %% [markdown]
+# ## Your turn 1 · Who parts?
+#
+# Write the comparison yourself. `calls` is the list of texts of what this rank has called. `who_parts(calls)`
+# returns the number of the first call at which not all ranks have the same text, counted from 1, and which
+# text is whose: a dictionary from text to the list of its ranks. A rank that has called less has the text
+# `"nothing"` there. If all lists are equal, return `0, {}`. The same on all ranks.
+#
+# Edit the next cell, then run it and the two folded cells below it. A wait ends after five seconds.
+#
+# <details><summary>Hint</summary>
+#
+# `dist.all_gather_object(everyone, calls)` fills a list `everyone = [None] * world` on each rank. The lists
+# may have different lengths: `itertools.zip_longest` takes a `fillvalue`.
+#
+# </details>
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+rank, world = dist.get_rank(), dist.get_world_size()
+
+
+# %% tags=["exercise"]
+# %%ranks
+def who_parts(calls):
+    return None  # your lines here: number, {text: [ranks]}
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 5
+result = None
+
+
+def score_parts(who_parts):
+    """Four cases: a rank with another call, one with a call less, equal lists, the first rank differs."""
+    plain = ["gather 0", "gather 1", "reduce 1", "reduce 0"]
+    others, last = list(range(world - 1)), world - 1
+    other = [*plain[:2], "all_reduce", plain[3]] if rank == last else plain
+    shorter = plain[:3] if rank == last else plain
+    first = ["barrier", *plain] if rank == 0 else plain
+    found = [who_parts(list(calls)) for calls in (other, shorter, plain, first)]
+    if any(one is None for one in found):
+        return None
+    return {
+        "the last rank calls something else": found[0] == (3, {"reduce 1": others, "all_reduce": [last]}),
+        "the last rank calls less": found[1] == (4, {"reduce 0": others, "nothing": [last]}),
+        "all are equal": found[2] == (0, {}),
+        "rank 0 has one call more": found[3] == (1, {"barrier": [0], "gather 0": list(range(1, world))}),
+    }
+
+
+result = score_parts(who_parts)
+
+# %% jupyter={"source_hidden": true}
+turn(
+    1,
+    ranks.get("result"),
+    {
+        "the last rank calls something else": exactly(
+            True, otherwise="Expected call 3, with the ranks of each text in a list, on every rank."
+        ),
+        "the last rank calls less": exactly(
+            True, otherwise='A list that has ended counts as "nothing": `zip` stops at the shortest list.'
+        ),
+        "all are equal": exactly(True, otherwise="Equal lists have no call at which ranks part: `0, {}`."),
+        "rank 0 has one call more": exactly(
+            True, otherwise="The first call differs already. Return the first such call, and count from 1."
+        ),
+    },
+)
+
+
+# %% tags=["solution"] turn=1
+# %%ranks
+def who_parts(calls):
+    everyone = [None] * world
+    dist.all_gather_object(everyone, calls)
+    for number, texts in enumerate(zip_longest(*everyone, fillvalue="nothing"), start=1):
+        if len(set(texts)) > 1:
+            return number, {text: [r for r in range(world) if texts[r] == text] for text in texts}
+    return 0, {}
+
+
+result = score_parts(who_parts)
+
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def who_parts(calls):
+    everyone = [None] * world
+    dist.all_gather_object(everyone, calls)
+    for number, texts in enumerate(zip(*everyone), start=1):
+        if len(set(texts)) > 1:
+            return number, {text: [r for r in range(world) if texts[r] == text] for text in texts}
+    return 0, {}
+
+
+result = score_parts(who_parts)
+
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def who_parts(calls):
+    everyone = [None] * world
+    dist.all_gather_object(everyone, calls)
+    for number, texts in enumerate(zip_longest(*everyone, fillvalue="nothing")):
+        if len(set(texts)) > 1:
+            return number, {text: [r for r in range(world) if texts[r] == text] for text in texts}
+    return 0, {}
+
+
+result = score_parts(who_parts)
+
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def who_parts(calls):
+    return 0, {}
+
+
+result = score_parts(who_parts)
+
+# %% [markdown]
+# ## Tool 6: `check_in_step`
+#
+# Your function as something to leave on. `check_in_step` records kind, size, unit and line of every
+# collective on each rank, publishes a hash of them twice a second in the process group's store, and compares
+# the hashes on rank 0. Its threads go on while the program hangs. It compares *lines* too, so it sees the two
+# lies.
+
+
+# %%
+def spikes_in_a_loop(mesh):
+    for step in range(1000):
+        loss = torch.tensor([2.0 if step == 20 and dist.get_rank() == 0 else 0.5])
+        if loss > 1.0:
+            dist.all_reduce(torch.ones(1), group=mesh.get_group())  # spikes
+        else:
+            dist.all_reduce(loss, group=mesh.get_group())  # losses
+        time.sleep(0.005)
+
+
+lies = attempt(spikes_in_a_loop, check=True)
+print(lies[0]["error"])
+
+# %%
+drawn_checked = attempt(own_generator, check=True)
+print(drawn_checked[0]["error"])
+
+# %%
+stopped = attempt(early_stop, check=True)
+print(stopped[-1]["error"])
+
+# %% [markdown]
+# The report names the number of the call, the unit, the line on each rank, and the rank that others wait for.
+# All ranks raise it. A rank that already waits inside a collective raises it when its wait ends: when a peer
+# has gone, or at the time-out.
+#
+# What it costs was measured by `benchmarks/in_step.py` in a step with 23 collectives: on 2 cores, 0.1% of a
+# step of 48 ms, with starts of the ranks between -0.4% and +0.6%. So you can leave it on.
+
+# %% tags=["check"]
+for found in (lies, drawn_checked, stopped):
+    assert all("OutOfStep" in one["error"] for one in found), [one["error"] for one in found]
+    assert max(one["seconds"] for one in found) < 15
+assert "part at collective 21 of all ranks" in lies[0]["error"]
+assert f"waits for rank {LAST}" in stopped[-1]["error"]
+assert "failed to pass" in told[0]["error"]
+assert not any(one["error"] for name in ("branch_on_loss", "own_generator") for one in detail[name])
+counts = [len(one["seen"]) for one in flown]
+assert counts[-1] == min(counts) < max(counts)
+print("Checked: DETAIL misses both lies; check_in_step names the call and raises on all ranks.")
+
+# %% [markdown]
+# ## Lies without a wrong collective
+#
+# In the next mistakes the ranks are in step, and the gradients are wrong. No tool above can see that. What
+# sees it is a comparison from end to end: **one step against one process**. Take the full gradients of one
+# step on all ranks, and those of one process with all samples. Compare gradients, not losses: AdamW hides a
+# factor in all gradients, as [lesson 0](00_fsdp_from_scratch.ipynb) showed.
+
+
+# %%
+# %%ranks
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+torch.manual_seed(1)
+inputs, targets = torch.randn(12 * world, 8), torch.randn(12 * world, 1)  # f32[12 * world, ...]
+
+
+def sample_losses(model, rows):
+    return (model(inputs[rows]) - targets[rows]).square().squeeze(1)  # f32[rows]
+
+
+def equal_rows():
+    return torch.arange(12 * world).chunk(world)[rank]
+
+
+# %%
+# %%ranks
+def one_process(rows=None):
+    model = build()
+    sample_losses(model, torch.arange(12 * world) if rows is None else rows).mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def step_error(model, expected=None):
+    """How far the gradients of a step are from those of one process: 0.1 is a tenth of the largest one."""
+    expected, worst = expected or one_process(), torch.zeros(1)
+    for parameter, right in zip(model.parameters(), expected):
+        found = parameter.grad
+        if found is None:  # the step left none
+            found = torch.zeros_like(right)
+        full = found.full_tensor() if hasattr(found, "full_tensor") else found
+        worst = torch.maximum(worst, (full - right).abs().max() / right.abs().max())
+    dist.all_reduce(worst, dist.ReduceOp.MAX)  # the same on all ranks
+    return worst.item()
+
+
+# %% [markdown]
+# Six ways to train a step. The first one is right.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def fsdp(model):
+    mesh = init_device_mesh("cpu", (world,))
+    for part in [model[0], model[2], model]:
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+# %%
+# %%ranks
+def right():
+    model = fsdp(build())
+    sample_losses(model, equal_rows()).mean().backward()
+    return model
+
+
+def replicas_differ():
+    model = fsdp(build(seed=rank))  # each rank's shard is of another model
+    sample_losses(model, equal_rows()).mean().backward()
+    return model
+
+
+def sum_for_mean():
+    model = fsdp(build())
+    for unit in (model[0], model[2], model):
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(1.0)  # what gloo did by itself before torch 2.9
+    sample_losses(model, equal_rows()).mean().backward()
+    return model
+
+
+def sync_left_off():
+    model = fsdp(build())
+    model.set_requires_gradient_sync(False)  # for accumulation, and never set back
+    sample_losses(model, equal_rows()).mean().backward()
+    return model
+
+
+def no_sync_left_on():
+    model = DDP(build())
+    with model.no_sync():
+        sample_losses(model, equal_rows()).mean().backward()
+    return model
+
+
+def unequal_shares():
+    model = fsdp(build())
+    rows = torch.arange(12 * world)
+    mine = rows[: 11 * world + 1] if rank == 0 else rows[11 * world + rank :][:1]
+    sample_losses(model, mine).mean().backward()  # a mean of means
+    return model
+
+
+# %% [markdown]
+# One more is about clipping: each rank clips by the norm of *its own shards*. Here one process clips too,
+# to a norm of 0.1.
+
+
+# %%
+# %%ranks
+def clipped(norm_of):
+    """The error after clipping, where the norm is computed by a function of the gradients."""
+    model, expected = right(), one_process()
+    for gradients in ([parameter.grad for parameter in model.parameters()], expected):
+        norm = norm_of(gradients) if gradients is not expected else full_norm(gradients)
+        for gradient in gradients:
+            gradient.mul_(0.1 / norm)
+    return step_error(model, expected)
+
+
+def full_norm(gradients):
+    return nn.utils.get_total_norm(gradients)
+
+
+def norm_of_shards(gradients):
+    return nn.utils.get_total_norm([gradient.to_local() for gradient in gradients])
+
+
+def correct_norm(gradients):
+    return full_norm(gradients).full_tensor()  # of DTensors: over all ranks
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+ways = (right, replicas_differ, sum_for_mean, sync_left_off, no_sync_left_on, unequal_shares)
+errors = {way.__name__: step_error(way()) for way in ways}
+errors |= {
+    "clip by the full norm": clipped(correct_norm),
+    "clip by the norm of shards": clipped(norm_of_shards),
+}
+
+# %% jupyter={"source_hidden": true}
+errors = ranks.get("errors")[0]
+Table(
+    ["one step", "raises", "error of the gradients"],
+    [
+        [name.replace("_", " "), "nothing", "0" if error < 1e-5 else f"{error:.2f}"]
+        for name, error in errors.items()
+    ],
+    note="Against one process; 1.00 is as much as the largest gradient of a parameter.",
+)
+
+# %% [markdown]
+# None of the eight raises. Two are right up to rounding, and the check tells them from the rest. After a sum
+# for a mean the gradients are as many times too large as there are ranks, so the error is that number less 1.
+# With `set_requires_gradient_sync(False)` the sharded gradients are never written: the error is 1.00, and the
+# loss never changes.
+
+# %% tags=["check"]
+assert errors["right"] < 1e-5 and errors["clip by the full norm"] < 1e-5
+assert abs(errors["sum_for_mean"] - (WORLD - 1)) < 1e-3
+assert errors["sync_left_off"] == 1.0
+wrong = [error for name, error in errors.items() if name not in ("right", "clip by the full norm")]
+assert min(wrong) > 0.01
+print("Checked: the check finds all six lies, and passes both right ways.")
+
+# %% [markdown]
+# ## Your turn 2 · A loss over unequal batches
+#
+# The last batch is seldom full, and texts have different lengths, so ranks have unequal numbers of samples or
+# tokens. Each rank's mean weighs its samples by its own number, and FSDP then takes the mean of the means.
+#
+# Write `loss_of(losses)`. It gets the losses of this rank's samples, `f32[n]`, where `n` differs between the
+# ranks and may be 0. It returns the number on which `backward` is called. After FSDP's mean over the ranks,
+# the gradients have to be those of one process that takes the mean over all samples of all ranks.
+#
+# Edit the next cell, then run it and the two folded cells below it.
+#
+# <details><summary>Hint</summary>
+#
+# One process divides the sum of all losses by the number of all samples. FSDP divides by the number of ranks,
+# which you have to undo. The number of all samples is an `all_reduce` away.
+#
+# </details>
+
+
+# %% tags=["exercise"]
+# %%ranks
+def loss_of(losses):  # f32[n] -> f32[]
+    return None  # your lines here
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 5
+result = None
+
+
+def score_loss(loss_of):
+    """Are the gradients right, for three ways to share samples?"""
+    rows, right = torch.arange(12 * world), {}
+    unequal = [rows[:5], *rows[5 : 4 + world].chunk(world - 1)]  # one sample on each rank but rank 0
+    absent = [rows[:7], *[rows[:0]] * (world - 1)]
+    ways = {"equal": rows.chunk(world), "unequal": unequal, "nothing on other ranks": absent}
+    for name, shares in ways.items():
+        mine = shares[rank]
+        model = fsdp(build())
+        loss = loss_of(sample_losses(model, mine))
+        if loss is None:
+            return None
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            right[name] = "no number with a gradient"
+            continue
+        loss.backward()
+        right[name] = step_error(model, one_process(torch.cat(list(shares)))) < 1e-4
+    return {f"gradients are right: {name}": found for name, found in right.items()}
+
+
+result = score_loss(loss_of)
+
+# %% jupyter={"source_hidden": true}
+turn(
+    2,
+    ranks.get("result"),
+    {
+        "gradients are right: equal": exactly(
+            True, otherwise="With equal shares a mean is right already: is the result off by a factor?"
+        ),
+        "gradients are right: unequal": exactly(
+            True, otherwise="With unequal shares it is not: divide by the number of samples of all ranks."
+        ),
+        "gradients are right: nothing on other ranks": exactly(
+            True, otherwise="A rank without samples has to give 0, not the mean of nothing, which is nan."
+        ),
+    },
+)
+
+
+# %% tags=["solution"] turn=2
+# %%ranks
+def loss_of(losses):
+    samples = torch.tensor(float(len(losses)))
+    dist.all_reduce(samples)  # of all ranks
+    return losses.sum() * world / samples  # FSDP divides by world
+
+
+result = score_loss(loss_of)
+
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def loss_of(losses):
+    return losses.mean()
+
+
+result = score_loss(loss_of)
+
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def loss_of(losses):
+    samples = torch.tensor(float(len(losses)))
+    dist.all_reduce(samples)
+    return losses.sum() / samples
+
+
+result = score_loss(loss_of)
+
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def loss_of(losses):
+    return losses.sum() / 12
+
+
+result = score_loss(loss_of)
+
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def loss_of(losses):
+    return losses.detach().sum()
+
+
+result = score_loss(loss_of)
+
+# %% tags=["check"]
+try_answers(15)
+
+# %% [markdown]
+# Gradient accumulation has the same trap: the mean over microbatches of unequal size. Count the samples of
+# the whole step first.
+
+# %% [markdown]
+# ## When it goes wrong
+#
+# What you see, why, and what helps:
+#
+# - **Nothing moves, GPUs at 100%, no message.** NCCL kernels wait for a rank. `py-spy dump --pid PID` for all
+#   ranks of a host: the odd one out is the one to look at. Next time, run under `check_in_step`.
+# - **`Timed out waiting`, `Watchdog caught collective operation timeout`.** The same, after the limit. The
+#   rank that reports it is one that waited, not the one that is to blame.
+# - **`Connection closed by peer`.** Another rank has ended. Look for the first error in *its* output.
+# - **`Received data size doesn't match expected size`.** Ranks are in different collectives: run once with
+#   `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+# - **It hangs in the last step of an epoch.** Samplers of unequal length: `drop_last=True`, or pad.
+# - **It hangs at a checkpoint.** A collective under `if rank == 0`, or under a condition on a local number:
+#   [lesson 3](03_full_state_dict.ipynb).
+# - **The loss is plausible and worse than on one GPU.** Take one step against one process.
+#
+# ## Takeaways
+#
+# - Collectives are paired by order. One call too few aborts, hangs or mixes up data; which of the three is
+#   decided by sizes and by what comes next.
+# - What decides on a collective must have the same value on all ranks: the loss, the number of batches, the
+#   generator, the wish to stop.
+# - DETAIL sees kinds and shapes, stacks and the flight recorder see where ranks stand, and `check_in_step`
+#   also sees equal calls from different lines.
+# - Give every wait a limit: `timeout=` of the process group, and `faulthandler.dump_traceback_later`.
+# - No tool for hangs sees a wrong gradient. One step against one process does.
+#
+# ## Next
+#
+# This was the last lesson. The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+#
+# [← lesson 14](14_plan_before_you_rent.ipynb) · [lesson 16 →](16_two_dimensions.ipynb)
