@@ -29,6 +29,7 @@ from fsdp_utils.torch_internals.fsdp import fsdp2_unit_of_frame
 
 POLL_S = 0.5  # how often a rank publishes where it is, and the first rank compares
 ANSWER_S = 3.0  # for the ranks to publish their records once they are asked
+LEFT = "has left the block"  # without an error
 WINDOW = 4096  # calls that a rank remembers of each group
 _RECENT, _EVERY = 48, 64  # hashes are published of so many last calls, and of every so-many-th before
 
@@ -115,7 +116,7 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
             error.add_note(report)  # pyright: ignore[reportAttributeAccessIssue]
         raise
     else:
-        report = watch.leave("has left the block", wait_s=after_s + ANSWER_S)
+        report = watch.leave(LEFT, wait_s=after_s + ANSWER_S)
         if report and watch.parted:
             raise OutOfStep(report)
     finally:
@@ -288,7 +289,7 @@ class _Watch(threading.Thread):
     def leave(self, how: str, *, wait_s: float) -> str:
         """The program leaves the block: wait for the comparison, at most that long; returns the report."""
         self._left = how
-        if wait_s > 0 and how != "has left the block":
+        if wait_s > 0 and how != LEFT:
             with suppress(RuntimeError):  # the store has gone with its rank
                 self._store.set("ask", "")
         self._wake.set()
@@ -362,7 +363,7 @@ class _Watch(threading.Thread):
         if not self.parted and self._store.check(["report"]):
             report = json.loads(self._store.get("report"))
             self.found.report, self.parted = report["text"], report["parted"]
-            if self._left:
+            if self._left and self._left != LEFT:  # by an error: a wait that was reported may explain it
                 self._settled.set()
         if self._left and (self.parted or self._store.check(["end"])):
             self._settled.set()
@@ -380,13 +381,14 @@ class _Watch(threading.Thread):
         differs = _have_parted(beats)
         is_behind = _is_behind(beats, everyone)
         is_stuck = is_behind and time.monotonic() - self._changed > self._after_s and not self._reported
-        if not self.parted and (differs or is_stuck or self._store.check(["ask"])):
-            self._report()
+        asked = self._store.check(["ask"])  # by a rank that leaves with an error
+        if not self.parted and (differs or is_stuck or asked):
+            self._report(asked)
             self._store.delete_key("ask")
         if len(beats) == self._world_size and all(beat["left"] for beat in beats.values()):
             self._store.set("end", "")
 
-    def _report(self) -> None:
+    def _report(self, asked: bool) -> None:
         """Ask all ranks for their records, compare them call by call, and publish the result."""
         number = self._round
         self._store.set(f"wanted/{number}", "")
@@ -399,7 +401,7 @@ class _Watch(threading.Thread):
             if self._store.check([key])
         }
         text, parted = _where_they_part(records, self._world_size)
-        if not text or (self._reported and not parted):
+        if not text or (self._reported and not (parted or asked)):
             return
         self._reported = True
         self._store.set("report", json.dumps({"text": text, "parted": parted}))
