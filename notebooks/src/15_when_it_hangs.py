@@ -1036,6 +1036,7 @@ try_answers(15)
 #
 # ## Next
 #
-# This was the last lesson. The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
+# When FSDP alone is no longer enough, [lesson 16](16_two_dimensions.ipynb) adds a second dimension, tensor
+# parallelism.
 #
 # [← lesson 14](14_plan_before_you_rent.ipynb) · [lesson 16 →](16_two_dimensions.ipynb)
