@@ -20,7 +20,7 @@
 #   sent between hosts.'
 # takes: half a minute to run on 2 cores (AMD EPYC) · 30 minutes to read
 # video: '[Sharding strategies](https://www.loom.com/share/1f280618955c4f22a5a1ad6cbb41b28c),
-#   2022. Since then: HYBRID_SHARD, then announced, is there, and FSDP2 takes a mesh
+#   2022. Since then: HYBRID_SHARD, then announced, exists, and FSDP2 takes a mesh
 #   instead of the name of a strategy.'
 
 # %% [markdown]
@@ -64,18 +64,22 @@ plots.show(fig, alt="Which quarter of the parameters each of four ranks on two h
 
 # %% [markdown]
 # The parameters of a model are cut into four pieces, one colour each. A column is a rank, and shows the
-# pieces that it holds between two steps (*at rest*). Below is which ranks take part in each collective. DDP
-# holds everything everywhere. FULL_SHARD holds each piece once, so its collectives go over both hosts.
-# HYBRID_SHARD holds a copy of the model on each host, and cuts each copy over the ranks of its host. What
-# the fourth one does comes below. (`fully_shard` cuts each parameter by itself. The drawing shows all of
-# them as one.)
+# pieces that it holds between two steps (*at rest*). The text under each drawing names the collectives and
+# the groups of ranks that take part in them. DDP holds everything everywhere. FULL_SHARD holds each piece
+# once, so its collectives go over both hosts. HYBRID_SHARD (also called HSDP) holds a copy of the model on
+# each host, and cuts each copy over the ranks of its host. The fourth strategy, resharding to a host, looks
+# like FULL_SHARD at rest and differs within a step; *Six strategies* explains it. (`fully_shard` cuts each
+# parameter by itself. The drawing shows all of them as one.)
 #
 # ## In your own code
 #
 # With FSDP2 a strategy is two arguments of `fully_shard`: the `mesh`, which says which ranks share the
 # shards, and `reshard_after_forward`, which says whether a unit is freed after its forward pass. This script
-# is HYBRID_SHARD. Save it as `train.py` and start it with `torchrun --nproc-per-node 4 train.py`, on each
-# host. On one host it is the same as FULL_SHARD.
+# is HYBRID_SHARD. Save it as `train.py`. On one host start it with `torchrun --nproc-per-node 4 train.py`:
+# the mesh then has one row, which is FULL_SHARD. For two hosts run the same command on each of them, and tell
+# torchrun where they meet:
+# `torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST0:29500 train.py`, where
+# HOST0 is the name of one of the two.
 #
 # ```python
 # import os
@@ -140,7 +144,7 @@ from fsdp_utils.sharding.units import find_units
 rank, world = dist.get_rank(), dist.get_world_size()
 on_gpu = torch.cuda.is_available()                              # ranks on the CPU see no GPU
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-hosts = 2 if world >= 4 and 64 % world == 0 else 1              # that we imagine
+hosts = 2 if world >= 4 and 64 % world == 0 else 1              # not real ones, see below
 per_host = world // hosts
 
 
@@ -167,12 +171,12 @@ P = sum(p.nbytes for p in build().parameters())                 # bytes of all p
 print(f"{P / 1024:.0f} KiB of parameters, {len(build())} blocks; {hosts} host(s) of {per_host} ranks")
 
 # %% [markdown]
-# All ranks are processes of this machine. For the count of bytes we declare them to be **two hosts of two
-# ranks**: ranks 0 and 1, and ranks 2 and 3. The bytes are real, the hosts are not. The model is six equal
-# blocks, each a unit. A folded cell above defines it (`build`) and its data (`batch`). `P` stands for the
-# bytes of all its parameters.
+# All ranks are processes of this machine. To count bytes between hosts, the lesson treats them as **two hosts
+# of two ranks**: ranks 0 and 1, and ranks 2 and 3. The bytes are real, the hosts are not. The model has six
+# equal blocks, and each is a unit: `fully_shard` gathers and frees it as one. The folded cell above defines
+# the model (`build`) and its data (`batch`). `P` stands for the bytes of all parameters.
 #
-# Which ranks belong together is said by a **device mesh**: the ranks, arranged in rows and columns.
+# A **device mesh** says which ranks belong together: it arranges them in rows and columns.
 
 # %%
 # %%ranks
@@ -204,7 +208,7 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="The ranks as a mesh: rows are hosts and share shards, columns hold copies.")
 
 # %% [markdown]
-# A row is a host. Its ranks share one copy of the model, a piece each: they are a group of the dimension
+# A row is a host. Its ranks share one copy of the model, one piece each: they form a group of the dimension
 # "shard". The ranks of a column hold the same piece: a group of the dimension "replicate". FSDP2 reads a mesh
 # of two dimensions in this order: the first replicates, the second shards.
 
@@ -217,7 +221,8 @@ print("Checked: the groups of rank 0 are its row and its column.")
 # %% [markdown]
 # ## Six strategies
 #
-# The names come from [the ZeRO paper](https://arxiv.org/abs/1910.02054).
+# ZeRO-1 to ZeRO-3 are the stages of [the ZeRO paper](https://arxiv.org/abs/1910.02054); FULL_SHARD and
+# HYBRID_SHARD are the names of FSDP1.
 #
 # | strategy | cuts | how |
 # |:--|:--|:--|
@@ -229,8 +234,9 @@ print("Checked: the groups of rank 0 are its row and its column.")
 # | reshard to a host | as FULL_SHARD | `reshard_after_forward=` ranks per host |
 #
 # FSDP's ZeRO-2 cuts the parameters, too, but a unit that was gathered for forward stays complete until its
-# backward pass. **Resharding to a host** shards over all ranks, but from forward to backward a rank keeps a
-# larger shard, one of `per_host`. So backward gathers within the host.
+# backward pass. **Resharding to a host** shards over all ranks, as FULL_SHARD does. But after its forward
+# pass a unit is not cut back to a piece for each of all ranks: the ranks of one host keep all of it between
+# them, `1 / per_host` each, until backward. So backward gathers within the host.
 
 # %%
 # %%ranks
@@ -272,14 +278,15 @@ if hosts == 2:
 # <details><summary>Answer</summary>
 #
 # FULL_SHARD holds the least: a quarter of everything, and the units that are gathered. HYBRID_SHARD sends the
-# least between the hosts: only its shard of the gradients. No strategy is best at both. The next cells
-# measure it.
+# least between the hosts: each rank reduces only its shard of the gradients there. No strategy is best at
+# both. The next cells measure it.
 #
 # </details>
 #
 # ## The same losses
 #
-# First the proof that they are strategies for the same training; otherwise the comparison means nothing.
+# A comparison means something only if all strategies train the same model. So first compare their losses with
+# those of one process.
 
 # %% tags=["equality"]
 # %%ranks
@@ -434,8 +441,9 @@ plots.memory_per_rank(kib, unit="KiB")
 #
 # The columns are maxima, and do not all occur at the same moment: when all gradients are there, nothing is
 # gathered any more. So where units are gathered, the sum beside a bar is more than a rank ever holds of the
-# four. On the other hand three things are not in the table: the complete gradients of the block that
-# computes, the buffer of the same size from which `fully_shard` reduces them, and the activations.
+# four. On the other hand the table leaves out the complete gradients of the block that computes, the buffer
+# of the same size from which `fully_shard` reduces them, the activations, and what the optimizer needs for a
+# moment within its step.
 
 # %% tags=["check"]
 # %%ranks
@@ -458,9 +466,11 @@ print("Checked: the shares of P, and the gathered blocks: 8 of ZeRO-2, 3 of FULL
 # %% [markdown]
 # ## Bytes that a rank sends
 #
-# For a collective over n ranks, each rank has to send at least (n - 1) / n of the full tensor, and for an
-# all-reduce twice that: once to reduce, once to hand out the result. `sent_bytes` of a recorded collective is
-# this least. A backend may send more.
+# In an all-gather over n ranks each rank holds 1 / n of the tensor and receives the rest. So on average a
+# rank has to send (n - 1) / n of the full tensor at least. The same holds for a reduce-scatter and a
+# broadcast. For an all-reduce it is twice that: once to reduce, once to hand out the result. `sent_bytes` of
+# a recorded collective is this lower bound; a backend may send more. The last column counts the collectives
+# whose ranks are all on one host.
 
 # %% tags=["bytes"]
 # %%ranks
@@ -475,10 +485,10 @@ Table(
 )
 
 # %% [markdown]
-# - ZeRO-2 sends no more than DDP: an all-reduce *is* a reduce-scatter and an all-gather. FULL_SHARD sends
-#   half as much again, for its second all-gather.
-# - `ZeroRedundancyOptimizer` sends as much as FULL_SHARD and saves less memory. DDP has reduced all gradients
-#   for it, although each rank needs only those of its own part, and the new parameters are broadcast.
+# - ZeRO-2 sends no more than DDP: an all-reduce needs as many bytes as a reduce-scatter and an all-gather
+#   together. FULL_SHARD sends half as much again, for its second all-gather.
+# - ZeRO-1 sends as much as FULL_SHARD and saves less memory. DDP reduces all gradients to every rank,
+#   although the optimizer of a rank needs only those of its own part; then the new parameters are broadcast.
 # - HYBRID_SHARD sends three quarters of its bytes within a host, resharding to a host a quarter.
 
 # %% tags=["check"]
@@ -504,9 +514,9 @@ print("Checked: each number from its formula, such as 3 (n - 1) / n P of FULL_SH
 # ## Bytes that cross the link
 #
 # Not all bytes of a collective that spans both hosts cross the link between them. Backends often pass bytes
-# around a **ring**: rank 0 sends to 1, 1 to 2, 2 to 3, and 3 to 0. Then of a host's ranks only the last one
-# sends to the other host. Under HYBRID_SHARD, an all-reduce goes over one rank of each host, so each rank
-# sends across.
+# around a **ring**: rank 0 sends to 1, 1 to 2, 2 to 3, and 3 to 0. Then only the last rank of a host sends to
+# the other host. Under HYBRID_SHARD, an all-reduce goes over one rank of each host, so every rank sends to
+# the other host, but only its own shard.
 
 # %%
 # %%ranks
@@ -530,10 +540,12 @@ Table(
 
 # %% [markdown]
 # FULL_SHARD sends 2.25 times as much over the link as HYBRID_SHARD, and DDP half as much again as
-# HYBRID_SHARD. With H hosts and n ranks in all, FULL_SHARD sends 3 (n - 1) / n P and HYBRID_SHARD
-# 2 (H - 1) / H P. So with two hosts of eight ranks the factor is 2.8, and with many hosts it is 1.5.
+# HYBRID_SHARD. With H hosts and n ranks in all, a host sends 3 (n - 1) / n P under FULL_SHARD and
+# 2 (H - 1) / H P under HYBRID_SHARD. So with two hosts of eight ranks the factor is 2.8, and with many hosts
+# it is 1.5.
 #
-# The figure puts memory and link together. No strategy is at the bottom left.
+# The next figure puts memory and link together. The best place would be the bottom left: little memory,
+# little on the link. No strategy is there.
 
 # %% jupyter={"source_hidden": true}
 fig, (axes,) = plots.figure(width=6.8, height=3.0)
@@ -616,8 +628,8 @@ turn(
     {
         "ranks with wrong groups, in four clusters": exactly(
             0,
-            otherwise="For some ranks the groups are others. On the mesh, the first group is the rank's row, "
-            "the second its column.",
+            otherwise="Some ranks get wrong groups. Return the rank's row of the mesh first, then its "
+            "column.",
         ),
         "P sent between hosts, per rank": at_most(
             0.5,
@@ -674,12 +686,14 @@ def my_groups(rank, world, per_host):
 result = score_groups(my_groups)
 
 # %% [markdown]
-# ## What that is worth on a slow link
+# ## A slow link
 #
-# **A replay**, as in lesson 4: the recorded order on two streams. A block takes 1 ms in forward and 2 ms in
-# backward, and its parameters are 4,096 times as large as those of our model: 0.5 GiB. A rank sends at 50
-# GiB/s within a host. The row says how much a host sends to the other in a second. The two ranks of a host
-# share that link in the all-reduces of HYBRID_SHARD.
+# How long would a step take on links of different speeds? **This is a replay**, as in
+# [lesson 4](04_backward_prefetch.ipynb): the recorded collectives and the computation run on two simulated
+# streams, in the recorded order. A block takes 1 ms in forward and 2 ms in backward, and its parameters are
+# 4,096 times as large as those of our model: 0.5 GiB. Within a host a rank sends 50 GiB/s. Each row of the
+# table is another speed of the link between the hosts. The two ranks of a host share that link in the
+# all-reduces of HYBRID_SHARD.
 
 # %% tags=["replay"]
 traces = ranks.get("{name: trace for name, (_, trace) in results.items()}")[0]
@@ -703,9 +717,9 @@ Table(
 )
 
 # %% [markdown]
-# On the fastest link ZeRO-1 takes 64% longer than ZeRO-2, and HYBRID_SHARD is no gain. The slower the link
-# between the hosts, the more a step takes just the time of the bytes that cross it, and HYBRID_SHARD has the
-# fewest. On the slowest link it is 2.2 times as fast as FULL_SHARD; the bytes predict
+# On the fastest link ZeRO-1 takes 64% longer than ZeRO-2, and HYBRID_SHARD is slower than FULL_SHARD. The
+# slower the link between the hosts, the more of a step is the time of the bytes that cross it, and
+# HYBRID_SHARD sends the fewest. On the slowest link it is 2.2 times as fast as FULL_SHARD; the bytes predict
 # 2.25.
 #
 # (This replay has one stream for all collectives. FSDP2 gives the all-reduces of HYBRID_SHARD a stream of
@@ -728,7 +742,8 @@ print("Checked: 64% on the fastest link, a factor of 2.2 on the slowest.")
 # ### Recorded: two hosts, one link
 #
 # Both hosts of this recording run on one machine, too, but the link between them is real: its rate is
-# limited, and it counts its bytes. The last column but one is the time that the link needs for the bytes.
+# limited, and its bytes are counted ("on the wire"). The column "s for the bytes" is the time that the link
+# needs for them.
 
 # %% jupyter={"source_hidden": true}
 two_hosts = recorded.load("two_hosts")
@@ -836,9 +851,11 @@ Table(
 )
 
 # %% [markdown]
-# The weights after the step are the same. Without synchronisation three of four reductions are gone, and each
-# rank holds all gradients, complete, until the last batch. The eight gathers stay, two for each batch,
-# because the parameters are freed as before. So it saves a quarter of what is sent.
+# The weights after the step are the same up to rounding. A gather and a reduction of the model send about the
+# same number of bytes. With synchronisation there are 8 + 4 of them, without it 8 + 1: a quarter less. The
+# eight gathers stay, two for each batch, because the parameters are freed as before. The price is in the last
+# column, the gradients that a rank keeps between two batches: without synchronisation all 776 KiB, complete,
+# instead of a quarter.
 #
 # Two more switches govern the gathers. `set_reshard_after_forward(False)` keeps a unit complete from its
 # forward to its backward pass, as ZeRO-2 does. `set_reshard_after_backward(False)` keeps it complete *after*
@@ -869,15 +886,16 @@ print("Checked: the same weights; 4 and 1 reductions, 8 gathers; DDP 4 all-reduc
 # %% [markdown]
 # ## Your turn 2 · Accumulate, and communicate once
 #
-# Write an accumulation that gathers the model once and reduces it once, for all batches together. It pays
-# where memory allows all parameters and all gradients to be complete, and the link is slow. At the end all
-# blocks have to be freed again, so that the next step does not begin with old parameters. Divide each loss by
-# the number of batches, as above. Edit the next cell, then run it and the folded cells below it.
+# Write an accumulation that gathers the model once and reduces it once, for all batches together. That
+# pays where the link is slow, and memory has room for all parameters and all gradients at once. At the end
+# all blocks have to be freed again, so that the next step does not begin with old parameters. Divide each
+# loss by the number of batches, as above. Edit the next cell, then run it and the folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
-# Set three switches before the batches and two of them again before the last one: gradients are to be
-# reduced and parameters freed when its backward pass is over.
+# Turn three switches off before the first batch: `set_reshard_after_forward`, `set_reshard_after_backward`
+# and `set_requires_gradient_sync`. Turn the last two on again before the last batch, so that its backward
+# pass reduces the gradients and frees the parameters.
 #
 # </details>
 
@@ -990,13 +1008,13 @@ try_answers(6)
 # The video of 2022 shows how large a model could be trained on a machine with eight GPUs of 24 GB. Compute
 # what parameters, gradients and AdamW's averages alone allow: 16 bytes for each parameter in fp32. On top of
 # its shards ZeRO-2 has all parameters complete within a step: 4 bytes each in fp32, 2 if they are gathered
-# in bf16 ([lesson 7](07_mixed_precision.ipynb)).
+# in bf16 ([lesson 7](07_mixed_precision.ipynb)). For FULL_SHARD the few gathered units are left out.
 
 # %% tags=["largest"]
 bytes_per_parameter = {                                         # fp32, then gathered in bf16
     "DDP": (16, 16),
     "ZeRO-2": (4 + 16 / 8, 2 + 16 / 8),
-    "FULL_SHARD": (16 / 8, 16 / 8),                             # and two blocks, which we leave out
+    "FULL_SHARD": (16 / 8, 16 / 8),                             # gathered units left out
 }
 claimed = {"DDP": 0.75, "ZeRO-2": 2.0, "FULL_SHARD": 2.5}       # billions, 2022
 billions = {name: [24 / nbytes for nbytes in both] for name, both in bytes_per_parameter.items()}
@@ -1010,9 +1028,9 @@ Table(
 # %% [markdown]
 # This is a bound, not a measurement: activations, buffers and the allocator's cache come on top. In 2022 the
 # model of ZeRO-2 was 2.7 times that of DDP. The states allow 2.7 in fp32, but that run gathered in bf16,
-# where they allow 4. FULL_SHARD reached a fifth of its bound. There the states no longer filled the memory,
-# so sharding them more finely would not have helped; activation checkpointing
-# ([lesson 2](02_activation_checkpointing.ipynb)) would.
+# where they allow 4. FULL_SHARD reached a fifth of its bound. So something other than the states filled the
+# memory, and cutting the states into smaller shards would not have helped much. Against activations,
+# activation checkpointing helps ([lesson 2](02_activation_checkpointing.ipynb)).
 
 # %% tags=["check"]
 for name, both in billions.items():
@@ -1056,8 +1074,8 @@ if rank == 0:
 assert slower > 1.2
 
 # %% [markdown]
-# This ratio is that of small collectives on a CPU, and says nothing about a GPU. What holds everywhere is its
-# reason: three collectives for each block, where DDP has one for many.
+# This is the ratio of small collectives on a CPU, and says nothing about a GPU. The reason holds everywhere:
+# FULL_SHARD has three collectives for each block, where DDP has one for many blocks.
 #
 # ## Which is which in ZeRO
 #
@@ -1072,13 +1090,13 @@ assert slower > 1.2
 #
 # hpZ is the part of [ZeRO++](https://arxiv.org/abs/2306.10209) that keeps a second set of shards within each
 # host; [MiCS](https://arxiv.org/abs/2205.00119) shards over small groups of ranks.
-# FSDP's ZeRO-2 differs from DeepSpeed's in one point: it cuts the parameters too, outside of a step.
+# FSDP's ZeRO-2 differs from DeepSpeed's mainly in one point: between two steps it cuts the parameters too.
 #
 # ## When it goes wrong
 #
-# A mistake that raises no error: to keep units complete after backward, and to forget to free them after the
-# last batch. The optimizer then updates the shards, while forward goes on with the complete parameters that
-# it finds.
+# One mistake raises no error: units are kept complete after backward, as in turn 2, and are not freed after
+# the last batch. The optimizer then updates the shards, while forward goes on with the complete parameters
+# that it finds. Here it happens:
 
 # %%
 # %%ranks
@@ -1108,13 +1126,15 @@ Table(
 # %% [markdown]
 # What you see, why, and what helps:
 #
-# - **The loss does not move**, as above. Forward uses the parameters of the first step for ever. Set
+# - **The loss does not change**, as above. Forward uses the parameters of the first step in every step. Set
 #   `set_reshard_after_backward(True)` before the backward pass of the last batch.
-# - **HYBRID_SHARD is slower than FULL_SHARD.** The mesh has its dimensions in the wrong order, so shards are
-#   shared between hosts, which sends three times the bytes between them. (Try it: return the two groups of
-#   turn 1 in the other order.) The first dimension replicates, the second shards.
+# - **HYBRID_SHARD is slower than FULL_SHARD.** One cause: the mesh has its dimensions in the wrong order, so
+#   each copy is cut over ranks of different hosts. With two ranks on a host that sends three times the bytes
+#   between the hosts. (Try it: return the two groups of turn 1 in the other order.) The first dimension
+#   replicates, the second shards. With the right mesh a fast link is another cause: see *A slow link*.
 # - **Out of memory since you accumulate without synchronisation.** Each rank now holds all gradients,
-#   complete: "gradients kept" above.
+#   complete ("gradients kept" above). Under HYBRID_SHARD use `set_requires_all_reduce(False)`; otherwise
+#   synchronise after each batch.
 # - **Out of memory under HYBRID_SHARD, not under FULL_SHARD.** Each copy of the model is cut over the ranks
 #   of one host only. Use FULL_SHARD, or rows of several hosts: a row of the mesh need not be one host.
 # - **`If passing reshard_after_forward as an int, it should be a factor of …`.** The number must divide the
