@@ -1137,6 +1137,7 @@ assert blocked["asynchronous, the second time"] < 0.7 * blocked["save_distribute
 print("Checked: asynchronous blocks for less than 0.7 of the time, and saves the state of the call.")
 
 # %% [markdown]
+# `save_distributed` takes longer than `dcp.save`, because it also hashes the files and renames the directory.
 # An asynchronous save blocks the training mostly for the copy. Of our two asynchronous saves the second is
 # the usual case: it uses the memory of the first one's copy again. An error in the background is raised by
 # `wait()`, or by the next save or load. The check compares the loaded weights with those at the moment of the
