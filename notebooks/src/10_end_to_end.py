@@ -1159,11 +1159,11 @@ Table(
 # losses.
 #
 # When one rank has failed, torchrun sends SIGTERM to the others of its host, and kills after 30 s those that
-# are still there. A rank that is stopped (SIGSTOP) does not handle SIGTERM, so the other ranks of its host
-# end it at once with SIGKILL. When torchrun itself gets SIGTERM, it waits for
-# `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, 30 unless you set it. Set it to more than a save takes.
+# are still there. A rank that is stopped (SIGSTOP) does not handle SIGTERM, so the ranks of its host that
+# detect the hang end it. When torchrun itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`
+# seconds, 30 unless you set it. Set it to more than a save takes.
 #
-# **Slurm**: the file starts the elastic form on every node.
+# **Slurm**: `examples/train.sbatch` starts the elastic form on every node.
 #
 # ```sh
 # sbatch --nodes=2 --gpus-per-node=8 examples/train.sbatch --config run.yaml --out runs/a
@@ -1192,9 +1192,9 @@ Table(
 #
 # ## When it goes wrong
 #
-# The commonest mistake raises no error: something is missing from the checkpoint. Train 20 steps on the
-# ranks. Then go on from step 10 in three ways: with everything, without the optimizer's state, and with the
-# data from their beginning.
+# The commonest mistake raises no error: something is missing from the checkpoint. Train ten
+# steps on the ranks, stop, and go on for ten more in three ways: with everything, without the optimizer's
+# state, and with the data from their beginning.
 
 # %%
 # %%ranks
@@ -1235,8 +1235,8 @@ plots.losses(resumptions)
 
 # %% [markdown]
 # Without its averages AdamW starts anew, with steps as large as its first ones, and the loss rises after
-# step 10. With the data from their beginning the losses are those of other samples, and the curve looks
-# normal, although the model sees samples twice, and others perhaps never. So compare a resumed run with an
+# step 10. With the data from their beginning the losses are those of other samples. Their curve hardly shows
+# it, although the model sees some samples twice, and others perhaps never. So compare a resumed run with an
 # undisturbed one, step by step, as above.
 
 # %% tags=["check"]
