@@ -60,14 +60,15 @@ draw_cuts(512, 4, 3)
 
 # %% [markdown]
 # The colour of a row is the file that holds it. Each dashed line is the end of a part that a rank wants: two
-# of the three cut a saved piece in two. So every rank of the three needs rows from two files. By the end of
+# of the three cut a saved piece in two. So each of the three ranks needs rows from two files. By the end of
 # the lesson you have measured this, and written a load that does it.
 #
 # ## In your own code
 #
 # PyTorch's own way is `torch.distributed.checkpoint`, in short **DCP**. Save this as `train.py` and start it
 # with `torchrun --nproc-per-node 4 train.py`. Start it again, with another number, and it goes on where it
-# stopped. It needs as many GPUs as ranks, or none.
+# stopped: each start trains ten more steps. It needs as many GPUs as ranks, or none. `averages` is the
+# optimizer's state, which for AdamW is two running averages per weight.
 #
 # ```python
 # from pathlib import Path
@@ -101,14 +102,14 @@ draw_cuts(512, 4, 3)
 # ```
 #
 # `.metadata` is the file that DCP writes last, so a directory without it is a save that was interrupted. Each
-# save has a directory of its own; why, you see below.
+# save has a directory of its own: a save over an older one destroys it, as you will see in a later section.
 #
 # ## Jobs
 #
-# A checkpoint carries a run from one job to the next. So here the ranks do not stay: each function below is a
-# **job**. `run_on_ranks(job, ..., world_size=4)` starts four processes with a process group, calls the
-# function on each, returns what it returned by rank, and ends the processes. Only what is on the disk
-# remains.
+# A checkpoint carries a run from one job to the next. A **job** starts its ranks, trains, and ends them; only
+# its files remain. In this lesson a job is a function: `run_on_ranks(job, ..., world_size=4)` starts four
+# processes with a process group, calls the function on each, ends the processes, and returns a list of what
+# the ranks returned.
 
 # %% jupyter={"source_hidden": true}
 import json
@@ -144,8 +145,8 @@ folder = Path(tempfile.mkdtemp())
 
 # %% [markdown]
 # The model is that of lesson 3, with two blocks instead of three. `build`, `shard`, `adam`, `train` and
-# `evaluate` are in the next cell, which is folded: they are the ordinary ones. `train(model, optimizer,
-# steps)` returns the loss of each step as the mean over the ranks.
+# `evaluate` are in the next cell, which is folded, as they contain nothing about checkpoints. `train(model,
+# optimizer, steps)` returns the loss of each step as the mean over the ranks.
 
 # %% jupyter={"source_hidden": true}
 class Block(nn.Module):
@@ -231,8 +232,9 @@ def save(path, model, optimizer):
 
 
 # %% [markdown]
-# `dcp.load` gets such a state dict too. It says what is wanted, and holds the tensors that are to be filled.
-# The class before it only takes notes, for the table below: in your code, `checkpoint_id=path` will do.
+# `dcp.load` gets such a state dict too: its names say what to read, and its tensors are filled in place.
+# `NotingReader` only notes which files are read, for a table below. In your code, pass `checkpoint_id=path`
+# instead of `storage_reader=reader`.
 
 # %%
 class NotingReader(dcp.FileSystemReader):
@@ -255,7 +257,7 @@ def load(path, model, optimizer):
 
 
 # %% [markdown]
-# A job trains some steps. It begins from a seed, or goes on from a checkpoint.
+# Here is the job. It trains some steps, from newly initialised weights or from a checkpoint.
 
 # %%
 def job(steps, load_from=None, save_to=None):
@@ -272,13 +274,13 @@ def job(steps, load_from=None, save_to=None):
 # %% [markdown]
 # **Predict before you go on.**
 #
-# 1. Four ranks save three numbers per parameter: the weight and Adam's two averages. How large is each file,
-#   in sizes of the model?
+# 1. Four ranks save three numbers per parameter: the weight and Adam's two averages. How large is each file?
+#   Count in multiples of the model's size.
 # 2. Three ranks load it. From how many files does rank 1 of the three read rows of one weight?
 #
 # <details><summary>Answers</summary>
 #
-# 1. Three quarters of the model. Nothing is written twice.
+# 1. Three quarters of the model's size, as nothing is written twice.
 # 2. Two. Its third reaches from one third to two thirds, which are in the second and the third quarter. (What
 #   is not cut, such as Adam's count of steps, is in one of the files, and every rank reads it there.)
 #
@@ -298,8 +300,9 @@ Table(
 )
 
 # %% [markdown]
-# Each of the four ranks has written one file: a quarter, and a little more for the headers of many small
-# tensors.
+# Each of the four ranks has written one file. It holds a quarter of model and optimizer, and the headers of
+# many small tensors make up the rest.
+#
 # Now a job with one rank less goes on with it. Which rows does each of its ranks want, and where does it find
 # them?
 
@@ -334,8 +337,8 @@ for names, (begin, end) in zip(found_in, cut(512, fewer)):
 print("Checked: one file per rank, rows cut as in the drawing, no file read that holds none of the rows.")
 
 # %% [markdown]
-# As in the drawing. DCP looks up in `.metadata` which saved pieces hold rows that a rank wants, reads those
-# pieces and no others, and copies the rows out of them. That is **resharding**.
+# The files are those of the drawing. DCP looks up in `.metadata` which saved pieces hold rows that a rank
+# wants, reads those pieces and no others, and copies the rows out of them. That is **resharding**.
 #
 # Is the training the same? Go on with one rank, and compare with a job that never stopped.
 
@@ -350,22 +353,24 @@ torch.testing.assert_close(broken, unbroken, rtol=1e-4, atol=1e-4)
 plots.losses({f"{world} ranks, unbroken": unbroken, f"{world}, then {fewer}, then 1": broken})
 
 # %% [markdown]
-# One curve. Other numbers of ranks add up in another order, so the losses agree to within the rounding of
-# float32.
+# Both runs have the same curve. Different numbers of ranks add gradients in different orders, so the losses
+# agree only to within the rounding of float32.
 #
 # ## Your turn 1 · A load that reads only its part
 #
 # Write the heart of resharding. A weight of `saved.rows` rows is in `len(saved.files)` files.
 # `saved.files[i]` is a pair `(begin, end)`: file `i` holds the rows from `begin` up to `end`, `end` not
 # included. `saved.read(i, a, b)` reads the rows from `a` up to `b` **of that file**, counted from the file's
-# own first row.
+# own first row; it returns f32[b - a, 4].
 #
-# `my_rows(saved, rank, world)` returns the rows that rank `rank` of `world` wants. `cut(rows, world)` gives
-# the first and the last row of each rank's part, as in the drawing. A weight of 3 rows on 4 ranks leaves one
-# rank without rows: it gets an empty tensor, `torch.empty(0, 4)`, and opens no file.
+# `my_rows(saved, rank, world)` returns the rows that rank `rank` of `world` wants. `cut(rows, world)[rank]`
+# is the pair `(first, stop)` of that rank: it wants the rows from `first` up to `stop`, `stop` not included.
+# A weight of 3 rows on 4 ranks leaves one rank without rows: it gets an empty tensor, `torch.empty(0, 4)`,
+# and opens no file.
 #
-# The next cell starts ranks that stay until turn 2 is done. After it, edit the cell with `my_rows`, then run
-# it and the folded cells below it.
+# The next cell starts ranks that stay until turn 2 is done: a cell that begins with `%%ranks` runs on each of
+# them. Run it and the folded cell after it. Then edit the cell with `my_rows`, and run it and the folded
+# cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -570,14 +575,15 @@ def my_rows(saved, rank, world):                    # the next file, but no thir
 result = score_rows(my_rows)
 
 # %% [markdown]
-# With the target's bytes no row is read twice: in each load, the ranks together read the weight once. DCP is
-# a little less thrifty. It reads every saved piece that has a wanted row completely, and then copies the rows
-# out.
+# The target reads no row twice: in each load, the ranks together read the weight once. DCP reads a little
+# more: every saved piece that has a wanted row is read completely, and then the wanted rows are copied.
 #
 # ## The way of 2022: LOCAL_STATE_DICT
 #
-# The video's state dict is FSDP1's **local** one: what the rank holds, as it holds it. `SHARDED_STATE_DICT`
-# is the other one that is not gathered. Same code, another type.
+# FSDP1, `FullyShardedDataParallel`, joins all parameters of a unit into one flat parameter and shards that.
+# It has two state dicts that are not gathered. `LOCAL_STATE_DICT`, the video's, holds this rank's shards of
+# the flat parameters; `SHARDED_STATE_DICT` holds shards by parameter. `save_2022` and `load_2022` take
+# either.
 
 # %% jupyter={"source_hidden": true}
 from torch.distributed.checkpoint.api import CheckpointException
@@ -644,8 +650,8 @@ Table(
 # end to end and cut by the number of ranks. A sharded state dict has names and shapes. (`DTensor` has taken
 # the place of `ShardedTensor` since.) Neither holds the optimizer's state, which FSDP1 gives by another call.
 #
-# Load them, on the same number of ranks, on one less and on one. The second row is our addition: the video's
-# code under `torch.no_grad()`.
+# Load them on the same number of ranks, on one rank less and on a single rank. Two rows are our additions:
+# the video's code under `torch.no_grad()`, and with FSDP1's later option `use_orig_params=True`.
 
 # %% tags=["local"]
 attempts = {
@@ -676,7 +682,7 @@ Table(
 )
 
 # %% [markdown]
-# And why? These are the errors:
+# These are the errors of the loads that fail:
 
 # %% jupyter={"source_hidden": true}
 failed = [(name, size) for name in attempts for size in sizes if not right(found[size][name])]
@@ -696,19 +702,19 @@ print("Checked: which way loads on how many ranks; what loads has the loss that 
 # %% [markdown]
 # So in PyTorch 2.13, row by row:
 #
-# - The video's code loads on as many ranks as have saved, and on no others. On fewer it ends in an error
-#   about views, which is an accident: a shard that needs a gradient is written to in pieces. Under
-#   `no_grad` DCP reshards the flat parameters too. One rank alone shards nothing, and FSDP1 then gives the
-#   full state dict, which has other names.
-# - With `use_orig_params=True`, which came later and keeps the model's own parameters, it does not even
-#   load what it has just saved. The pieces of parameters in it are of another size on every rank, under one
-#   name.
-# - The sharded one always loads. What FSDP2 and `get_state_dict` give you today is of this kind.
+# - The video's code loads on as many ranks as have saved, and on no others. On three ranks the error is about
+#   views, which is an accident: DCP writes to parts of a shard that needs a gradient. Under `no_grad` DCP
+#   reshards the flat parameters too. On a single rank FSDP1 does not shard, and its state dict then has the
+#   names of the parameters, which the checkpoint lacks.
+# - With `use_orig_params=True`, which keeps the model's own parameters, a local state dict does not even load
+#   on the ranks that have saved it. It also holds pieces of parameters, which have the same name but
+#   different sizes on different ranks.
+# - The sharded state dict loads on all of them. `get_state_dict` gives you this kind today, with FSDP2.
 #
 # ## Every save overwrites the last
 #
 # The video ends with a note: be careful to use a new directory each time. What if you forget? The next job
-# saves step 8 over step 4, and then tries it once more with a writer that is told not to overwrite.
+# saves step 8 over the checkpoint of step 4, and then saves once more with `overwrite=False`.
 
 # %% tags=["overwrite"]
 def save_over(path):
@@ -757,10 +763,10 @@ print("Checked: the default warns and overwrites every file; overwrite=False ref
 #
 # ## `save_distributed` and `load_distributed`
 #
-# `fsdp_utils` saves with DCP, and adds a little around it. Each checkpoint gets a directory of its own. It is
+# `save_distributed` of `fsdp_utils` saves with DCP. Each checkpoint gets a directory of its own. It is
 # written under a temporary name, and **renamed** when all ranks are done and all files are on the disk: the
-# checkpoint is there completely, or not at all. After that, `keep=2` deletes the oldest. What else training
-# needs is given by name, such as the number of samples seen.
+# checkpoint is there completely, or not at all. With `keep=2` it then deletes all but the two newest. What
+# else training needs, such as the number of samples seen, is passed by name.
 
 # %% tags=["keep"]
 from fsdp_utils import CheckpointError, load_distributed, save_distributed, verify_checkpoint
@@ -787,8 +793,8 @@ ours = run_on_ranks(train_and_save, folder / "run", world_size=world)[0]
 print(*sorted(path.name for path in (folder / "run").iterdir()))
 
 # %% [markdown]
-# Three saves, two kept. There is no file that says which is the latest, so none can be wrong: the latest is
-# the one with the highest first number. Load it on each number of ranks:
+# Three saves, of which two were kept. No file says which is the latest, so none can be wrong: the latest is
+# the directory with the highest first number. Load it on each number of ranks:
 
 # %%
 resumed = {size: run_on_ranks(load_and_go_on, folder / "run", world_size=size)[0] for size in sizes}
@@ -802,7 +808,9 @@ Table(
 )
 
 # %% [markdown]
-# What is in a checkpoint? Two lines are left out here, those with the date and with your version of PyTorch.
+# Every way has the same loss, and the same next step. What is in such a checkpoint? `inspect` lists its
+# tensors, of which the next cell prints the first eight, and says when and by what it was saved (left out
+# here: the date and your version of PyTorch).
 
 # %% tags=["inspect"]
 command = [sys.executable, "-m", "fsdp_utils.checkpoint", "inspect", "run"]
@@ -822,15 +830,16 @@ print(*sorted(path.name for path in checkpoint.iterdir()))
 print("the manifest knows of each file:", ", ".join(next(iter(manifest["files"].values()))))
 
 # %% [markdown]
-# A size and a hash for each file: a load compares them, as you will see under *Damage*.
+# The manifest has the size and a BLAKE3 hash of each file. A load compares them, as you will see in the
+# section *Damage*.
 
 # %% [markdown]
 # ## Your turn 2 · A save that is there completely, or not at all
 #
-# Write such a save with DCP and the file system alone. `my_save(folder, step, state)` is called on every
-# rank. It saves `state` with `dcp.save(state, checkpoint_id=...)`, and when it returns, the checkpoint is the
-# directory `folder / f"step-{step}"`, on every rank. `latest(folder)` takes every directory with such a name
-# for a complete checkpoint, so no directory may get the name before all of its files are there.
+# Write a save that renames, with DCP and the file system alone. `my_save(folder, step, state)` is called on
+# every rank. It saves `state` with `dcp.save(state, checkpoint_id=...)`, and when it returns, the checkpoint
+# is the directory `folder / f"step-{step}"`, on every rank. `latest(folder)` takes every directory with such
+# a name for a complete checkpoint, so no directory may get the name before all of its files are there.
 #
 # Three things are tested: a save, one that is interrupted at the end of `dcp.save`, and a save after that. To
 # make mistakes visible, renaming takes a little longer here than on your disk.
@@ -1053,13 +1062,14 @@ ranks.stop()
 #
 # ## Saving while the training goes on
 #
-# Training has to stop until the next step can no longer change the state that is saved. For that a copy in
-# memory is enough, and the writing can go on in the background. PyTorch's call for it is `dcp.async_save`;
-# ours is `save_distributed(..., asynchronous=True)`. The background has collectives of its own. With NCCL for
-# training they go through gloo. Here training uses gloo as well, so `dcp.async_save` gets a group of its own.
+# A save must keep the next step from changing the state before it is written. A copy in memory is enough for
+# that: training stops while the copy is made, and the writing goes on in the background. PyTorch's call for
+# it is `dcp.async_save`; ours is `save_distributed(..., asynchronous=True)`. The background has collectives
+# of its own. With NCCL for training they go through gloo. Here training uses gloo as well, so
+# `dcp.async_save` gets a group of its own.
 #
-# We save 48 MiB per rank, on two ranks, and measure how long each call blocks the training. Your numbers will
-# be others.
+# We save 48 MiB per rank, on two ranks, and measure how long each call blocks the training. Your times will
+# differ.
 
 # %% jupyter={"source_hidden": true}
 def timed(call):
@@ -1127,6 +1137,7 @@ assert blocked["asynchronous, the second time"] < 0.7 * blocked["save_distribute
 print("Checked: asynchronous blocks for less than 0.7 of the time, and saves the state of the call.")
 
 # %% [markdown]
+# `save_distributed` takes longer than `dcp.save`, because it also hashes the files and renames the directory.
 # An asynchronous save blocks the training mostly for the copy. Of our two asynchronous saves the second is
 # the usual case: it uses the memory of the first one's copy again. An error in the background is raised by
 # `wait()`, or by the next save or load. The check compares the loaded weights with those at the moment of the
@@ -1134,8 +1145,8 @@ print("Checked: asynchronous blocks for less than 0.7 of the time, and saves the
 #
 # ## Damage
 #
-# Disks and copies go wrong. We do it on purpose, to a checkpoint of plain DCP and to one of ours. First, two
-# of each: after 4 steps and after 8.
+# Disks fail, and copies are cut short. Here we damage a checkpoint of plain DCP and one of
+# `save_distributed`, and load them. First, two checkpoints of each kind: after 4 steps and after 8.
 
 # %% jupyter={"source_hidden": true}
 def two_checkpoints():
@@ -1154,7 +1165,7 @@ pairs = {"plain": (folder / "plain" / "4", folder / "plain" / "8"), "ours": (old
 
 # %% [markdown]
 # Five kinds of damage follow. The last one is an attack: `.metadata` is a pickle, and a pickle may name any
-# function to be called when it is read. Ours only makes an empty directory.
+# function to be called when it is read. This one only makes an empty directory.
 
 # %%
 def flip(path, bit):
@@ -1207,7 +1218,7 @@ for kind, (older, path) in pairs.items():
         damage(damaged[kind][-1], older)
 
 # %% [markdown]
-# Now load them all: the plain ones by `dcp.load`, ours by `load_distributed`.
+# Now load them all, each by its own way: `dcp.load` or `load_distributed`.
 
 # %% jupyter={"source_hidden": true}
 def load_plain(path):
@@ -1270,12 +1281,13 @@ assert all(isinstance(by_ours, str) and untouched for by_ours, untouched in safe
 print("Checked: plain DCP loads three of five, load_distributed none, and leaves the model untouched.")
 
 # %% [markdown]
-# Plain DCP sees what does not fit: a file that is too short, a pickle that is no description. But by then the
-# code in that pickle has run. What fits in shape is loaded, whatever it holds: the high bit makes the loss
-# `nan`, the low bit nothing that you would notice, and the mixture of two steps looks like a checkpoint of a
-# step in between.
+# Plain DCP refuses a file that is too short, and a `.metadata` that does not describe a checkpoint, but by
+# then the code in that pickle has run. Data of the right shape is loaded, whatever it holds: with the high
+# bit flipped the loss is `nan`, with the low bit it does not change to three decimals, and the mixture of two
+# steps looks like a checkpoint of a step in between.
 #
-# This is what `load_distributed` says, word for word but for the hashes and the sizes of `.metadata`.
+# These are the errors of `load_distributed`; the folder, the hashes and the sizes of `.metadata` are left
+# out.
 
 # %% tags=["words"]
 def shortened(text):
@@ -1289,8 +1301,8 @@ for by_ours, _ in safe:
 # %% [markdown]
 # `load_distributed` compares the size and the BLAKE3 hash of each file with the manifest before it loads
 # anything; the ranks share the work. An attacker could forge the manifest as well. So `load_distributed` does
-# not call `pickle.load` either: it reads `.metadata` with an unpickler that knows the few classes of which a
-# description is made, and calls nothing else. Here is the attack with a forged manifest.
+# not call `pickle.load` either: it reads `.metadata` with an unpickler that accepts only the few classes of
+# DCP's metadata, and calls nothing else. Here is the attack with a forged manifest.
 
 # %%
 forged = damaged["ours"][-1]
@@ -1311,7 +1323,7 @@ assert not marker.exists()
 print("Checked: each refusal names a file; with a forged manifest too, the attack's function is not called.")
 
 # %% [markdown]
-# Still: load nothing from people whom you would not let run code. There is more than one way into a process.
+# Still, load checkpoints only from people whose code you would run: `.metadata` is not the only way in.
 #
 # ## A part of a checkpoint
 #
@@ -1401,8 +1413,8 @@ with torch.no_grad():
 
 # %% jupyter={"source_hidden": true}
 Table(
-    ["file", "MiB"],
-    [[path.name, f"{path.stat().st_size / 2**20:.2f}"] for path in sorted((folder / "exported").iterdir())],
+    ["file", "KiB"],
+    [[path.name, f"{path.stat().st_size / 2**10:,.1f}"] for path in sorted((folder / "exported").iterdir())],
     note=f"Loaded by from_pretrained as {type(loaded).__name__}: the same logits.",
 )
 
@@ -1456,8 +1468,8 @@ lesson.claims(
         f"in the video: {local_rows}.",
         "quick-shards": f"Each rank wrote {max(data_files.values()) / complete:.0%} of model and optimizer "
         "at most, and none gathered any of it.",
-        "async-downtime": "The second call returned in less than 0.7 of the time of a synchronous save, "
-        "asserted on this CPU; see the seconds above.",
+        "async-downtime": "The second asynchronous save blocked training for less than 0.7 of the time of a "
+        "synchronous one, asserted on this CPU; see the seconds above.",
     },
 )
 
@@ -1465,8 +1477,8 @@ lesson.claims(
 # ## Takeaways
 #
 # - A distributed checkpoint is one file per rank, and a description of which rows are where.
-# - DCP reads the pieces that a rank wants, so any number of ranks can go on. LOCAL_STATE_DICT was for one
-#   number of ranks.
+# - DCP reads the pieces that a rank wants, so any number of ranks can go on. A LOCAL_STATE_DICT loads on as
+#   many ranks as have saved it.
 # - Never save over a checkpoint: write under another name, and rename when everything is there.
 # - An asynchronous save blocks the training for a copy. Wait for the last save before the job ends.
 # - Plain DCP loads a flipped bit and a mixture of steps, and runs what a forged `.metadata` says. Hashes and

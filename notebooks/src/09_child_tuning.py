@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 9 · Child fine-tuning
 #
-# Fine-tuning all weights of a big pretrained model on little data may overfit. Child tuning lets only a part
-# of each gradient through: another part at each step, or always that of the same weights. In this lesson you
-# write such a step, find the weights that matter when each rank sees only its shard, freeze layers and add
-# adapters under FSDP, and compare four ways of fine-tuning on a small real task.
+# Fine-tuning all weights of a big pretrained model on little data may overfit. Child tuning uses only a part
+# of each gradient: either a random part, drawn again at each step, or always the gradients of the same
+# weights. In this lesson you write such a step, find the weights that matter when each rank sees only its
+# shard, freeze layers and add adapters under FSDP, and compare four ways of fine-tuning on a small real task.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -20,8 +20,8 @@
 #   then: FSDP can freeze single parameters, and this optimizer works on FSDP2''s parameters, too.'
 
 # %% [markdown]
-# **The question of this lesson:** which part of a gradient gets through, and how do ranks that each hold a
-# piece of the model agree on it?
+# **The question of this lesson:** which part of a gradient is used, and how do ranks that each hold a piece
+# of the model agree on it?
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -94,15 +94,15 @@ def part(tensor):
 # dist.destroy_process_group()
 # ```
 #
-# Two lines are about this lesson: the one that freezes layers, and the optimizer.
+# Two lines belong to this lesson: the one that freezes layers, and the optimizer.
 #
 # ## The idea
 #
 # [Xu et al. 2021](https://arxiv.org/abs/2109.05687) multiply each gradient by a mask of zeros and ones
 # before AdamW sees it. A weight is *masked* at a step where its mask is 0. There are two modes.
 #
-# - **F** ("task-free"): one coin for each element, at each step. An element is kept with probability *p*, and
-#   what is kept is divided by *p*. So the masked gradient is right on average.
+# - **F** ("task-free"): one random draw (a coin toss) for each element, at each step. An element is kept with
+#   probability *p*, and what is kept is divided by *p*. So the expected masked gradient is the gradient.
 # - **D** ("task-driven"): before training, add up the squared gradients of the task for each weight (the
 #   diagonal of the **Fisher information**). Keep the fraction *p* of all weights with the largest sums, the
 #   same weights at all steps.
@@ -132,8 +132,8 @@ for axes, (step, rows) in zip(panels, enumerate(ranks.get("given if rank == 0 el
 plots.show(fig, alt="The elements of a gradient that mode F keeps at two steps.")
 
 # %% [markdown]
-# What is kept has become 2, which is 1 / 0.5. The second mask is another one. The gradient in `p.grad` itself
-# stays as it was.
+# What is kept has become 2, which is 1 / 0.5, and the second step has another mask. `ChildTuningAdamW` does
+# not change `p.grad` itself.
 
 # %% tags=["check"]
 # %%ranks 0
@@ -195,7 +195,8 @@ print("Checked: momentum moves masked weights in mode F only, weight decay unles
 # %% [markdown]
 # ## A model for the ranks
 #
-# Four blocks and a last layer. `fsdp2` and `fsdp1` shard it, each block as a unit.
+# The model has four blocks and a last layer. `fsdp2` shards it by `fully_shard`, and `fsdp1` by
+# `FullyShardedDataParallel`, each block as a unit: one group of parameters that is gathered together.
 
 # %%
 # %%ranks
@@ -237,10 +238,11 @@ def fsdp1(model):
 # - s ← β₂ · s + (1 - β₂) · ĝ²
 # - w ← w - lr · (a / (1 - β₁ᵗ)) / (√(s / (1 - β₂ᵗ)) + ε)
 #
-# Your function gets this rank's shards: `weight`, `grad`, `average` (a), `square` (s), and `mask`, which
-# is of bools. It changes `weight`, `average` and `square` in place, and returns `weight`. The folded cell
-# below it takes five steps with gradients of the sharded model, and compares all three tensors with those of
-# `ChildTuningAdamW`. Edit the next cell, then run it and the two folded cells below it.
+# Your function gets this rank's shards: `weight`, `grad`, `average` (a), `square` (s), and `mask`, which has
+# dtype bool. The constants `LR`, `BETA1`, `BETA2`, `EPS` and `P` are in the cell. It changes `weight`,
+# `average` and `square` in place, and returns `weight`. The folded cell below it takes five steps with
+# gradients of the sharded model, and compares all three tensors with those of `ChildTuningAdamW`. Edit the
+# next cell, then run it and the two folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -368,16 +370,18 @@ def my_step(weight, grad, mask, average, square, t):
 result = score_step(my_step)
 
 # %% [markdown]
-# If you leave out the division by *p*, only the averages tell. The weights hardly change, because AdamW
-# divides the average of the gradient by the gradient's own size. The factor 1 / *p* is in both, and cancels,
-# up to `eps`.
+# If you leave out the division by *p*, only the two averages show it. The weights hardly change, because
+# AdamW divides the average of the gradient by the root of the average of its square. The factor 1 / *p* is in
+# both, and cancels, up to `eps`.
 #
 # ## Masks under FSDP
 #
-# Each rank holds a part of each parameter. If each rank tossed its own coins, a run on two ranks would differ
-# from a run on four, and the copies of HSDP would drift apart. Here a coin is a function of three numbers:
-# the seed, the step, and the element's place in the *whole* model. So the masks are those of the unsharded
-# model, on any number of ranks, without communication, and no random number generator is touched.
+# Each rank holds a part of each parameter. If each rank drew its own random numbers, a run on two ranks would
+# differ from a run on four, and with HSDP ([lesson 6](06_sharding_strategies.ipynb)), where several groups of
+# ranks hold copies of the same shards, the copies would drift apart. Here each draw is a function of three
+# numbers: the seed, the step, and the element's place in the *unsharded* model. So the masks are those of the
+# unsharded model, on any number of ranks, without communication, and independent of PyTorch's random number
+# generators.
 #
 # To see it, train the model for five steps in both modes, unsharded, with FSDP2 and with FSDP1. For mode D
 # `fisher_mask` finds the mask on the sharded model.
@@ -405,7 +409,7 @@ def for_fisher(model, x):
 # %% tags=["equality"]
 # %%ranks
 fisher_batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(2)).to(device)
-torch.manual_seed(rank)                              # ranks may be seeded as they like
+torch.manual_seed(rank)                              # another seed on each rank changes no mask
 ways = {"unsharded": lambda model: model, "FSDP2": fsdp2, "FSDP1": fsdp1}
 results = {}
 for mode in ("taskfree", "task"):
@@ -424,7 +428,7 @@ Table(
 )
 
 # %% [markdown]
-# In both modes the sharded runs have the losses of the unsharded run.
+# In both modes the sharded runs have the losses of the unsharded run, so their masks agree.
 
 # %% tags=["check"]
 # %%ranks
@@ -467,16 +471,18 @@ print("Checked: 30% of all weights are kept.")
 # ## Your turn 2 · One threshold for all ranks
 #
 # Each rank has the squared gradients of its shard, `squares`, from 0 to 1. Write a function that returns the
-# mask of this rank's elements such that over all ranks together the largest `keep` of all elements are kept.
-# A rank whose squares are small keeps few of them. Do not gather the squares: for a model of billions of
-# weights they would not fit. The target allows each rank to receive 4 KiB.
+# mask of this rank's elements such that over all ranks together the largest elements are kept, as many as the
+# fraction `keep` of all elements. A rank whose squares are small keeps few of them. Do not gather the
+# squares: for a model of billions of weights they would not fit. The target allows each rank to receive 4
+# KiB.
 #
 # Edit the next cell, then run it and the two folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
-# Halve an interval: is the number of elements above the middle of the interval, added up over all ranks by
-# `dist.all_reduce`, larger than it should be? Thirty halvings are enough.
+# Search for the threshold by halving an interval, at first from 0 to 1. Count the elements above its middle,
+# and add up the counts of all ranks by `dist.all_reduce`. If there are more than there should be, the
+# threshold lies in the upper half, else in the lower. Thirty halvings are enough.
 #
 # </details>
 
@@ -604,10 +610,10 @@ result = score_mask(my_mask)
 # ## Freezing layers
 #
 # Child tuning computes, reduces and stores all gradients. Freezing does not: parameters with
-# `requires_grad=False` have no gradient at all. In 2022 one read that FSDP cannot freeze layers, because a
-# flat parameter is trained as a whole or not at all. FSDP1 could freeze a unit as a whole. With
-# `use_orig_params=True` it also takes a unit in which some parameters are frozen and others are trained;
-# `fully_shard` always does.
+# `requires_grad=False` have no gradient at all. In 2022 the video's repository said that FSDP does not
+# support freezing layers, “due to the sharding”: a flat parameter (all parameters of a unit, joined by FSDP1)
+# is trained as a whole or not at all. FSDP1 could freeze a unit as a whole. With `use_orig_params=True` it
+# also takes a unit in which some parameters are frozen and others are trained; `fully_shard` always does.
 #
 # **Predict:** what does a rank save, with FSDP2 and with FSDP1, if all blocks are frozen and only the head is
 # trained? And if only the norms are trained, which are a small part of each block?
@@ -686,7 +692,7 @@ Table(
         [name, trained, *(round(nbytes / 2**10, 1) for nbytes in sizes.values())]
         for (name, trained), sizes in ranks.get("found")[0].items()
     ],
-    note="On rank 0, for one step. FSDP1's flat cut gives rank 0 all norms, and so all their averages.",
+    note="On rank 0, for one step. FSDP1 cuts the flat parameter so that rank 0 holds all norms.",
 )
 
 # %% [markdown]
@@ -818,8 +824,8 @@ train(
 )
 
 # %% [markdown]
-# The ways differ in their optimizer alone. For mode D the squared gradients are those of single images, as
-# the Fisher information asks for.
+# The four ways differ in what their optimizer gets. For mode D the squared gradients are those of single
+# images, as the Fisher information asks for.
 
 # %%
 # %%ranks
@@ -897,9 +903,9 @@ axes.set_ylim(3.5, -0.5)
 plots.show(fig, alt="Accuracy of four ways of fine-tuning, one dot per seed")
 
 # %% [markdown]
-# Here child tuning does **not** win: both modes are behind fine-tuning all weights, by more than the
-# interval. A likely reason, not tested here: this model is small and does not overfit much. Training only the
-# head is worst, because features for the digits 0 to 4 are not enough for 5 to 9.
+# Here child tuning does **not** win: both modes are behind fine-tuning all weights, and neither interval
+# contains 0. A likely reason, not tested here: this model is small and does not overfit much. Training only
+# the head is worst, probably because features for the digits 0 to 4 are not enough for 5 to 9.
 
 # %% tags=["check"]
 assert all(gain + half < 0 for gain, half in gains.values())
@@ -921,13 +927,15 @@ dist.all_reduce(by_fraction)
 
 # %% jupyter={"source_hidden": true}
 fractions, by_p = ranks.get("(FRACTIONS, by_fraction.tolist())")[0]
-Table(["p of mode F", "unseen images right"], [[str(p), f"{a:.1%}"] for p, a in zip(fractions, by_p)])
+rows = [[str(p), f"{a:.1%}"] for p, a in zip(fractions, by_p)]
+rows.append(["all weights", f"{sum(scores['all weights', seed] for seed in range(12)) / 12:.1%}"])
+Table(["p of mode F", "unseen images right"], rows)
 
 # %% [markdown]
-# The less of the gradient comes through, the worse. The number of labels and the learning rate were chosen in
+# The smaller *p*, the fewer images are right. The number of labels and the learning rate were chosen in
 # a trial of three numbers and two rates, with these same seeds; all weights were ahead in each of the six.
-# The authors' code for D differs in two details: its mask is made for the encoder's layers alone, so that a
-# head is trained as a whole, and it clips the gradient of each batch before squaring it.
+# The authors' code for D differs in two details: its mask covers the encoder's layers alone, so that all
+# weights of the head are trained, and it clips the gradient of each batch before squaring it.
 #
 # One task says nothing about others. The paper reports, on four GLUE tasks (averages, its table 1):
 #
@@ -942,9 +950,10 @@ Table(["p of mode F", "unseen images right"], [[str(p), f"{a:.1%}"] for p, a in 
 #
 # ## What does it cost?
 #
-# The optimizer of 2022 sampled a tensor of probabilities for each gradient, with `torch.bernoulli`. Here a
-# coin costs one multiplication of integers. The folded cell times a step for 2 million weights. Seconds
-# differ from run to run; [benchmarks/child_tuning.py](../benchmarks/child_tuning.py) measures with care.
+# The optimizer of 2022 made a tensor of probabilities for each gradient, and sampled from it with
+# `torch.bernoulli`. Here a draw costs one multiplication of integers. The folded cell times a step for 2
+# million weights. Times differ from run to run; [benchmarks/child_tuning.py](../benchmarks/child_tuning.py)
+# measures with care.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks 0
@@ -982,8 +991,8 @@ Table(["step", "milliseconds"], [[name, f"{1e3 * seconds:.1f}"] for name, second
 
 # %% [markdown]
 # A step of mode F takes up to a few times as long as AdamW's, and less than sampling with `torch.bernoulli`
-# alone. Mode D's takes as long as AdamW's: `ChildTuningAdamW` sets the second average of each masked weight
-# to infinity. AdamW divides by its root, so AdamW's own kernel leaves the weight where it is.
+# alone. Mode D's takes about as long as AdamW's: `ChildTuningAdamW` sets the second average of each masked
+# weight to infinity. AdamW divides by its root, so AdamW's own kernel does not move the weight.
 
 # %% tags=["check"]
 try_answers(9)
@@ -1016,8 +1025,8 @@ told(lambda: FullyShardedDataParallel(mixed, auto_wrap_policy=ModuleWrapPolicy({
 #   table in "Freezing layers".
 # - **Masked weights move.** Momentum in mode F, weight decay in both: see "What moves a masked weight".
 # - **With mode D some layers hardly train.** One threshold for all keeps few weights of some kinds: see
-#   "Masks under FSDP". Make the mask for those layers apart, or leave their names out of it: a parameter that
-#   the mask does not name is trained as a whole.
+#   "Masks under FSDP". Make a separate mask for those layers, or leave their names out of it: of a parameter
+#   that the mask does not name, all elements are trained.
 #
 # ## Claims, then and now
 
@@ -1039,7 +1048,7 @@ lesson.claims(
 # %% [markdown]
 # ## Takeaways
 #
-# - Mode F tosses a coin for each element and step; mode D keeps the weights with the largest squared
+# - Mode F draws the mask of each element anew at each step; mode D keeps the weights with the largest squared
 #   gradients.
 # - What is masked is the gradient. In F momentum still moves masked weights. Weight decay does in both modes;
 #   in D `freeze_masked=True` keeps it out.

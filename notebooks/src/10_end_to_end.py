@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 10 · End to end
 #
-# The lessons so far each showed one thing. A training program needs all of them at once, and one thing more:
-# it must not lose work when something fails. In this lesson you read the program `fsdp_utils.train` in small
+# Each lesson so far showed one technique. A training program needs all of them at once, and it must not lose
+# work when something fails. In this lesson you read the program `fsdp_utils.train` in small
 # pieces, start it with torchrun, kill one of its ranks, and resume it on another number of ranks. You also
 # write two of its parts yourself: the evaluation, and a save that survives a kill at any moment.
 
@@ -38,17 +38,17 @@ plots.life_of_a_run(
 )
 
 # %% [markdown]
-# This is a drawing of the run that you start below; its measured picture follows there. Three ranks train,
-# and save a checkpoint every ten steps. After step 17 one rank is killed; the others cannot go on without it
-# and end too. Two ranks are started. They load the checkpoint of step 10 and train to the end. Steps 11 to
-# 17 are trained twice. If the two times differ, the loss curve shows it.
+# This is a sketch; below you start such a run and measure it. Three ranks train, and save a checkpoint every
+# ten steps. After step 17 one rank is killed; the others cannot go on without it and end too. Then two ranks
+# are started. They load the checkpoint of step 10 and train to the end. Steps 11 to 17 are trained twice. If
+# the second time gives other losses than the first, the loss curve has a jump.
 #
 # ## In your own code
 #
 # The script below survives being killed. Start it with `torchrun --nproc-per-node 4 train.py`, kill it, and
 # start it again with any number of processes: it goes on from its newest complete checkpoint. It uses
 # `torch.distributed.checkpoint` ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)), which
-# writes the file `.metadata` last. A checkpoint without that file is incomplete, and is passed over.
+# writes the file `.metadata` last. A checkpoint without that file is incomplete, and the script ignores it.
 #
 # ```python
 # from pathlib import Path
@@ -70,10 +70,12 @@ plots.life_of_a_run(
 # step = max([int(file.parent.name) for file in folder.glob("*/.metadata")], default=0)
 # if step:
 #     state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
-#     dcp.load(state, checkpoint_id=folder / str(step))             # in place, each rank its own shards
-#     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+#     dcp.load(state, checkpoint_id=folder / str(step))             # in place, own shards only
+#     set_state_dict(
+#         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+#     )
 # for step in range(step + 1, 41):
-#     torch.manual_seed(1000 * step + dist.get_rank())              # your data; they follow from the step
+#     torch.manual_seed(1000 * step + dist.get_rank())              # your data, by step and rank
 #     loss = model(torch.randn(8, 64, device=device)).square().mean()
 #     loss.backward()
 #     optimizer.step()
@@ -89,9 +91,10 @@ plots.life_of_a_run(
 #
 # ## What it trains
 #
-# The program trains a transformers model or, as here, a model of yours. You give it a function that returns
-# the data and builds the model. This one writes sums such as `07+35=042`, and the model learns to complete
-# them.
+# `fsdp_utils.train` trains a model of the transformers library or, as here, a model of your own. For your own
+# you give it a function that returns the data and a function that builds the model. Here the data are sums
+# such as `07+35=042`, the function is `sums` in `sums.py`, and the model, a small decoder in the folded cell,
+# learns to complete them.
 
 # %% jupyter={"source_hidden": true}
 import inspect
@@ -224,7 +227,8 @@ device = "auto" if torch.accelerator.is_available() and torch.accelerator.device
 _ = Path("run.yaml").write_text(settings + f"parallel: {{device: {device}}}")
 
 # %% [markdown]
-# Every setting is checked before the first step. A wrong one is reported once, not once by each rank:
+# The batch of 24 samples is that of all ranks together. Every setting is checked before the first step, and a
+# wrong one is reported once, not by each rank:
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.train import config, data, loop
@@ -306,9 +310,9 @@ undisturbed = start("undisturbed", 1)
 #
 # </details>
 #
-# So the program first counts the labels of the whole batch. Each rank then weighs its loss by its share of
-# them, so that the losses of all ranks and micro-batches add up to the mean of the whole batch. Here is its
-# step:
+# So the program first counts the labels of the batch over all ranks. Each rank then weighs its loss by its
+# share of them, so that the losses of all ranks and micro-batches add up to the mean of the whole batch. Here
+# is the program's step:
 
 # %% jupyter={"source_hidden": true}
 source(loop._step)
@@ -316,13 +320,13 @@ source(loop._step)
 # %% [markdown]
 # Four things in it are easily missed:
 #
-# - `set_requires_gradient_sync`: ranks sum their gradients once, after the last micro-batch.
+# - `set_requires_gradient_sync`: ranks reduce their gradients once, after the last micro-batch.
 # - `get_total_norm` gives the norm of the whole gradient, because under FSDP2 gradients are DTensors. All
 #   ranks get the same number. If it is NaN, all of them stop at the same step.
-# - `_seed`: the random numbers of dropout follow from the number of the step and the rank. So does the
-#   learning rate, from the step alone. Neither needs to be saved.
-# - The samples of a step follow from how many samples were seen before. The position in the data is
-#   therefore one number. Here are the functions for rate and samples:
+# - `_seed`: the random numbers of dropout follow from the seed of the run, the step and the rank. The
+#   learning rate follows from the step alone. Neither needs to be saved.
+# - The samples of a step follow from how many samples were seen before. So the checkpoint has to hold one
+#   number to continue with the right data. These functions compute the learning rate and the samples:
 
 # %% jupyter={"source_hidden": true}
 source(loop.learning_rate, data.rows_at)
@@ -335,8 +339,8 @@ source(loop.learning_rate, data.rows_at)
 # ### Clipping, measured
 #
 # To clip a gradient, a rank must know the norm of the whole gradient. Under FSDP1 each rank sees only its
-# own piece of the gradient, and `nn.utils.clip_grad_norm_` does not know that. Compute the norm in four
-# ways, of the same gradient:
+# own piece of the gradient, and `nn.utils.clip_grad_norm_` does not know that. Compute the norm of one
+# gradient in four ways:
 
 # %% tags=["clip"]
 # %%ranks
@@ -383,8 +387,8 @@ Table(
 )
 
 # %% [markdown]
-# In the second line each rank has the norm of its own piece, and would clip by another factor than the
-# others. The squares of these norms add up to the square of the right norm. FSDP1's own method, and
+# In the second row each rank has the norm of its own piece only, and would scale its gradients by a factor of
+# its own. The squares of these norms add up to the square of the right norm. FSDP1's own method, and
 # `nn.utils.clip_grad_norm_` under FSDP2, give the norm that one process has.
 
 # %% tags=["check"]
@@ -402,8 +406,9 @@ print("Checked: under FSDP1 the squares of the ranks' norms add up to the square
 # many forward passes**, or some ranks wait for ever.
 #
 # Write the evaluation. `test` holds the numbers of all test samples (i64[n], the same on every rank), and
-# `mean_loss(samples)` runs one forward pass and returns the mean loss of these samples. It fails on an empty
-# batch. Return the mean over all test samples, on every rank. There may be fewer samples than ranks.
+# `mean_loss(samples)` runs one forward pass and returns the mean loss of these samples, which is NaN for an
+# empty batch. `size` is the most samples that a rank may pass at once, here 6, and `world` the number of
+# ranks. Return the mean over all test samples, on every rank. There may be fewer samples than ranks.
 #
 # Edit the next cell, then run it and the three folded cells below it.
 #
@@ -463,7 +468,9 @@ turn(
             0, otherwise="Some rank runs fewer forward passes than others, which would wait for it for ever."
         ),
         "test sets with a wrong mean": exactly(
-            0, otherwise="The mean is wrong: is a sample counted twice, or a mean of means taken?"
+            0,
+            otherwise="The mean is wrong: is a sample counted twice, a mean of means taken, or an empty "
+            "batch run, whose mean is NaN?",
         ),
         "samples in a forward, at most": at_most(6, otherwise="A forward has more than `size` samples."),
         "forwards of a rank for 70 samples": at_most(
@@ -573,8 +580,8 @@ draw_forwards(forwards)
 
 # %% [markdown]
 # A box is one forward pass, with the number of its samples. The last pass has fewer samples on some ranks
-# than on others, but no rank leaves it out. The program does it in the same way. Its weights are numbers of
-# labels, where yours are numbers of samples:
+# than on others, but no rank leaves it out. The program evaluates in the same way. It weighs by numbers of
+# labels, where you weigh by numbers of samples:
 
 # %% jupyter={"source_hidden": true}
 source(loop._evaluate)
@@ -582,9 +589,9 @@ source(loop._evaluate)
 # %% [markdown]
 # ## Kill a rank
 #
-# The second run has the same settings and three ranks. After step 15 its rank 1 gets SIGKILL, which no
-# process can catch. The out-of-memory killer of a host sends this signal. To the other hosts, a power failure
-# looks the same.
+# The second run has the same settings and three ranks. When it has come to step 15, its rank 1 gets SIGKILL,
+# which no process can catch. The out-of-memory killer of a host sends this signal. (A power failure ends the
+# ranks of a host as suddenly, but closes no connection: the other hosts notice only when a wait times out.)
 
 # %%
 begun = time.time()
@@ -608,8 +615,8 @@ first_start["points"] = [*seen, (max(killed_at, seen[-1][0]), before[-1][0])]
 # %% [markdown]
 # The other ranks fail as well, in their next collective, because the connection to the dead rank is closed.
 # torchrun prints the failure that was reported *first* as the root cause: rank 1, with exit code -9, which
-# stands for signal 9, SIGKILL. The program helps torchrun with that. A rank whose error may be only the
-# consequence of another rank's end waits two seconds before it reports.
+# stands for signal 9, SIGKILL. The program helps torchrun to find it: a rank whose error may only be a
+# consequence of another rank's end waits two seconds before it reports its error.
 #
 # With `--max-restarts 3` torchrun would now start all ranks again by itself. On torch 2.13 that needs more
 # than the flag. The ranks find each other through a key-value store of torchrun's, which outlives them. The
@@ -630,9 +637,10 @@ print("Checked: torchrun fails, and names rank 1 and signal 9 as the root cause.
 # %% [markdown]
 # ## Resume, with one rank less
 #
-# Start it again with the same command. The program finds its newest complete checkpoint, removes from the
-# metrics the lines of later steps, and goes on with the sample after the last. The batch stays at 24
-# samples: 8 for each of three ranks, then 12 for each of two. This time the program also profiles step 30.
+# Start the program again with the same `--out`, on one rank less. It finds its newest complete checkpoint,
+# removes the lines of later steps from its metrics, and goes on with the first sample that the run up to this
+# checkpoint has not seen. The batch stays at 24 samples: 8 for each of three ranks, then 12 for each of two.
+# This time the program also profiles step 30.
 
 # %%
 restarted = time.time()
@@ -672,8 +680,9 @@ plots.show(fig, alt="The loss of a run, killed and resumed on fewer ranks, lies 
 
 # %% [markdown]
 # No: the losses are those of the undisturbed run to within 0.1%. They are not equal bit by bit, because one,
-# two and three ranks add up the same numbers in different orders. The cross lies on the curve as well: the
-# steps from the checkpoint to the cross were trained twice, with the same losses.
+# two and three ranks add up the same numbers in different orders. The cross, the last loss before the kill,
+# lies on the curve as well: the steps from the checkpoint to the cross were trained twice, and both times the
+# losses agree to within 0.1%.
 
 # %% tags=["check"]
 assert [event["world_size"] for event in starts] == [world, fewer]
@@ -688,7 +697,7 @@ assert all(abs(a - b) < 1e-3 * b for (_, a), (_, b) in zip(evaluated, expected))
 print("Checked: no step is missing or there twice; losses and evaluations differ by less than 0.1%.")
 
 # %% [markdown]
-# Here is the life of this run as it was measured: the picture from above, with seconds.
+# Here is the sketch from the beginning again, now with the measured times of this run.
 
 # %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
 ready = [event["time"] for event in starts]         # loaded, and ready to train
@@ -706,9 +715,9 @@ plots.life_of_a_run(
 )
 
 # %% [markdown]
-# Here most of the time goes into starting processes, importing and loading, as the model is so small. In a
-# long run it is the other way round, and the lost steps are what a failure costs: on average half of the
-# steps between two checkpoints.
+# This model is so small that most of the time goes into starting processes, importing and loading. In a long
+# run training takes most of the time, and a failure costs mainly the steps that are trained twice: on average
+# half of the steps between two checkpoints.
 #
 # ## Your turn 2 · A save that survives a kill at any moment
 #
@@ -728,14 +737,15 @@ plots.life_of_a_run(
 # | `disk.read(name)` | what was written | an error if the file was cut short, or is not there |
 # | `disk.barrier()` | waits until all ranks have come to it | |
 #
-# The disk is a model of one, in memory. It notes every operation of every rank. The run is then "killed"
-# after each operation, with every rank once as the slowest and once as the fastest, and `my_load` is called
-# with the files that would be there. Edit the next cell, then run it and the three folded cells below it.
+# The disk is simulated in memory, and records every operation of every rank. The folded cell replays the
+# record: it stops after each operation, with every rank once as the slowest and once as the fastest, and
+# calls `my_load` with the files that a kill at this moment would leave. Edit the next cell, then run it and
+# the three folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
-# Write each step under names of its own, so that the save before it stays. Write last, in one operation
-# that cannot be half done, the file that says which step is complete. When may rank 0 write that file?
+# Write each step under names of its own, so that the save before it stays. A last file says which step is
+# complete. Let it appear by the one operation that cannot be half done. When may rank 0 write that file?
 #
 # </details>
 
@@ -1032,12 +1042,12 @@ if ranks.get("result is not None")[0]:
 draw_kills(saves)
 
 # %% [markdown]
-# Each dot is one moment of a kill, in the order in which the moments can occur. The target goes on from the
-# last complete save, or from the one that was just being finished. `torch.distributed.checkpoint` has the
-# same order: all ranks write their files, and then one rank writes `.metadata` under another name and
-# renames it. The program also notices a file that was damaged later, and then takes the checkpoint before it.
-# (On a real disk there is one thing more: a rename may reach the disk before the content of the file. `fsync`
-# before the rename prevents that.)
+# Each dot is one moment of a kill, from the first operation to the last. The target goes on from the last
+# complete save, or from the one that was just being finished. `torch.distributed.checkpoint` has the same
+# order: all ranks write their files, and then one rank writes `.metadata` under another name and renames it.
+# The program also notices a file that was damaged later, and then takes the checkpoint before it. (A real
+# disk needs one thing more: a rename may reach the disk before the content of the file. `fsync` before the
+# rename prevents that.)
 
 # %% tags=["check"]
 try_answers(10)
@@ -1046,7 +1056,7 @@ try_answers(10)
 # ## One step under the profiler
 #
 # `--profile_step 30` made rank 0 write a trace. [Perfetto](https://ui.perfetto.dev) and chrome://tracing
-# open such a file. These are its most expensive operations by name; on a GPU its kernels would be there too.
+# open such a file. These operations take the most time in it; on a GPU its kernels would be there too.
 
 # %% tags=["nbval-ignore-output"] jupyter={"source_hidden": true}
 trace = json.loads(Path("killed/trace-step-30.json").read_text())["traceEvents"]
@@ -1064,7 +1074,7 @@ Table(
 
 # %% [markdown]
 # An operation contains those that it calls, so the times do not add up to the step. `FSDP::` marks FSDP2's
-# own parts, and `gloo:` the collectives. On this small model the ranks mostly wait for each other.
+# own parts, and `gloo:` the collectives, whose time includes waiting for the other ranks.
 #
 # ## What else can end a run
 #
@@ -1076,9 +1086,9 @@ Table(
 #   seconds, all ranks that still answer write their stacks and end. On their own host they also end those
 #   that do not answer. So a hang becomes a failure, and torchrun can restart the ranks.
 #
-# Does the run lose work by any of this? `benchmarks/chaos.py` did it all to one run, in random order, and
-# also filled the disk and damaged the newest checkpoint. Nobody helped: the run had to end by itself, with
-# the losses of a run that was left alone.
+# Does the run lose work by such faults? `benchmarks/chaos.py` killed and stopped ranks of one run, sent it
+# SIGTERM, filled the disk and damaged the newest checkpoint, in random order. The run had to finish without
+# help, and with the losses of an undisturbed run.
 
 # %% jupyter={"source_hidden": true}
 chaos = recorded.load("chaos")["results"]
@@ -1143,16 +1153,17 @@ Table(
 # end with `RendezvousTimeoutError` if none comes. The exception is the host of the endpoint, on which the
 # hosts meet: without it the run ends in either form, and you start it again.
 #
-# A host that does not know its address by its own name is told it with `--local-addr=10.77.0.2`; the host of
-# the endpoint also gets `--rdzv-conf=is_host=1`. `tests/test_train_hosts.py` runs the static and the elastic
-# form on two hosts made of network namespaces, kills a rank in the elastic one, and compares the losses.
+# If a host's name does not resolve to its address, give the address with `--local-addr=10.77.0.2`; on the
+# host of the endpoint also give `--rdzv-conf=is_host=1`. `tests/test_train_hosts.py` runs the static and the
+# elastic form on two hosts made of network namespaces, kills a rank in the elastic one, and compares the
+# losses.
 #
 # When one rank has failed, torchrun sends SIGTERM to the others of its host, and kills after 30 s those that
-# are still there. A rank that is stopped does not receive SIGTERM, so the program does not wait for that:
-# the other ranks of its host end it. When torchrun itself gets SIGTERM, it waits for
-# `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, 30 unless you set it. Set it to more than a save takes.
+# are still there. A rank that is stopped (SIGSTOP) does not handle SIGTERM, so the ranks of its host that
+# detect the hang end it. When torchrun itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`
+# seconds, 30 unless you set it. Set it to more than a save takes.
 #
-# **Slurm**: the file starts the elastic form on every node.
+# **Slurm**: `examples/train.sbatch` starts the elastic form on every node.
 #
 # ```sh
 # sbatch --nodes=2 --gpus-per-node=8 examples/train.sbatch --config run.yaml --out runs/a
@@ -1181,9 +1192,9 @@ Table(
 #
 # ## When it goes wrong
 #
-# The commonest mistake raises no error: something is missing from the checkpoint. Train 20 steps on the
-# ranks. Then go on from step 10 in three ways: with everything, without the optimizer's state, and with the
-# data from their beginning.
+# The commonest mistake raises no error: something is missing from the checkpoint. Train ten
+# steps on the ranks, stop, and go on for ten more in three ways: with everything, without the optimizer's
+# state, and with the data from their beginning.
 
 # %%
 # %%ranks
@@ -1224,8 +1235,8 @@ plots.losses(resumptions)
 
 # %% [markdown]
 # Without its averages AdamW starts anew, with steps as large as its first ones, and the loss rises after
-# step 10. With the data from their beginning the losses are those of other samples, and the curve looks
-# normal, although the model sees samples twice, and others perhaps never. So compare a resumed run with an
+# step 10. With the data from their beginning the losses are those of other samples. Their curve hardly shows
+# it, although the model sees some samples twice, and others perhaps never. So compare a resumed run with an
 # undisturbed one, step by step, as above.
 
 # %% tags=["check"]
@@ -1265,13 +1276,13 @@ lesson.claims(
 # %% [markdown]
 # ## Takeaways
 #
-# - Weigh losses by the labels of the whole batch. Then the number of ranks and of micro-batches changes
-#   nothing but the order in which numbers are added.
+# - Weigh losses by the labels of the whole batch. Then, without dropout, the number of ranks and of
+#   micro-batches changes nothing but the order in which numbers are added.
 # - What follows from the number of the step (rate, samples) needs no saving and resumes exactly.
 # - Ranks must agree: on the number of batches in an evaluation, on the step at which they stop, and on the
 #   checkpoint from which they go on.
 # - A save is complete when one rank says so, by a rename, after all ranks have written.
-# - A dead rank ends the run. The checkpoint, and a start on whatever ranks there are, resumes it.
+# - A dead rank ends the run. Start it again on whatever ranks there are, and it resumes from the checkpoint.
 
 # %% jupyter={"source_hidden": true}
 os.chdir(home)
