@@ -635,8 +635,8 @@ print("Checked: in a chain the error of 64 is over twice that of 4, in pairs und
 # %% [markdown]
 # ## fp16, and its scaler
 #
-# fp16 has 11 significant bits but a narrow range: a number smaller than about 3e-8 becomes 0, and one above
-# 65,504 infinite.
+# fp16 has 11 significant bits but a narrow range: a number smaller than about 3e-8 becomes 0, and one of
+# 65,520 or more becomes infinite.
 
 # %%
 # %%ranks
