@@ -2,9 +2,9 @@
 # # 5 · Maximising throughput
 #
 # The usual advice is: raise the batch size until memory runs out, then take one step back. In this lesson
-# you see why that is one step too few. Just below "out of memory" lies a zone where training still runs, but
-# the allocator has to give memory back and ask for it again, step after step. The best batch size lies below
-# that zone. You also write a search that finds it.
+# you see why one step back is not enough. Just below "out of memory" lies a zone where training still runs,
+# but the allocator has to give memory back and ask for it again, step after step. The best batch size lies
+# below that zone. You also write a search that finds it.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -27,8 +27,10 @@
 # ## In your own code
 #
 # `find_batch_size` tries batch sizes on your own training step, on all ranks, and reports the fastest one
-# that causes no retry. What a retry is, the lesson explains. Save the script as `train.py` and start it with
-# `torchrun --nproc-per-node 4 train.py`. On GPUs leave `limit` out; on CPUs the search needs it.
+# that causes no *retry*: a request for memory that failed at first, so that the allocator had to give memory
+# back to the GPU. Save the script as `train.py` and start it with
+# `torchrun --nproc-per-node 4 train.py`. `limit` is the largest batch size to try. On GPUs leave it out; on
+# CPUs the search needs it.
 #
 # ```python
 # import torch
@@ -74,15 +76,16 @@ ranks.start(preload=["torch.distributed.fsdp", "torch._dynamo", "sklearn.dataset
 #
 # Asking a GPU for memory (`cudaMalloc`) takes time, and giving it back (`cudaFree`) makes the program
 # wait for the GPU. So PyTorch does neither for each tensor. Its **caching allocator** asks for large
-# segments, and cuts tensors out of them. When a tensor dies, its place goes into a cache for later
+# **segments**, and cuts tensors out of them. When a tensor is freed, its place goes into a cache for later
 # tensors. The GPU gets nothing back.
 #
-# So there are two numbers. **Allocated** is what living tensors occupy. **Reserved** is what PyTorch has
-# asked the GPU for: allocated plus cache. Of the two, reserved is what counts against the size of the GPU.
+# So there are two numbers. **Allocated** is what tensors occupy at the moment. **Reserved** is what PyTorch
+# has asked the GPU for: allocated plus cache. Of the two, reserved is what counts against the size of the
+# GPU.
 #
 # A CPU has no such allocator. But its rules are in PyTorch's source
 # (`c10/cuda/CUDACachingAllocator.cpp`), and `fsdp_utils.allocator` replays them. First record which
-# tensors live when. These are real tensors.
+# tensors exist at which time. These are real tensors, on the CPU.
 
 # %%
 import torch
@@ -139,13 +142,13 @@ assert (small_gpu.regime, small_gpu.num_alloc_retries, small_gpu.reserved[-1] //
 print("Checked: one retry, and 92 MiB reserved at the end.")
 
 # %% [markdown]
-# There was one retry, and the program is told nothing of it: no error, no warning. But `cudaFree` waits until
+# There was one retry, and the program did not notice it: no error, no warning. But `cudaFree` waits until
 # the GPU has finished its work, and what was given back must later be asked for again. If that happens step
 # after step, each step is slower.
 #
 # ## A real FSDP step, recorded
 #
-# Now to training. The model is a small vision transformer. It is sharded with `fully_shard` and
+# Next, a whole training step. The model is a small vision transformer. It is sharded with `fully_shard` and
 # `reshard_after_forward=False`: a block that is gathered for forward keeps its full parameters until its
 # backward. This strategy is called ZeRO-2; [lesson 6](06_sharding_strategies.ipynb) compares it with others.
 # The next cell is folded; it defines `SmallViT`, with four blocks.
@@ -185,8 +188,8 @@ class SmallViT(nn.Module):
 
 
 # %% [markdown]
-# The recording plays one rank of eight. Its process group is PyTorch's `fake` one, which makes all the
-# calls and sends nothing. Under `FakeTensorMode` tensors have shapes and no numbers, so a model that
+# Record what one rank of eight does. The process group is PyTorch's `fake` one: it accepts all the calls and
+# sends nothing. Under `FakeTensorMode` tensors have shapes and no numbers, so a model that
 # would fill a GPU can be recorded on a laptop. The calls of FSDP2 are the real ones.
 
 # %%
@@ -229,9 +232,10 @@ assert real.events == fake.events               # the same events, in the same o
 print(f"{len(real.events):,} events with real tensors, {len(fake.events):,} with fake ones")
 
 # %% [markdown]
-# They do. Now the wide model, at growing batch sizes. A step makes the same tensors at each batch size. Some
-# of them keep their size, too, and the others grow evenly with the batch. So the recordings of 16 and 32
-# should tell what lies between. Do they? Record 24 as well, and compare.
+# They do. Next the wide model, at growing batch sizes. To save time, record only the batch sizes 16 and 32. A
+# step makes the same tensors at each batch size; parameters keep their size, and activations grow evenly with
+# the batch. So what lies between 16 and 32 can be interpolated, tensor by tensor. Is that right? Record 24 as
+# well, and compare.
 
 # %%
 from dataclasses import replace
@@ -259,8 +263,8 @@ rows = [[size, round(traces[size].peak_gib, 2)] for size in (16, 20, 24, 26, 32)
 Table(["batch size", "tensors at the peak, GiB"], rows)
 
 # %% [markdown]
-# These are sizes of tensors, and nothing is simulated yet. Memory grows with the batch, as activations
-# do.
+# These are sizes of tensors; no allocator is simulated yet. From 16 to 32 memory grows by three quarters and
+# not to twice as much, because only the activations grow with the batch.
 #
 # ## Predict
 #
@@ -270,14 +274,14 @@ Table(["batch size", "tensors at the peak, GiB"], rows)
 # <details><summary>Answer</summary>
 #
 # Both run, and both have retries. The tensors would fit, but the allocator cannot place them without
-# giving its cache back. The next cell shows it.
+# giving its cache back. The next section shows it.
 #
 # </details>
 #
 # ## The batch-size curve
 #
-# Replay each trace under the limit. **A simulation again.** The numbers are the simulated allocator's,
-# for a GPU of which PyTorch may use 1.73 GiB.
+# Replay each trace under the limit. **This is a simulation again**, of a GPU of which PyTorch may use 1.73
+# GiB.
 
 # %% tags=["regimes"]
 LIMIT_GIB = 1.73
@@ -293,8 +297,9 @@ Table(
 )
 
 # %% [markdown]
-# There are three regimes, in this order: the batch fits, it runs with retries, it runs out of memory. In the
-# middle one the retries do not stop after the first step: they go on as long as the training does.
+# There are three regimes, in this order: the batch fits, it runs with retries, it runs out of memory. (An
+# empty cell means that the step was not reached.) In the middle regime the retries do not stop after the
+# first step: each of the steps 2 to 5 has one or two.
 
 # %% tags=["check"]
 order = ["fits", "retries", "out of memory"]
@@ -322,17 +327,22 @@ plots.show(fig, alt="Simulated memory over five steps: it fits, it retries, it r
 # The line is allocated, the area is reserved, the dashed line is the limit. Each dotted line is the beginning
 # of a step. On the left, reserved soon reaches its height and stays: from then on the allocator asks the GPU
 # for nothing. In the middle each red mark is a retry: the area drops, because the cache is given back, and
-# rises again. On the right even that was not enough: at the red line the memory has run out.
+# rises again. On the right even a retry was not enough: at the red line the memory has run out.
 #
-# ## Why just below the limit?
+# Some of the red marks in the middle stand low, where little is allocated. How can a request fail when nearly
+# all of the memory is cache?
 #
-# At batch size 24 the tensors need 1.54 of 1.73 GiB. Where is the rest? FSDP2 works in several CUDA
+# ## Why does a request fail beside a full cache?
+#
+# At batch size 24 the tensors need 1.54 of 1.73 GiB, and still there are retries. FSDP2 works in several CUDA
 # **streams**, queues of work that run side by side. Beside the stream of the computation it has four of its
 # own: for the copies into the all-gather, for the all-gather, for the reduce-scatter, and for the all-reduce
 # of HSDP. In this recording, tensors are allocated in three: in that of the computation and in two of FSDP's.
-# The allocator keeps a cache for each stream, and a cached place of one stream does not serve another.
+# The allocator keeps a cache for each stream, and a cached place of one stream does not serve another. Each
+# red mark that stands low is a request from one of FSDP's two streams, while the cache belongs to the
+# computation.
 #
-# So put all tensors of the same trace on one stream, and replay it.
+# To see how much that matters, put all tensors of the same trace on one stream, and replay it.
 
 # %%
 streams = sorted({event.stream for event in traces[24].events})
@@ -354,16 +364,19 @@ Table(
 
 # %% tags=["check"]
 assert len(streams) == 3
+low = [event for event in plain[25].retries if plain[25].allocated[event] < GIB]
+assert low
+assert all(traces[25].events[event].stream != 0 for event in low)
 assert plain[24].regime == "retries"
 assert simulate_allocator(one_stream, limit_gib=LIMIT_GIB).regime == "fits"
-print("Checked: under the limit, three streams have retries, and one stream fits.")
+print("Checked: three streams retry, one fits. With little allocated, FSDP's streams alone retry.")
 
 # %% [markdown]
-# The tensors are the same in both lines, and 1.55 GiB are allocated. (That is a little more than the tensors
-# need, because the allocator rounds each size up.) But with three streams the allocator would like to reserve
-# 1.78 GiB, above our limit, and with one stream 1.68. So it is the *cache* that passes the limit, and these
-# are the retries. FSDP needs its streams: they let it gather the next block while it computes.
-# [Lesson 4](04_backward_prefetch.ipynb) is about that.
+# The tensors are the same in both lines, and at most 1.55 GiB are allocated at a time. (That is a little more
+# than the tensors need, because the allocator rounds each size up.) But with three streams the allocator
+# would like to reserve 1.78 GiB, above our limit, and with one stream 1.68. So the tensors fit, and the
+# *cache* passes the limit: that causes the retries. FSDP needs its streams: they let it gather the next block
+# while it computes. [Lesson 4](04_backward_prefetch.ipynb) is about that.
 #
 # ## What a retry costs
 #
@@ -377,8 +390,9 @@ Table(
 )
 
 # %% [markdown]
-# Without retries, segments are asked for once and none goes back. With retries they go back and forth, and
-# the GPU has to be idle while they do. How many seconds that takes, a simulation cannot say. The author of
+# Without retries each segment is requested once, and none goes back. With retries segments go back and forth,
+# and each `cudaFree` waits until the GPU has finished its work. A simulation cannot say how many seconds that
+# takes. The author of
 # the videos measured it in 2022, on a vision transformer of 1.986 billion parameters under ZeRO-2. These are
 # his numbers.
 
@@ -393,11 +407,11 @@ Table(
 )
 
 # %% [markdown]
-# One image more and one percent more memory, and the mean step took 33% longer: batch size 16 trains 25% more
-# images per second. The 9 retries are those of five steps together. The picture in his lesson shows each
-# step: the first one took 5.91 s, and the four with retries from 7.2 to 8.4 s.
+# With one image more, and one percent more of the memory, the mean step took 33% longer: batch size 16 trains
+# 25% more images per second. The 9 retries are those of five steps together. The picture in his lesson shows
+# each step: the first one took 5.91 s, and the four with retries from 7.2 to 8.4 s.
 #
-# ## The usual way, and ours
+# ## Two ways to choose a batch size
 #
 # Back to the simulated GPU. The usual way ends at the largest batch size that raises no error. Tools that
 # search automatically look for the same thing. For example, accelerate's `find_executable_batch_size`
@@ -435,8 +449,8 @@ print("Checked: both usual ways end among the retries, where memory goes back to
 # ## Your turn 1 · Search for the batch size
 #
 # Write the search. `trial(batch_size)` runs five steps on the simulated GPU and returns the number of
-# retries in them; where the memory runs out it raises `torch.OutOfMemoryError`. A batch of 16 fits for
-# certain, and more than 32 is never wanted. Return the largest batch size without a retry, after **at most
+# retries in them; where the memory runs out it raises `torch.OutOfMemoryError`. The answer lies between 16,
+# which always fits, and 32. Return the largest batch size without a retry, after **at most
 # six trials**. Your search is run on four GPUs of different sizes.
 #
 # Edit the next cell, then run it and the two folded cells below it.
@@ -482,7 +496,7 @@ def score_search(search):
         best = max(size for size in range(16, 33) if replay(size, limit).regime == "fits")
         wrong, most = wrong + (found != best), max(most, len(tried))
     return {
-        "GPUs with another batch size than the best": wrong,
+        "GPUs with a wrong batch size": wrong,
         "trials, at most": most,
         "curve": history[1.73],
     }
@@ -495,7 +509,7 @@ turn(
     1,
     [result],
     {
-        "GPUs with another batch size than the best": exactly(
+        "GPUs with a wrong batch size": exactly(
             0, otherwise="The size is not the largest without a retry: do retries count as a failure, too?"
         ),
         "trials, at most": at_most(6, otherwise="Six trials are enough if each halves what is left."),
@@ -585,10 +599,10 @@ plots.show(fig, alt=f"The batch size of each trial, and its regime: {', '.join(s
 # ## The same with `find_batch_size`
 #
 # `find_batch_size` knows no upper end. It doubles the batch size until a trial fails, then halves the
-# distance. A trial fails on an out-of-memory error, **and on a retry**. Of the others it takes the fastest,
-# and of those that are equally fast within the noise the largest. The next cell is folded: it makes a device
-# out of the simulation. Its clock is made up: every step takes a second, as if a larger batch cost nothing.
-# That is the best case for large batches.
+# distance. A trial fails on an out-of-memory error, **and on a retry**. Of the sizes that pass it takes
+# the fastest, and of those that are equally fast within the noise the largest. The next cell is folded: it
+# makes a device out of the simulation. The clock of that device is invented: every step takes a second, as if
+# a larger batch cost nothing. That is the best case for large batches.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils import find_batch_size
@@ -637,12 +651,14 @@ assert search.best == max(fits)
 print("Checked: the search ends at the largest batch size that fits.")
 
 # %% [markdown]
-# 16 fits, 32 does not, 24 has retries (each of its steps here is the fifth one recorded), and so the search
-# ends at 23. It never had to try 25 and 26.
+# 16 fits, 32 does not, 24 has retries, and so the search ends at 23. It never had to try 25 and 26. (The 8
+# retries of batch size 24 are more than in the table above, because the simulated device repeats the fifth
+# recorded step, which has two.)
 #
 # ## In a real loop, on the ranks
 #
-# Now both tools on real training, on the ranks that were started at the beginning. A small transformer
+# `find_batch_size` has a companion, `Memory_Maximizer`, which watches the memory of a training loop. Use both
+# on real training, on the ranks that were started at the beginning. A small transformer
 # learns to tell the handwritten digits of scikit-learn apart. It reads an image of 8 by 8 pixels row by row.
 # The next cell is folded; it defines `build()`, which makes the model, and `shard(model)`, which shards it as
 # above.
@@ -690,8 +706,8 @@ def shard(model):
 
 
 # %% [markdown]
-# The loop is an ordinary one. If there is a watch, it is told after each step how many samples this rank
-# has trained on.
+# The loop is an ordinary one. The argument `watch` may be a `Memory_Maximizer`; after each step the loop
+# tells it how many samples this rank has trained on.
 
 # %%
 # %%ranks
@@ -722,8 +738,7 @@ alone = train(build(), rank=0, world=1)
 print(f"one process: loss {alone[0]:.4f} at the first step, {alone[-1]:.4f} at the last")
 
 # %% [markdown]
-# The sharded model must reproduce these losses. Now it trains under `Memory_Maximizer`, which is told of each
-# step and reports at the end:
+# The sharded model must reproduce these losses. It trains under `Memory_Maximizer`, which reports at the end:
 
 # %% tags=["nbval-ignore-output"]
 # %%ranks
@@ -743,7 +758,7 @@ report = watch.stop()                                               # all ranks 
 # watch.
 #
 # On either, the report covers all ranks and names the fullest: that rank limits all others. Seconds and
-# bytes differ from run to run. What must not differ is this.
+# bytes differ from run to run. The losses and the number of steps must not differ:
 
 # %% tags=["watched"]
 # %%ranks
@@ -785,10 +800,9 @@ search = find_batch_size(step, start=4, limit=32)
 print(search)
 
 # %% [markdown]
-# (On a CPU the column `reserved GiB` is resident memory again.) The column `samples/s` grows: each step has
-# a fixed cost, and more samples share it. The smaller the part of that cost, the less a larger batch gains:
-# once the device is busy all the time, the last bit of memory buys little, retries or not. Which line is
-# best depends on your machine. What holds on every machine: all ranks have the same answer.
+# (On a CPU the column `reserved GiB` is resident memory again.) As a rule the column `samples/s` grows: each
+# step has a fixed cost, and more samples share it. Once the device is busy all the time, a larger batch gains
+# little. Which line is best depends on your machine. On every machine all ranks have the same answer:
 
 # %%
 bests = ranks.get("search.best")
@@ -798,15 +812,17 @@ assert all(sizes_of_rank == tried[0] for sizes_of_rank in tried)
 print("tried on every rank:", tried[0])
 
 # %% [markdown]
-# ## Your turn 2 · One verdict for all ranks
+# ## Your turn 2 · One answer for all ranks
 #
 # Ranks do not fill their memory equally: one may run out of memory, or have a retry, where the others do not.
-# If each rank judged for itself, some would try another batch size than the others, and all would wait for
-# ever. Write a trial whose verdict is the same on all ranks: `step(batch_size)` runs this rank's step and
-# returns its retries, or raises `torch.OutOfMemoryError`. (No collective is in this step. In a real one the
-# other ranks would wait in the collective that the failing rank does not reach, so `find_batch_size` reports
-# the failure to them.) Return True if no rank failed and no rank had a retry. Every rank must reach your
-# collective.
+# If each rank decided for itself, the ranks would end with different batch sizes, and a rank that tries one
+# size more than the others would wait for them in its first collective. Write a trial that gives the same
+# answer on all ranks. `step(batch_size)` runs this rank's step and returns its retries, or raises
+# `torch.OutOfMemoryError`. Return True if no rank ran out of memory and no rank had a retry, and otherwise
+# False, on every rank. Every rank must reach your collective.
+#
+# (This `step` contains no collective. In a real one the other ranks would wait in the collective that the
+# failing rank does not reach, so `find_batch_size` reports the failure to them.)
 #
 # Edit the next cell, then run it and the two folded cells below it.
 #
@@ -855,7 +871,7 @@ turn(
     ranks.get("result"),
     {
         "batch sizes on which ranks disagree": exactly(
-            0, otherwise="Ranks have different verdicts: the verdict needs what every rank has seen."
+            0, otherwise="Ranks have different answers: the answer needs what every rank has seen."
         ),
         "batch sizes judged wrongly, on all ranks": exactly(
             0, otherwise="A failure or a retry of one rank must fail the batch size, and nothing else."
@@ -922,17 +938,18 @@ try_answers(5)
 # %% [markdown]
 # ## Expandable segments
 #
-# Since 2023 PyTorch can do better. With `PYTORCH_ALLOC_CONF=expandable_segments:True` (the older name of the
-# variable is `PYTORCH_CUDA_ALLOC_CONF`), set before the program starts, there is one segment for each stream
-# and size class, and it grows page by page. Free space at its end that is too small can grow. On a retry
-# single pages go back, not only whole segments.
+# Since 2023 PyTorch has an allocator that loses less. With `PYTORCH_ALLOC_CONF=expandable_segments:True` (the
+# older name of the variable is `PYTORCH_CUDA_ALLOC_CONF`), set before the program starts, there is one
+# segment for each stream and size class (small and large tensors), and it grows page by page. Where the free
+# space at its end is too small for a tensor, it is extended. On a retry free pages go back one by one, not
+# only whole segments.
 #
 # Predict: does the zone of retries vanish, or does it move?
 #
 # <details><summary>Answer</summary>
 #
 # It moves. Less memory is lost between the tensors, so a larger batch fits. But the streams still do not
-# share pages, and a limit is a limit.
+# share pages, so the cache can still pass the limit.
 #
 # </details>
 #
@@ -978,7 +995,7 @@ plots.show(fig, alt="Simulated peak of reserved memory, its regime by batch size
 
 # %% [markdown]
 # The number on each bar is the number of retries in five steps. With expandable segments batch size 24 fits
-# too. Then the retries begin. Out of memory comes at 27 in both. That is not so under every limit: with 1.75
+# too; from 25 on there are retries. Both run out of memory at 27. That is not so under every limit: with 1.75
 # GiB, 27 runs with expandable segments, with retries, and does not run without them. So switch them on, and
 # still watch the counter.
 #
@@ -1002,13 +1019,13 @@ plots.show(fig, alt="Simulated peak of reserved memory, its regime by batch size
 #   `AllocationTrace.from_snapshot` reads the same data, so that you can replay your own step with another
 #   limit or with expandable segments.
 # - **One rank runs out of memory, and the others hang.** They wait in a collective that it does not reach. A
-#   search must agree on each trial: turn 2.
+#   search must have the same answer on all ranks: turn 2.
 # - **`torch.cuda.empty_cache()` in each step makes training slower.** It gives the whole cache back, as a
 #   retry does. Leave it out.
 #
 # ## Claims, then and now
 #
-# The table shows what was claimed beside what the cells above have found.
+# The table shows what the videos claimed beside what the cells above found.
 
 # %% jupyter={"source_hidden": true}
 lesson.claims(
@@ -1027,8 +1044,10 @@ lesson.claims(
 # %% [markdown]
 # ## Takeaways
 #
-# - Allocated is what tensors occupy. Reserved is what PyTorch has asked the GPU for, and what counts.
-# - When a request fails, the allocator gives its cache back and asks again: a retry. It is silent and slow.
+# - Allocated is what tensors occupy. Reserved is what PyTorch has asked the GPU for, and it counts against
+#   the size of the GPU.
+# - When a request fails, the allocator gives its cache back and asks again: a retry. No error shows it, and
+#   it slows the step down.
 # - As the batch grows, training fits, then retries, then runs out of memory, in this order.
 # - "Just below out of memory" lies among the retries. Take the fastest batch size without a retry, on all
 #   ranks: `find_batch_size` does.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 7 · Mixed precision
 #
-# bf16, or bfloat16, has 16 bits: the range of fp32 (float32), and less than three decimal digits. It halves
-# the bytes of the all-gather, and computes faster where the hardware can. But which tensor is bf16, and when?
-# In this lesson a probe writes down the dtypes of a training step, for FSDP2 and FSDP1, and you write mixed
-# precision yourself.
+# bf16, or bfloat16, is a number of 16 bits. It has the range of fp32 (float32), but fewer than three decimal
+# digits. With bf16 the all-gather sends half the bytes, and hardware with bf16 units computes faster. But
+# which tensor is bf16, and when? In this lesson a probe records the dtypes of a training step, for FSDP2 and
+# FSDP1, and you write mixed precision yourself.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -65,14 +65,16 @@ expected = {moment: "bfloat16" if moment in IN_BF16 else "float32" for moment in
 draw_dtypes({"one step": expected})
 
 # %% [markdown]
-# This is the usual answer, from left to right through one step: what is kept is fp32, what is computed and
-# gathered is bf16, and gradients are added up in fp32. The drawing is a forecast. Below, the probe measures
-# it, and shows three ways to get something else by accident.
+# Read the drawing from left to right, through one step. This is what most people want: a rank keeps fp32, it
+# gathers and computes in bf16, and gradients are added up over the ranks (the reduce-scatter) in fp32. The
+# drawing is a forecast. Below, the probe measures it, and you see three ways to get something else by
+# accident.
 #
 # ## In your own code
 #
-# The dtype in which you build the model is the dtype that is kept. The policy says the rest. Save this as
-# `train.py` and start it with `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none.
+# The dtype in which you build the model is the dtype of what each rank keeps. FSDP's *policy* sets the dtypes
+# within a step. Save this as `train.py` and start it with `torchrun --nproc-per-node 4 train.py`. It runs on
+# four GPUs, or on a machine without a GPU.
 #
 # ```python
 # import torch
@@ -140,12 +142,12 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 # FSDP keeps each rank's shard of the parameters in the dtype in which the model was made, here fp32. Before
 # a unit computes, the shards are cast to `param_dtype` and gathered. After its backward the gradients are
 # reduced in `reduce_dtype`, and the result is cast to the shard's dtype and becomes its `.grad`. So the
-# optimizer works in fp32, with gradients that were computed in bf16.
+# optimizer works in fp32, on gradients that were computed in bf16.
 #
 # ## A probe
 #
-# A *dispatch mode* sees each operation with its tensors. The probe is one: it notes the dtypes of
-# collectives and matmuls. All other dtypes can be read from the tensors themselves.
+# PyTorch calls a *dispatch mode* for each operation, with its tensors. The probe is one: it notes the dtypes
+# of collectives and matmuls. All other dtypes can be read from the tensors themselves.
 
 # %%
 # %%ranks
@@ -179,7 +181,8 @@ def first(tensors):
 
 
 # %% [markdown]
-# The model has two layers, and between them a buffer. `fsdp2` and `fsdp1` shard it with a policy.
+# The model has two layers, and between them a buffer, a tensor that is not trained. The functions `fsdp2` and
+# `fsdp1` shard the model with a policy.
 
 # %%
 # %%ranks
@@ -249,9 +252,9 @@ def probed(model, context=contextlib.nullcontext):
 #
 # ## FSDP2
 #
-# **Predict before you go on.** With `param_dtype=bfloat16`, in which dtype is the matmul of the backward?
-# And the `.grad` that the optimizer sees? In which dtype are gradients added up if you leave out
-# `reduce_dtype`?
+# **Predict before you go on.** With `param_dtype=bfloat16`, in which dtype are the matmuls of the backward
+# pass? In which dtype is the `.grad` that the optimizer sees? And in which dtype are gradients added up if
+# you leave out `reduce_dtype`? The drawing below the next cell answers.
 
 # %% tags=["dtypes"]
 # %%ranks
@@ -269,11 +272,11 @@ draw_dtypes(by_fsdp2)
 # Read the second row from left to right. The shards are fp32 at rest. The all-gather sends bf16, so it costs
 # half. Both matmuls are bf16: **the gradients of the backward are computed in bf16**. The reduce-scatter
 # adds up in fp32, and the sharded `.grad`, AdamW's moments (the two averages of lesson 0) and the state dict
-# are fp32. The code of 2022 came with the sentence that local gradients are always fp32. It is false for the
-# gradients that the backward computes, and true for the shard of `.grad`.
+# are fp32. In 2022 the code said in a comment that local gradients are always fp32. That is false for the
+# gradients that the backward pass computes, and true for the shard in `.grad`.
 #
-# The third row differs in one place, and that is the commonest mistake: without `reduce_dtype` the gradients
-# are added up in `param_dtype`. Looking at `.grad` does not show it, because `.grad` is fp32 all the same.
+# The third row differs in one place, and that is the first accident: without `reduce_dtype` the gradients are
+# added up in `param_dtype`. Looking at `.grad` does not show it, because `.grad` is fp32 all the same.
 
 # %% tags=["check"]
 # %%ranks 0
@@ -325,7 +328,9 @@ print("Checked: with the same two dtypes, FSDP1 has the dtypes of FSDP2 at each 
 # %% [markdown]
 # With the same two dtypes FSDP1 has the same dtypes as FSDP2 at every moment. With `buffer_dtype` the buffers
 # are bf16 too. In the state dict everything is fp32, buffers too: what is saved does not depend on the
-# policy. FSDP2 has no dtype for buffers; it leaves them as they are.
+# policy. FSDP2 has no dtype for buffers and leaves them as they are. That is why this model casts its buffer
+# in `forward` (`self.gain.to(x.dtype)`); otherwise bf16 times fp32 would give fp32, and the next matmul an
+# error.
 #
 # ## Inputs, outputs and autocast
 #
@@ -358,8 +363,8 @@ draw_dtypes(
 )
 
 # %% [markdown]
-# With autocast the matmuls are bf16 as well. But the all-gather sends fp32, twice the bytes: autocast casts
-# each weight after it was gathered. With FSDP, use the policy.
+# With autocast the matmuls are bf16 as well. But the all-gather sends fp32, twice the bytes, because autocast
+# casts each weight after the all-gather. That is the second accident. With FSDP, use the policy.
 
 # %% tags=["check"]
 # %%ranks 0
@@ -371,11 +376,12 @@ print("Checked: output_dtype changes the output alone; autocast leaves both coll
 # %% [markdown]
 # ## Your turn 1 · What is bf16, and should not be?
 #
-# Five models come to you. Some were set up wrongly: their parameters are bf16 at rest, or the reduction is,
-# or AdamW's moments are. Write a function that finds out. `low(model, optimizer, step)` returns a set with
-# those of the words `"parameters"`, `"reduction"`, `"moments"` that apply. `step()` runs a forward and a
-# backward pass. The optimizer has its state already: `optimizer.state[p]["exp_avg"]`. In the five models
-# there are six faults. Each rank holds a shard, and every rank should give the same answer.
+# Here are five models. Some of them were set up wrongly: their parameters are bf16 at rest, or the reduction
+# is, or AdamW's moments are, even if only in one layer. Write a function that finds out. `low(model,
+# optimizer, step)` returns a set with those of the words `"parameters"`, `"reduction"`, `"moments"` that
+# apply. `step()` runs a forward and a backward pass. The optimizer has its state already; the moment of a
+# parameter `p` is `optimizer.state[p]["exp_avg"]`. In the five models there are six faults. Every rank calls
+# your function, and should return the same answer.
 #
 # Edit the next cell, then run it and the folded cells below it.
 #
@@ -446,11 +452,12 @@ turn(
     {
         "faults found": exactly(
             6,
-            otherwise="Something was missed. One layer alone can be bf16, so look at all parameters and all "
-            "moments; and .grad does not tell in which dtype it was added up.",
+            otherwise="Some faults were not found. One layer alone can be bf16, so look at all parameters "
+            "and all moments; and .grad does not tell in which dtype it was added up.",
         ),
         "false alarms": exactly(
-            0, otherwise="Something was called wrong that is meant to be bf16, such as a gathered parameter."
+            0,
+            otherwise="You reported something that is fp32, or should be bf16, such as a gathered parameter.",
         ),
     },
 )
@@ -542,9 +549,9 @@ result = score_low(low)
 # %% [markdown]
 # ## What adding up in bf16 costs
 #
-# bf16 has 8 significant bits. Add many numbers of about the same size, and each addition rounds. Here each
-# rank has 65,536 gradients of about 1. They are added up by a real all-reduce in bf16, over 2 and over all
-# ranks. For more ranks than this machine has, the sum is simulated, in two orders: in a **chain**, one rank
+# bf16 has 8 significant bits. If you add many numbers of about the same size, each addition rounds. Here each
+# rank has 65,536 gradients of about 1. A real all-reduce in bf16 adds them up, over 2 and over all ranks. For
+# more ranks than this lesson starts, one process computes the sum, in two orders: in a **chain**, one rank
 # after the other, and in **pairs**, then pairs of pairs, and so on.
 
 # %% jupyter={"source_hidden": true}
@@ -611,11 +618,12 @@ Table(
 
 # %% [markdown]
 # In a chain the error grows with the number of ranks, from 0.25% for 4 to 0.68% for 64: the running sum gets
-# large, and each addition rounds it to 8 bits. In pairs it hardly grows, since sums of like size are added. A
-# ring, the usual way of a reduce-scatter, is a chain: a piece travels from rank to rank, and each adds its
-# own. In fp32 these sums are exact, because numbers of 8 bits leave 16 of its 24 bits to spare. That is why
+# large, and each addition rounds it to 8 bits. In pairs it hardly grows: a number passes through few
+# additions, 6 for 64 ranks. The real all-reduce over four ranks has the error of the chain. A ring, the usual
+# way of a reduce-scatter, is a chain: a piece travels from rank to rank, and each adds its own. In fp32 these
+# sums are exact, because numbers of 8 bits leave 16 of its 24 bits to spare. That is why
 # `reduce_dtype=torch.float32` is a common choice beside `param_dtype=torch.bfloat16`: the reduction sends
-# twice the bytes, and adds up well.
+# twice the bytes, and in return loses next to nothing in rounding.
 
 # %% tags=["check"]
 # %%ranks 0
@@ -627,7 +635,8 @@ print("Checked: in a chain the error of 64 is over twice that of 4, in pairs und
 # %% [markdown]
 # ## fp16, and its scaler
 #
-# fp16 has 11 significant bits but a narrow range: what is smaller than about 3e-8 becomes 0.
+# fp16 has 11 significant bits but a narrow range: a number smaller than about 3e-8 becomes 0, and one of
+# 65,520 or more becomes infinite.
 
 # %%
 # %%ranks
@@ -636,8 +645,8 @@ print(f"1e-8 in bf16: {small.to(bf16).item():.1e} · in fp16: {small.to(fp16).it
 
 # %% [markdown]
 # So the loss is multiplied by a large number before backward, the **scale**, and the gradients are divided by
-# it before the step. A **gradient scaler** does both. If a gradient has become infinite, the scaler leaves
-# out the step and halves the scale.
+# it before the step. A **gradient scaler** does both. If a gradient is infinite or NaN, the scaler skips the
+# step and halves the scale.
 
 # %%
 # %%ranks
@@ -677,8 +686,8 @@ def spoil(model):
 
 
 # %% [markdown]
-# Now the case that matters: **one** rank finds an infinity in its shard. All ranks have to leave out that
-# step, or their weights are no longer of one model. Three combinations, three steps each, the infinity in
+# With FSDP one case needs care: **one** rank finds an infinity in its shard. All ranks have to skip that
+# step, or their shards no longer belong to one model. Three combinations, three steps each, the infinity in
 # step 2:
 
 # %%
@@ -704,11 +713,11 @@ HEAD = ["", "ranks that took step 2", "scale after step 3, by rank"]
 Table(HEAD, rows, note="At the beginning the scale is 1024.")
 
 # %% [markdown]
-# With FSDP2, torch's own `GradScaler` does the right thing: the gradients are DTensors, and for those the
-# question is put to all ranks (`found_inf_reduce_handler` in `torch/distributed/tensor/_dispatch.py`). FSDP1
-# needs `ShardedGradScaler` for that. In the last row nobody asked: rank 1 has left out the step, the others
-# have taken it, and from there on the shards are of different models, without an error. What a CPU cannot
-# show is speed: tensor cores, and whether fp16 or bf16 is faster.
+# With FSDP2, torch's own `GradScaler` does the right thing: the gradients are DTensors, and for a DTensor
+# PyTorch combines what all ranks found (`found_inf_reduce_handler` in
+# `torch/distributed/tensor/_dispatch.py`). FSDP1 needs `ShardedGradScaler` for that. In the last row the
+# ranks did not ask each other: rank 1 skipped the step, the others took it, and from there on the shards
+# belong to different models, without an error. (A CPU cannot show speed: it has no tensor cores.)
 
 # %% tags=["check"]
 # %%ranks 0
@@ -724,9 +733,9 @@ print("Checked: two of three leave out step 2 on all ranks, with losses alike; w
 # %% [markdown]
 # ## What is saved, and what it is loaded into
 #
-# The policy changes nothing of what is saved. The model's own dtype does. A model that arrives in bf16, as
-# pretrained ones often do, stays in bf16 at rest, and with it everything that the optimizer keeps. And a
-# weight in bf16 does not learn by small steps:
+# The policy does not change what is saved; the model's own dtype does. A model that is loaded in bf16, as
+# pretrained models often are, stays in bf16 at rest, and with it everything that the optimizer keeps. That is
+# the third accident, because small steps do not change a weight in bf16:
 
 # %%
 # %%ranks
@@ -744,12 +753,12 @@ print("a bf16 weight of 1, after a thousand steps of -0.001:", weight.item())
 draw_dtypes({"made in fp32": by_fsdp2["bf16, reduce fp32"], "made in bf16": ranks.get("arrived")[0]})
 
 # %% [markdown]
-# Just below 1, neighbours in bf16 are 0.004 apart: a step of less than half of that is rounded away, each
-# time. So make the model fp32 before you shard it: `model.float()`. Accelerate does that when its mixed
-# precision is on, and says so; what it then saves is fp32, twice the size of what was loaded.
+# Just below 1, two neighbouring numbers in bf16 are 0.004 apart: a step of less than half of that is rounded
+# away, each time. So make the model fp32 before you shard it: `model.float()`. Accelerate does that when its
+# mixed precision is on, and says so; what it then saves is fp32, twice the size of what was loaded.
 #
 # Now the other way round: a checkpoint in fp32, and a model in bf16 that is to load it. PyTorch's `dcp.load`
-# casts without a word. `load_distributed` wants you to say that you mean it.
+# casts and does not say so. `load_distributed` refuses, unless you pass `cast=True`.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -812,7 +821,8 @@ if rank == 0:
 print("Checked: dcp.load casts, load_distributed refuses and loads nothing, with cast=True it casts.")
 
 # %% [markdown]
-# One line for each tensor: what the model has, what the checkpoint has, and what to do if you mean it.
+# The refusal has a line for each tensor: the model's dtype, the checkpoint's dtype, and what to do if you
+# want the cast.
 #
 # ## Your turn 2 · Mixed precision by hand
 #
@@ -1025,8 +1035,10 @@ Table(
 )
 
 # %% [markdown]
-# By hand and by FSDP2 the losses are the same, digit by digit. The other policies differ in the third to the
-# fifth decimal place. Training hardly notices that over a few steps; the target does.
+# By hand and by FSDP2 the losses are the same in all digits shown. The other policies differ in the third to
+# the fifth decimal place. (At step 1 a reduction in bf16 makes no difference yet: the loss is computed before
+# the first reduction.) Over a few steps such a difference hardly matters for training, but it fails the
+# target.
 
 # %% tags=["check"]
 assert max(abs(a - b) for a, b in zip(losses_of["by hand"], losses_of["FSDP2, bf16, reduce fp32"])) < 2e-5
@@ -1037,7 +1049,7 @@ print("Checked: by hand as FSDP2 to 0.00002; with another policy not to 0.00005.
 # %% [markdown]
 # ## Can this machine train in bf16?
 #
-# `torch.cuda.is_bf16_supported()` also says yes where bf16 is emulated. `bf16_support` asks for the
+# `torch.cuda.is_bf16_supported()` is True also where bf16 is only emulated. `bf16_support` asks for the
 # hardware, and tries a real all-reduce over all ranks. Its answer depends on your machine:
 
 # %% tags=["nbval-ignore-output"]
@@ -1050,8 +1062,8 @@ if rank == 0:
 assert support.ready == (support.compute == "native" and support.network is not False)
 
 # %% [markdown]
-# And what would it say elsewhere? These are **stand-ins**: facts about devices that are not here, given to
-# the same judgement.
+# What would it say on other machines? The next cell gives the same function the facts about some GPUs. **No
+# GPU is measured here.**
 
 # %% tags=["checker"]
 from fsdp_utils.precision.facts import DeviceFacts, judge, judge_nccl
@@ -1078,23 +1090,24 @@ assert [gpu for gpu, (answer, _) in judged.items() if answer == "native"] == ["A
 print("Checked: native from compute capability 8.0 on.")
 
 # %% [markdown]
-# The two older GPUs hold bf16 tensors and have no units to compute with them. The last line is about the
-# network: NCCL sends bf16 from version 2.10 on.
+# The two older GPUs can hold bf16 tensors, but have no units that compute with them. The last line is about
+# the network: NCCL sends bf16 from version 2.10 on.
 #
 # ## When it goes wrong
 #
 # - **`mat1 and mat2 must have the same dtype`.** The input is fp32 and the gathered weights are bf16, as with
-#   `cast_forward_inputs=False` above, or when a method other than `forward` is called. Cast the input.
+#   `cast_forward_inputs=False` above, or `forward` made a tensor in fp32 itself, or used a buffer without a
+#   cast. Cast the tensor to the dtype of the weights.
 # - **The loss is worse with more ranks.** One cause: `reduce_dtype` is missing, so gradients are added up in
 #   bf16, as in the third row of *FSDP2*. Set `reduce_dtype=torch.float32`.
 # - **The loss stops falling early, with a small learning rate.** The model was made or loaded in bf16, and
 #   small steps are rounded away, as in *What is saved*. Call `model.float()` before sharding.
-# - **With fp16 and FSDP1 the ranks diverge.** `torch.amp.GradScaler` asks its own rank only, as in *fp16, and
-#   its scaler*. Use `ShardedGradScaler`, or FSDP2.
+# - **With fp16 and FSDP1 the ranks diverge.** `torch.amp.GradScaler` looks at its own rank only, as in *fp16,
+#   and its scaler*. Use `ShardedGradScaler`, or FSDP2.
 # - **The all-gather is not faster than in fp32.** bf16 comes from `torch.autocast`, not from the policy, as
 #   in *Inputs, outputs and autocast*.
 # - **`CheckpointError` that names dtypes.** The checkpoint has another dtype than the model. Pass `cast=True`
-#   if that is meant.
+#   if you want the cast.
 #
 # ## Claims, then and now
 
@@ -1118,9 +1131,10 @@ lesson.claims(
 # - At rest everything has the dtype in which the model was made: parameters, `.grad`, moments, state dict.
 #   Make it fp32.
 # - `param_dtype` is what is gathered and computed in, forward and backward.
-# - `reduce_dtype` is what gradients are added up in. Left out, it is `param_dtype`. In bf16 the error of a
-#   chain grows with the number of ranks.
-# - fp16 needs a scaler that asks all ranks: `GradScaler` with FSDP2, `ShardedGradScaler` with FSDP1.
+# - `reduce_dtype` is what gradients are added up in. If you leave it out, it is `param_dtype`. In bf16 the
+#   error of a sum around a ring grows with the number of ranks.
+# - fp16 needs a scaler whose decision is the same on all ranks: `GradScaler` with FSDP2, `ShardedGradScaler`
+#   with FSDP1.
 # - Ask `bf16_support` before you rely on bf16.
 #
 # ## Next
