@@ -1,10 +1,9 @@
 # %% [markdown]
 # # 13 · From FSDP1 to FSDP2
 #
-# You have a program that trains with `FullyShardedDataParallel`, or a config file that makes Accelerate,
-# Composer or DeepSpeed use it. In this lesson each idea of the earlier lessons stands in both ways of
-# writing, FSDP1's and `fully_shard`'s, and each pair has to give the same losses. Then you translate a
-# training step.
+# You have a program that trains with `FullyShardedDataParallel` (FSDP1), or a config file of Accelerate,
+# Composer or DeepSpeed. This lesson writes each idea of the earlier lessons twice, with FSDP1 and with
+# `fully_shard` (FSDP2), and requires the same losses of both. Then you translate a training step.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -19,13 +18,52 @@
 # takes: a minute to run on 2 cores (AMD EPYC) · 25 minutes to read
 
 # %% [markdown]
-# **The question of this lesson:** what do you write with `fully_shard`, and is the training still the same?
+# **The question of this lesson:** what do you write with `fully_shard` for each setting of FSDP1, and is the
+# training still the same?
+
+# %% jupyter={"source_hidden": true}
+from fsdp_utils.lessons import plots
+
+sizes = {"norm": 96, "up.weight": 9216, "up.bias": 192, "down.weight": 9216, "down.bias": 48}
+total = sum(sizes.values())
+fig, (axes,) = plots.figure(width=8.5, height=2.2)
+
+
+def draw_quarters(row, left, size):
+    for owner in range(4):
+        color = plots.RANK_COLORS[owner]
+        axes.barh(row, size / 4, left=left + owner * size / 4, height=0.55, color=color)
+
+
+draw_quarters(0, 0, total)
+end = 0
+for name, size in sizes.items():
+    draw_quarters(1, end, size)
+    if size > 1000:
+        axes.text(end + size / 2, 0.5, name, ha="center", va="center", fontsize=8)
+    end += size
+    axes.plot([end, end], [-0.35, 1.35], color=plots.INK, linewidth=0.8)
+for owner in range(4):
+    ink = "white" if owner in (0, 2) else plots.INK
+    axes.text((owner + 0.5) * total / 4, 0, f"rank {owner}", ha="center", va="center", fontsize=8, color=ink)
+axes.set_yticks([0, 1], ["FSDP1: one flat parameter", "FSDP2: each parameter"])
+axes.set(ylim=(1.5, -0.5), xlabel=f"the {total:,} numbers of a block; a colour is the rank that holds them")
+axes.tick_params(length=0)
+axes.spines[:].set_visible(False)
+plots.show(fig, alt="FSDP1 cuts the parameters of a block, laid end to end, in four; FSDP2 each of them.")
+
+# %% [markdown]
+# This is one block of the model below, on four ranks. FSDP1 lays the parameters of a block end to end (the
+# lines are their ends; the norm and the biases are too thin for a label) and cuts this flat parameter into
+# four shards. FSDP2 cuts each parameter into four. The ranks hold equally much, but in FSDP2 a shard belongs
+# to one parameter and keeps its name. Most differences in this lesson follow from that: in clipping, in
+# freezing and in checkpoints.
 
 # %% jupyter={"source_hidden": true}
 import tempfile
 from pathlib import Path
 
-from fsdp_utils.lessons import lesson, plots
+from fsdp_utils.lessons import lesson
 from fsdp_utils.lessons.tables import Table
 from fsdp_utils.lessons.turns import exactly, try_answers, turn
 from fsdp_utils.notebook import ranks
@@ -35,9 +73,9 @@ ranks.start()
 # %% [markdown]
 # ## In your own code
 #
-# This script has in FSDP2 what programs of FSDP1 mostly set: wrapping by block, mixed precision, a strategy,
-# gradient accumulation and clipping. The comments name FSDP1's words. Save it as `train.py` and start it with
-# `torchrun --nproc-per-node 4 train.py`.
+# This script does with FSDP2 what most FSDP1 programs do: wrapping by block, mixed precision, a sharding
+# strategy, gradient accumulation and clipping. The comments give FSDP1's name for each. Save it as `train.py`
+# and start it with `torchrun --nproc-per-node 4 train.py`.
 #
 # ```python
 # import torch
@@ -50,7 +88,7 @@ ranks.start()
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())              # device_id=
-# mesh = init_device_mesh(device, (dist.get_world_size(),))          # process_group=, HYBRID_SHARD: 2-D
+# mesh = init_device_mesh(device, (dist.get_world_size(),))          # process_group=
 # torch.manual_seed(0)
 # model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
 # mp_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)    # MixedPrecision
@@ -104,9 +142,9 @@ device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.
 # %% [markdown]
 # ## The model, and what "the same" means
 #
-# A transformer's shape without its attention: a first layer, four blocks, a head. All sizes divide by 24, so
-# that nothing is padded on 2, 3, 4 or 8 ranks. Otherwise FSDP1, which pads a unit, and FSDP2, which pads each
-# parameter, would send a few bytes more or less.
+# The model is a transformer without its attention: a first layer, four blocks, a head. All sizes divide by
+# 24, so that nothing is padded on 2, 3, 4 or 8 ranks. Otherwise FSDP1, which pads a unit, and FSDP2, which
+# pads each parameter, would send a few bytes more or less.
 
 # %%
 # %%ranks
@@ -180,7 +218,7 @@ def train(model, steps=3, rank=rank, world=world, clip=None):
 alone, _ = train(build(), rank=0, world=1)
 
 # %% [markdown]
-# Here are both ways of writing, as you would find them in a program. FSDP1 is a class that wraps the model
+# Here is the wrapping with each, as you would find it in a program. FSDP1 is a class that wraps the model
 # and takes every setting as an argument. FSDP2 is a function that you call on each unit, and then on the
 # model.
 
@@ -196,7 +234,7 @@ def fsdp2(model=None, reshard_after_forward=True, **options):
     model = build() if model is None else model
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    return fully_shard(model, **options)                # the root has a default of its own: kept
+    return fully_shard(model, **options)                # the root's default: kept after forward
 
 
 # %% [markdown]
@@ -245,15 +283,15 @@ def pairs(*ideas):
 # %% [markdown]
 # ## Predict
 #
-# A program goes from FSDP1 to FSDP2. Which of these changes the number of bytes that a step sends: the
-# wrapping, the prefetching, the strategy, mixed precision, activation checkpointing, layers frozen within a
-# block that is trained?
+# You write the same setting with FSDP1 and with FSDP2. For which of these settings do the two send different
+# numbers of bytes in a step: the wrapping, the prefetching, the strategy, mixed precision, activation
+# checkpointing, layers frozen within a block that is trained?
 #
 # <details><summary>Answer</summary>
 #
-# Only the frozen layers do, and FSDP2 sends less: FSDP1 reduces the gradient of a unit's whole flat
+# Only for the frozen layers, and FSDP2 sends less: FSDP1 reduces the gradient of a unit's whole flat
 # parameter, frozen parts included. (A unit that is frozen as a whole sends no gradients in either, as in
-# lesson 9.) All others send the same, byte for byte. You will see it below.
+# lesson 9.) With all other settings both send the same number of bytes. The tables below show it.
 #
 # </details>
 #
@@ -262,9 +300,9 @@ def pairs(*ideas):
 # | FSDP1 | FSDP2 |
 # |:--|:--|
 # | `auto_wrap_policy=` | call `fully_shard` on each block, then on the model |
-# | `backward_prefetch=` | as `BACKWARD_PRE` by default; others by `set_modules_to_backward_prefetch` |
+# | `backward_prefetch=` | as `BACKWARD_PRE`, unless you call `set_modules_to_backward_prefetch` |
 # | `forward_prefetch=True` | `set_modules_to_forward_prefetch` |
-# | `limit_all_gathers=` | none: not needed |
+# | `limit_all_gathers=` | none: FSDP2 needs no limit |
 # | `use_orig_params=`, `device_id=` | none: names and shapes are kept; the mesh says which device |
 
 # %% tags=["wrapping"]
@@ -303,9 +341,9 @@ assert not gone & set(inspect.signature(fully_shard).parameters)
 print("Checked: the same order; the table's arguments are in FSDP1's signature and not in fully_shard's.")
 
 # %% [markdown]
-# FSDP1 and FSDP2 issue the same collectives in the same order. The all-gather of a unit is issued before the
-# gradients of the unit in use are computed, and so before they are reduced: this is what `BACKWARD_PRE`
-# means.
+# FSDP1 and FSDP2 issue the same collectives in the same order. Each unit's all-gather is issued before the
+# gradients of the unit in use are computed, and so before these are reduced: `AG blocks.2` stands before `RS
+# blocks.3`. This is what `BACKWARD_PRE` means.
 #
 # ## Strategies (lesson 6)
 #
@@ -348,8 +386,8 @@ pairs("FULL_SHARD", "SHARD_GRAD_OP", *(["HYBRID_SHARD"] if hybrid else []))
 # reduces twice: within the ranks that share a copy, and between the copies by an all_reduce that the last
 # column does not count.
 #
-# With gradient accumulation only the last of several small batches reduces its gradients. (Parameters are
-# gathered for each of them, in both ways of writing.)
+# With gradient accumulation only the last of several small batches reduces its gradients. (Under `FULL_SHARD`
+# and `reshard_after_forward=True` parameters are still gathered for each batch.)
 
 # %% tags=["accumulation"]
 # %%ranks
@@ -394,22 +432,22 @@ Table(["two batches", "norm of the gradients"], [[way, f"{norm:.4f}"] for way, n
 # |:--|:--|
 # | `param_dtype`, `reduce_dtype` | the same |
 # | `buffer_dtype` | none: cast buffers yourself |
-# | `cast_root_forward_inputs`, for the root | `cast_forward_inputs`, for every unit |
+# | `cast_root_forward_inputs` for the root, `cast_forward_inputs` for units | `cast_forward_inputs` |
 # | `keep_low_precision_grads` | none: gradients have the dtype of the shards |
 
 # %% tags=["precision"]
 # %%ranks
 dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 one, two = fsdp1(mixed_precision=MixedPrecision(**dtypes)), fsdp2(mp_policy=MixedPrecisionPolicy(**dtypes))
-compare("bf16", one, two, rtol=2e-2)                    # against fp32: so far is bf16 from it
+compare("bf16", one, two, rtol=2e-2)                    # compared with one process in fp32
 
 # %% jupyter={"source_hidden": true}
 pairs("bf16")
 
 # %% [markdown]
-# The loss of one process is in float32. Against it the two may differ by 2%, because bf16 has less than three
-# decimal digits; against each other by 0.001. All-gathers send half the bytes, reduce-scatters as many as in
-# float32.
+# The loss of one process is in float32. `compare` allows both to differ from it by 2%, because bf16 has fewer
+# than three decimal digits, and the check below allows them to differ from each other by 0.001. All-gathers
+# send half the bytes, reduce-scatters as many as in float32.
 
 # %% tags=["check"]
 # %%ranks
@@ -617,7 +655,8 @@ result = score_clip(my_clip)
 # %% [markdown]
 # ## Freezing (lesson 9)
 #
-# FSDP1 can freeze single parameters with `use_orig_params=True`. In FSDP2 nothing is needed.
+# FSDP1 can freeze single parameters with `use_orig_params=True`. FSDP2 needs no option for it. Freeze the
+# layer `up` of every block:
 
 # %% tags=["freezing"]
 # %%ranks
@@ -900,14 +939,12 @@ result = score_steps(my_model, my_step)
 try_answers(13)
 
 # %% [markdown]
-
-#
 # ## Rank 0 has the weights (lesson 12)
 #
-# In FSDP1 `sync_module_states` sends rank 0's weights to all ranks before they are sharded: for that time
-# each rank holds all parameters of a unit. It refuses parameters on a CPU, so on the CPU we write what it
-# does: a broadcast. In FSDP2 *all* ranks build the model on the meta device, shard it, and then get their
-# shards of rank 0's weights.
+# In FSDP1 `sync_module_states` sends rank 0's weights to all ranks before they are sharded, so every rank
+# holds at least all parameters of one unit for a time. It refuses parameters on a CPU, so on the CPU we write
+# what it does: a broadcast. In FSDP2 *all* ranks build the model on the meta device, shard it, and then get
+# their shards of rank 0's weights.
 
 # %% tags=["meta"]
 # %%ranks
@@ -952,7 +989,7 @@ pairs("from rank 0")
 # | `SHARDED_STATE_DICT` | `get_state_dict`, then `torch.distributed.checkpoint.save` |
 # | `LOCAL_STATE_DICT` | none |
 # | `full_optim_state_dict`, `scatter_full_optim_state_dict` | `get_state_dict`, `set_state_dict` |
-# | `summon_full_params` | `full_tensor()` of a parameter |
+# | `summon_full_params` | `full_tensor()` of a parameter: a copy to read, changes to it are lost |
 
 # %% tags=["state"]
 # %%ranks
@@ -969,14 +1006,14 @@ torch.testing.assert_close(full1, full2, rtol=1e-4, atol=1e-5)
 print(f"Checked: {len(full1)} entries, the same names in the same order, the same values after training.")
 
 # %% [markdown]
-# So a file with a full state dict of FSDP1 is a file for FSDP2, and for the model without any FSDP.
+# So a full state dict that FSDP1 has saved loads into FSDP2, and into the model without FSDP.
 #
 # ### LOCAL_STATE_DICT has to be moved
 #
-# That format holds pieces of flat parameters, without the names of parameters. Only FSDP1 can read it,
-# wrapped as it was when it was saved, best on as many ranks (lesson 8 shows how it fails otherwise). So move
-# it in two steps, while you still have FSDP1: read it the old way, then save the model with
-# `save_distributed` of `fsdp_utils`, which takes models in FSDP1 too and writes names.
+# A checkpoint in this format holds pieces of flat parameters, without the names of parameters. Only FSDP1 can
+# read it, with the wrapping and the number of ranks that have saved it (lesson 8 shows how it fails
+# otherwise). So move it in two steps, while you still have FSDP1: read it the old way, then save the model
+# with `save_distributed` of `fsdp_utils`, which takes models in FSDP1 too and writes names.
 
 # %% tags=["local"]
 # %%ranks
@@ -989,7 +1026,7 @@ dist.broadcast_object_list(shared)
 folder = Path(shared[0])
 
 with FSDP.state_dict_type(model1, StateDictType.LOCAL_STATE_DICT):
-    dcp.save(model1.state_dict(), checkpoint_id=folder / "old")         # what you may have from then
+    dcp.save(model1.state_dict(), checkpoint_id=folder / "old")         # your old checkpoint
 
 old = fsdp1(build(seed=1))                                              # 1. read it the old way
 with FSDP.state_dict_type(old, StateDictType.LOCAL_STATE_DICT):
@@ -1019,9 +1056,9 @@ torch.testing.assert_close(full, full1, rtol=0, atol=0)
 print("Checked: the moved model has the old values to the last bit.")
 
 # %% [markdown]
-# The optimizer's state is not in it, because the old checkpoint has none: the code of the video in lesson 8
-# never saved it. AdamW starts anew. The new checkpoint loads on any number of ranks (lesson 8), and into a
-# model that is not sharded, as the next folded cell checks.
+# The new checkpoint has no optimizer's state, because the old one has none: the code of the video in lesson 8
+# never saved it. AdamW starts with empty averages. The new checkpoint loads on any number of ranks (lesson
+# 8), and into a model that is not sharded, as the next folded cell checks.
 
 # %% tags=["check"]
 # %%ranks
@@ -1036,9 +1073,9 @@ print("Checked: a model without FSDP loads the same values.")
 # %% [markdown]
 # ## Config files
 #
-# Many programs never write FSDP's arguments, because a framework does. The function `translate` of
+# In many programs a framework sets FSDP's arguments from a config file. The function `translate` of
 # `fsdp_utils` reads the config file of Accelerate, Composer (or LLM Foundry) or DeepSpeed, and says what each
-# key is in FSDP2. Here is a file as `accelerate config` writes it:
+# key is in FSDP2. Here is a file like those that `accelerate config` writes:
 
 # %% tags=["translate"]
 from fsdp_utils.migration import translate
@@ -1065,8 +1102,9 @@ with tempfile.TemporaryDirectory() as directory:
 print(found)
 
 # %% [markdown]
-# A key with an exclamation mark has no counterpart, and the text says why. Each row also names its source, in
-# `found.rows`. And this is what to write:
+# A key with an exclamation mark has no counterpart, and the text says why. `BACKWARD_POST` has no exclamation
+# mark, as it changes when parameters are gathered and not the result. `found.rows` also names the source of
+# each row. And this is what to write:
 
 # %%
 print(found.code())
@@ -1080,7 +1118,7 @@ translate({"zero_optimization": {"stage": 3, "offload_parm": {"device": "cpu"}}}
 # %% [markdown]
 # ## The table, checked
 #
-# The folded cell asks for nine things, each in the words of every framework that has them.
+# The folded cell lists nine settings, each in the words of every framework that has it.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1103,11 +1141,11 @@ bf16 = torch.bfloat16
 bf16_on = {"bf16": {"enabled": True}}
 asked = {
     # what for: (the settings in each framework, the same in FSDP1)
-    "cut all": (
+    "shard everything": (
         [accelerate(sharding_strategy="FULL_SHARD"), composer(sharding_strategy="FULL_SHARD"), deepspeed(3)],
         {"sharding_strategy": ShardingStrategy.FULL_SHARD},
     ),
-    "keep parameters whole until backward": (
+    "keep gathered parameters until backward": (
         [
             accelerate(sharding_strategy="SHARD_GRAD_OP"),
             composer(sharding_strategy="SHARD_GRAD_OP"),
@@ -1115,7 +1153,7 @@ asked = {
         ],
         {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
     ),
-    "cut nothing": (
+    "shard nothing": (
         [accelerate(sharding_strategy="NO_SHARD"), composer(sharding_strategy="NO_SHARD"), deepspeed(0)],
         {"sharding_strategy": ShardingStrategy.NO_SHARD},
     ),
@@ -1143,8 +1181,8 @@ asked = {
 }
 
 # %% [markdown]
-# For each of the nine, `translate` has to make the same code from the settings of all frameworks. The next
-# folded cell *runs* that code, and FSDP1 with the old setting, and compares their losses and bytes. What
+# For each of the nine settings `translate` has to make the same code from the settings of all frameworks. The
+# next folded cell *runs* that code, and FSDP1 with the old setting, and compares their losses and bytes. What
 # FSDP1 does not have, or cannot do on a CPU, is compared with one process.
 
 # %% tags=["table"] jupyter={"source_hidden": true}
@@ -1218,7 +1256,7 @@ def in_fsdp2(translation):
     return ", ".join(words)
 
 
-lines = ["| to | settings | FSDP2 | checked here |", "|:--" * 4 + "|"]
+lines = ["| what it does | settings | FSDP2 | checked here |", "|:--" * 4 + "|"]
 for what, translations, verdict in ranks.get("found")[0]:
     settings = "<br>".join(f"{one.framework}: {setting(one)}" for one in translations)
     lines.append(f"| {what} | {settings} | {in_fsdp2(translations[0])} | {verdict} |")
@@ -1227,10 +1265,10 @@ Markdown("\n".join(lines))
 # %% [markdown]
 # "Losses and bytes" were measured in the cell above, on this CPU, with FSDP1 set by hand as the framework's
 # source sets it: neither Composer nor DeepSpeed runs here. DeepSpeed has an implementation of its own, so its
-# bytes are not FSDP's; what is checked is that the FSDP2 program is the ZeRO stage that FSDP1 had for it. The
-# correspondence itself is that of
-# [PyTorch's developers](https://github.com/pytorch/torchtitan/blob/00293cb7d0a8916b1401d694edc6f0002e99fd5c/docs/fsdp.md)
-# and of [Accelerate's](https://huggingface.co/docs/accelerate/v1.15.0/en/concept_guides/fsdp_and_deepspeed).
+# bytes are not FSDP's; the check shows that the FSDP2 program does what FSDP1 does for that ZeRO stage. Which
+# FSDP strategy stands for which stage is taken from the documents of [PyTorch's
+# developers](https://github.com/pytorch/torchtitan/blob/00293cb7d0a8916b1401d694edc6f0002e99fd5c/docs/fsdp.md)
+# and of [Accelerate](https://huggingface.co/docs/accelerate/v1.15.0/en/concept_guides/fsdp_and_deepspeed).
 # Offloading frees memory of a GPU; on a CPU only its losses can be seen.
 #
 # Two rows need a comment. `accelerate to-fsdp2` writes `fsdp_reshard_after_forward: true` for `HYBRID_SHARD`
@@ -1250,7 +1288,8 @@ Table(
 # %% [markdown]
 # ## Proof
 #
-# Here are all pairs at a glance: the bytes that the collectives of a step carry, with both.
+# The figure shows all pairs at a glance: the bytes that the collectives of a step carry, with FSDP1 and
+# FSDP2.
 
 # %% jupyter={"source_hidden": true}
 everything = ranks.get("compared")[0]
@@ -1290,14 +1329,15 @@ with fsdp2().no_sync():
     pass
 
 # %% [markdown]
-# - **`has no attribute 'no_sync'`** (or `clip_grad_norm_`, `summon_full_params`). The program still speaks
-#   FSDP1. The tables above say what to write.
+# - **`has no attribute 'no_sync'`** (or `clip_grad_norm_`, `summon_full_params`). The program still calls
+#   methods of FSDP1. The tables above say what to write instead.
 # - **The ranks print different norms of the gradients.** `nn.utils.clip_grad_norm_` runs on a model of FSDP1.
 #   There is no error: see "Clipping".
-# - **The losses are those of float32 although FSDP1 had mixed precision.** `mp_policy` was given to the root
-#   alone; give it to each call of `fully_shard`.
-# - **`missing keys` when an old checkpoint is loaded.** It is a LOCAL_STATE_DICT: see "LOCAL_STATE_DICT has
-#   to be moved".
+# - **`mat1 and mat2 must have the same dtype, but got BFloat16 and Float`.** `mp_policy` was given to the
+#   root alone: the root casts its inputs to bf16, and the blocks keep float32 weights. Give the policy to
+#   each call of `fully_shard`.
+# - **`Missing key in checkpoint state_dict` when an old checkpoint is loaded.** It is a LOCAL_STATE_DICT: see
+#   "LOCAL_STATE_DICT has to be moved".
 # - **The model of a config file trains in another way.** A key had no counterpart: look at the rows with an
 #   exclamation mark in "Config files".
 #
@@ -1310,8 +1350,8 @@ kib2, world = everything["wrapping"]["all"][1], ranks.get("rank")
 lesson.claims(
     13,
     {
-        "fsdp2-lower-peak": "The same losses. The peak is for GPUs to say: what FSDP2 changed is how streams "
-        "share memory, and a CPU has none.",
+        "fsdp2-lower-peak": "The same losses. The peak has to be measured on GPUs: FSDP2 changed how streams "
+        "share memory, and a CPU has no streams.",
         "always-backward-pre": "The same all-gathers and reduce-scatters in the same order as FSDP1 with "
         f"`BACKWARD_PRE`, and {kib2:.0f} KiB as there. That is the default today: "
         "`set_modules_to_backward_prefetch` changes it.",
