@@ -40,9 +40,9 @@
 # torch.manual_seed(0)                                  # the same weights on every rank
 # config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=192, num_attention_heads=4)
 # model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
-# blocks = model.to(device).get_base_model().model.layers
-# for part in [*blocks, model]:                         # after peft: the adapters are in the blocks
-#     fully_shard(part, mesh=init_device_mesh(device, (dist.get_world_size(),)))
+# mesh = init_device_mesh(device, (dist.get_world_size(),))
+# for part in [*model.to(device).get_base_model().model.layers, model]:     # adapters are in the blocks
+#     fully_shard(part, mesh=mesh)
 # optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 # ids = torch.randint(256, (8, 32), device=device)      # your data, other rows on each rank
 # for step in range(10):
@@ -63,6 +63,7 @@
 
 # %% jupyter={"source_hidden": true}
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -71,7 +72,7 @@ from fsdp_utils.lessons.tables import Table
 from fsdp_utils.lessons.turns import at_most, exactly, try_answers, turn
 from fsdp_utils.notebook import ranks
 
-folder = Path(tempfile.mkdtemp())
+home, folder = Path.cwd(), Path(tempfile.mkdtemp())
 os.chdir(folder)                                # the ranks find finetune.py and base/ there
 os.environ["OMP_NUM_THREADS"] = "1"             # as torchrun sets it
 
@@ -350,10 +351,10 @@ def by_program(how, model, steps=STEPS, precision="fp32", out=None):
 #
 # ## Way 3: `Trainer`
 #
-# `Trainer` knows nothing of FSDP itself. It passes the setting `fsdp=True` on to Accelerate. Accelerate
-# decides by the type of the devices whether it obeys. The branch that switches FSDP on (in
-# `AcceleratorState.__init__`, file `accelerate/state.py`) lists GPUs and other accelerators and leaves out
-# `MULTI_CPU`. What happens on CPUs is not an error:
+# `Trainer` leaves sharding to Accelerate, the library under it, and passes the setting `fsdp=True` on.
+# Accelerate looks at the type of the devices first. The branch that switches FSDP on (in
+# `AcceleratorState.__init__`, file `accelerate/state.py`) lists GPUs and other accelerators, and leaves out
+# `MULTI_CPU`. On CPU ranks the setting is dropped, without an error:
 
 # %%
 # %%ranks
@@ -458,15 +459,15 @@ Table(
 )
 
 # %% [markdown]
-# `fsdp=True` was accepted, and the ranks trained with DDP: each holds the whole model. On CPUs this costs you
-# a test that tests something else. On GPUs Accelerate does obey. Look at the class of the model, or at
-# `trainer.is_fsdp_enabled`, rather than at your settings.
+# `fsdp=True` was accepted, and the ranks trained with DDP: each holds the whole model. On GPUs Accelerate
+# does switch FSDP2 on; what suffers is a test on CPUs, which then tests something else. Look at
+# `trainer.is_fsdp_enabled`, or at the class of the model, rather than at your settings.
 #
 # What the skipped branch would have done is a few assignments. `Trainer` has a method in which they can be
 # made in the open; the rest of `Trainer` and Accelerate then runs as on GPUs. The type is kept in two places:
 # `AcceleratorState` copies it from `PartialState` whenever it is asked for. With the first alone, the model
-# would be sharded, but gradients would be reduced after every micro-batch, as `no_sync` would take the model
-# for one of DDP.
+# would be sharded, but Accelerate's `no_sync` would do nothing, and gradients would be reduced after each
+# micro-batch.
 
 # %%
 # %%ranks
@@ -530,7 +531,7 @@ for axes, (how, title) in zip(panels, {"full": "all parameters", "lora": "LoRA"}
         losses = [loss for loss, _ in curves[way, how]]
         axes.plot(range(1, len(losses) + 1), losses, label=way, **look)
     axes.set(title=title, xlabel="step", ylabel="loss", ylim=(0, None))
-panels[0].legend()
+panels[0].legend(frameon=False)
 plots.show(fig, alt="Losses of the three ways over twelve steps, with all parameters and with LoRA.")
 
 # %% [markdown]
@@ -562,7 +563,7 @@ print("Checked: losses within 0.0001 and norms within 0.001 of each other, full 
 # one whole step, the bytes that the all-gathers produce and that the reduce-scatters take in, as
 # `record_collectives` sees them; last, the most full parameters that rank 0 had at once.
 
-# %% jupyter={"source_hidden": true}
+# %% tags=["held"] jupyter={"source_hidden": true}
 rows = ranks.get("{key: probe.row() for key, (_, probe) in runs.items()}")[0]
 names = ["parameters", "gradients", "averages", "gathered in a step", "reduced in a step", "full at once"]
 Table(
@@ -606,9 +607,9 @@ print("Checked: the same bytes at rest; Trainer gathers up to 3% more, and has l
 # peft froze the base model for you. Here its work is undone: every parameter of the model you get requires a
 # gradient. Write `prepare`, which makes the model ready so that only adapters are trained, and returns the
 # optimizer; their parameters have `lora_` in their names. Then write `to_save`, which returns what a
-# checkpoint of the adapters needs: complete tensors by name, on every rank. `shard(model)` and
-# `torch.optim.AdamW` with `lr=LR, betas=BETAS, weight_decay=0.0` are there for you. Edit the next cell, then
-# run it and the two folded cells below it.
+# checkpoint of the adapters needs: complete tensors by name, on every rank. Use `shard(model)`, and
+# `torch.optim.AdamW` with `lr=LR, betas=BETAS, weight_decay=0.0`. Edit the next cell, then run it and the two
+# folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -994,7 +995,7 @@ def accumulate(model, parts):
     return None                                 # your lines here
 
 
-# %% jupyter={"source_hidden": true}
+# %% tags=["accumulate"] jupyter={"source_hidden": true}
 # %%ranks
 with Probe(model := finetune.full()) as accumulated:
     trainers, _ = by_trainer(model, 4, TrainerOnCpus, parts=2)
@@ -1177,8 +1178,8 @@ except ValueError as error:
 # - **Losses differ from step 1 on.** Other samples: `Trainer` shuffles with its own seed unless
 #   `train_sampling_strategy="sequential"`. Or a mean of means, as in turn 2.
 # - **Losses differ from step 2 on, a little.** Weight decay on norms, betas, or a schedule that was left out.
-# - **LoRA is hardly faster under FSDP than full fine-tuning.** The frozen weights are still gathered twice in
-#   each step. If they fit, keep them after forward with `reshard_after_forward=False`, or use DDP.
+# - **LoRA, and the links are as busy as before.** The frozen weights are still gathered twice in each step.
+#   If they fit, keep them after forward with `reshard_after_forward=False`, or use DDP.
 #
 # ## Claims, then and now
 
@@ -1207,7 +1208,12 @@ lesson.claims(
 # - A loop of your own shows everything, and you maintain it. `fsdp_utils.train` adds what
 #   [lesson 10](10_end_to_end.ipynb) shows: it survives being killed. `Trainer` brings its callbacks and the
 #   models of the hub. All three are FSDP2 underneath.
-#
+
+# %% jupyter={"source_hidden": true}
+os.chdir(home)
+shutil.rmtree(folder)
+
+# %% [markdown]
 # ## Next
 #
 # This was the last lesson. The program of [lesson 10](10_end_to_end.ipynb) is where your own model goes.
