@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -103,6 +104,36 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     printed = zip(done.stdout.split("-- end --"), done.stderr.split("-- end --"), strict=True)
     return dict(zip(SNIPPETS, printed, strict=False))
+
+
+CHEAT_SHEET = re.findall(r"^```python\n(.*?)^```$", (ROOT / "book/cheat_sheet.md").read_text(), re.M | re.S)
+AROUND = """
+import torch, torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+from fsdp_utils import load_distributed, save_distributed
+sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+model, device, step = LlamaForCausalLM(LlamaConfig(**sizes)), "cpu", 7
+"""
+STEP = """
+tokens = torch.randint(64, (2, 8))
+model(input_ids=tokens, labels=tokens).loss.backward()
+optimizer.step()
+"""
+
+
+def follow_the_cheat_sheet(folder: str) -> tuple[int, int]:
+    recipe, save_and_load = CHEAT_SHEET
+    names: dict[str, Any] = {"folder": folder}
+    exec(AROUND + recipe + STEP + save_and_load, names)
+    return names["state"]["step"], len(names["full"])
+
+
+def test_the_code_of_the_cheat_sheet_runs(tmp_path: Path) -> None:
+    (step, on_rank_0), (_, on_rank_1) = fsdp_utils.run_on_ranks(follow_the_cheat_sheet, str(tmp_path / "c"))
+    assert (step, on_rank_0 > 10, on_rank_1) == (7, True, 0)
 
 
 @pytest.mark.timeout(300)  # half a minute where the cores are free
