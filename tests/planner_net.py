@@ -85,8 +85,8 @@ def train_really() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """On real ranks: by setting, the recorded peaks by category; and bytes at rest as added up by hand."""
     recorded = {}
     for name, setting in REAL.items():
-        # The second least of 5. Gloo's threads let go of buffers at moments of their own: on busy cores one run
-        # in 15 had a category too large for that, and one in 240 had whole gradients that were gone too soon.
+        # The second least of 5. Gloo's threads let go of buffers at moments of their own: on busy cores one
+        # run in 15 had a category too large for that, and one in 240 whole gradients that were gone too soon.
         runs = [
             most_by_category(run_steps(source_of(Net()), setting, None, tokens, mesh_of(setting)))
             for _ in range(5)
