@@ -48,7 +48,7 @@ def main() -> None:
     kept = {name: text for name, text in found.items() if name in pinned and not BUILDS.match(name)}
     write("requirements.txt", HEADER, [*kept.values()])
     book = compiled("book/requirements.in", "--python-version", "3.11")
-    # a line with another marker is another line: what the first file has for Python 3.10 alone is none for 3.11
+    # by name, version and marker: what the first file has for Python 3.10 alone is missing on 3.11
     ours = {text.partition(" \\")[0] for text in kept.values()}
     besides = [text for text in book.values() if text.partition(" \\")[0] not in ours]
     write("book/requirements.txt", BOOK_HEADER, besides)
