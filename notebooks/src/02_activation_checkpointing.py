@@ -263,7 +263,7 @@ labels = torch.tensor(digits.target, device=device)                             
 # %% [markdown]
 # `measure` runs two training steps. In the first one the `Meter` of lesson 0 counts the bytes of all tensors
 # that are alive. In the second one PyTorch's `FlopCounterMode` counts the FLOPs of matrix products and of
-# attention. (The two do not share a step, because tensors live longer while FLOPs are counted.)
+# attention.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
