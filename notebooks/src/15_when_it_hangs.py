@@ -8,7 +8,7 @@
 # %% [markdown] tags=["card"]
 # learn:
 # - why a single mistake aborts, hangs or mixes up data, depending on what the ranks call next
-# - how to find the line on which ranks part, with seven tools, and what each of them does not see
+# - how to find the line on which ranks part, with six tools, and what each of them does not see
 # - how `check_in_step` watches a training for that, and what it costs
 # - which mistakes leave wrong gradients without an error, and the one check that finds them all
 # needs: '[lesson 3](03_full_state_dict.ipynb): collectives are paired by order · no GPU'
@@ -41,9 +41,9 @@ plots.show(fig, alt="Rank 0 has left out the gather of unit 1: its later calls a
 
 # %% [markdown]
 # Rank 0 has left out one call. Collectives carry no label: the second call of rank 0 is paired with the
-# second call of the others, whatever each meant by it. Here, gather 2 of rank 0 gets pieces of unit 1. If the
-# pieces have equal sizes, nobody notices. If rank 0 receives more than it expects, gloo ends the process. And
-# the others' fourth call waits for a call that never comes.
+# second call of the others, whatever each meant by it. Here, rank 0 asks for unit 2 and gets the others'
+# pieces of unit 1. If the pieces have equal sizes, there is no error. If a rank receives more than it
+# expects, gloo ends its process. And the others' fourth call waits for a call that never comes.
 #
 # ## In your own code
 #
@@ -68,9 +68,9 @@ plots.show(fig, alt="Rank 0 has left out the gather of unit 1: its later calls a
 # for part in [*model, model]:
 #     fully_shard(part, mesh=init_device_mesh(device, (dist.get_world_size(),)))
 # optimizer = torch.optim.AdamW(model.parameters())
-# with check_in_step(after_s=60):                       # on all ranks: where do they part, who is waited for?
+# with check_in_step(after_s=60):  # says where ranks part, and who is waited for
 #     for step in range(10):
-#         faulthandler.dump_traceback_later(600, exit=True)     # a step of 10 minutes: stacks, and the end
+#         faulthandler.dump_traceback_later(240)  # stacks, before the time-out ends the job
 #         loss = model(torch.randn(8, 64, device=device)).square().mean()
 #         loss.backward()
 #         optimizer.step()
@@ -79,7 +79,9 @@ plots.show(fig, alt="Rank 0 has left out the gather of unit 1: its later calls a
 # dist.destroy_process_group()
 # ```
 #
-# The rest of the lesson shows what each of these lines tells you when something goes wrong.
+# `dump_traceback_later` is set below the time-out of the process group: at the time-out a rank gives up,
+# and its stack no longer shows where it waited. The rest of the lesson shows what each of these lines tells
+# you when something goes wrong.
 #
 # ## Ranks that may break
 #
@@ -139,9 +141,12 @@ def sharded(mesh, widths=(8, 8, 8)):
 
 
 # %% [markdown]
-# `attempt` runs a program on new ranks. The program gets a mesh whose collectives wait 2.5 seconds at most.
-# (In a real job the limit is 10 minutes with NCCL and 30 minutes with gloo, unless you set `timeout`.) It
-# returns for each rank the program's result or error, and the seconds that it took.
+# `attempt(program)`, in the folded cell, starts new ranks and calls `program(mesh)` on each, with
+# collectives that wait 2.5 seconds at most. (In a real job the limit is 10 minutes with NCCL and 30 minutes
+# with gloo, unless you set `timeout`.) It returns one dictionary for each rank: the program's `result`, or
+# the text of its `error`, and the `seconds` that it took. Three arguments switch on a tool: `debug=True`
+# and `check=True` for two of those below, and `look=f` calls `f` on every rank after 1.8 seconds, from
+# another thread, while the ranks hang.
 
 # %% jupyter={"source_hidden": true}
 import linecache
@@ -158,12 +163,12 @@ LIMIT_S = 2.5
 
 
 def attempt(program, *, debug=False, look=None, check=False):
-    """What a program gives on each rank of new processes; what gloo said as it ended one.
+    """Run a program on new ranks; return each rank's result, or its error.
 
     Args:
         program: gets a mesh of all ranks.
         debug: whether TORCH_DISTRIBUTED_DEBUG=DETAIL is on.
-        look: is called on each rank while the others wait, in another thread.
+        look: is called on each rank after 1.8 seconds, in another thread; its result is in "seen".
         check: whether check_in_step is on.
     """
     cells = {name: lines for name, lines in linecache.cache.items() if "ipykernel" in name}
@@ -206,7 +211,7 @@ def attempt(program, *, debug=False, look=None, check=False):
 
 
 def first_words(error):
-    """The part of a message that is the same in each run."""
+    """Return the part of a message that is the same in each run."""
     known = [
         r"Received data size doesn't match expected size",
         r"Detected mismatch between collectives on ranks",
@@ -288,7 +293,7 @@ Table(
 #
 # ## It aborts: other sizes
 #
-# The same program, but the blocks have different widths now.
+# The program is the one of mistake 2, but the blocks have different widths now.
 
 
 # %%
@@ -301,15 +306,16 @@ print("a rank was ended by SIGABRT:", "SIGABRT" in aborted[0]["error"])
 print("gloo:", first_words(aborted[0]["error"]))
 
 # %% [markdown]
-# A rank received more bytes than it had room for, and gloo ended its process at once. That is the lucky case.
-# NCCL does not compare sizes. What follows there is undefined, and is often a hang.
+# A rank received more bytes than it had room for, and gloo ended its process at once. That is the lucky
+# case: a rank that receives *fewer* bytes than it expects gets no error from gloo, and the rest of its
+# tensor stays as it was. NCCL does not compare sizes. What follows there is undefined, and is often a hang.
 #
 # ## It hangs: a call without a partner
 #
 # Three more mistakes, each of which you have probably made:
 #
 # - Mistake 3, **a sampler of unequal length**: rank 0 has one batch more than the others.
-# - Mistake 4, **an early stop** on the local loss: the last rank is content, and leaves the loop.
+# - Mistake 4, **an early stop** on the local loss: the last rank has reached the target, and leaves the loop.
 # - Mistake 5, **`if rank == 0` around the state dict**: rank 0 writes the file, but the gather
 #   needs all ranks.
 
@@ -344,6 +350,10 @@ def save_on_rank_0(mesh):
 # %%
 hangs = {program.__name__: attempt(program) for program in (unequal_batches, early_stop, save_on_rank_0)}
 
+# %% tags=["nbval-ignore-output"]
+print("rank 0 of unequal_batches, after 2.5 seconds:")
+print(hangs["unequal_batches"][0]["error"])
+
 # %% jupyter={"source_hidden": true}
 Table(
     ["mistake", *(f"rank {rank}" for rank in range(WORLD))],
@@ -354,11 +364,12 @@ Table(
 )
 
 # %% [markdown]
-# A rank that waits gets an error at the time-out: here after 2.5 seconds, in a job with the default limits
-# after 10 or 30 minutes. The error is `Timed out waiting`, or, where another rank gave up first and ended,
-# `Connection closed by peer`. It names neither the line nor the rank that is missing. So a shorter limit,
-# `timeout` of
-# `init_process_group`, is the first tool: five minutes are plenty where no rank does long work alone.
+# With gloo, a rank that waits gets this error at the time-out: here after 2.5 seconds, in a job with the
+# default limit after 30 minutes. Where another rank gave up first and ended, the error is `Connection
+# closed by peer` instead. With NCCL, the watchdog ends the process after 10 minutes. The traceback says on
+# which line *this* rank waited. Which rank is missing, and what it did instead, is not in the message. So
+# set a shorter limit first, `timeout` of `init_process_group`: five minutes are plenty where no rank does
+# long work alone.
 
 # %% tags=["check"]
 assert {one["result"][1] for one in mixed} == {1.0 + 0.5 * LAST}
@@ -374,9 +385,9 @@ print("Checked: one mistake aborts, two go on with wrong data, three wait for th
 # ## Tool 1: stacks
 #
 # Where does each rank stand? Python's `faulthandler` writes the stacks of all threads:
-# `faulthandler.dump_traceback_later(600)` does so if a step takes ten minutes. From outside,
-# `py-spy dump --pid PID` shows the same of a process that has no such line. Here the ranks of `early_stop`
-# are looked at while they wait.
+# `faulthandler.dump_traceback_later(240)` does so if a step takes four minutes. From outside, `py-spy dump
+# --pid PID` shows the same of a process that has no such line. Here `attempt` takes the stacks of
+# `early_stop` while its ranks wait.
 
 
 # %%
@@ -393,22 +404,30 @@ looked = attempt(early_stop, look=stacks)
 
 
 # %% jupyter={"source_hidden": true}
-def own_frames(text):
-    """Of a dump: the frames that are in cells, innermost first, without those of the folded cells."""
-    found = re.findall(r'File "[^"]*ipykernel_[^"]*", line (\d+) in (\w+)', text)
-    return [f"{name}, line {line}" for line, name in found if name not in ("stacks", "on_rank", "<lambda>")]
+def own_line(text):
+    """Return the innermost line of a dump that is in a cell, without the folded helpers."""
+    found = re.findall(r'File "([^"]*ipykernel_[^"]*)", line (\d+) in (\w+)', text)
+    lines = [
+        (file, int(line), name) for file, line, name in found if name not in ("stacks", "on_rank", "<lambda>")
+    ]
+    lines = [(name, linecache.getline(file, line).strip()) for file, line, name in lines]
+    return next(
+        ((name, line) for name, line in lines if "look()" not in line), ("nowhere: it has returned", "")
+    )
 
 
 Table(
-    ["rank", "innermost frames of the program"],
-    [[rank, " < ".join(own_frames(one["seen"])[:2]) or "none"] for rank, one in enumerate(looked)],
-    note="The line is counted in the cell of the function.",
+    ["rank", "stands in", "on the line"],
+    [[rank, *own_line(one["seen"])] for rank, one in enumerate(looked)],
 )
 
 # %% [markdown]
-# Most ranks stand in `early_stop`, on the line that calls the model. The last one stands elsewhere: it is the
-# one they wait for. Stacks are the tool that always works. Read the odd one out first. What they do not show
-# is *why* ranks parted, if that was several calls ago.
+# All ranks but the last one stand in `early_stop`, on the line that calls the model. The last one has left
+# the program: it is the one they wait for. In a dump of many ranks, read the odd one out first.
+#
+# What stacks do not show: why the ranks parted, if that was several calls ago. And with NCCL a call returns
+# before the GPU has run it, so the stack shows where the CPU waits (often in `.item()` or `synchronize`),
+# which may be many lines after the collective that hangs.
 #
 # ## Tool 2: `monitored_barrier`
 #
@@ -427,6 +446,9 @@ told = attempt(barrier_after)
 print("rank 0:", first_words(told[0]["error"]))
 
 # %% [markdown]
+# Rank 0 is told which rank did not come. It names the first such rank only; `wait_all_ranks=True` names all.
+# The barrier does not say where the missing rank is, and it sees nothing of the calls in between.
+#
 # ## Tool 3: `TORCH_DISTRIBUTED_DEBUG=DETAIL`
 #
 # With this environment variable, torch compares every collective before it is issued: first a monitored
@@ -451,15 +473,15 @@ def said(found):
 Table(["mistake", "DETAIL says"], [[name, said(found)] for name, found in detail.items()])
 
 # %% [markdown]
-# The abort has become an error with both calls in it, and a missing rank is named. The two lies are not seen:
-# their kinds, shapes and types are equal.
+# The abort has become an error with both calls in it, and a missing rank is named. DETAIL does not see the
+# two lies: their kinds, shapes and types are equal.
 #
 # ## Tool 4: the flight recorder
 #
-# torch keeps the last 2,000 collectives of each process in a ring buffer, with the Python stack of each. With
-# NCCL the watchdog writes it to a file at a time-out (`TORCH_NCCL_DUMP_ON_TIMEOUT=1`), and
-# `torchfrtrace` compares the files of all ranks. gloo records its calls too (seen in torch 2.13), but
-# nobody writes them: there you ask for them, as this cell does from another thread.
+# torch keeps the last 2,000 collectives of each process in a ring buffer, with the Python stack of each.
+# With NCCL the watchdog writes it to a file at a time-out, and the command `torchfrtrace` compares the
+# files of all ranks. gloo's calls are recorded too (seen in torch 2.13), but no watchdog writes them. This
+# cell asks for them from another thread, while the ranks hang.
 
 
 # %%
@@ -468,10 +490,7 @@ def flight_record():
 
     record = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
     return [
-        (
-            entry["profiling_name"],
-            [frame["line"] for frame in entry["frames"] if "ipykernel" in frame["filename"]],
-        )
+        (entry["profiling_name"], entry["frames"])
         for entry in record["entries"]
         if entry["process_group"][1] != "default_pg"
     ]
@@ -479,33 +498,47 @@ def flight_record():
 
 flown = attempt(early_stop, look=flight_record)
 
+
 # %% jupyter={"source_hidden": true}
+def line_of(frames):
+    """Return the innermost line of a stack that is in a cell."""
+    frame = next(frame for frame in frames if "ipykernel" in frame["filename"])
+    return linecache.getline(frame["filename"], frame["line"]).strip()
+
+
 Table(
-    ["rank", "collectives called", "the last one", "on line"],
+    ["rank", "collectives called", "the last one", "on the line"],
     [
-        [rank, len(one["seen"]), one["seen"][-1][0].removeprefix("gloo:"), one["seen"][-1][1][0]]
+        [rank, len(one["seen"]), one["seen"][-1][0].removeprefix("gloo:"), line_of(one["seen"][-1][1])]
         for rank, one in enumerate(flown)
     ],
 )
 
 # %% [markdown]
-# The last rank has called one collective less than the others, and the lines say where each stands. (gloo
-# runs a reduce-scatter as an all-reduce, and records that.) What takes NCCL, and was not run here:
+# The last rank has called one collective less than the others. Their last call comes from the next step,
+# its last one from the backward pass before. (gloo runs a reduce-scatter as an all-reduce, and records
+# that.) What the recorder does not have is the data, and the unit that a call was for.
 #
-# - `TORCH_NCCL_DUMP_ON_TIMEOUT=1`: the flight recorder is written to a file at a time-out.
-# - `TORCH_FR_BUFFER_SIZE=20000`: it holds more calls. (Older versions read `TORCH_NCCL_TRACE_BUFFER_SIZE`.)
+# <details><summary>The switches of NCCL (not run here: they take GPUs)</summary>
+#
+# - `TORCH_NCCL_DUMP_ON_TIMEOUT`: write the flight recorder to a file at a time-out. On by default in current
+#   versions; set it to 1 in older ones.
+# - `TORCH_FR_BUFFER_SIZE=20000`: keep more calls. (Older versions read `TORCH_NCCL_TRACE_BUFFER_SIZE`, and
+#   their default may be 0, which means off.)
 # - `TORCH_NCCL_ASYNC_ERROR_HANDLING`, on by default: the watchdog ends the process at a time-out, because a
 #   kernel cannot be interrupted.
 # - `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`: how long the watchdog itself may hang before the process is ended.
 # - `TORCH_NCCL_BLOCKING_WAIT=1`: `wait` blocks the CPU until the collective is over, and raises at the
 #   time-out, on the line that waits.
-# - `TORCH_NCCL_DESYNC_DEBUG=1`: at a time-out, a report of which rank is behind in which collective.
+# - `TORCH_NCCL_DESYNC_DEBUG=1`: at a time-out, report which rank is behind in which collective.
+#
+# </details>
 
 # %% [markdown]
 # ## Tool 5: two recordings side by side
 #
-# The generator that differs left no error behind. `record_collectives` writes what each rank calls, with the
-# unit that it is for. Nothing is sent for it.
+# The generator of mistake 2 left no error behind. `record_collectives` records what each rank calls, with the
+# FSDP unit that the call is for. It sends nothing.
 
 
 # %%
@@ -526,12 +559,16 @@ Table(
 )
 
 # %% [markdown]
+# The ranks part at call 2. Here the notebook laid the lists side by side, after the program had ended. In a
+# hang the program does not end, and somebody has to compare the lists meanwhile.
+#
 # ## Your turn 1 · Who parts?
 #
-# Write the comparison yourself. `calls` is the list of texts of what this rank has called. `who_parts(calls)`
-# returns the number of the first call at which not all ranks have the same text, counted from 1, and which
-# text is whose: a dictionary from text to the list of its ranks. A rank that has called less has the text
-# `"nothing"` there. If all lists are equal, return `0, {}`. The same on all ranks.
+# Write the comparison yourself. `calls` is the list of what this rank has called, each call as a text.
+# `who_parts(calls)` returns two things: the number of the first call at which the texts of the ranks
+# differ, counted from 1, and a dictionary from each text to the list of the ranks that have it. A rank that
+# has called less has the text `"nothing"` there: `3, {"reduce 1": [0, 1, 2], "nothing": [3]}`. If all lists
+# are equal, return `0, {}`. Every rank returns the same.
 #
 # Edit the next cell, then run it and the two folded cells below it. A wait ends after five seconds.
 #
@@ -658,10 +695,11 @@ result = score_parts(who_parts)
 # %% [markdown]
 # ## Tool 6: `check_in_step`
 #
-# Your function as something to leave on. `check_in_step` records kind, size, unit and line of every
-# collective on each rank, publishes a hash of them twice a second in the process group's store, and compares
-# the hashes on rank 0. Its threads go on while the program hangs. It compares *lines* too, so it sees the two
-# lies.
+# `check_in_step` is your function in a form that you can leave on. It records kind, size, unit and line of
+# every collective on each rank, publishes a hash of them twice a second in the process group's store, and
+# compares the hashes on rank 0. Its threads go on while the program hangs. It compares *lines* and *units*
+# too, so it sees the two lies: mistake 1 by its lines, here in a loop of many steps, and mistake 2 by its
+# units.
 
 
 # %%
@@ -687,9 +725,11 @@ stopped = attempt(early_stop, check=True)
 print(stopped[-1]["error"])
 
 # %% [markdown]
-# The report names the number of the call, the unit, the line on each rank, and the rank that others wait for.
-# All ranks raise it. A rank that already waits inside a collective raises it when its wait ends: when a peer
-# has gone, or at the time-out.
+# The report names the number of the call, the unit, the line on each rank, and the rank that others wait
+# for. All ranks raise it. A rank that already waits inside a collective raises it when its wait ends: when
+# a peer has gone, or at the time-out. A rank that is only late is reported once after `after_s`, and
+# nothing is raised. What it does not see: equal calls from the same line that mean different things, and
+# wrong values.
 #
 # What does it cost? On an AMD EPYC it added 10 µs to each collective. A step of 20 ms with 23 collectives
 # takes 0.24 ms longer, which is 1.2%. Two runs of `benchmarks/in_step.py` on two busy cores found 0.1% and
@@ -708,10 +748,25 @@ assert counts[-1] == min(counts) < max(counts)
 print("Checked: DETAIL misses both lies; check_in_step names the call and raises on all ranks.")
 
 # %% [markdown]
+# ## Which tool when?
+#
+# | tool | tells you | does not see |
+# |---|---|---|
+# | 1 stacks | the line on which each rank stands now | where they parted; with NCCL, what the GPU waits for |
+# | 2 `monitored_barrier` | which rank did not come | where it is; the calls in between |
+# | 3 DETAIL | kinds and shapes that differ, a missing rank | equal calls that mean different things |
+# | 4 flight recorder | the last calls of each rank, with lines | units and data |
+# | 5 `record_collectives` | all calls of a block, with units | nothing is compared for you |
+# | 6 `check_in_step` | the call at which ranks part, by unit and line | wrong values |
+#
+# A job that hangs now: tool 1, from outside. A fault that you can repeat: tool 3, then 6. A job that has not
+# failed yet: a time-out, and tool 6 left on.
+
+# %% [markdown]
 # ## Lies without a wrong collective
 #
-# In the next mistakes the ranks are in step, and the gradients are wrong. No tool above can see that. What
-# sees it is a comparison from end to end: **one step against one process**. Take the full gradients of one
+# In the next mistakes the ranks are in step, and the gradients are wrong. None of the tools above can see
+# that. A comparison from end to end does: **one step against one process**. Take the full gradients of one
 # step on all ranks, and those of one process with all samples. Compare gradients, not losses: AdamW hides a
 # factor in all gradients, as [lesson 0](00_fsdp_from_scratch.ipynb) showed.
 
@@ -757,7 +812,9 @@ def step_error(model, expected=None):
 
 
 # %% [markdown]
-# Six ways to train a step. The first one is right.
+# Below are six ways to compute the gradients of a step. The first one is right. The other five are: ranks
+# that start from different weights, a sum where a mean should be, FSDP2's gradient sync left off, DDP's
+# `no_sync` left on, and a mean of means over unequal shares.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -817,8 +874,8 @@ def unequal_shares():
 
 
 # %% [markdown]
-# One more is about clipping: each rank clips by the norm of *its own shards*. Here one process clips too,
-# to a norm of 0.1.
+# The last lie is about clipping: each rank scales its gradients by the norm of *its own shards*, so every
+# rank scales by another factor. Both sides of the comparison clip to a norm of 0.1.
 
 
 # %%
@@ -866,10 +923,10 @@ Table(
 )
 
 # %% [markdown]
-# None of the eight raises. Two are right up to rounding, and the check tells them from the rest. After a sum
-# for a mean the gradients are as many times too large as there are ranks, so the error is that number less 1.
-# With `set_requires_gradient_sync(False)` the sharded gradients are never written: the error is 1.00, and the
-# loss never changes.
+# None of the eight raises. Two are right up to rounding, and the check tells them from the rest. With a sum
+# in place of a mean, the gradients are too large by a factor of the number of ranks: the error is that
+# number less 1. With `set_requires_gradient_sync(False)` the sharded gradients are never written: the error
+# is 1.00, and the loss never changes.
 
 # %% tags=["check"]
 assert errors["right"] < 1e-5
@@ -1013,8 +1070,8 @@ try_answers(15)
 #
 # - **Nothing moves, GPUs at 100%, no message.** NCCL kernels wait for a rank. `py-spy dump --pid PID` for all
 #   ranks of a host: the odd one out is the one to look at. Next time, run under `check_in_step`.
-# - **`Timed out waiting`, `Watchdog caught collective operation timeout`.** The same, after the limit. The
-#   rank that reports it is one that waited, not the one that is to blame.
+# - **`Timed out waiting`, `Watchdog caught collective operation timeout`.** The same hang, after the limit.
+#   The rank that reports it is one that waited, not the one that is to blame.
 # - **`Connection closed by peer`.** Another rank has ended. Look for the first error in *its* output.
 # - **`Received data size doesn't match expected size`.** Ranks are in different collectives: run once with
 #   `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
@@ -1031,7 +1088,8 @@ try_answers(15)
 #   generator, the wish to stop.
 # - DETAIL sees kinds and shapes, stacks and the flight recorder see where ranks stand, and `check_in_step`
 #   also sees equal calls from different lines.
-# - Give every wait a limit: `timeout=` of the process group, and `faulthandler.dump_traceback_later`.
+# - Give every wait a limit: `timeout=` of the process group, and below it
+#   `faulthandler.dump_traceback_later`.
 # - No tool for hangs sees a wrong gradient. One step against one process does.
 #
 # ## Next
