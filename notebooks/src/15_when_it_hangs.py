@@ -1090,7 +1090,7 @@ try_answers(15)
 #   also sees equal calls from different lines.
 # - Give every wait a limit: `timeout=` of the process group, and below it
 #   `faulthandler.dump_traceback_later`.
-# - No tool for hangs sees a wrong gradient. One step against one process does.
+# - No tool for hangs reports a wrong gradient. One step against one process does.
 #
 # ## Next
 #
