@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import zlib
 from html import unescape
@@ -12,10 +11,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import fsdp_utils
+from tools.build_book import BUILD, CHROMIUM, LARGEST_BYTES, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-HTML = ROOT / "book" / "_build" / "html"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HTML = BUILD / "html"
 
 pytestmark = pytest.mark.skipif(not HTML.exists(), reason="there is no book yet: make book")
 
@@ -53,7 +51,7 @@ def test_the_book_has_all_lessons_and_is_small() -> None:
     assert {"index.html", "README.html", "search.html", "notebooks/glossary.html", "videos.html"} <= set(
         NAMES
     )
-    assert sum(path.stat().st_size for path in HTML.rglob("*") if path.is_file()) < 40 * 2**20
+    assert sum(path.stat().st_size for path in HTML.rglob("*") if path.is_file()) <= LARGEST_BYTES
 
 
 @pytest.mark.parametrize("name", NAMES)

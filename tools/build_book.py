@@ -44,7 +44,12 @@ def write_help(folder: Path) -> None:
     for name in ("bf16", "checkpoint", "planner", "train"):
         command = [sys.executable, "-m", f"fsdp_utils.{name}", "--help"]
         said = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True
+            command,
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         if said.returncode:
             raise RuntimeError(f"{' '.join(command)} failed: {said.stderr}")
@@ -75,7 +80,7 @@ def main() -> int:
     if CHROMIUM:
         options.append("--tag=pdf")  # the cheat sheet links to itself as PDF
     command = [sys.executable, "-m", "sphinx", *options, f"--doctree-dir={BUILD / 'doctrees'}"]
-    if status := subprocess.run([*command, str(sources), str(html)], cwd=ROOT).returncode:
+    if status := subprocess.run([*command, str(sources), str(html)], cwd=ROOT, timeout=900).returncode:
         return status
     if CHROMIUM:
         print_page(html / "cheat_sheet.html", html / "cheat_sheet.pdf")

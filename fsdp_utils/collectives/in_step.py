@@ -90,7 +90,8 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
         OutOfStep: the ranks have parted.
         ValueError: after_s is not above 0.
 
-    Example:
+    Example::
+
         with check_in_step():
             for batch in loader:
                 train_step(batch)
