@@ -28,7 +28,7 @@ def test_a_figure_is_small_repeats_itself_and_shows_its_data(name):
     assert len(first.data) < 40_000
     picture = Image.open(io.BytesIO(first.data))
     assert picture.info.keys() <= {"transparency"}  # no version of matplotlib, no date
-    assert first.alt
+    assert first.metadata["alt"]
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -73,7 +73,7 @@ def show(fig: Figure, *, alt: str) -> Image:
     small = io.BytesIO()
     picture = PillowImage.open(raw).convert("RGB").quantize(COLORS_KEPT, dither=PillowImage.Dither.NONE)
     picture.save(small, "PNG", optimize=True)  # no date, no version of matplotlib
-    return Image(small.getvalue(), width=picture.width // SHARPNESS, alt=alt)
+    return Image(small.getvalue(), width=picture.width // SHARPNESS, metadata={"alt": alt})
 
 
 @in_look
