@@ -93,7 +93,9 @@ def search(
 
     Example::
 
-        result = search(config, world_sizes=[8, 16], batch_per_rank=[1], seq_len=1024)
+        result = search(
+            config, world_sizes=[8, 16], batch_size=16, seq_len=1024, checkpointing=["full"]
+        )
         print(result.best.gpus, result.best.setting.strategy)  # 8 grad_op
     """
     for name, rate in (("tokens_per_s", tokens_per_s), ("samples_per_s", samples_per_s)):
