@@ -81,7 +81,7 @@ def export_safetensors(
 
     Example::
 
-        folder = export_safetensors("checkpoints", "exported", shard_gib=5)
+        folder = export_safetensors("run", "exported", shard_gib=5)
         print(*(file.name for file in folder.iterdir()))  # model.safetensors
     """
     if not 0 < shard_gib < float("inf"):
