@@ -58,7 +58,7 @@ GOES_ON = {
     "simulate_allocator": "record_allocations",
     "verify_checkpoint": "save_distributed",
 }
-LIMIT_LINES, LIMIT_COLUMNS = 8, 92  # what the book shows without a scroll bar
+LIMIT_LINES, LIMIT_COLUMNS = 8, 88  # what the book shows without a scroll bar
 
 
 class Told(NamedTuple):

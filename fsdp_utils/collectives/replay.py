@@ -38,7 +38,8 @@ class Replay:
 
         run = trace.replay(compute_s=1e-3, link_gib_s=1.0)
         last = max(run.spans, key=lambda span: span.end)
-        print(f"{run.step_s:.3f} s, {last.event.phase} ends it")  # 0.006 s, backward ends it
+        print(f"{run.step_s:.3f} s, {last.event.phase} ends it")
+        # 0.006 s, backward ends it
     """
 
     spans: tuple[Span, ...]

@@ -55,7 +55,8 @@ def get_world_size() -> int:
 
     Example::
 
-        loader = DataLoader(dataset, batch_size=64 // get_world_size(), sampler=sampler(dataset))
+        batch_size = 64 // get_world_size()
+        loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))
     """
     return dist.get_world_size() if _has_group() else _launched()[1]
 

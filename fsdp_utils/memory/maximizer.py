@@ -48,7 +48,8 @@ class Memory_Maximizer:
             train_step(batch)
             mm.update(samples=len(batch))
         report = mm.stop()
-        print(f"{report.max_reserved_gib:.2f} GiB in {report.steps} steps")  # ... GiB in 4 steps
+        print(f"{report.max_reserved_gib:.2f} GiB in {report.steps} steps")
+        # ... GiB in 4 steps
     """
 
     def __init__(

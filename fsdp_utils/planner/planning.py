@@ -137,7 +137,8 @@ def plan(
         found = plan(config, world_size=8, batch_size=8, seq_len=2048, checkpointing="full")
         print(found)
         peak = found.peak
-        print(f"{found.verdict}; the peak is in {peak}")  # fits; the peak is in backward of ...
+        print(f"{found.verdict}; the peak is in {peak}")
+        # fits; the peak is in backward of ...
     """
     if (
         isinstance(overhead_gib, bool)
