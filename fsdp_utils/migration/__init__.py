@@ -40,6 +40,13 @@ def translate(config: str | Path | Mapping[str, Any], *, framework: str | None =
         ModuleNotFoundError: a YAML file, and PyYAML is not installed.
 
     Source: each row names its own.
+
+    Example::
+
+        found = translate("ds_config.json")
+        Path("shard_model.py").write_text(found.code())
+        for row in found.rows:
+            print(row.key, "->", row.fsdp2)
     """
     content = _read(config)
     if framework is None:

@@ -10,7 +10,15 @@ MOST_SHOWN = 400  # characters of a value in a message
 
 
 class TranslationError(ValueError):
-    """A config that cannot be translated: names the key, what was expected and what was found."""
+    """A config that cannot be translated: names the key, what was expected and what was found.
+
+    Example::
+
+        try:
+            translate({"zero_optimization": {"stage": 4}})
+        except TranslationError as error:
+            print(error)  # zero_optimization.stage: expected 0, 1, 2 or 3, found 4
+    """
 
 
 def shown(value: Any) -> str:

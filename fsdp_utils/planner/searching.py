@@ -68,7 +68,7 @@ def search(
     progress: bool = False,
     **options: Any,
 ) -> SearchResult:
-    """Which setting needs the fewest GPUs, and of these, which is the fastest?
+    """Search for the setting that needs the fewest GPUs, and of these for the fastest.
 
     Numbers of GPUs are tried from the smallest on, and the search ends at the first that will do. A larger
     batch is not tried where a smaller one does not fit. Speeds are best estimates (`Plan.step_s_range`).
@@ -89,6 +89,14 @@ def search(
 
     Raises:
         ValueError: as `plan`; or there is nothing to try.
+        RuntimeError: as `plan`.
+
+    Example::
+
+        result = search(
+            config, world_sizes=[8, 16], batch_size=16, seq_len=1024, checkpointing=["full"]
+        )
+        print(result.best.gpus, result.best.setting.strategy)  # 8 grad_op
     """
     for name, rate in (("tokens_per_s", tokens_per_s), ("samples_per_s", samples_per_s)):
         if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):

@@ -32,7 +32,7 @@ _ORDER: list[Compute] = ["none", "emulated", "native"]
 class Bf16Support:
     """The result of `bf16_support`; the same on every rank, and true only if all ranks can.
 
-    Attributes:
+    Args:
         ready: train in bf16. The hardware computes in it, and nothing speaks against the network.
         compute: "native": the hardware computes in it. "emulated": tensors in bf16 work, but the hardware
             does not compute in it, or nothing tells that it does. "none": they do not work. The least of
@@ -79,6 +79,12 @@ def bf16_support(device: torch.device | str | None = None) -> Bf16Support:
 
     Source: torch.cuda.is_bf16_supported also says yes where bf16 is emulated, unless it is called with
         including_emulation=False; CUDA C++ Programming Guide, "Compute Capabilities".
+
+    Example::
+
+        support = bf16_support()
+        print(support)
+        dtype = torch.bfloat16 if support else torch.float32
     """
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
