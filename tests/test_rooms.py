@@ -18,7 +18,7 @@ LEVEL = {
         ["memory", "allocator", "checkpoint", "collectives", "child_tuning", "precision", "migration"], 3
     ),
     **dict.fromkeys(["pretrained", "planner"], 4),
-    "train": 5,
+    **dict.fromkeys(["train", "integrations"], 5),
     "notebook": 6,
     "lessons": 7,
 }

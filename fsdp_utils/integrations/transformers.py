@@ -1,0 +1,229 @@
+"""Callbacks for transformers' Trainer: measure memory, and save and resume with `save_distributed`."""
+
+import dataclasses
+import json
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_utils._extras import need
+from fsdp_utils.checkpoint import CheckpointError, PerRank, Save, load_distributed, save_distributed
+from fsdp_utils.checkpoint.manifest import committed, find, read_manifest
+from fsdp_utils.checkpoint.metadata import read_described
+from fsdp_utils.checkpoint.validate import read_state
+from fsdp_utils.distributed.identity import get_world_size
+from fsdp_utils.integrations.memory import numbers_of
+from fsdp_utils.memory import Memory_Maximizer, MemoryReport
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+else:
+    TrainerCallback = need("transformers", "train").TrainerCallback
+    from transformers.trainer_callback import ExportableState, TrainerState
+
+__all__ = ["CheckpointCallback", "MemoryCallback"]
+
+
+class MemoryCallback(TrainerCallback):
+    """Measures the memory of `Trainer.train()` on all ranks with `Memory_Maximizer`.
+
+    Batch size and gradient accumulation are the Trainer's. The last line of its log, `state.log_history` and
+    `trainer.train().metrics` get the report's numbers, as `memory_max_reserved_gib`. Reporters to TensorBoard
+    and the like come before the callbacks that are given to Trainer; for the numbers to reach them, too, put
+    this one first: `trainer.callback_handler.callbacks.insert(0, MemoryCallback())`.
+
+    Args:
+        **options: as for `Memory_Maximizer`.
+
+    Attributes:
+        report: of the last training, over all ranks; None before its end.
+
+    Example::
+
+        memory = MemoryCallback(verbose=False)
+        trainer = Trainer(model, args, train_dataset=rows, callbacks=[memory])
+        metrics = trainer.train().metrics
+        print(memory.report.steps, metrics["memory_steps"])  # 2 2
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.report: MemoryReport | None = None
+        self._options = options
+        self._micro_batches = 1
+
+    def on_train_begin(self, args: "TrainingArguments", state: Any, control: Any, **_: Any) -> None:
+        self._memory = Memory_Maximizer(**{"device": args.device.type, **self._options})
+        self._memory.start()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._micro_batches += 1
+
+    def on_step_end(self, args: Any, state: "TrainerState", control: Any, **_: Any) -> None:
+        assert state.train_batch_size is not None  # of this rank; auto_find_batch_size may have changed it
+        self._memory.update(samples=state.train_batch_size * self._micro_batches)
+        self._micro_batches = 1
+
+    def on_log(self, args: Any, state: "TrainerState", control: Any, **given: Any) -> None:
+        logs = given["logs"]
+        if "train_runtime" in logs:  # the last line of train(), which all ranks write
+            self.report = self._memory.stop()
+            for line in (logs, state.log_history[-1]):
+                line.update(numbers_of(self.report))
+
+
+class CheckpointCallback(TrainerCallback):
+    """Saves a Trainer's training with `save_distributed` whenever the Trainer would save, and resumes it.
+
+    A checkpoint holds model, optimizer, learning rate schedule, scaler, the Trainer's state, and the state of
+    the random number generators of each rank. It replaces the Trainer's own `checkpoint-<step>` folders,
+    whose FSDP form by default is one full copy on rank 0. `save_strategy`, `save_steps` and
+    `save_total_limit` of the TrainingArguments apply.
+
+    Args:
+        trainer: gets this callback.
+        directory: as for `save_distributed`.
+        asynchronous: write in the background.
+
+    Raises:
+        ValueError: the Trainer is to load its best model at the end, which it can from its own folders only.
+
+    Example::
+
+        trainer = Trainer(model, args, train_dataset=rows)
+        checkpoints = CheckpointCallback(trainer, "run")
+        trainer.train(resume_from_checkpoint=checkpoints.newest())
+        print(len(list(Path("run").iterdir())))  # 1
+    """
+
+    def __init__(
+        self, trainer: "Trainer", directory: str | os.PathLike[str], *, asynchronous: bool = False
+    ) -> None:
+        if trainer.args.load_best_model_at_end:
+            raise ValueError(
+                "CheckpointCallback: expected load_best_model_at_end=False, found True. The Trainer loads "
+                "the best model from its own checkpoints, which this callback replaces"
+            )
+        self._trainer: Any = trainer
+        self._directory = Path(directory).absolute()
+        self._asynchronous = asynchronous
+        self._save_in_flight: Save | None = None
+        self._resuming: tempfile.TemporaryDirectory[str] | None = None
+        self._rng: dict[str, Any] | None = None  # to be restored before the first step
+        trainer.add_callback(self)
+        load_own = self._trainer._load_from_checkpoint
+
+        def load(folder: str, *args: Any) -> None:
+            if self._resuming is None or folder != self._resuming.name:
+                load_own(folder, *args)
+
+        self._trainer._load_from_checkpoint = load
+        self._trainer._save_checkpoint = lambda model, trial: self._save()
+
+    def newest(self) -> str | None:
+        """Prepare to resume from the newest checkpoint. Call it on every rank.
+
+        Returns:
+            What `trainer.train(resume_from_checkpoint=...)` takes: a temporary folder with the Trainer's
+            state. Model, optimizer and the rest are loaded when the training begins. None where there is no
+            checkpoint: the training then begins at step 0.
+
+        Raises:
+            CheckpointError: the newest checkpoint is damaged, or was not saved by this callback.
+        """
+        if not committed(self._directory):
+            return None
+        checkpoint = find(self._directory, "latest")
+        manifest = read_manifest(checkpoint)
+        state = read_state(checkpoint, read_described(checkpoint, manifest), manifest["tensors"])["state"]
+        if "trainer" not in state:
+            raise CheckpointError(
+                f"{checkpoint}: expected a checkpoint that CheckpointCallback saved, found one with the "
+                f"state {sorted(state)}"
+            )
+        self._step = manifest["step"]
+        self._resuming = tempfile.TemporaryDirectory(prefix="trainer-state-")
+        Path(self._resuming.name, "trainer_state.json").write_text(state["trainer"])
+        return self._resuming.name
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
+    ) -> None:
+        if self._resuming is None:
+            return
+        saved = load_distributed(self._directory, model, optimizer, step=self._step)
+        lr_scheduler.load_state_dict(saved["scheduler"])
+        if saved["scaler"] is not None:
+            self._trainer.accelerator.scaler.load_state_dict(saved["scaler"])
+        self._rng = None if isinstance(saved["rng"], PerRank) else saved["rng"]
+        self._resuming.cleanup()
+        self._resuming = None
+
+    # The Trainer fetches the batches that it skips between these two: they draw random numbers.
+    def on_epoch_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: Any, **_: Any
+    ) -> None:
+        if args.ignore_data_skip or state.epoch == int(state.epoch):
+            self._restore_rng()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._restore_rng()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._save_in_flight is not None:
+            self._save_in_flight.wait()
+
+    def _save(self) -> None:
+        trainer = self._trainer
+        trainer.store_flos()
+        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+        stateful: Any = [one for one in callbacks if isinstance(one, ExportableState)]
+        trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+        # rank 0's for all: times of an evaluation in it differ
+        text = [json.dumps(dataclasses.asdict(trainer.state))]
+        if get_world_size() > 1:
+            dist.broadcast_object_list(text)
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        self._save_in_flight = save_distributed(
+            self._directory,
+            trainer.model,
+            trainer.optimizer,
+            step=trainer.state.global_step,
+            keep=trainer.args.save_total_limit,
+            asynchronous=self._asynchronous,
+            scheduler=trainer.lr_scheduler.state_dict(),
+            scaler=scaler and scaler.state_dict(),
+            trainer=text[0],
+            rng=_rng_state(),
+        )
+
+    def _restore_rng(self) -> None:
+        if self._rng is not None:
+            _set_rng_state(self._rng)
+            self._rng = None
+
+
+def _rng_state() -> dict[str, Any]:
+    """The generators of this rank, as plain data."""
+    numpy = need("numpy", "train")
+    name, keys, *others = numpy.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys), *others),
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    name, keys, *others = state["numpy"]
+    random.setstate(state["python"])
+    need("numpy", "train").random.set_state((name, keys.numpy(), *others))
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,142 @@
+"""The callbacks under the real Trainer of transformers, with DDP and with FSDP2, on two ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fsdp_utils import CheckpointError, run_on_ranks, save_distributed
+from fsdp_utils.integrations.transformers import CheckpointCallback, MemoryCallback
+from tests.sharded import TwoRanks
+from tests.trainers import KINDS, sharded, trainer_of, weights
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+
+class Reporter(transformers.TrainerCallback):
+    """Stands in for the callback of TensorBoard or W&B."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.seen.append(dict(given["logs"]))
+
+
+def measured(folder: Path, kind: str) -> Any:
+    memory, reporter = MemoryCallback(verbose=False), Reporter()
+    # 24 rows, 2 a micro-batch, 2 ranks: 6 micro-batches in an epoch, so 2 steps of four, the last one of 2
+    trainer = trainer_of(
+        kind, folder, gradient_accumulation_steps=4, num_train_epochs=2, callbacks=[reporter]
+    )
+    trainer.callback_handler.callbacks.insert(0, memory)
+    metrics = trainer.train().metrics
+    report = memory.report
+    assert report is not None
+    return (
+        sharded(trainer.model),
+        report,
+        [step.samples for step in report.history],
+        metrics,
+        trainer.state.log_history[-1],
+        reporter.seen[-1],
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_measured_in_a_trainer(kind: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
+    results = two_ranks(measured, tmp_path, kind)
+    for is_sharded, report, samples, metrics, logged, reported in results:
+        assert is_sharded == (kind == "fsdp2")
+        assert [rank.rank for rank in report.ranks] == [0, 1]
+        assert samples == [8, 4, 8, 4]
+        assert report.steps == metrics["memory_steps"] == 4
+        for log in (metrics, logged, reported):
+            assert log["memory_max_reserved_gib"] == report.max_reserved_gib > 0
+    assert results[0][1].max_reserved_gib == results[1][1].max_reserved_gib
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------
+
+
+def run(folder: Path, kind: str, *, resume: bool, steps: int, **more: Any) -> Any:
+    """Train up to a step of a schedule of 9. Losses by step, the weights, and the learning rate."""
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == steps
+
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1}
+    trainer = trainer_of(kind, folder / "own", max_steps=9, callbacks=[Stop], **(options | more))
+    checkpoints = CheckpointCallback(trainer, folder / "run", asynchronous=kind == "ddp")
+    found = checkpoints.newest() if resume else None
+    assert (found is not None) == resume
+    torch.manual_seed(trainer.args.process_index)  # what comes of it depends on what is restored
+    trainer.train(resume_from_checkpoint=found)
+    curve = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+    assert found is None or not Path(found).exists()
+    return curve, weights(trainer.model), trainer.optimizer.param_groups[0]["lr"]
+
+
+def stopped_and_resumed(folder: Path, kind: str, stop: int, more: dict[str, Any]) -> Any:
+    whole = run(folder / "whole", kind, resume=False, steps=9, **more)
+    run(folder / "two", kind, resume=False, steps=stop, **more)
+    return whole, run(folder / "two", kind, resume=True, steps=9, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "more"),
+    [
+        ("ddp", 4, {}),
+        ("fsdp2", 4, {}),
+        ("fsdp2", 6, {"save_strategy": "epoch"}),  # 6 steps are an epoch
+    ],
+)
+def test_a_trainer_resumes_exactly(
+    kind: str, stop: int, more: dict[str, Any], two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    for whole, resumed in two_ranks(stopped_and_resumed, tmp_path, kind, stop, more, timeout=100):
+        assert sorted(whole[0]) == [*range(1, 10)]
+        assert resumed[0] == whole[0]  # those before the stop come with the Trainer's state
+        assert resumed[2] == whole[2]
+        for name, weight in whole[1].items():
+            assert torch.equal(weight, resumed[1][name]), name
+    assert not list((tmp_path / "two" / "own").glob("checkpoint-*"))
+
+
+def resumed_elsewhere(folder: Path) -> Any:
+    trainer = trainer_of("ddp", folder / "own", max_steps=9)
+    checkpoints = CheckpointCallback(trainer, folder / "run")
+    trainer.train(resume_from_checkpoint=checkpoints.newest())
+    return [log["step"] for log in trainer.state.log_history if "loss" in log]
+
+
+def saved_for_later(folder: Path) -> None:
+    run(folder, "fsdp2", resume=False, steps=4)
+
+
+def test_a_trainer_resumes_on_another_number_of_ranks(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    two_ranks(saved_for_later, tmp_path)
+    assert run_on_ranks(resumed_elsewhere, tmp_path, world_size=1) == [[*range(1, 10)]]
+
+
+def refused(folder: Path) -> list[str]:
+    trainer = trainer_of("ddp", folder / "own")
+    save_distributed(folder / "run", trainer.model, step=1)
+    said = []
+    for change in ("", "load_best_model_at_end"):
+        if change:
+            setattr(trainer.args, change, True)
+        try:
+            CheckpointCallback(trainer, folder / "run").newest()
+        except (CheckpointError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+    ((other, best),) = run_on_ranks(refused, tmp_path, world_size=1)
+    assert "expected a checkpoint that CheckpointCallback saved, found one with the state []" in other
+    assert "expected load_best_model_at_end=False, found True" in best
