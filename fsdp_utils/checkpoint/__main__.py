@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     command.add_argument("out_dir", type=Path)
     command.add_argument("--shard-gib", type=_gib, default=4.0, help="largest file, in GiB (default: 4)")
+    command.add_argument("--adapter-only", action="store_true", help="LoRA alone, for peft (default: merged)")
     options = parser.parse_args(arguments)
     try:
         with readable(options.checkpoint):
@@ -110,11 +111,17 @@ def _export(options: argparse.Namespace) -> None:
     if not checkpoint.is_dir() or (checkpoint / MANIFEST).exists():
         with _bar("verifying", bytes_of(checkpoint)) as progress:
             verify_checkpoint(checkpoint, progress=progress)
-    found = open_model(checkpoint, verify=False).specs
+    lora = options.adapter_only
+    found = open_model(checkpoint, verify=False, adapter_only=lora).specs
     size = sum(shape.numel() * dtype.itemsize for dtype, shape in found.values())
     with _bar("exporting", size) as progress:
         export_safetensors(
-            checkpoint, options.out_dir, shard_gib=options.shard_gib, verify=False, progress=progress
+            checkpoint,
+            options.out_dir,
+            shard_gib=options.shard_gib,
+            adapter_only=lora,
+            verify=False,
+            progress=progress,
         )
     print(f"{options.out_dir}: {len(found)} tensors, {_size(size)}")
 

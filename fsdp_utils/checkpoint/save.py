@@ -215,9 +215,23 @@ def _removed_on_failure(unfinished: Path, ranks: Ranks) -> Iterator[None]:
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """Describe the model for the manifest: its class, and the configuration that export needs."""
-    module = unwrapped(model)
+    module: Any = unwrapped(model)
     name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_json_string"):
         return {"model": name, "config": None}
-    return {"model": name, "config": {**json.loads(config.to_json_string()), "architectures": [name]}}
+    about: dict[str, Any] = {"model": name}
+    architecture = name
+    if isinstance(adapters := getattr(module, "peft_config", None), dict):  # peft's wrapper
+        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+        architecture = type(base).__name__.removeprefix("FSDP")
+        about["adapters"] = {key: _plain_adapter(adapter, base) for key, adapter in adapters.items()}
+    return {**about, "config": {**json.loads(config.to_json_string()), "architectures": [architecture]}}
+
+
+def _plain_adapter(adapter: Any, base: nn.Module) -> dict[str, Any]:
+    """The configuration of an adapter as peft's save_pretrained writes it."""
+    name = adapter.base_model_name_or_path or getattr(base, "name_or_path", None)
+    settings = {**adapter.to_dict(), "inference_mode": True, "base_model_name_or_path": name}
+    plain = json.dumps(settings, default=lambda one: sorted(one) if isinstance(one, set) else str(one))
+    return json.loads(plain)

@@ -7,9 +7,9 @@ header in JSON, the tensors' bytes), and of the index: transformers' sharded che
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from fsdp_utils.checkpoint.reader import read_tensor
 from fsdp_utils.checkpoint.state import MODEL
 from fsdp_utils.checkpoint.user_state import view
 from fsdp_utils.checkpoint.verify import newest, verify_checkpoint
+from fsdp_utils.pretrained.lora import SavedModel, adapter_of, merged, only_lora
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,19 +44,12 @@ DTYPE_NAMES = {
 }
 
 
-class SavedModel(NamedTuple):
-    """The model in a checkpoint."""
-
-    specs: dict[str, tuple[torch.dtype, torch.Size]]  # by name, without tied ones
-    read: Callable[[str], Tensor]  # one full tensor, in CPU memory
-    config: dict[str, Any] | None  # of a transformers model
-
-
 def export_safetensors(
     checkpoint: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
     *,
     shard_gib: float = 4.0,
+    adapter_only: bool = False,
     verify: bool = True,
     progress: Progress = lambda count: None,
 ) -> Path:
@@ -64,12 +59,16 @@ def export_safetensors(
     config.json of a transformers model is written too: it was saved with the checkpoint. Add the tokenizer
     with `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again.
 
+    A checkpoint of a model with LoRA by peft gives the merged model, which needs no peft: each weight plus
+    its adapter. With adapter_only it gives the folder that peft's `PeftModel.from_pretrained` reads.
+
     Args:
         checkpoint: a file of save_full, a checkpoint of save_distributed or a directory of them (then the
             last one is taken), or a checkpoint of plain DCP that has its model under "model" (not verified).
         out_dir: made if it is not there. What has the same name is replaced, and an earlier export no longer
             found: a model.safetensors or an index beside the new weights is deleted.
         shard_gib: begin another file where one would become larger than this.
+        adapter_only: write adapter_model.safetensors and adapter_config.json, and nothing else.
         verify: False does not check the checkpoint's hashes.
         progress: told of each piece of work, in bytes of tensors written.
 
@@ -87,9 +86,13 @@ def export_safetensors(
     if not 0 < shard_gib < float("inf"):
         raise CheckpointError(f"expected shard_gib to be above 0, and finite, found {shard_gib}")
     with readable(Path(checkpoint)):
-        source = open_model(newest(Path(checkpoint)), verify=verify)
+        source = open_model(newest(Path(checkpoint)), verify=verify, adapter_only=adapter_only)
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
+    if adapter_only:
+        _write(out / ADAPTER_FILE, list(source.specs), source, progress)
+        _replace(out / ADAPTER_CONFIG, json.dumps(only_lora(source)[1], indent=2).encode())
+        return out
     shards = list(_shards(source.specs, int(shard_gib * 2**30)))
     weight_map = {}
     one_file, index_file = out / ONE_FILE, out / INDEX
@@ -111,14 +114,22 @@ def export_safetensors(
     return out
 
 
-def open_model(checkpoint: Path, *, verify: bool) -> SavedModel:
-    """The model in a checkpoint of any kind."""
+def open_model(checkpoint: Path, *, verify: bool, adapter_only: bool = False) -> SavedModel:
+    """The model in a checkpoint of any kind: with its LoRA adapter merged, or the adapter alone."""
+    source = _open(checkpoint, verify=verify)
+    if adapter_only:
+        return adapter_of(source)
+    return merged(source) if source.adapters else source
+
+
+def _open(checkpoint: Path, *, verify: bool) -> SavedModel:
     if checkpoint.is_dir() and not (checkpoint / MANIFEST).exists():  # of plain DCP
         metadata = read_any_metadata(checkpoint)
         return SavedModel(
             _model_specs(specs(metadata), tied={}),
             lambda name: read_tensor(checkpoint, metadata, MODEL + name),
             None,
+            {},
         )
     if verify:
         verify_checkpoint(checkpoint)
@@ -129,14 +140,16 @@ def open_model(checkpoint: Path, *, verify: bool) -> SavedModel:
             _model_specs(tensor_specs(manifest), manifest["tied"]),
             lambda name: read_tensor(checkpoint, metadata, MODEL + name),
             manifest["config"],
+            manifest.get("adapters", {}),
         )
     content = read_full(checkpoint)
     model: dict[str, Any] = content["model"]
     tensors = {MODEL + name: (t.dtype, t.shape) for name, t in model.items() if isinstance(t, Tensor)}
     return SavedModel(
         _model_specs(tensors, content["tied"]),
-        lambda name: model[name].contiguous(),
+        lambda name: model[name].clone(memory_format=torch.contiguous_format),
         content["about"]["config"],
+        content["about"].get("adapters", {}),
     )
 
 
