@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 
-from fsdp_utils import CheckpointError, run_on_ranks, save_distributed
+from fsdp_utils import CheckpointError, ChildTuningAdamW, Memory_Maximizer, run_on_ranks, save_distributed
 from fsdp_utils.integrations.transformers import CheckpointCallback, MemoryCallback
 from tests.sharded import TwoRanks
-from tests.trainers import KINDS, sharded, trainer_of, weights
+from tests.trainers import KINDS, llama, rows, sharded, trainer_of, weights
 
 # ---- memory ----------------------------------------------------------------------------------------------
 
@@ -56,6 +57,65 @@ def test_memory_is_measured_in_a_trainer(kind: str, two_ranks: TwoRanks, tmp_pat
         for log in (metrics, logged, reported):
             assert log["memory_max_reserved_gib"] == report.max_reserved_gib > 0
     assert results[0][1].max_reserved_gib == results[1][1].max_reserved_gib
+
+
+def measured_in_a_loop_of_accelerate() -> Any:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = llama()
+    loader = torch.utils.data.DataLoader(rows(), batch_size=3)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    with Memory_Maximizer(verbose=False) as memory:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            memory.update(samples=len(batch["input_ids"]))
+    return memory.report
+
+
+def test_two_lines_measure_a_loop_of_accelerate(two_ranks: TwoRanks) -> None:
+    for report in two_ranks(measured_in_a_loop_of_accelerate):
+        assert [rank.rank for rank in report.ranks] == [0, 1]
+        assert [step.samples for step in report.history] == [3] * 4
+
+
+# ---- child tuning ----------------------------------------------------------------------------------------
+
+
+def child_tuned(folder: Path, kind: str, options: dict[str, Any]) -> Any:
+    model = llama(dropout=0.0)
+    masks = {}
+    if options.get("mode") == "task":
+        generator = torch.Generator().manual_seed(2)
+        masks = {name: torch.rand(p.shape, generator=generator) < 0.5 for name, p in model.named_parameters()}
+        # the Trainer's own groups have no names
+        options = {**options, "params": list(model.named_parameters()), "gradient_mask": masks}
+    before = weights(model)
+    optimizer = (ChildTuningAdamW, {"lr": 0.01, **options})
+    trainer = trainer_of(kind, folder, model, max_steps=3, optimizer_cls_and_kwargs=optimizer)
+    trainer.train()
+    return before, weights(trainer.model), masks
+
+
+def test_child_tuning_in_a_trainer_keeps_what_its_masks_hold(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    for kind in KINDS:
+        for before, after, masks in two_ranks(child_tuned, tmp_path, kind, {"mode": "task"}):
+            for name, mask in masks.items():
+                moved = after[name] != before[name]
+                assert bool(moved.any()), name
+                assert not bool((moved & ~mask).any()), name
+
+
+def test_child_tuning_in_a_trainer_draws_the_same_masks_however_it_is_sharded(
+    two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    (_, with_ddp, _), _ = two_ranks(child_tuned, tmp_path, "ddp", {"reserve_p": 0.3})
+    (_, with_fsdp, _), _ = two_ranks(child_tuned, tmp_path, "fsdp2", {"reserve_p": 0.3})
+    (_, unmasked, _), _ = two_ranks(child_tuned, tmp_path, "ddp", {"reserve_p": 1.0})
+    for name, weight in with_ddp.items():
+        torch.testing.assert_close(with_fsdp[name], weight, rtol=1e-4, atol=1e-5)
+    assert not all(torch.allclose(unmasked[name], weight, atol=1e-4) for name, weight in with_ddp.items())
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------
