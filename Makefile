@@ -19,7 +19,7 @@ lab: setup
 	@$(VENV_PYTHON) -m jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_fsdp_from_scratch.ipynb \
 		--ZMQChannelsWebsocketConnection.limit_rate=False $(LAB_ARGS)
 
-test: setup
+test: setup .venv/made-for-test
 	@status=0; \
 	$(VENV_PYTHON) -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder tests || status=1; \
 	$(VENV_PYTHON) -m pytest $(NBVAL) --nbval-current-env --nbval-cell-timeout=120 --timeout=180 notebooks || status=1; \
@@ -49,6 +49,11 @@ book: setup .venv/made-for-book
 # Sphinx, which nothing else needs
 .venv/made-for-book: book/requirements.txt | setup
 	@$(VENV_PYTHON) -m pip install --quiet --require-hashes --no-deps -r book/requirements.txt
+	@touch $@
+
+# Lightning, which only the tests of fsdp_utils/integrations need
+.venv/made-for-test: tests/requirements.txt | setup
+	@$(VENV_PYTHON) -m pip install --quiet --require-hashes --no-deps -r tests/requirements.txt
 	@touch $@
 
 setup:

@@ -22,6 +22,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 include_patterns = [
     "index.md",
     "cheat_sheet.md",
+    "trainers.md",
     "reference/*.rst",
     "reference/*.md",
     "notebooks/*.ipynb",

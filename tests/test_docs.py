@@ -158,13 +158,14 @@ def test_videos_lists_lessons_1_to_11_with_a_link_each() -> None:
 # --- versions: pyproject.toml, constraints.txt and environment.yml
 
 
+SET_UP = ("notebooks", "train", "test")  # the extras of tools/setup_env.py
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def asked_for() -> dict[str, Requirement]:
-    """What the package and its extras ask for, by name."""
-    extras = PROJECT["optional-dependencies"].values()
-    texts = [*PROJECT["dependencies"], *(text for extra in extras for text in extra)]
+    """What the package and the extras of the set-up ask for, by name."""
+    extras = PROJECT["optional-dependencies"]
+    texts = [*PROJECT["dependencies"], *(text for extra in SET_UP for text in extras[extra])]
     return {requirement.name: requirement for requirement in map(Requirement, texts)}
 
 
@@ -258,7 +259,7 @@ def test_the_versions_tested_here_are_the_pinned_ones() -> None:
 
 def test_environment_yml_has_pytorch_from_conda_and_the_rest_by_the_constraints() -> None:
     *conda, pip = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
-    extras = ",".join(PROJECT["optional-dependencies"])
+    extras = ",".join(SET_UP)
     assert pip == {"pip": ["--constraint constraints.txt", f"-e .[{extras}]"]}
     python, *others = conda
     assert others == ["pip", f"pytorch ={pins()['torch']}"]  # conda's one "=" is pip's "=="

@@ -76,6 +76,13 @@ def recorded():
 def tasks():
     from fsdp_utils.lessons import tasks
 
+def trainer_callback():
+    from fsdp_utils.integrations import transformers
+
+def lightning_callback():
+    from fsdp_utils.integrations.lightning import MemoryCallback
+    MemoryCallback()
+
 def ranks():
     from types import SimpleNamespace
     from fsdp_utils.notebook.local_cluster import LocalCluster
@@ -115,6 +122,8 @@ ASKING = [  # what is called, which package it then misses, and the extra that h
     ("lesson", "IPython", "notebooks"),
     ("plots", "IPython", "notebooks"),
     ("recorded", "IPython", "notebooks"),
+    ("trainer_callback", "transformers", "train"),
+    ("lightning_callback", "lightning", "lightning"),
     ("ranks", "ipyparallel", "notebooks"),
     ("digits", "sklearn", "notebooks"),
 ]

@@ -1,5 +1,7 @@
 """The callbacks under the real Trainer of transformers, with DDP and with FSDP2, on two ranks."""
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,17 @@ import torch
 import transformers
 from accelerate import Accelerator
 
-from fsdp_utils import CheckpointError, ChildTuningAdamW, Memory_Maximizer, run_on_ranks, save_distributed
+from fsdp_utils import (
+    CheckpointError,
+    ChildTuningAdamW,
+    Memory_Maximizer,
+    get_rank,
+    run_on_ranks,
+    save_distributed,
+)
 from fsdp_utils.integrations.transformers import CheckpointCallback, MemoryCallback
 from tests.sharded import TwoRanks
-from tests.trainers import KINDS, llama, rows, sharded, trainer_of, weights
+from tests.trainers import KINDS, forget, llama, rows, sharded, trainer_of, weights
 
 # ---- memory ----------------------------------------------------------------------------------------------
 
@@ -200,3 +209,38 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     ((other, best),) = run_on_ranks(refused, tmp_path, world_size=1)
     assert "expected a checkpoint that CheckpointCallback saved, found one with the state []" in other
     assert "expected load_best_model_at_end=False, found True" in best
+
+
+# ---- the page of recipes ---------------------------------------------------------------------------------
+
+
+PAGE = (Path(__file__).resolve().parent.parent / "book" / "trainers.md").read_text()
+RECIPES = [
+    code for code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if "lightning" not in code
+]
+
+
+def followed(folder: Path, recipe: str) -> None:
+    os.chdir(folder)
+    forget()
+    model = llama()
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+    names: dict[str, Any] = {
+        "model": model,
+        "options": options,
+        "args": transformers.TrainingArguments("out", max_steps=2, save_strategy="no", **options),
+        "rows": rows(),
+        "batches": [{name: row[None] for name, row in one.items()} for one in rows(2)],
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "loader": torch.utils.data.DataLoader(rows(), batch_size=4),  # type: ignore[arg-type]
+        "rank": get_rank(),
+    }
+    exec(recipe, names)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: re.findall(r"\w+", recipe)[1])
+def test_a_recipe_runs(recipe: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
+    two_ranks(followed, tmp_path, recipe)
+    files = {path.name for path in tmp_path.rglob("*")}
+    expected = {"CheckpointCallback": "checkpoints", "export_safetensors": "adapter_config.json"}
+    assert {file for word, file in expected.items() if word in recipe} <= files

@@ -1,6 +1,7 @@
 """MemoryCallback under the real Trainer of Lightning, with DDP and with FSDP2, on two ranks."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning", reason="Lightning is not installed: `make test` installs it")
 
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricsFSDP2
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -41,26 +44,34 @@ def loader() -> Any:
     return DataLoader(torch.ones(24, 8), batch_size=3)  # type: ignore[arg-type]
 
 
+def quiet_options() -> dict[str, Any]:
+    """For a Trainer on two CPU ranks that are there already."""
+    as_torchrun_sets_it()
+    return {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+
+
 def as_torchrun_sets_it() -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "test"  # or Lightning starts processes of its own
 
 
 def measured(folder: Path, strategy: str) -> Any:
-    as_torchrun_sets_it()
     memory, logger = MemoryCallback(verbose=False), CSVLogger(folder)
     model = Blocks(sharded=strategy == "fsdp2")
+    options = {**quiet_options(), "logger": logger}
     trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
         strategy=ModelParallelStrategy(2, 1) if strategy == "fsdp2" else "ddp",
-        max_epochs=1,
         accumulate_grad_batches=2,
         callbacks=[memory],
-        logger=logger,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         log_every_n_steps=1,
+        **options,
     )
     trainer.fit(model, loader())
     report = memory.report
@@ -81,14 +92,14 @@ def test_memory_is_measured_in_a_trainer(strategy: str, two_ranks: TwoRanks, tmp
     assert float(logged["memory_max_reserved_gib"]) > 0
 
 
-def measured_in_a_loop_of_fabric() -> Any:
-    from lightning.fabric import Fabric
-
+def measured_in_a_loop_of_fabric(strategy: str) -> Any:
     as_torchrun_sets_it()
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fsdp2 = FabricsFSDP2(lambda model, mesh: shard(model, mesh=mesh["data_parallel"]), 2, 1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=fsdp2 if strategy == "fsdp2" else "ddp")
     fabric.launch()
-    model = nn.Sequential(Block(), Block())
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    model = fabric.setup_module(nn.Sequential(Block(), Block()))
+    assert any(isinstance(p, DTensor) for p in model.parameters()) == (strategy == "fsdp2")
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), foreach=False))
     with Memory_Maximizer(verbose=False) as memory:
         for batch in fabric.setup_dataloaders(loader()):
             fabric.backward(model(batch).square().mean())
@@ -98,7 +109,21 @@ def measured_in_a_loop_of_fabric() -> Any:
     return memory.report
 
 
-def test_two_lines_measure_a_loop_of_fabric(two_ranks: TwoRanks) -> None:
-    for report in two_ranks(measured_in_a_loop_of_fabric):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_lines_measure_a_loop_of_fabric(strategy: str, two_ranks: TwoRanks) -> None:
+    for report in two_ranks(measured_in_a_loop_of_fabric, strategy):
         assert [rank.rank for rank in report.ranks] == [0, 1]
         assert [step.samples for step in report.history] == [3] * 4
+
+
+PAGE = (Path(__file__).resolve().parent.parent / "book" / "trainers.md").read_text()
+
+
+def followed(folder: Path) -> None:
+    os.chdir(folder)
+    (recipe,) = (code for code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if ".fit(" in code)
+    exec(recipe, {"options": quiet_options(), "model": Blocks(sharded=False), "loader": loader()})
+
+
+def test_the_recipe_runs(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    two_ranks(followed, tmp_path)

@@ -1,6 +1,7 @@
 """Write requirements.txt: the versions of constraints.txt, with the hashes of their files on the index.
 
-And book/requirements.txt: what book/requirements.in brings in beside them.
+And, of what they bring in beside them, book/requirements.txt for book/requirements.in and
+tests/requirements.txt for tests/requirements.in.
 
     python tools/pin_hashes.py
 
@@ -23,7 +24,11 @@ HEADER = """\
 BOOK_HEADER = """\
 # What `make book` installs beside requirements.txt, for Python 3.11 to 3.13. Written by tools/pin_hashes.py.
 """
-BUILDS = re.compile(r"(torch|triton|nvidia-|cuda-)")  # what depends on the build of PyTorch
+TESTS_HEADER = """\
+# What `make test` installs beside requirements.txt. Written by tools/pin_hashes.py.
+"""
+EXTRAS = ["--extra", "notebooks", "--extra", "train", "--extra", "test"]
+BUILDS = re.compile(r"(torch==|triton|nvidia-|cuda-)")  # what depends on the build of PyTorch
 
 
 def compiled(*args: str) -> dict[str, str]:
@@ -44,14 +49,19 @@ def write(name: str, header: str, packages: list[str]) -> None:
 def main() -> None:
     pinned = {line.split(" ")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     # not what only runs in a browser, which uv lists, too
-    found = compiled("pyproject.toml", "--all-extras", "--python-version", "3.10")
+    found = compiled("pyproject.toml", *EXTRAS, "--python-version", "3.10")
     kept = {name: text for name, text in found.items() if name in pinned and not BUILDS.match(name)}
     write("requirements.txt", HEADER, [*kept.values()])
-    book = compiled("book/requirements.in", "--python-version", "3.11")
     # by name, version and marker: what the first file has for Python 3.10 alone is missing on 3.11
     ours = {text.partition(" \\")[0] for text in kept.values()}
-    besides = [text for text in book.values() if text.partition(" \\")[0] not in ours]
-    write("book/requirements.txt", BOOK_HEADER, besides)
+    for folder, header, python in (("book", BOOK_HEADER, "3.11"), ("tests", TESTS_HEADER, "3.10")):
+        all_of_it = compiled(f"{folder}/requirements.in", "--python-version", python)
+        besides = [
+            text
+            for name, text in all_of_it.items()
+            if text.partition(" \\")[0] not in ours and not BUILDS.match(name)
+        ]
+        write(f"{folder}/requirements.txt", header, besides)
 
 
 if __name__ == "__main__":

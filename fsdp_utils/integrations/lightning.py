@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
     class Callback: ...
 else:
-    Callback = need("lightning.pytorch", "lightning").Callback
+    try:
+        from lightning.pytorch import Callback
+    except ModuleNotFoundError:  # the reference is built without Lightning
+        Callback = object
 
 __all__ = ["MemoryCallback"]
 
@@ -35,6 +38,7 @@ class MemoryCallback(Callback):
     """
 
     def __init__(self, **options: Any) -> None:
+        need("lightning.pytorch", "lightning")
         self.report: MemoryReport | None = None
         self._options = options
 
