@@ -195,9 +195,9 @@ def refused(folder: Path) -> list[str]:
     trainer = trainer_of("ddp", folder / "own")
     save_distributed(folder / "run", trainer.model, step=1)
     said = []
-    for change in ("", "load_best_model_at_end"):
-        if change:
-            setattr(trainer.args, change, True)
+    for change in ({}, {"load_best_model_at_end": True}, {"push_to_hub": True}, {"deepspeed": True}):
+        vars(trainer.args).update({"load_best_model_at_end": False, "push_to_hub": False, **change})
+        trainer.is_deepspeed_enabled = "deepspeed" in change
         try:
             CheckpointCallback(trainer, folder / "run").newest()
         except (CheckpointError, ValueError) as error:
@@ -206,9 +206,11 @@ def refused(folder: Path) -> list[str]:
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
-    ((other, best),) = run_on_ranks(refused, tmp_path, world_size=1)
+    ((other, best, upload, deepspeed),) = run_on_ranks(refused, tmp_path, world_size=1)
     assert "expected a checkpoint that CheckpointCallback saved, found one with the state []" in other
-    assert "expected load_best_model_at_end=False, found True" in best
+    assert "which this callback replaces, found load_best_model_at_end=True" in best
+    assert "found push_to_hub=True without hub_strategy=" in upload
+    assert "found DeepSpeed" in deepspeed
 
 
 # ---- the page of recipes ---------------------------------------------------------------------------------

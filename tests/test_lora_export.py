@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdp_utils import CheckpointError, export_safetensors, save_distributed, save_full, shard
+from fsdp_utils.checkpoint import save
 from fsdp_utils.checkpoint.__main__ import main
 from fsdp_utils.pretrained import lora
-from tests.sharded import TwoRanks
+from tests.sharded import HandWritten, TwoRanks
 from tests.trainers import llama
 
 pytestmark = [
@@ -144,3 +145,39 @@ def test_what_cannot_be_exported_is_refused(
     save_full(tmp_path / "full.pt", model)
     with pytest.raises(CheckpointError, match=said):
         export_safetensors(tmp_path / "full.pt", tmp_path / "out", adapter_only=adapter_only)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lora_alpha": "seven"},
+        {"alpha_pattern": ["q_proj"]},
+        {"alpha_pattern": {"(": 1}},
+        {"peft_type": None},
+        ["no", "dict"],
+    ],
+)
+def test_a_forged_configuration_of_an_adapter_is_refused(
+    change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lora_of("plain")
+    whole = save._plain_adapter(model.peft_config["default"], model)
+    forged = {**whole, **change} if isinstance(change, dict) else change
+    monkeypatch.setattr(save, "_plain_adapter", lambda adapter, base: forged)
+    save_full(tmp_path / "full.pt", model)
+    with pytest.raises(CheckpointError, match=r"expected the (configuration|checkpoint)"):
+        export_safetensors(tmp_path / "full.pt", tmp_path / "out")
+
+
+def test_a_model_that_is_not_of_transformers_is_exported_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = peft.get_peft_model(HandWritten(), peft.LoraConfig(target_modules=r".*mlp.[02]", r=2))
+    for param in model.parameters():
+        torch.nn.init.normal_(param)
+    save_full(tmp_path / "full.pt", model)
+    export_safetensors(tmp_path / "full.pt", tmp_path / "out", adapter_only=True)
+    export_safetensors(tmp_path / "full.pt", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert (tmp_path / "out" / "adapter_config.json").exists()
+    for name, tensor in model.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(merged[name], tensor)

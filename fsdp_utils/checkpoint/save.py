@@ -217,16 +217,16 @@ def describe(model: nn.Module) -> dict[str, Any]:
     """Describe the model for the manifest: its class, and the configuration that export needs."""
     module: Any = unwrapped(model)
     name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
-    config = getattr(module, "config", None)
-    if config is None or not hasattr(config, "to_json_string"):
-        return {"model": name, "config": None}
-    about: dict[str, Any] = {"model": name}
-    architecture = name
+    about: dict[str, Any] = {"model": name, "config": None}
+    base = module
     if isinstance(adapters := getattr(module, "peft_config", None), dict):  # peft's wrapper
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
-        architecture = type(base).__name__.removeprefix("FSDP")
         about["adapters"] = {key: _plain_adapter(adapter, base) for key, adapter in adapters.items()}
-    return {**about, "config": {**json.loads(config.to_json_string()), "architectures": [architecture]}}
+    config = getattr(base, "config", None)
+    if config is not None and hasattr(config, "to_json_string"):
+        architecture = type(base).__name__.removeprefix("FSDP")
+        about["config"] = {**json.loads(config.to_json_string()), "architectures": [architecture]}
+    return about
 
 
 def _plain_adapter(adapter: Any, base: nn.Module) -> dict[str, Any]:

@@ -91,7 +91,8 @@ class CheckpointCallback(TrainerCallback):
         asynchronous: write in the background.
 
     Raises:
-        ValueError: the Trainer is to load its best model at the end, which it can from its own folders only.
+        ValueError: the Trainer is to load its best model at the end or to upload what it saves, which it can
+            with its own folders only; or it trains with DeepSpeed.
 
     Example::
 
@@ -104,10 +105,10 @@ class CheckpointCallback(TrainerCallback):
     def __init__(
         self, trainer: "Trainer", directory: str | os.PathLike[str], *, asynchronous: bool = False
     ) -> None:
-        if trainer.args.load_best_model_at_end:
+        if found := _needs_own_checkpoints(trainer):
             raise ValueError(
-                "CheckpointCallback: expected load_best_model_at_end=False, found True. The Trainer loads "
-                "the best model from its own checkpoints, which this callback replaces"
+                "CheckpointCallback: expected a Trainer that does without checkpoints of its own, which this "
+                f"callback replaces, found {found}"
             )
         self._trainer: Any = trainer
         self._directory = Path(directory).absolute()
@@ -206,6 +207,15 @@ class CheckpointCallback(TrainerCallback):
         if self._rng is not None:
             _set_rng_state(self._rng)
             self._rng = None
+
+
+def _needs_own_checkpoints(trainer: Any) -> str:
+    """The setting with which a Trainer reads or uploads its own checkpoints, "" where there is none."""
+    if trainer.args.load_best_model_at_end:
+        return "load_best_model_at_end=True"
+    if trainer.args.push_to_hub and trainer.args.hub_strategy != "end":
+        return f'push_to_hub=True without hub_strategy="end" (it is {str(trainer.args.hub_strategy)!r})'
+    return "DeepSpeed" if trainer.is_deepspeed_enabled else ""
 
 
 def _rng_state() -> dict[str, Any]:

@@ -6,6 +6,7 @@ header in JSON, the tensors' bytes), and of the index: transformers' sharded che
 
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,9 +118,15 @@ def export_safetensors(
 def open_model(checkpoint: Path, *, verify: bool, adapter_only: bool = False) -> SavedModel:
     """The model in a checkpoint of any kind: with its LoRA adapter merged, or the adapter alone."""
     source = _open(checkpoint, verify=verify)
-    if adapter_only:
-        return adapter_of(source)
-    return merged(source) if source.adapters else source
+    try:
+        if adapter_only:
+            return adapter_of(source)
+        return merged(source) if source.adapters else source
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, re.error) as error:
+        raise CheckpointError(
+            f"{checkpoint}: expected the configuration of an adapter as peft writes it, found another one "
+            f"({type(error).__name__}: {error!s:.200}): the checkpoint is damaged or forged"
+        ) from error
 
 
 def _open(checkpoint: Path, *, verify: bool) -> SavedModel:
