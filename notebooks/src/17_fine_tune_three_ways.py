@@ -97,8 +97,8 @@ from fsdp_utils.lessons.turns import at_most, exactly, try_answers, turn
 from fsdp_utils.notebook import ranks
 
 home, folder = Path.cwd(), Path(tempfile.mkdtemp())
-os.chdir(folder)  # the ranks find finetune.py and base/ there
-os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it
+os.chdir(folder)                                # the ranks find finetune.py and base/ there
+os.environ["OMP_NUM_THREADS"] = "1"             # as torchrun sets it
 ranks.start()
 
 # %% jupyter={"source_hidden": true}
@@ -118,7 +118,7 @@ transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 # peft 0.21 reads a name that transformers 5.23 has renamed
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
-sys.path.insert(0, "")  # finetune.py will be in the working directory
+sys.path.insert(0, "")                          # finetune.py will be in the working directory
 
 
 def make_base(name, steps=120):
@@ -147,7 +147,7 @@ def make_base(name, steps=120):
 if rank == 0:
     losses = make_base("base")
     print(f"The base model's loss: {losses[0]:.1f} at the first step, {losses[-1]:.1f} at the last.")
-dist.barrier()  # the others wait for the folder
+dist.barrier()                                  # the others wait for the folder
 
 # %% [markdown]
 # The new task is the way back: `1998-03-07>7 march 1998`. The next cell writes it as a module, because
@@ -164,7 +164,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_utils.lessons.tasks import date_pairs
 
-BASE = "base"  # a folder, or the name of a model on the hub
+BASE = "base"                                   # a folder, or the name of a model on the hub
 
 
 def full():
@@ -172,7 +172,7 @@ def full():
 
 
 def lora():
-    torch.manual_seed(0)  # the same adapters on every rank
+    torch.manual_seed(0)                        # the same adapters on every rank
     return get_peft_model(full(), LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
 
 
@@ -182,7 +182,7 @@ def encode(pairs):
     for words, digits in pairs:
         question = tokenizer(f"{digits}>").input_ids
         answer = [*tokenizer(words, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-        rows.append((question + answer, [-100] * len(question) + answer))  # -100: not in the loss
+        rows.append((question + answer, [-100] * len(question) + answer))     # -100: not in the loss
     ids, labels = ([torch.tensor(row[column]) for row in rows] for column in (0, 1))
     pad = torch.nn.utils.rnn.pad_sequence
     return {"input_ids": pad(ids, True, 0), "labels": pad(labels, True, -100)}
@@ -190,7 +190,7 @@ def encode(pairs):
 
 def task(build):
     chosen = [[pair for pair in pairs if " " in pair[0] and "," not in pair[0]] for pairs in date_pairs()]
-    train, test = chosen  # pairs that are spelled as in `7 march 1998`
+    train, test = chosen                        # pairs that are spelled as in `7 march 1998`
     return SimpleNamespace(train=encode(train), test=encode(test), predicts_next=True, build=build)
 
 
@@ -233,8 +233,8 @@ on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 BATCH, STEPS, LR, BETAS, CLIP = 24, 12, 3e-3, (0.9, 0.95), 1.0
 data = finetune.task(None).train
-program_log = Path("program.log").open("a")  # noqa: SIM115  what fsdp_utils.train would print
-order = rows_at(0, BATCH * 16, len(data["labels"]), seed=0)  # i64[384]: the samples of 16 steps
+program_log = Path("program.log").open("a")     # noqa: SIM115  what fsdp_utils.train would print
+order = rows_at(0, BATCH * 16, len(data["labels"]), seed=0)      # i64[384]: the samples of 16 steps
 
 
 def share(step, parts=1):
@@ -274,7 +274,6 @@ Table(
 # `shard` calls `fully_shard` on each block and on the model. The loop has two lines that a loop on one
 # process has not: the labels are counted over all ranks, and the loss is multiplied by the number of ranks.
 
-
 # %%
 # %%ranks
 def total_labels(parts):
@@ -285,14 +284,14 @@ def total_labels(parts):
 
 
 def plain_step(model, optimizer, parts):
-    (batch,) = parts  # one micro-batch
-    loss = model(**batch, num_items_in_batch=total_labels(parts)).loss  # a sum, divided by that count
-    (loss * world).backward()  # FSDP takes the mean over the ranks
+    (batch,) = parts                                            # one micro-batch
+    loss = model(**batch, num_items_in_batch=total_labels(parts)).loss      # a sum, divided by that count
+    (loss * world).backward()                                   # FSDP takes the mean over the ranks
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
     optimizer.zero_grad()
     loss = loss.detach()
-    dist.all_reduce(loss)  # only for the curve
+    dist.all_reduce(loss)                                       # only for the curve
     return loss.item(), norm.full_tensor().item()
 
 
@@ -301,7 +300,6 @@ def plain_step(model, optimizer, parts):
 # divides by the labels of its own batch. Given the count over all ranks, each rank's loss is its part of the
 # mean over all labels. FSDP averages gradients over the ranks, but these parts must be added up, so the loss
 # is multiplied by `world`. `clip_grad_norm_` sees sharded gradients and computes the norm over all ranks.
-
 
 # %%
 # %%ranks
@@ -317,9 +315,8 @@ def by_hand(model, steps=STEPS, policy=None):
 
 
 # %% [markdown]
-# The folded cell wraps each run in a probe, which counts bytes at the same moments of every run. You use
-# them below. First the losses:
-
+# The folded cell wraps each run in a probe, which counts bytes at the same moments of every run. The counts
+# are for later; first the losses:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -367,7 +364,7 @@ class Probe:
         if self.step == 2:
             state = [t for p in self.optimizer.state.values() for t in p.values() if torch.is_tensor(t)]
             grads = [p.grad for p in parameters if p.grad is not None]
-            moments = [t for t in state if t.numel() > 1]  # not the count of steps
+            moments = [t for t in state if t.numel() > 1]       # not the count of steps
             self.held = [sum(t.nbytes for t in local(ts)) for ts in (parameters, grads, moments)]
         if self.step == 2 and isinstance(self.model, FSDPModule):
             self.trace = self.now.enter_context(record_collectives(self.model))
@@ -443,7 +440,6 @@ lay_over(ways[:1], ranks.get(curves_so_far)[0])
 # Here its function `train` runs on the ranks that are there already. Its log goes to a file, and so do the
 # losses.
 
-
 # %%
 # %%ranks
 def by_program(how, model, steps=STEPS, precision="fp32", out=None):
@@ -453,8 +449,8 @@ def by_program(how, model, steps=STEPS, precision="fp32", out=None):
     place = settings.ParallelConfig(precision=precision, device="auto" if on_gpu else "cpu")
     config = settings.TrainConfig(out=out, steps=steps, data=source, optim=optim, parallel=place)
     with patch.object(finetune, how, lambda: model), contextlib.redirect_stderr(program_log):
-        train_program(config)  # builds its model by finetune.full or finetune.lora
-    dist.barrier()  # rank 0 has written the file
+        train_program(config)                   # builds its model by finetune.full or finetune.lora
+    dist.barrier()                              # rank 0 has written the file
     lines = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
     return [(line["loss"], line["norm"]) for line in lines if "loss" in line]
 
@@ -494,17 +490,17 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 
 def by_trainer(model, steps=STEPS, kind=Trainer, parts=1, resume=None, **more):
-    forget()  # Accelerate keeps one state per process
+    forget()                                                    # Accelerate keeps one state per process
     args = TrainingArguments(
         fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}, use_cpu=not on_gpu, max_steps=steps,
         per_device_train_batch_size=BATCH // world // parts, gradient_accumulation_steps=parts,
         train_sampling_strategy="sequential", learning_rate=LR,                 # in the order of the rows
         lr_scheduler_type="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1], max_grad_norm=CLIP,
         logging_steps=1, report_to=[], disable_tqdm=True, **{"save_strategy": "no", **more},
-    )  # fmt: skip
+    )                                                           # fmt: skip
     rows = [{name: tensor[row] for name, tensor in data.items()} for row in order.tolist()]
     trainer = kind(model=model, args=args, train_dataset=rows)
-    trainer.remove_callback(PrinterCallback)  # it prints what log_history holds
+    trainer.remove_callback(PrinterCallback)                    # it prints what log_history holds
     trainer.train(resume_from_checkpoint=resume)
     return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log], trainer
 
@@ -548,7 +544,7 @@ class TrainerOnCpus(Trainer):
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         state = self.accelerator.state
-        if state.distributed_type == DistributedType.MULTI_CPU:  # on GPUs there is nothing to do
+        if state.distributed_type == DistributedType.MULTI_CPU:         # on GPUs there is nothing to do
             plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
             if state.mixed_precision != "no":
                 plugin.set_mixed_precision(state.mixed_precision)
@@ -575,7 +571,6 @@ lay_over(ways, curves)
 # A norm of a rank's own shard would be smaller, and another one on each rank. Each uses a function that
 # understands sharded gradients: torch's `clip_grad_norm_` in your loop, torch's `get_total_norm` in
 # `fsdp_utils.train`, and `Accelerator.clip_grad_norm_` in `Trainer`.
-
 
 # %% tags=["check"]
 def apart(how, column):
@@ -666,15 +661,14 @@ print("Checked: the same bytes at rest; Trainer gathers up to 3% more, and has l
 #
 # </details>
 
-
 # %% tags=["exercise"]
 # %%ranks
-def prepare(model):  # not sharded; everything requires a gradient
-    return None  # your lines here: shard it, and return the optimizer
+def prepare(model):                             # not sharded; everything requires a gradient
+    return None                                 # your lines here: shard it, and return the optimizer
 
 
-def to_save(model):  # sharded, after some steps
-    return None  # your lines here: {name: tensor}
+def to_save(model):                             # sharded, after some steps
+    return None                                 # your lines here: {name: tensor}
 
 
 # %% jupyter={"source_hidden": true}
@@ -751,14 +745,13 @@ turn(
     },
 )
 
-
 # %% tags=["solution"] turn=1
 # %%ranks
 def prepare(model):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     shard(model)
-    return adamw(model)  # of the parameters that require a gradient
+    return adamw(model)                         # of the parameters that require a gradient
 
 
 def to_save(model):
@@ -767,10 +760,9 @@ def to_save(model):
 
 result = score_adapters(prepare, to_save)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def prepare(model):  # the optimizer leaves the base out, and FSDP does not know
+def prepare(model):                             # the optimizer leaves the base out, and FSDP does not know
     shard(model)
     adapters = [p for name, p in model.named_parameters() if "lora_" in name]
     return torch.optim.AdamW(adapters, lr=LR, betas=BETAS, weight_decay=0.0)
@@ -782,10 +774,9 @@ def to_save(model):
 
 result = score_adapters(prepare, to_save)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def prepare(model):  # the optimizer before sharding
+def prepare(model):                             # the optimizer before sharding
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     optimizer = adamw(model)
@@ -799,7 +790,6 @@ def to_save(model):
 
 result = score_adapters(prepare, to_save)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def prepare(model):
@@ -809,13 +799,12 @@ def prepare(model):
     return adamw(model)
 
 
-def to_save(model):  # shards, and the base model with them
+def to_save(model):                             # shards, and the base model with them
     return model.state_dict()
 
 
 result = score_adapters(prepare, to_save)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def prepare(model):
@@ -825,16 +814,15 @@ def prepare(model):
     return adamw(model)
 
 
-def to_save(model):  # this rank's shards
+def to_save(model):                             # this rank's shards
     return {name: p.to_local() for name, p in model.named_parameters() if p.requires_grad}
 
 
 result = score_adapters(prepare, to_save)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def prepare(model):  # not sharded
+def prepare(model):                             # not sharded
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     return adamw(model)
@@ -846,10 +834,9 @@ def to_save(model):
 
 result = score_adapters(prepare, to_save)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def prepare(model):  # everything is frozen
+def prepare(model):                             # everything is frozen
     model.requires_grad_(False)
     shard(model)
     return torch.optim.AdamW(model.parameters(), lr=LR)
@@ -883,14 +870,14 @@ def save(model, optimizer, step, out):
 def load(model, optimizer, out):
     weights, moments = get_state_dict(model, optimizer, options=trained_only)
     state = {"model": weights, "optimizer": moments, "step": 0}
-    dcp.load(state, checkpoint_id=out)  # on any number of ranks
+    dcp.load(state, checkpoint_id=out)                          # on any number of ranks
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-                   options=trained_only)  # fmt: skip
+                   options=trained_only)                        # fmt: skip
     return state["step"]
 
 
 for how in ("full", "lora"):
-    probe = runs[WAYS[0], how][1]  # holds the model and the optimizer of the run
+    probe = runs[WAYS[0], how][1]                               # holds the model and the optimizer of the run
     save(probe.model, probe.optimizer, STEPS, f"0-{how}-False")
 
 # %% [markdown]
@@ -911,7 +898,7 @@ def tensor_bytes(out):
     for path in Path(out).rglob("*"):
         if path.name == ".metadata":
             for entry in FileSystemReader(path.parent).read_metadata().state_dict_metadata.values():
-                if isinstance(entry, TensorStorageMetadata) and entry.size.numel() > 1:  # no counts
+                if isinstance(entry, TensorStorageMetadata) and entry.size.numel() > 1:     # no counts
                     total += entry.size.numel() * entry.properties.dtype.itemsize
         elif path.suffix in (".bin", ".safetensors") and path.name != "training_args.bin":
             read = load_file if path.suffix == ".safetensors" else torch.load
@@ -920,8 +907,7 @@ def tensor_bytes(out):
 
 
 saved = {(way, how): tensor_bytes(f"{WAYS.index(way)}-{how}-False") for way, how in runs}
-dist.barrier()  # before a resumed run writes into these folders
-
+dist.barrier()                                  # before a resumed run writes into these folders
 
 # %%
 # %%ranks
@@ -984,7 +970,6 @@ print("Checked: steps 13 and 14 are those of the run without a stop; two ways sa
 # %%
 # %%ranks
 halves = {way: run(way, "full", half=True, steps=4) for way in WAYS}
-
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1080,11 +1065,10 @@ Table(["if left out", *ways], ranks.get("defaults")[0])
 #
 # </details>
 
-
 # %% tags=["exercise"]
 # %%ranks
 def accumulate(model, parts):
-    return None  # your lines here
+    return None                                 # your lines here
 
 
 # %% tags=["accumulate"] jupyter={"source_hidden": true}
@@ -1147,7 +1131,6 @@ turn(
     },
 )
 
-
 # %% tags=["solution"] turn=2
 # %%ranks
 def accumulate(model, parts):
@@ -1162,10 +1145,9 @@ def accumulate(model, parts):
 
 result = score_accumulate(accumulate)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def accumulate(model, parts):  # the mean of the means
+def accumulate(model, parts):                   # the mean of the means
     mine = 0.0
     for part in parts:
         model.set_requires_gradient_sync(part is parts[-1])
@@ -1177,10 +1159,9 @@ def accumulate(model, parts):  # the mean of the means
 
 result = score_accumulate(accumulate)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def accumulate(model, parts):  # the labels of this rank alone
+def accumulate(model, parts):                   # the labels of this rank alone
     labels, mine = sum((part["labels"] != -100).sum() for part in parts), 0.0
     for part in parts:
         model.set_requires_gradient_sync(part is parts[-1])
@@ -1192,10 +1173,9 @@ def accumulate(model, parts):  # the labels of this rank alone
 
 result = score_accumulate(accumulate)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def accumulate(model, parts):  # without the number of ranks
+def accumulate(model, parts):                   # without the number of ranks
     labels, mine = total_labels(parts), 0.0
     for part in parts:
         model.set_requires_gradient_sync(part is parts[-1])
@@ -1207,10 +1187,9 @@ def accumulate(model, parts):  # without the number of ranks
 
 result = score_accumulate(accumulate)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def accumulate(model, parts):  # reduced at each micro-batch
+def accumulate(model, parts):                   # reduced at each micro-batch
     labels, mine = total_labels(parts), 0.0
     for part in parts:
         loss = model(**part, num_items_in_batch=labels).loss
@@ -1221,10 +1200,9 @@ def accumulate(model, parts):  # reduced at each micro-batch
 
 result = score_accumulate(accumulate)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def accumulate(model, parts):  # never reduced: each rank steps with its own gradients
+def accumulate(model, parts):                   # never reduced: each rank steps with its own gradients
     labels, mine = total_labels(parts), 0.0
     model.set_requires_gradient_sync(False)
     for part in parts:
@@ -1262,7 +1240,7 @@ print("Checked: Trainer has the same losses with one and with two micro-batches,
 from accelerate import Accelerator
 
 try:
-    Accelerator(cpu=not on_gpu, mixed_precision="bf16")  # the state is that of the last run above
+    Accelerator(cpu=not on_gpu, mixed_precision="bf16")         # the state is that of the last run above
 except ValueError as error:
     print(str(error).partition(",")[0])
 print("ACCELERATE_USE_FSDP is still", os.environ.get("ACCELERATE_USE_FSDP"))
