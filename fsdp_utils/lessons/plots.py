@@ -9,6 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from IPython.display import Image
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
@@ -313,8 +314,8 @@ def layers(
 
     def box(left: float, row: float, width: float, text: str, color: Any, *, bold: bool = False) -> None:
         axes.barh(row, width - 0.02, left=left + 0.01, height=0.84, color=color)
-        dark = {"weight": "bold"} if bold else {}
-        axes.text(left + width / 2, row, text, ha="center", va="center", color=INK, fontsize=9, **dark)
+        weight = "bold" if bold else "normal"
+        axes.text(left + width / 2, row, text, ha="center", va="center", color=INK, fontsize=9, weight=weight)
 
     for row, text in enumerate(above):
         box(0, row, len(ways), text, FAINT)
@@ -363,7 +364,7 @@ def _color(index: int) -> str:
 
 def _tint(color: str) -> tuple[float, ...]:
     """A light shade of the color, on which dark letters can be read."""
-    return tuple(0.28 * part + 0.72 for part in mpl.colors.to_rgb(color))
+    return tuple(0.28 * part + 0.72 for part in to_rgb(color))
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
