@@ -297,6 +297,9 @@ def pairs(*ideas):
 #
 # ## Wrapping and prefetching (lessons 1, 4 and 11)
 #
+# In FSDP1 you pass a policy, and FSDP1 finds the units by it. In FSDP2 each call of `fully_shard` makes a
+# unit, so the wrapping is code that you can read. Find the arguments of your program on the left:
+#
 # | FSDP1 | FSDP2 |
 # |:--|:--|
 # | `auto_wrap_policy=` | call `fully_shard` on each block, then on the model |
@@ -346,6 +349,9 @@ print("Checked: the same order; the table's arguments are in FSDP1's signature a
 # blocks.3`. This is what `BACKWARD_PRE` means.
 #
 # ## Strategies (lesson 6)
+#
+# A strategy of FSDP1 answers two questions at once. FSDP2 asks them one by one: `reshard_after_forward` says
+# whether parameters are freed between forward and backward, and the mesh says which ranks share them.
 #
 # | FSDP1 | FSDP2 |
 # |:--|:--|
@@ -427,6 +433,9 @@ Table(["two batches", "norm of the gradients"], [[way, f"{norm:.4f}"] for way, n
 
 # %% [markdown]
 # ## Mixed precision (lesson 7)
+#
+# The two dtypes that decide what is computed and what is sent keep their names. The class changes, and the
+# other options become fewer:
 #
 # | FSDP1, `MixedPrecision` | FSDP2, `MixedPrecisionPolicy` |
 # |:--|:--|
@@ -982,6 +991,9 @@ pairs("from rank 0")
 
 # %% [markdown]
 # ## State dicts (lessons 3 and 8)
+#
+# With FSDP1 a setting, `state_dict_type`, decides what `state_dict()` returns. With FSDP2 no mode is set:
+# `state_dict()` returns sharded tensors, and a function gives you the full ones if you ask for them.
 #
 # | FSDP1 | FSDP2 |
 # |:--|:--|
