@@ -36,11 +36,12 @@ CALLS = {
     "transformer_block_classes", "init_device_mesh", "MixedPrecisionPolicy", "CPUOffloadPolicy",
     "fully_shard", "checkpoint_wrapper", "DistributedDataParallel", "model.set_submodule",
     "model.named_modules", "reversed", "list", "type", "int", "dist.get_world_size",
-    "torch.cuda.is_available",
+    "torch.cuda.is_available", "parallelize_module",
 }  # fmt: skip
 IMPORTS = {
     "fsdp_utils", "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.device_mesh",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "torch.nn.parallel", "os",
+    "torch.distributed.tensor.parallel",
 }  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def check_code(code: str) -> None:
     *imports, function = module.body
     assert all(isinstance(node, ast.Import | ast.ImportFrom) for node in imports)
     assert isinstance(function, ast.FunctionDef)
-    assert ast.unparse(function.args) == "model"
+    assert ast.unparse(function.args) in ("model", "model, tp_plan")
 
 
 def outcome(config: Any, framework: str | None = None) -> str:
