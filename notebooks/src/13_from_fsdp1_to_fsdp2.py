@@ -1102,8 +1102,8 @@ with tempfile.TemporaryDirectory() as directory:
 print(found)
 
 # %% [markdown]
-# A key with an exclamation mark has no counterpart, and the text says why. `BACKWARD_POST` has one: the result
-# stays the same, but it was chosen to save memory, and FSDP2 has no setting for that. `found.rows` also names
+# A key with an exclamation mark has no counterpart, and the text says why. `BACKWARD_POST` has one: the
+# result stays the same, but it saves memory, and FSDP2 has no setting for that. `found.rows` also names
 # the source of each row. And this is what to write:
 
 # %%
