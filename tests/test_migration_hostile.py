@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdp_utils.migration import TranslationError, accelerate, composer, deepspeed, translate
+from fsdp_utils.migration import TranslationError, accelerate, composer, deepspeed, trainer, translate
 from fsdp_utils.migration.reading import Key
 
 HOSTILE = (
@@ -127,6 +127,23 @@ BASES: dict[str, list[dict[str, Any]]] = {
             "tp_config": {},
         },
     ],
+    "transformers": [
+        {
+            "fsdp": "full_shard auto_wrap",
+            "fsdp_config": {
+                "transformer_layer_cls_to_wrap": ["Block", "Other"],
+                "backward_prefetch": "backward_pre",
+                "fsdp_state_dict_type": "FULL_STATE_DICT",
+                "activation_checkpointing": "true",
+                "min_num_params": 1,
+            },
+            "bf16": True,
+            "gradient_checkpointing": True,
+            "dp_shard_size": 2,
+            "tensor_parallel_size": 2,
+            "context_parallel_size": 2,
+        },
+    ],
     "deepspeed": [
         {
             "zero_optimization": {
@@ -150,6 +167,10 @@ TABLES = {  # where each table of keys stands in a config
         ([], accelerate.ABOVE),
         (["fsdp_config"], accelerate.FSDP),
         (["parallelism_config"], accelerate.PARALLELISM),
+    ],
+    "transformers": [
+        ([], trainer.ABOVE),
+        (["fsdp_config"], {**accelerate.FSDP, **trainer.FSDP}),
     ],
     "composer": [(["parallelism_config", "fsdp"], composer.FSDP)],
     "deepspeed": [

@@ -169,6 +169,10 @@ def test_what_is_offloaded() -> None:
     assert "not to NVMe" in deepspeeds(offload_optimizer={"device": "nvme"}).without_counterpart[0]
     assert composers(cpu_offload=True).offload
     assert not composers(cpu_offload=False).offload
+    second = {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    found = translate({"zero_optimization": second})  # DeepSpeed offloads parameters with stage 3 alone
+    assert not found.offload
+    assert "not alone" in found.without_counterpart[0]
     unsharded = translate({"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}})
     assert not unsharded.offload
     assert "does not offload" in unsharded.without_counterpart[0]
@@ -184,6 +188,12 @@ def test_the_file_that_is_saved() -> None:
     for version, kind in versions.items():
         config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version}}
         assert translate(config).state_dict == kind
+
+
+def test_a_section_that_is_empty_shards_nothing() -> None:
+    assert translate({"precision": "amp_bf16", "fsdp_config": None}).ddp
+    numbered = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_state_dict_type": 3}}
+    assert translate(numbered).state_dict == "sharded"
 
 
 def test_units() -> None:

@@ -221,7 +221,7 @@ def test_transformers_gives_its_plugin_the_same(public: dict[str, Any]) -> None:
     assert plugin["state_dict_type"] == f"{asked['state_dict'].upper()}_STATE_DICT"
     assert plugin["auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
     if "fsdp_transformer_layer_cls_to_wrap" not in config:  # an argument that transformers 5 does not have
-        assert plugin.get("transformer_cls_names_to_wrap", "").split(",") == asked["blocks"]
+        assert plugin.get("transformer_cls_names_to_wrap", "") == ",".join(asked.get("blocks", []))
     recomputed = plugin.get("activation_checkpointing") or config.get("gradient_checkpointing", False)
     assert bool(recomputed) == asked.get("checkpointing", False)
 
@@ -243,6 +243,7 @@ def test_a_deepspeed_file_beside_the_config_is_read(tmp_path: Path) -> None:
         True,
     )
     assert found.without_counterpart == []
+    assert next(row.value for row in found.rows if row.key == "_read_from") == str(tmp_path / "zero3.json")
 
     file.write_text(yaml.safe_dump({"base_model": "x", "deepspeed": "zero3.json", "bf16": True}))
     found = translate(file)
@@ -340,5 +341,7 @@ def test_a_trainers_section_in_a_file_of_its_own() -> None:
     off = translate({"fsdp": "", "fsdp_config": {"fsdp_offload_params": True}})
     assert (off.ddp, off.offload) == (True, False)
     assert any("does not look at it" in row.fsdp2 for row in off.rows)
+    kept = translate({"fsdp": "full_shard offload", "fsdp_config": {"cpu_offload": False}, "bf16": "full"})
+    assert (kept.ddp, kept.offload, kept.param_dtype) == (False, False, None)
     hybrid = translate({"fsdp": "hybrid_shard auto_wrap offload", "fsdp_config": {"version": 1}})
     assert (hybrid.shard_size, hybrid.offload) == ("host", True)

@@ -88,7 +88,7 @@ OTHER_FILES = (("deepspeed_config", "deepspeed_config_file"), ("deepspeed",), ("
 
 
 def _with_other_files(content: Any, path: Path) -> Any:
-    """Put in the JSON files that the config names, where they are found beside it or above."""
+    """Put in the JSON files that the config names, where they are found."""
     for *sections, key in OTHER_FILES:
         section = content
         for name in sections:
@@ -98,10 +98,12 @@ def _with_other_files(content: Any, path: Path) -> Any:
         name = section.get(key)
         if not isinstance(name, str) or not name.endswith(".json"):
             continue
-        folders = [Path(), *path.absolute().parents]
+        # the training starts where its names are right: here, or where the config is, or one folder above
+        folders = [Path(), path.absolute().parent, path.absolute().parent.parent]
         found = next((folder / name for folder in folders if (folder / name).is_file()), None)
         if found is not None:
-            section[key] = plain_copy(_content(found), found.name)
+            settings = plain_copy(_content(found), found.name)
+            section[key] = {"_read_from": str(found), **settings} if isinstance(settings, dict) else settings
     return content
 
 

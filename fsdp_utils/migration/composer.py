@@ -33,6 +33,9 @@ def read(config: Mapping[str, Any]) -> Translation:
     """Translate the section of FSDP, and `precision`. All else in a training file is not about FSDP."""
     name, section = "fsdp_config", config.get("fsdp_config")
     parallelism = config.get("parallelism_config")
+    if section is None and parallelism is None:
+        row = Row("fsdp_config", None, "DistributedDataParallel: nothing is sharded", True, NOTES)
+        return Translation(NAME, ddp=True, rows=[row])
     if section is None:
         if not isinstance(parallelism, Mapping) or "fsdp" not in parallelism:
             found = shown(parallelism)

@@ -105,6 +105,8 @@ def _mics(value: Any, translation: Translation) -> Words:
 
 def _offload_param(value: Any, translation: Translation) -> Words:
     device = _device(value)
+    if device != "NONE" and not (translation.ddp or translation.reshard_after_forward):
+        return Same("nothing: DeepSpeed takes it with stage 3 alone")
     if device == "NVME":
         return Lost("FSDP2 offloads to host memory alone, not to NVMe")
     pinned = device == "NONE" or is_on(value.get("pin_memory", True))

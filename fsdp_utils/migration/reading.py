@@ -251,7 +251,9 @@ def checkpointing(value: Any, translation: Translation) -> Words:
 
 def state_dict(value: Any, translation: Translation) -> Words:
     """FULL, SHARDED or LOCAL, with or without _STATE_DICT."""
-    kind = one_of(str(value).upper().removesuffix("_STATE_DICT"), ("FULL", "SHARDED", "LOCAL"))
+    by_number = {"1": "FULL", "2": "LOCAL", "3": "SHARDED"}
+    name = by_number.get(str(value), str(value).upper().removesuffix("_STATE_DICT"))
+    kind = one_of(name, ("FULL", "SHARDED", "LOCAL"))
     translation.state_dict = "full" if kind == "FULL" else "sharded"
     if kind == "FULL":
         return Same("get_state_dict with StateDictOptions(full_state_dict=True, cpu_offload=True)")

@@ -134,7 +134,9 @@ def _bf16(value: Any, translation: Translation) -> Words:
         return Same(
             f"{reading.precision('bfloat16', 'bfloat16', translation)}. Where the GPU has no bf16: fp16"
         )
-    if value == "full" or is_on(value):
+    if value == "full":  # axolotl's
+        return Same("nothing by itself: build the model in bf16, before shard_model")
+    if is_on(value):
         return reading.precision("bfloat16", "bfloat16", translation)
     return Same("nothing: it is off")
 
@@ -166,6 +168,11 @@ def _policy(value: Any, translation: Translation) -> Words:
     return reading.precision(reading.dtype(value), reading.dtype(value), translation)
 
 
+def _offload(value: Any, translation: Translation) -> Words:
+    translation.offload = False  # whatever `fsdp` says
+    return reading.offload(is_on(value), translation)
+
+
 def _pin_memory(value: Any, translation: Translation) -> Words:
     if is_on(value) or not translation.offload:
         return Same("nothing: CPUOffloadPolicy pins the memory")
@@ -180,7 +187,7 @@ ONLY_HERE = {
 }  # fmt: skip
 XLA = Lost("torch_xla's own FSDP, for TPUs: no fully_shard")
 FSDP = {
-    "fsdp_cpu_offload": accelerate.FSDP["fsdp_offload_params"],
+    **dict.fromkeys(("fsdp_offload_params", "fsdp_cpu_offload"), Key(_offload, FSDP2)),
     "fsdp_cpu_offload_pin_memory": Key(_pin_memory, AXOLOTL),
     "fsdp_final_state_dict_type": fixed(
         Same("the file of the last save: get_state_dict with these StateDictOptions"), STATE_DICT
