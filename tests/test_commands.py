@@ -93,6 +93,25 @@ def test_a_missing_package_is_one_sentence_that_says_how_to_install_it(
     assert said.count("\n") == 1
     assert "needs yaml, which is not installed. Install it: pip install 'fsdp_utils[notebooks]'" in said
 
+    for name, package, extra in (("train", "jsonargparse", "train"), ("planner", "transformers", "train")):
+        code = (
+            f"import runpy, sys; sys.modules[{package!r}] = None; "
+            f"sys.argv = ['x', {name!r}, *sys.argv[1:]]; runpy.run_module('fsdp_utils', run_name='__main__')"
+        )
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        arguments = {
+            "train": ["--out", tmp_path],
+            "planner": [tmp_path, "--world-size", "2", "--batch-size", "2"],
+        }
+        command = [sys.executable, "-c", code, *map(str, arguments[name])]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert (
+            f"needs {package}, which is not installed. Install it: pip install 'fsdp_utils[{extra}]'"
+            in done.stderr
+        )
+
     def broken() -> int:
         raise ModuleNotFoundError("No module named 'torch'")
 

@@ -1074,8 +1074,10 @@ print("Checked: a model without FSDP loads the same values.")
 # ## Config files
 #
 # In many programs a framework sets FSDP's arguments from a config file. The function `translate` of
-# `fsdp_utils` reads the config file of Accelerate, Composer (or LLM Foundry) or DeepSpeed, and says what each
-# key is in FSDP2. Here is a file like those that `accelerate config` writes:
+# `fsdp_utils` reads the config file of Accelerate, Composer (or LLM Foundry) or DeepSpeed, and the arguments
+# of transformers' `Trainer` (axolotl's files too), and says what each key is in FSDP2. In a terminal,
+# `python -m fsdp_utils translate FILE` does the same. Here is a file like those that `accelerate config`
+# writes:
 
 # %% tags=["translate"]
 from fsdp_utils.migration import translate
@@ -1372,7 +1374,7 @@ lesson.claims(
 #   prefetching has two methods.
 # - Clip FSDP2 with PyTorch's own function. Under FSDP1 the same line is wrong, without an error.
 # - Full and sharded state dicts carry over. Move LOCAL_STATE_DICT while you still have FSDP1 to read it.
-# - `translate` reads the config files of three frameworks, and names what has no counterpart.
+# - `translate` reads the config files of several frameworks, and names what has no counterpart.
 #
 # ## Next
 #
