@@ -341,6 +341,8 @@ def test_what_accelerates_own_tool_drops_is_kept() -> None:
         (of_composer("amp_fp16"), "torch.amp.GradScaler"),
         (of_composer(auto_wrap=False), "return fully_shard(model"),
         (in_dimensions(dp_replicate=2, dp_shard=4), "size = 4"),
+        (in_dimensions(dp_replicate=2, dp_shard=4), "assert dist.get_world_size() == 8  #"),
+        (in_dimensions(dp_shard=2, cp=2, tp=2), "assert dist.get_world_size() == 8  #"),
         (in_dimensions(dp_replicate=2, dp_shard=2, tp=2), "size = 2"),
         (in_dimensions(dp_replicate=2, dp_shard=2, cp=3), "size = 6"),  # sharded over both
         (in_dimensions(dp_shard=8), "options = {}\n    names"),

@@ -166,19 +166,17 @@ class Translation:
         elif self.shard_size is None:
             part = f" // {self.copies}" if self.copies not in (None, 1) else ""
             size = f"size = {ranks}{part}  # ranks that share one copy"
+        lines.append(size)
+        if self.copies is not None and isinstance(self.shard_size, int):
+            total = self.copies * self.shard_size * tp
+            lines.append(f"assert dist.get_world_size() == {total}  # what the config's sizes make")
         shape, dims = ["size"], ['"shard"']
         if self.copies not in (None, 1) or (self.copies is None and self.shard_size is not None):
-            # with both sizes given, a world of another size is an error of init_device_mesh
-            given = self.copies is not None and self.shard_size is not None
-            shape, dims = (
-                [str(self.copies) if given else f"{ranks} // size", "size"],
-                ['"replicate"', '"shard"'],
-            )
+            shape, dims = [f"{ranks} // size", "size"], ['"replicate"', '"shard"']
         sharded = ", ".join(dims)
         if tp > 1:
             shape, dims = [*shape, "tp"], [*dims, '"tp"']
         lines += [
-            size,
             f"shape = ({', '.join(shape)})",
             f"dims = ({', '.join(dims)})",
             'device_type = "cuda" if torch.cuda.is_available() else "cpu"',
