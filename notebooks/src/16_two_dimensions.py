@@ -840,8 +840,8 @@ Table(
 # hosts, the slow link carries what every block has to wait for.
 #
 # The player shows the three steps on one time axis. Press ▶, or ▶| to go from event to event. What is sent
-# along "tp" is in the lane "in the model". Below the lanes stands what rank 0 holds of each block: under FSDP
-# alone it rises to the full block, on the mesh to the half that "tp" leaves to the rank.
+# along "tp" is in the lane "in the model". Below the lanes stands what rank 0 holds of each
+# block. At its highest that is the full block under FSDP alone, and on the mesh the half that "tp" leaves it.
 
 # %%
 from fsdp_utils.collectives import play
@@ -1331,6 +1331,9 @@ Table(["mistake", "what PyTorch says"], [[name, text] for name, text in ranks.ge
 
 # %% tags=["check"]
 # %%ranks
+import logging
+
+
 def backward_reductions(plan):
     model = build()
     for block in model.blocks:
@@ -1347,6 +1350,7 @@ counts = backward_reductions(tensor_plan), backward_reductions(without)
 assert counts == (2 * BLOCKS, 4 * BLOCKS)
 assert all(abs(a - b) > 1e-3 for a, b in zip(mixed["other samples within a row"], alone))
 assert "no error" not in errors.values()
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 model = two_dimensions(mesh, True)
 step(model, 0, mesh, True)
 norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
