@@ -276,12 +276,14 @@ def test_what_a_model_adds_and_nobody_could_load_is_refused_at_save(how: str, tm
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".saving-lock")]
 
 
-def test_a_scheduler_is_told_to_give_its_state_dict(tmp_path: Path) -> None:
+def test_an_object_inside_of_a_value_is_told_to_give_its_state_dict(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    with pytest.raises(CheckpointError, match=r"found torch\.optim\.lr_scheduler\.StepLR.*\.state_dict\(\)"):
-        save_distributed(tmp_path, model, optimizer, step=1, scheduler=scheduler)
+    with pytest.raises(
+        CheckpointError, match=r"found torch\.optim\.lr_scheduler\.StepLR at \[0\].*\.state_dict\(\)"
+    ):
+        save_distributed(tmp_path, model, optimizer, step=1, schedulers=[scheduler])
     save_distributed(tmp_path, model, optimizer, step=1, scheduler=scheduler.state_dict())
     assert load_distributed(tmp_path, model)["scheduler"] == scheduler.state_dict()
 

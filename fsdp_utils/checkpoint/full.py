@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from fsdp_utils.checkpoint.state import (
 )
 from fsdp_utils.checkpoint.user_state import (
     PerRank,
+    StateToLoad,
     StateToSave,
     buffers_for,
     insert_sharded,
@@ -64,8 +66,9 @@ def save_full(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    state: Mapping[str, Any] | None = None,
     wait_s: float = WAIT_S,
-    **state: Any,
+    **more_state: Any,
 ) -> Path:
     """Save the whole training state in one file, gathered in the CPU memory of rank 0.
 
@@ -76,21 +79,26 @@ def save_full(
         path: of the file, on a disk of rank 0.
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
         optimizer: left out of the file when None.
+        state: what else training needs to go on, such as the step, as for save_distributed. DTensors in it
+            are gathered, and stored under "sharded" (see load_full).
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
             the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
             than the others to read or write its part.
-        **state: what else training needs to go on, such as the step. What differs between ranks is kept for
-            each; DTensors in it are gathered, and stored under "sharded" (see load_full).
+        **more_state: more of the state by keyword, for names that are no argument.
 
     Returns:
         The path.
 
     Raises:
         CheckpointError: the same on every rank. A file that was there before still is.
+
+    Example::
+
+        save_full("model.pt", model, optimizer, state={"scheduler": scheduler, "step": step})
     """
     path, model = Path(path).absolute(), without_unsharded_wrappers(model)
 
-    taken = StateToSave(state)
+    taken = StateToSave(state, more_state)
     created: list[NewFile] = []  # on rank 0
     facts = {"path": str(path)}
     with collective_call("save_full", model, optimizer, lambda: facts, state=taken, wait_s=wait_s) as ranks:
@@ -146,6 +154,7 @@ def load_full(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    state: Mapping[str, Any] | None = None,
     cast: bool = False,
     verify: bool = True,
     wait_s: float = WAIT_S,
@@ -159,6 +168,8 @@ def load_full(
         path: of the file, on a disk of rank 0.
         model: with parameters on their devices (not on meta); their values are replaced.
         optimizer: as for load_distributed, which says what becomes of its settings.
+        state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
+            after the model and the optimizer. The dict that is returned holds what they were given, too.
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the file with its hash off (for `verify_checkpoint`).
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
@@ -173,10 +184,17 @@ def load_full(
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
         otherwise.
+
+    Example::
+
+        step = load_full("model.pt", model, optimizer, state={"scheduler": scheduler})["step"]
     """
-    path, model = Path(path).absolute(), without_unsharded_wrappers(model)
-    facts = {"path": str(path), "cast": cast, "verify": verify}
-    with collective_call("load_full", model, optimizer, lambda: facts, wait_s=wait_s) as ranks:
+    path, model, objects = Path(path).absolute(), without_unsharded_wrappers(model), StateToLoad(state)
+
+    def facts() -> dict[str, Any]:
+        return {"path": str(path), "cast": cast, "verify": verify, "state": objects.names()}
+
+    with collective_call("load_full", model, optimizer, facts, wait_s=wait_s) as ranks:
         tensors: dict[str, Tensor] = {}  # on rank 0, in the mapped file
 
         def read() -> dict[str, Any]:
@@ -221,13 +239,12 @@ def load_full(
                 name: values[ranks.rank] if same else PerRank(values)
                 for name, values in head["per_rank"].items()
             }
-            state, in_state = head["state"] | per_rank, buffers_for(head["sharded"], specs, model)
-            insert_sharded(
-                state, in_state, head["sharded"]
-            )  # to know before anything is loaded that it can be
-            return state, in_state
+            found, in_state = head["state"] | per_rank, buffers_for(head["sharded"], specs, model)
+            # To know before anything is loaded that it can be.
+            objects.check(insert_sharded(found, in_state, head["sharded"]))
+            return found, in_state
 
-        state, in_state = ranks.each(prepare)
+        found, in_state = ranks.each(prepare)
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         broadcast = _Broadcast(ranks, tensors, specs)
         for key, target in {**wanted.tensors, **buffers}.items():
@@ -243,8 +260,9 @@ def load_full(
             restore_optimizer(wanted, model, optimizer, saved, by_param)
         for key, target in in_state.items():
             _copy_part(broadcast.tensor(key, target.device), target)
-        ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
-    return insert_sharded(state, in_state, head["sharded"])
+        found = insert_sharded(found, in_state, head["sharded"])
+        ranks.each(lambda: objects.load(found))  # nobody goes on with what another rank failed to load
+    return found
 
 
 class _Broadcast:

@@ -1,6 +1,7 @@
 """load_distributed: all ranks check everything before the first byte goes into the model."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from fsdp_utils.checkpoint.state import (
     whole,
     without_unsharded_wrappers,
 )
-from fsdp_utils.checkpoint.user_state import PerRank, Places, buffers_for, insert_sharded
+from fsdp_utils.checkpoint.user_state import PerRank, Places, StateToLoad, buffers_for, insert_sharded
 from fsdp_utils.checkpoint.validate import check_model, check_optimizer, read_state
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
@@ -52,6 +53,7 @@ def load_distributed(
     optimizer: Optimizer | None = None,
     *,
     step: int | str = "latest",
+    state: Mapping[str, Any] | None = None,
     cast: bool = False,
     verify: bool = True,
     wait_s: float = WAIT_S,
@@ -68,6 +70,8 @@ def load_distributed(
             as with Optimizer.load_state_dict(): change a setting after loading. None leaves the saved one
             aside.
         step: of which step; "latest" is the checkpoint that was saved last.
+        state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
+            after the model and the optimizer. The dict that is returned holds what they were given, too.
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the files with their hashes off (for `verify_checkpoint`). Their
             sizes, and all names, shapes and dtypes, are compared in any case.
@@ -84,13 +88,23 @@ def load_distributed(
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
         otherwise.
+
+    Example::
+
+        epoch = load_distributed("run", model, optimizer, state={"scheduler": scheduler})["epoch"]
     """
-    home, model = Path(directory).absolute(), without_unsharded_wrappers(model)
+    home, model, objects = Path(directory).absolute(), without_unsharded_wrappers(model), StateToLoad(state)
 
     def facts() -> dict[str, Any]:
         if step != "latest" and not is_int(step):
             raise CheckpointError(f'expected step to be a whole number or "latest", found {step!r}')
-        return {"directory": str(home), "step": step, "cast": cast, "verify": verify}
+        return {
+            "directory": str(home),
+            "step": step,
+            "cast": cast,
+            "verify": verify,
+            "state": objects.names(),
+        }
 
     with collective_call("load_distributed", model, optimizer, facts, wait_s=wait_s) as ranks:
         checkpoint = ranks.first(lambda: find(home, step))
@@ -123,10 +137,11 @@ def load_distributed(
         def prepare() -> tuple[dict[str, Any], OptimizerPlan | None, TensorReads]:
             plain = read_state(checkpoint, metadata, manifest["tensors"])
             wanted.extra = plain["extra"]
-            state = _state(checkpoint, metadata, plain, manifest, ranks)
+            others = _state(checkpoint, metadata, plain, manifest, ranks)
             places.update(plain.get("sharded", {}))
             tensors.update(buffers_for(places, found, model))
-            insert_sharded(state, tensors, places)  # to know before anything is loaded that it can be
+            # To know before anything is loaded that it can be.
+            objects.check(insert_sharded(others, tensors, places))
             saved = None
             if optimizer is not None:
                 saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
@@ -134,9 +149,9 @@ def load_distributed(
                 tensors.update(optimizer_buffers(wanted, model, optimizer, saved, found))
             reads = TensorReads(checkpoint, metadata, tensors)
             reads.check()
-            return state, saved, reads
+            return others, saved, reads
 
-        state, saved, reads = ranks.each(prepare)
+        others, saved, reads = ranks.each(prepare)
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         ranks.each(lambda: reads.read(ranks.threads()))
         restore_model(model, wanted)
@@ -151,8 +166,9 @@ def load_distributed(
                 if units
                 else state_by_parameter(wanted, model, saved, tensors),
             )
-        ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
-    return {**insert_sharded(state, tensors, places), "step": manifest["step"]}
+        others = insert_sharded(others, tensors, places)
+        ranks.each(lambda: objects.load(others))  # nobody goes on with what another rank failed to load
+    return {"step": manifest["step"], **others}
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:

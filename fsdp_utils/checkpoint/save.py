@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -42,10 +42,11 @@ def save_distributed(
     optimizer: Optimizer | None = None,
     *,
     step: int,
+    state: Mapping[str, Any] | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
     wait_s: float = WAIT_S,
-    **state: Any,
+    **more_state: Any,
 ) -> Save:
     """Save a sharded training state such that it is there as a whole, or not at all.
 
@@ -58,6 +59,11 @@ def save_distributed(
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
         optimizer: left out of the checkpoint when None.
         step: number of the training step.
+        state: what else training needs to go on, by name: plain data such as the position in the data or an
+            average of the weights, and objects with state_dict() and load_state_dict() (schedulers, data
+            loaders, gradient scalers), of which the state_dict() is saved. A value that is equal on all ranks
+            is stored once; one that differs is stored for each rank and comes back to its rank. DTensors in
+            it are stored sharded (see load_distributed).
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
         asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
             in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
@@ -65,16 +71,17 @@ def save_distributed(
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
             the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
             than the others to read or write its part.
-        **state: what else training needs to go on: scheduler.state_dict(), position in the data, random
-            number generators, an average of the weights, the state_dict() of a second optimizer. A value that
-            is equal on all ranks is stored once; one that differs is stored for each rank and comes back to
-            its rank. DTensors in it are stored sharded (see load_distributed).
+        **more_state: more of the state by keyword, for names that are no argument.
 
     Returns:
         The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.
 
     Raises:
         CheckpointError: the same on every rank. The checkpoints that were there still are.
+
+    Example::
+
+        save_distributed("run", model, optimizer, step=step, state={"scheduler": scheduler, "epoch": epoch})
     """
     home, model = Path(directory).absolute(), without_unsharded_wrappers(model)
 
@@ -87,7 +94,7 @@ def save_distributed(
             )
         return {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
 
-    taken = StateToSave(state)
+    taken = StateToSave(state, more_state)
     call = collective_call("save_distributed", model, optimizer, facts, state=taken, wait_s=wait_s)
     with call as ranks:
         unfinished, final = ranks.first(lambda: begin(home, step))
