@@ -29,6 +29,7 @@ from fsdp_utils.checkpoint.restore import (
     optimizer_buffers,
     restore_model,
     restore_optimizer,
+    state_buffers,
     state_by_parameter,
     units_of,
 )
@@ -45,7 +46,6 @@ from fsdp_utils.checkpoint.user_state import (
     PerRank,
     StateToLoad,
     StateToSave,
-    buffers_for,
     insert_sharded,
     pack,
     reason,
@@ -239,7 +239,7 @@ def load_full(
                 name: values[ranks.rank] if same else PerRank(values)
                 for name, values in head["per_rank"].items()
             }
-            found, in_state = head["state"] | per_rank, buffers_for(head["sharded"], specs, model)
+            found, in_state = head["state"] | per_rank, state_buffers(head["sharded"], specs, model)
             # To know before anything is loaded that it can be.
             objects.check(insert_sharded(found, in_state, head["sharded"]))
             return found, in_state

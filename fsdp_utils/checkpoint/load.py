@@ -29,6 +29,7 @@ from fsdp_utils.checkpoint.restore import (
     optimizer_buffers,
     restore_model,
     restore_optimizer,
+    state_buffers,
     state_by_parameter,
     units_of,
 )
@@ -42,7 +43,7 @@ from fsdp_utils.checkpoint.state import (
     whole,
     without_unsharded_wrappers,
 )
-from fsdp_utils.checkpoint.user_state import PerRank, Places, StateToLoad, buffers_for, insert_sharded
+from fsdp_utils.checkpoint.user_state import PerRank, Places, StateToLoad, insert_sharded
 from fsdp_utils.checkpoint.validate import check_model, check_optimizer, read_state
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
@@ -82,8 +83,9 @@ def load_distributed(
     Returns:
         The state that was saved, and "step". A value that differed between ranks comes back to the rank that
         saved it, when there are as many ranks as then; otherwise as a PerRank, the list of all values by the
-        rank that saved them. A DTensor comes back as a DTensor over the model's mesh, which shards the same
-        dimensions, or as a whole tensor where the model is not sharded by FSDP2.
+        rank that saved them. A DTensor comes back as this rank's part of a DTensor over the model's mesh:
+        sharded as the parameter of the same name and shape is (an average of the weights), else along the
+        same dimensions as before; or as a whole tensor where the model is not sharded by FSDP2.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
@@ -139,7 +141,7 @@ def load_distributed(
             wanted.extra = plain["extra"]
             others = _state(checkpoint, metadata, plain, manifest, ranks)
             places.update(plain.get("sharded", {}))
-            tensors.update(buffers_for(places, found, model))
+            tensors.update(state_buffers(places, found, model))
             # To know before anything is loaded that it can be.
             objects.check(insert_sharded(others, tensors, places))
             saved = None

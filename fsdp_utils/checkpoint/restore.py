@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.state import (
@@ -19,7 +20,9 @@ from fsdp_utils.checkpoint.state import (
     parameter_names,
     quiet,
 )
+from fsdp_utils.checkpoint.user_state import Places
 from fsdp_utils.sharding.local_part import local
+from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
 from fsdp_utils.torch_internals.names import FLAT_PARAM
 
@@ -63,6 +66,40 @@ def optimizer_buffers(
             buffers[key] = torch.empty_like(param, dtype=dtype)
         else:
             buffers[key] = torch.empty(shape, dtype=dtype)
+    return buffers
+
+
+def state_buffers(
+    places: Places, found: Mapping[str, tuple[torch.dtype, torch.Size]], model: nn.Module
+) -> dict[str, Tensor]:
+    """Allocate tensors for the sharded tensors in the state.
+
+    One that has the name and the shape of a parameter, as an average of the weights has, is sharded as the
+    parameter is. Others are sharded over the model's mesh as they were over their own; or they are full,
+    where no parameter of the model is a DTensor, or the model's mesh has fewer dimensions than were sharded.
+    """
+    params = {
+        name: param
+        for param, names in parameter_names(model).items()
+        for name in names
+        if isinstance(param, DTensor)
+    }
+    mesh = next((param.device_mesh for param in params.values()), None)
+    buffers = {}
+    for key, (path, dims) in places.items():
+        dtype, shape = found[key]
+        name = plain_name(str(path[-1])) if path else ""
+        param = params.get(name, params.get(name.removeprefix("module.")))  # as AveragedModel's are named
+        while dims and dims[0] is None:  # replicated, as by hybrid sharding
+            dims = dims[1:]
+        if param is not None and param.shape == shape:
+            buffers[key] = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        elif mesh is None or len(dims) > mesh.ndim:
+            buffers[key] = torch.empty(shape, dtype=dtype)
+        else:
+            placements: list[Placement] = [Replicate()] * (mesh.ndim - len(dims))
+            placements += [Replicate() if dim is None else Shard(dim) for dim in dims]
+            buffers[key] = empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
     return buffers
 
 

@@ -10,8 +10,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor import empty as empty_dtensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.safe_pickle import check_archive, check_key
@@ -305,37 +304,15 @@ def insert_sharded(state: dict[str, Any], tensors: Mapping[str, Tensor], places:
     return state
 
 
-def buffers_for(
-    places: Places, specs: Mapping[str, tuple[torch.dtype, torch.Size]], model: nn.Module
-) -> dict[str, Tensor]:
-    """Allocate tensors to load into: sharded over the model's mesh as they were over their own, or full.
-
-    It is whole where no parameter of the model is a DTensor, or the model's mesh has fewer dimensions than
-    were sharded.
-    """
-    mesh = next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
-    buffers = {}
-    for key, (_, dims) in places.items():
-        dtype, shape = specs[key]
-        while dims and dims[0] is None:  # replicated, as by hybrid sharding
-            dims = dims[1:]
-        if mesh is None or len(dims) > mesh.ndim:
-            buffers[key] = torch.empty(shape, dtype=dtype)
-            continue
-        placements: list[Placement] = [Replicate()] * (mesh.ndim - len(dims))
-        placements += [Replicate() if dim is None else Shard(dim) for dim in dims]
-        buffers[key] = empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
-    return buffers
-
-
 def _sharded_dims(tensor: DTensor, path: tuple[Any, ...]) -> list[int | None]:
     for placement in tensor.placements:
-        if type(placement) not in (Shard, Replicate):  # Partial, or FSDP2's over tensor parallel
+        if placement.is_partial():
             raise CheckpointError(
                 f"state {_shown(path)}: expected a DTensor with placements Shard and Replicate, found "
                 f"{placement}. Save its full_tensor()"
             )
-    return [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
+    # FSDP2 over tensor parallelism has a placement of its own, which shards a dimension too.
+    return [getattr(placement, "dim", None) for placement in tensor.placements]
 
 
 def holds_sharded(value: Any) -> bool:
