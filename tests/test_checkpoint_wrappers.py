@@ -27,7 +27,7 @@ from fsdp_utils import (
     save_full,
 )
 from fsdp_utils.checkpoint.restore import Unit, fsdp1_optimizer_state, restore_optimizer
-from fsdp_utils.checkpoint.state import OptimizerPlan, Snapshot, quiet
+from fsdp_utils.checkpoint.state import OptimizerPlan, Snapshot, parameter_names, quiet
 from tests.checkpoints import Block, Data, Net, Outcome, build, outcome, rank, train
 from tests.sharded import TwoRanks, fsdp1
 
@@ -393,20 +393,23 @@ def test_an_optimizers_state_is_put_where_its_parameters_are() -> None:
     flat._shard_param_infos = [_ShardParamInfo(True, 2, 3, 1, 3)]  # three numbers, at 2 in the shard
     flat._params = None
     unit: Any = SimpleNamespace(_flat_param=flat)
-    optimizer = torch.optim.AdamW([*model.parameters(), flat])
     shapes = {"weight": (2, 2), "bias": (2,), "inner": (2, 2)}
     tensors = {f"{name}.exp_avg": torch.ones(shape) for name, shape in shapes.items()}
     tensors |= {f"{name}.step": torch.tensor(1.0) for name in shapes}
     paths: dict[str, Any] = {key: tuple(key.split(".")) for key in tensors}
     saved = OptimizerPlan([{"params": ["weight", "bias"], "lr": 0.5}], paths, {})
     units = [Unit(unit, ["inner"])]
-    state = fsdp1_optimizer_state(model, units, optimizer, saved, tensors.__getitem__)
+    state = fsdp1_optimizer_state(model, units, saved, tensors.__getitem__)
     assert state[flat]["exp_avg"].device.type == "meta"
     assert state[flat]["exp_avg"].shape == (6,)
 
     optimizer = torch.optim.AdamW(model.parameters())
     restore_optimizer(
-        Snapshot(), model, optimizer, saved, {param: state[param] for param in model.parameters()}
+        Snapshot(),
+        parameter_names(model),
+        optimizer,
+        saved,
+        {param: state[param] for param in model.parameters()},
     )
     for param in model.parameters():
         assert optimizer.state[param]["exp_avg"].device.type == "meta"

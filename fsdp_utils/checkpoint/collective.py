@@ -1,6 +1,6 @@
 """The beginning of every save and load: all ranks enter the call, with the same arguments, within a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.state import MODEL, OPTIMIZER, Snapshot, has_fsdp1, optimizer_classes
+from fsdp_utils.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    Snapshot,
+    has_fsdp1,
+    optimizer_classes,
+    parameter_names,
+)
 from fsdp_utils.checkpoint.user_state import StateToSave, digest, pack
 from fsdp_utils.checkpoint.validate import check_supported
 from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint
@@ -26,7 +33,7 @@ TRANSFER_LIMIT_S = 3600.0
 def collective_call(
     action: str,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     facts: Callable[[], dict[str, Any]],
     *,
     state: StateToSave | None = None,
@@ -52,13 +59,15 @@ def collective_call(
                 "on real ranks"
             )
         wait_for_save_in_flight()
-        check_supported(model, optimizer)
+        check_supported(model, optimizers)
         found = {
             **facts(),
-            "optimizer": optimizer_classes(optimizer)[0] if optimizer else None,
+            "optimizer": optimizer_names(optimizers),
             "model": _model_fingerprint(model),
-            "_has_state": bool(optimizer and optimizer.state),
+            "_has_state": [bool(one.state) for one in optimizers],
         }
+        if len(optimizers) > 1:  # collectives depend on their order
+            found["order of optimizers"] = _order_fingerprint(model, optimizers)
         if state is not None:
             state.take_out()
             for name, value in state.plain.items():
@@ -83,9 +92,14 @@ def collective_call(
         yield ranks
 
 
-def has_state(ranks: Ranks) -> bool:
-    """Whether the optimizer has a state on any rank: collectives depend on it."""
-    return any(facts["_has_state"] for facts in ranks.facts)
+def has_state(ranks: Ranks) -> list[bool]:
+    """Whether each optimizer has a state on any rank: collectives depend on it."""
+    return [any(by_rank) for by_rank in zip(*(facts["_has_state"] for facts in ranks.facts), strict=True)]
+
+
+def optimizer_names(optimizers: Sequence[Optimizer]) -> str | None:
+    """Name the classes of the optimizers, each once; None for no optimizer."""
+    return ", ".join(dict.fromkeys(optimizer_classes(one)[0] for one in optimizers)) or None
 
 
 def differing(ranks: Ranks) -> list[str]:
@@ -145,6 +159,12 @@ def _model_fingerprint(model: nn.Module) -> str:
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         ]
     )
+
+
+def _order_fingerprint(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+    names = parameter_names(model)
+    params = [[param for group in one.param_groups for param in group["params"]] for one in optimizers]
+    return fingerprint([repr([names[param] for param in some]) for some in params])
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.collective import check_same_optimizer, collective_call, differing, has_state
 from fsdp_utils.checkpoint.errors import CheckpointError
@@ -25,21 +24,21 @@ from fsdp_utils.checkpoint.manifest import (
     sync_directory,
 )
 from fsdp_utils.checkpoint.restore import (
-    fsdp1_optimizer_state,
     optimizer_buffers,
     restore_model,
-    restore_optimizer,
+    restore_optimizers,
     state_buffers,
-    state_by_parameter,
-    units_of,
 )
 from fsdp_utils.checkpoint.safe_pickle import check_archive
 from fsdp_utils.checkpoint.save import describe
 from fsdp_utils.checkpoint.state import (
     MODEL,
     OptimizerPlan,
+    Optimizers,
     Snapshot,
-    optimizer_classes,
+    has_fsdp1,
+    listed,
+    recorded_classes,
     without_unsharded_wrappers,
 )
 from fsdp_utils.checkpoint.user_state import (
@@ -51,7 +50,7 @@ from fsdp_utils.checkpoint.user_state import (
     reason,
     unpack,
 )
-from fsdp_utils.checkpoint.validate import check_full, check_model, check_optimizer
+from fsdp_utils.checkpoint.validate import check_full, check_model, match_optimizers
 from fsdp_utils.checkpoint.writer import HashingFile
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 from fsdp_utils.sharding.local_part import local, local_chunk
@@ -64,7 +63,7 @@ _END_BYTES = 22  # of the record that ends a zip file, without the comment that 
 def save_full(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     state: Mapping[str, Any] | None = None,
     wait_s: float = WAIT_S,
@@ -78,7 +77,8 @@ def save_full(
     Args:
         path: of the file, on a disk of rank 0.
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
-        optimizer: left out of the file when None.
+        optimizer: one, or several over different parameters, as a sequence or the values of a mapping; they
+            are told apart by their parameters, not by order or name. Left out of the file when None.
         state: what else training needs to go on, such as the step, as for save_distributed. DTensors in it
             are gathered, and stored under "sharded" (see load_full).
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
@@ -98,14 +98,14 @@ def save_full(
     """
     path, model = Path(path).absolute(), without_unsharded_wrappers(model)
 
-    taken = StateToSave(state, more_state)
+    taken, optimizers = StateToSave(state, more_state), listed(optimizer)
     created: list[NewFile] = []  # on rank 0
     facts = {"path": str(path)}
-    with collective_call("save_full", model, optimizer, lambda: facts, state=taken, wait_s=wait_s) as ranks:
+    with collective_call("save_full", model, optimizers, lambda: facts, state=taken, wait_s=wait_s) as ranks:
         try:
             # Before anything is gathered, because that takes long.
             ranks.each(lambda: created.append(_create(path)) if ranks.rank == 0 else None)
-            snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks))
+            snapshot = Snapshot.take(model, optimizers, stateful=has_state(ranks))
             check_same_optimizer(snapshot, ranks)
             snapshot.tensors |= taken.tensors
             snapshot = snapshot.gathered(ranks.rank)
@@ -130,7 +130,7 @@ def save_full(
                         **snapshot.extra,
                     },
                     "optimizer": plan and plan.whole(snapshot.tensors),
-                    "optimizer_classes": optimizer_classes(optimizer) if optimizer else [],
+                    "optimizer_classes": recorded_classes(optimizers),
                     "state": {name: value for name, value in taken.plain.items() if name not in apart},
                     "sharded": {key: (place, snapshot.tensors[key]) for key, place in taken.places.items()},
                     "per_rank": {name: [part[name] for part in parts] for name in apart},
@@ -152,7 +152,7 @@ def save_full(
 def load_full(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     state: Mapping[str, Any] | None = None,
     cast: bool = False,
@@ -190,11 +190,12 @@ def load_full(
         step = load_full("model.pt", model, optimizer, state={"scheduler": scheduler})["step"]
     """
     path, model, objects = Path(path).absolute(), without_unsharded_wrappers(model), StateToLoad(state)
+    optimizers = listed(optimizer)
 
     def facts() -> dict[str, Any]:
         return {"path": str(path), "cast": cast, "verify": verify, "state": objects.names()}
 
-    with collective_call("load_full", model, optimizer, facts, wait_s=wait_s) as ranks:
+    with collective_call("load_full", model, optimizers, facts, wait_s=wait_s) as ranks:
         tensors: dict[str, Tensor] = {}  # on rank 0, in the mapped file
 
         def read() -> dict[str, Any]:
@@ -223,17 +224,18 @@ def load_full(
             }
 
         head = ranks.first(read)
-        specs, saved = head["specs"], head["optimizer"]
-        wanted, units = Snapshot.take(model), units_of(model)
+        specs, wanted = head["specs"], Snapshot.take(model)
         buffers: dict[str, Tensor] = {}
+        saved: list[OptimizerPlan] = []
 
         def prepare() -> tuple[dict[str, Any], dict[str, Tensor]]:
             in_model = {key: spec for key, spec in specs.items() if key.startswith(MODEL)}
             check_model(wanted, in_model, head["tied"], cast=cast)
-            if optimizer is not None:
-                check_optimizer(wanted, model, optimizer, saved, head["optimizer_classes"])
-                if not units:
-                    buffers.update(optimizer_buffers(wanted, model, optimizer, saved, specs))
+            if optimizers:
+                classes = head["optimizer_classes"]
+                saved.extend(match_optimizers(wanted, model, optimizers, head["optimizer"], classes))
+                if not has_fsdp1(model):
+                    buffers.update(optimizer_buffers(wanted, model, optimizers, saved, specs))
             same = head["world_size"] == ranks.world_size
             per_rank = {
                 name: values[ranks.rank] if same else PerRank(values)
@@ -251,13 +253,7 @@ def load_full(
             _copy_part(broadcast.tensor(key, target.device), target)
         wanted.extra = head["extra"]
         restore_model(model, wanted)
-        if optimizer is not None:
-            by_param = (
-                fsdp1_optimizer_state(model, units, optimizer, saved, broadcast.tensor)
-                if units
-                else state_by_parameter(wanted, model, saved, buffers)
-            )
-            restore_optimizer(wanted, model, optimizer, saved, by_param)
+        restore_optimizers(wanted, model, optimizers, saved, buffers, broadcast.tensor)
         for key, target in in_state.items():
             _copy_part(broadcast.tensor(key, target.device), target)
         found = insert_sharded(found, in_state, head["sharded"])

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.collective import collective_call
 from fsdp_utils.checkpoint.errors import CheckpointError
@@ -25,33 +24,32 @@ from fsdp_utils.checkpoint.manifest import (
 from fsdp_utils.checkpoint.metadata import read_described, reduced
 from fsdp_utils.checkpoint.reader import TensorReads, read_plain
 from fsdp_utils.checkpoint.restore import (
-    fsdp1_optimizer_state,
     optimizer_buffers,
     restore_model,
-    restore_optimizer,
+    restore_optimizers,
     state_buffers,
-    state_by_parameter,
-    units_of,
 )
 from fsdp_utils.checkpoint.save import is_int
 from fsdp_utils.checkpoint.state import (
     MODEL,
     PLAIN,
     OptimizerPlan,
+    Optimizers,
     Snapshot,
     class_names,
+    listed,
     whole,
     without_unsharded_wrappers,
 )
 from fsdp_utils.checkpoint.user_state import PerRank, Places, StateToLoad, insert_sharded
-from fsdp_utils.checkpoint.validate import check_model, check_optimizer, read_state
+from fsdp_utils.checkpoint.validate import check_model, match_optimizers, read_state
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
 
 def load_distributed(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     step: int | str = "latest",
     state: Mapping[str, Any] | None = None,
@@ -66,10 +64,10 @@ def load_distributed(
     Args:
         directory: as for save_distributed.
         model: with parameters on their devices (not on meta); their values are replaced.
-        optimizer: of a related class, such as Adam and AdamW, over the same parameters in the same groups.
-            Its settings (lr, betas, weight_decay and all else in param_groups) become those that were saved,
-            as with Optimizer.load_state_dict(): change a setting after loading. None leaves the saved one
-            aside.
+        optimizer: as many as were saved, each of a related class, such as Adam and AdamW, over the same
+            parameters in the same groups; their order and names may be others. Their settings (lr, betas,
+            weight_decay and all else in param_groups) become those that were saved, as with
+            Optimizer.load_state_dict(): change a setting after loading. None leaves what was saved aside.
         step: of which step; "latest" is the checkpoint that was saved last.
         state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
             after the model and the optimizer. The dict that is returned holds what they were given, too.
@@ -96,6 +94,7 @@ def load_distributed(
         epoch = load_distributed("run", model, optimizer, state={"scheduler": scheduler})["epoch"]
     """
     home, model, objects = Path(directory).absolute(), without_unsharded_wrappers(model), StateToLoad(state)
+    optimizers = listed(optimizer)
 
     def facts() -> dict[str, Any]:
         if step != "latest" and not is_int(step):
@@ -108,7 +107,7 @@ def load_distributed(
             "state": objects.names(),
         }
 
-    with collective_call("load_distributed", model, optimizer, facts, wait_s=wait_s) as ranks:
+    with collective_call("load_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
         checkpoint = ranks.first(lambda: find(home, step))
         manifest: dict[str, Any] = {}
 
@@ -136,7 +135,7 @@ def load_distributed(
         tensors = dict(wanted.tensors)
         places: Places = {}  # of the sharded tensors in the state
 
-        def prepare() -> tuple[dict[str, Any], OptimizerPlan | None, TensorReads]:
+        def prepare() -> tuple[dict[str, Any], list[OptimizerPlan], TensorReads]:
             plain = read_state(checkpoint, metadata, manifest["tensors"])
             wanted.extra = plain["extra"]
             others = _state(checkpoint, metadata, plain, manifest, ranks)
@@ -144,11 +143,11 @@ def load_distributed(
             tensors.update(state_buffers(places, found, model))
             # To know before anything is loaded that it can be.
             objects.check(insert_sharded(others, tensors, places))
-            saved = None
-            if optimizer is not None:
-                saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
-                saved = check_optimizer(wanted, model, optimizer, saved, _optimizer_classes(manifest))
-                tensors.update(optimizer_buffers(wanted, model, optimizer, saved, found))
+            saved = []
+            if optimizers:
+                plan = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
+                saved = match_optimizers(wanted, model, optimizers, plan, _optimizer_classes(manifest))
+                tensors.update(optimizer_buffers(wanted, model, optimizers, saved, found))
             reads = TensorReads(checkpoint, metadata, tensors)
             reads.check()
             return others, saved, reads
@@ -157,17 +156,7 @@ def load_distributed(
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         ranks.each(lambda: reads.read(ranks.threads()))
         restore_model(model, wanted)
-        if optimizer is not None and saved is not None:
-            units = units_of(model)
-            restore_optimizer(
-                wanted,
-                model,
-                optimizer,
-                saved,
-                fsdp1_optimizer_state(model, units, optimizer, saved, lambda key: whole(tensors[key]))
-                if units
-                else state_by_parameter(wanted, model, saved, tensors),
-            )
+        restore_optimizers(wanted, model, optimizers, saved, tensors, lambda key: whole(tensors[key]))
         others = insert_sharded(others, tensors, places)
         ranks.each(lambda: objects.load(others))  # nobody goes on with what another rank failed to load
     return {"step": manifest["step"], **others}
@@ -184,8 +173,8 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def _optimizer_classes(manifest: dict[str, Any]) -> list[str]:
-    """optimizer_classes() of the saved optimizer; empty if an old checkpoint names an unknown class."""
+def _optimizer_classes(manifest: dict[str, Any]) -> list[Any]:
+    """recorded_classes() of the saved optimizers; empty if an old checkpoint names an unknown class."""
     known = getattr(torch.optim, str(manifest["optimizer"]), None)
     return manifest.get("optimizer_classes", class_names(known) if isinstance(known, type) else [])
 

@@ -13,18 +13,25 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
-from fsdp_utils.checkpoint.collective import check_same_optimizer, collective_call, differing, has_state
+from fsdp_utils.checkpoint.collective import (
+    check_same_optimizer,
+    collective_call,
+    differing,
+    has_state,
+    optimizer_names,
+)
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.manifest import FORMAT, abandon, begin, commit, end, keep_last, write_manifest
 from fsdp_utils.checkpoint.metadata import specs
 from fsdp_utils.checkpoint.state import (
     MODEL,
     PLAIN,
+    Optimizers,
     Snapshot,
-    optimizer_classes,
+    listed,
+    recorded_classes,
     unwrapped,
     without_unsharded_wrappers,
 )
@@ -39,7 +46,7 @@ _SHARED_WAIT_S = 3.0
 def save_distributed(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     step: int,
     state: Mapping[str, Any] | None = None,
@@ -57,7 +64,8 @@ def save_distributed(
     Args:
         directory: where the checkpoints of one training are, the same for all ranks. Made if it is not there.
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
-        optimizer: left out of the checkpoint when None.
+        optimizer: one, or several over different parameters, as a sequence or the values of a mapping; they
+            are told apart by their parameters, not by order or name. Left out of the checkpoint when None.
         step: number of the training step.
         state: what else training needs to go on, by name: plain data such as the position in the data or an
             average of the weights, and objects with state_dict() and load_state_dict() (schedulers, data
@@ -94,13 +102,13 @@ def save_distributed(
             )
         return {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
 
-    taken = StateToSave(state, more_state)
-    call = collective_call("save_distributed", model, optimizer, facts, state=taken, wait_s=wait_s)
+    taken, optimizers = StateToSave(state, more_state), listed(optimizer)
+    call = collective_call("save_distributed", model, optimizers, facts, state=taken, wait_s=wait_s)
     with call as ranks:
         unfinished, final = ranks.first(lambda: begin(home, step))
         with _removed_on_failure(unfinished, ranks):
             ranks.each(lambda: _must_see(unfinished))
-            snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks))
+            snapshot = Snapshot.take(model, optimizers, stateful=has_state(ranks))
             check_same_optimizer(snapshot, ranks)
             snapshot.tensors |= ranks.each(lambda: _plain_tensors(snapshot, taken, ranks)) | taken.tensors
             if asynchronous:
@@ -112,8 +120,8 @@ def save_distributed(
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "world_size": ranks.world_size,
         "torch": str(torch.__version__),
-        "optimizer": optimizer_classes(optimizer)[0] if optimizer else None,
-        "optimizer_classes": optimizer_classes(optimizer) if optimizer else [],
+        "optimizer": optimizer_names(optimizers),
+        "optimizer_classes": recorded_classes(optimizers),
         "tied": snapshot.tied,
         **describe(model),
     }
@@ -179,7 +187,11 @@ def _plain_tensors(snapshot: Snapshot, state: StateToSave, ranks: Ranks) -> dict
     if ranks.rank == 0:
         common = {name: value for name, value in state.plain.items() if name not in per_rank}
         plan = snapshot.optimizer
-        optimizer = plan and {"groups": plan.groups, "paths": plan.paths, "plain": plan.plain}
+        optimizer: dict[str, Any] | None = None
+        if plan is not None:
+            optimizer = {"groups": plan.groups, "paths": plan.paths, "plain": plan.plain}
+            if plan.group_counts:
+                optimizer["group_counts"] = plan.group_counts
         plain = {
             "extra": snapshot.extra,
             "optimizer": optimizer,

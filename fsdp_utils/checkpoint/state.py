@@ -5,9 +5,10 @@ torch.distributed.checkpoint.state_dict gives the tensors: under names that do n
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ OPTIMIZER = "optimizer.state."
 # What is not a tensor is stored as the bytes of one: under this name, or with ".rank<r>" if it is rank r's.
 PLAIN = "plain"
 
+# What a save and a load take as `optimizer`: one, or several over different parameters.
+Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
+
 
 @dataclass
 class Snapshot:
@@ -48,12 +52,12 @@ class Snapshot:
 
     @classmethod
     def take(
-        cls, model: nn.Module, optimizer: Optimizer | None = None, *, stateful: bool = True
+        cls, model: nn.Module, optimizer: Optimizers | None = None, *, stateful: Sequence[bool] | None = None
     ) -> "Snapshot":
         """Take a snapshot, which shares the model's memory where it can. A collective under FSDP.
 
         Args:
-            stateful: whether the optimizer has a state on any rank; the same on all ranks.
+            stateful: whether each optimizer has a state on any rank; the same on all ranks. None if all have.
         """
         with quiet():
             state = get_model_state_dict(model)
@@ -68,9 +72,13 @@ class Snapshot:
                 snapshot.tensors[MODEL + name] = _common(value, meshes)
             else:
                 snapshot.extra[name] = value
-        if optimizer is not None:
-            snapshot.optimizer, tensors = OptimizerPlan.of(_optimizer_state(model, optimizer, stateful))
+        plans = []
+        for number, one in enumerate(listed(optimizer)):
+            has_state = stateful is None or stateful[number]
+            plan, tensors = OptimizerPlan.of(_optimizer_state(model, one, has_state))
             snapshot.tensors |= {key: _common(tensor, meshes) for key, tensor in tensors.items()}
+            plans.append(plan)
+        snapshot.optimizer = OptimizerPlan.joined(plans)
         return snapshot
 
     def first_name(self, name: str) -> str:
@@ -97,16 +105,42 @@ class Snapshot:
 
 @dataclass
 class OptimizerPlan:
-    """An optimizer's state without its tensors."""
+    """The state, without its tensors, of an optimizer or of several over different parameters."""
 
     groups: list[dict[str, Any]]  # param_groups, with the names of the parameters under "params"
     paths: dict[str, tuple[Any, ...]]  # flat name of a tensor -> (parameter, what, ...)
     plain: dict[tuple[Any, ...], Any]  # (parameter, what, ...) -> what is no tensor
+    group_counts: list[int] = field(default_factory=list)  # of each of several optimizers; [] for one
+
+    @classmethod
+    def joined(cls, plans: "Sequence[OptimizerPlan]") -> "OptimizerPlan | None":
+        """Join the plans of optimizers over different parameters; None for none."""
+        if len(plans) <= 1:
+            return plans[0] if plans else None
+        whole = cls([], {}, {}, [len(plan.groups) for plan in plans])
+        for plan in plans:
+            whole.groups += plan.groups
+            whole.paths |= plan.paths
+            whole.plain |= plan.plain
+        return whole
+
+    def split(self) -> "list[OptimizerPlan]":
+        """Take apart what joined() joined: a plan for each optimizer."""
+        if not self.group_counts:
+            return [self]
+        groups = iter(self.groups)
+        plans = [OptimizerPlan(list(islice(groups, count)), {}, {}) for count in self.group_counts]
+        owners = {name: plan for plan in plans for group in plan.groups for name in group["params"]}
+        for key, path in self.paths.items():
+            owners.get(path[0], plans[0]).paths[key] = path
+        for path, value in self.plain.items():
+            owners.get(path[0], plans[0]).plain[path] = value
+        return plans
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "tuple[OptimizerPlan, dict[str, Tensor]]":
         """Take {"state": ..., "param_groups": ...} apart, as get_optimizer_state_dict gives it."""
-        plan, tensors = cls(state.get("param_groups", []), {}, {}), {}
+        plan, tensors = cls(state.get("param_groups", []), {}, {}, state.get("group_counts", [])), {}
         for path, value in _leaves(state.get("state", {})):
             if not isinstance(value, Tensor) and holds_sharded(value):  # it would be stored as rank 0 has it
                 raise CheckpointError(
@@ -125,7 +159,8 @@ class OptimizerPlan:
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Rebuild the state dict that of() took apart."""
         leaves = [*((path, tensors[key]) for key, path in self.paths.items()), *self.plain.items()]
-        return {"state": _tree(leaves), "param_groups": self.groups}
+        counts = {"group_counts": self.group_counts} if self.group_counts else {}
+        return {"state": _tree(leaves), "param_groups": self.groups, **counts}
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, stateful: bool) -> Mapping[str, Any]:
@@ -225,11 +260,27 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def listed(optimizer: Optimizers | None) -> list[Optimizer]:
+    """List the optimizers that were given."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Mapping):
+        return list(optimizer.values())
+    single = isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
+    return [optimizer] if single else list(optimizer)  # type: ignore[list-item]
+
+
 def optimizer_classes(optimizer: Optimizer) -> list[str]:
     """class_names() of an optimizer, or of the one inside Accelerate's wrapper."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's wrapper
         optimizer = inner
     return class_names(type(optimizer))
+
+
+def recorded_classes(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """What a checkpoint records: optimizer_classes() of the one, or a list of that for several."""
+    classes = [optimizer_classes(one) for one in optimizers]
+    return classes if len(classes) > 1 else [name for one in classes for name in one]
 
 
 def class_names(kind: type) -> list[str]:

@@ -1,5 +1,6 @@
 """Checks before anything is changed: can the model be saved, does the checkpoint hold what it needs?"""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle
 
 
-def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Check that a model, and an optimizer over its parameters, can be saved and loaded.
+def check_supported(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Check that a model, and optimizers over its parameters, can be saved and loaded.
 
     Raises:
         CheckpointError: it is not; says what to do.
@@ -41,14 +42,14 @@ def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
                     "which FSDP1's state dict loses the parameters. Wrap the module in FSDP1 with "
                     "ShardingStrategy.NO_SHARD instead"
                 )
-    if optimizer is None:
+    if not optimizers:
         return
-    if not isinstance(optimizer, Optimizer):
-        raise CheckpointError(
-            f"expected one torch.optim.Optimizer or None, found {type(optimizer).__name__}. Give one of "
-            "several optimizers here, and save the others' state_dict() as state, such as "
-            "second=second.state_dict()"
-        )
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise CheckpointError(
+                "expected a torch.optim.Optimizer, a sequence or mapping of several, or None, found "
+                f"{type(optimizer).__name__}"
+            )
     flat = [handle.flat_param for unit in units if (handle := fsdp1_handle(unit)) is not None]
     if any(extension is not None for param in flat for extension in Flat(param).extensions):
         raise CheckpointError(
@@ -57,11 +58,18 @@ def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
             "the optimizer"
         )
     names = parameter_names(model)
-    strangers = [param for group in optimizer.param_groups for param in group["params"] if param not in names]
+    params = [param for one in optimizers for group in one.param_groups for param in group["params"]]
+    strangers = [param for param in params if param not in names]
     if strangers:
         raise CheckpointError(
             f"expected an optimizer over the model's parameters, found {len(strangers)} of others, such as "
             f"one of shape {list(strangers[0].shape)}. Make the optimizer after the model is wrapped"
+        )
+    twice = next((param for param, count in Counter(params).items() if count > 1), None)
+    if twice is not None:
+        raise CheckpointError(
+            f"expected each parameter in one optimizer, found {names[twice][0]!r} in two: their states would "
+            "have the same name. Save one of them as state, such as state={'second': second}"
         )
 
 
@@ -120,17 +128,17 @@ def check_model(
         raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(shown))
 
 
-def check_optimizer(
+def match_optimizers(
     wanted: Snapshot,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     saved: OptimizerPlan | None,
-    classes: Sequence[str],
-) -> OptimizerPlan:
-    """Check that the saved optimizer is of a related class, over the same parameters in the same groups.
+    classes: Any,
+) -> list[OptimizerPlan]:
+    """Find the saved state of each optimizer, by its parameters, and check it.
 
     Args:
-        classes: names of the saved optimizer's class and of those it is derived from; empty when unknown.
+        classes: as check_optimizer() has it, or a list of that for each of several saved optimizers.
 
     Raises:
         CheckpointError: there is none, or it is of others.
@@ -140,13 +148,60 @@ def check_optimizer(
             "expected the state of an optimizer, found none: the checkpoint was saved without one. "
             "Load without the optimizer if it is to start anew."
         )
+    plans = saved.split()
+    of_plan = classes if saved.group_counts else [classes]
+    if len(of_plan) != len(plans):  # a forged record
+        of_plan = [[] for _ in plans]
+    if len(plans) != len(optimizers):
+        own = ", ".join(optimizer_classes(one)[0] for one in optimizers[:5])
+        raise CheckpointError(
+            f"expected the state of {len(optimizers)} optimizers ({own}{', ...' * (len(optimizers) > 5)}), "
+            f"found that of {len(plans)} in the checkpoint. Give as many as were saved, in any order, or "
+            "none if they are to start anew."
+        )
+    names = parameter_names(model)
+    unused = list(range(len(plans)))
+    by_names: dict[frozenset[str], list[int]] = {}
+    for number, plan in enumerate(plans):
+        params = frozenset(wanted.first_name(name) for group in plan.groups for name in group["params"])
+        by_names.setdefault(params, []).append(number)
+    chosen: list[int | None] = []
+    for one in optimizers:
+        own = frozenset(n for group in one.param_groups for param in group["params"] for n in names[param])
+        numbers = by_names.get(own)
+        chosen.append(numbers.pop(0) if numbers else None)
+        if chosen[-1] is not None:
+            unused.remove(chosen[-1])
+    found = []
+    for one, number in zip(optimizers, chosen, strict=True):
+        number = unused.pop(0) if number is None else number  # of other parameters, which the error names
+        check_optimizer(wanted, names, one, plans[number], of_plan[number])
+        found.append(plans[number])
+    return found
+
+
+def check_optimizer(
+    wanted: Snapshot,
+    names: Mapping[nn.Parameter, list[str]],
+    optimizer: Optimizer,
+    saved: OptimizerPlan,
+    classes: Sequence[str],
+) -> None:
+    """Check that the saved optimizer is of a related class, over the same parameters in the same groups.
+
+    Args:
+        names: from parameter_names().
+        classes: names of the saved optimizer's class and of those it is derived from; empty when unknown.
+
+    Raises:
+        CheckpointError: it is of others.
+    """
     own = optimizer_classes(optimizer)
     if classes and not set(classes) & set(own):
         raise CheckpointError(
             f"expected the state of {own[0]}, found that of {classes[0]}, which {own[0]} cannot go on from. "
             f"Load into {classes[0]}, or without the optimizer if it is to start anew."
         )
-    names = parameter_names(model)
     expected = [
         {name for param in group["params"] for name in names[param]} for group in optimizer.param_groups
     ]
@@ -167,7 +222,6 @@ def check_optimizer(
         raise CheckpointError(
             f"expected the optimizer's state of parameters in its groups, found that of {sorted(unknown)[:3]}"
         )
-    return saved
 
 
 # ---- stored plain data, which may be forged: a hash can be computed anew ----------------------------
@@ -225,7 +279,8 @@ def check_full(path: Path, content: dict[str, Any]) -> None:
         problem = f"found values that are not those of {size} ranks"
     if not problem and (optimizer := content["optimizer"]) is not None:
         problem = _types(optimizer, {"state": (dict,), "param_groups": (list,)})
-        problem = problem or _groups_problem(optimizer["param_groups"]) or _tree_problem(optimizer["state"])
+        problem = problem or _groups_problem(optimizer["param_groups"], optimizer.get("group_counts", []))
+        problem = problem or _tree_problem(optimizer["state"])
     sharded = content.get("sharded", {})
     if not problem and not (type(sharded) is dict and all(map(_is_pair, sharded.values()))):
         problem = "found a sharded tensor without a place"
@@ -277,7 +332,7 @@ def _places_problem(places: Any, tensors: set[str], state: dict[str, Any], per_r
 def _plan_problem(plan: dict[str, Any], tensors: set[str]) -> str:
     if problem := _types(plan, {"groups": (list,), "paths": (dict,), "plain": (dict,)}):
         return f"{problem} of the optimizer"
-    if plan.keys() != {"groups", "paths", "plain"}:
+    if plan.keys() - {"group_counts"} != {"groups", "paths", "plain"}:
         return f"found {sorted(map(str, plan))[:5]} of the optimizer"
     if not tensors >= plan["paths"].keys():
         return "found a state of the optimizer that is not in the checkpoint"
@@ -286,7 +341,7 @@ def _plan_problem(plan: dict[str, Any], tensors: set[str]) -> str:
         for path in (*plan["paths"].values(), *plan["plain"])
     ):
         return "found a state of the optimizer without a place"
-    if problem := _groups_problem(plan["groups"]):
+    if problem := _groups_problem(plan["groups"], plan.get("group_counts", [])):
         return problem
     try:
         OptimizerPlan(**plan).whole(dict.fromkeys(plan["paths"], torch.empty(0)))
@@ -295,12 +350,16 @@ def _plan_problem(plan: dict[str, Any], tensors: set[str]) -> str:
     return ""
 
 
-def _groups_problem(groups: list[Any]) -> str:
+def _groups_problem(groups: list[Any], counts: Any) -> str:
     for group in groups:
         if problem := _types(group, {"params": (list,)}):
             return f"{problem} of a parameter group"
         if not all(type(name) is str for name in group["params"]):
             return "found names of parameters that are no text"
+    if type(counts) is not list or not all(type(count) is int and count >= 0 for count in counts):
+        return "found no numbers of parameter groups"
+    if counts and sum(counts) != len(groups):
+        return f"found {len(groups)} parameter groups of optimizers that have {sum(counts)}"
     return ""
 
 

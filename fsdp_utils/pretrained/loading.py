@@ -86,7 +86,7 @@ def load_pretrained(
         content = f"{len(found)} tensors, {fingerprint(specs)}"
         return {"content of the folder": content, "cast": cast, "ignore": ignore}
 
-    with collective_call("load_pretrained", model, None, facts, wait_s=wait_s) as ranks:
+    with collective_call("load_pretrained", model, (), facts, wait_s=wait_s) as ranks:
         wanted = Snapshot.take(model)
         chosen = ranks.each(lambda: _choose(path, wanted, found, cast=cast, ignore=ignore))
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
