@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from fsdp_utils.checkpoint.full import load_full, save_full
     from fsdp_utils.checkpoint.load import load_distributed
     from fsdp_utils.checkpoint.save import save_distributed
-    from fsdp_utils.checkpoint.user_state import PerRank
+    from fsdp_utils.checkpoint.user_state import LoadedState, PerRank
     from fsdp_utils.checkpoint.verify import verify_checkpoint
 
 __all__ = [
     "CheckpointError",
+    "LoadedState",
     "PerRank",
     "Save",
     "load_distributed",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 _MODULE_OF = {
     "CheckpointError": "errors",
+    "LoadedState": "user_state",
     "PerRank": "user_state",
     "Save": "asynchronous",
     "load_distributed": "load",

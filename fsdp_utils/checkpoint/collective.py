@@ -16,6 +16,7 @@ from fsdp_utils.checkpoint.state import (
     MODEL,
     OPTIMIZER,
     Snapshot,
+    frozen_names,
     has_fsdp1,
     optimizer_classes,
     parameter_names,
@@ -90,6 +91,23 @@ def collective_call(
     )
     with ranks.guard(), _limited(model, wait_s):
         yield ranks
+
+
+class IgnoredParams:
+    """The parameters that a save or a load leaves aside: none, or the frozen ones.
+
+    Attributes:
+        names: in the model; known after facts().
+    """
+
+    def __init__(self, model: nn.Module, frozen: bool) -> None:
+        self._model, self._frozen = model, frozen
+        self.names: list[str] = []
+
+    def facts(self) -> dict[str, Any]:
+        """What has to be the same on all ranks."""
+        self.names = frozen_names(self._model) if self._frozen else []
+        return {"ignore_frozen_params": self._frozen, "frozen parameters": fingerprint(self.names)}
 
 
 def has_state(ranks: Ranks) -> list[bool]:

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils.checkpoint.collective import check_same_optimizer, collective_call, differing, has_state
+from fsdp_utils.checkpoint.collective import (
+    IgnoredParams,
+    check_same_optimizer,
+    collective_call,
+    differing,
+    has_state,
+)
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import NewFile, open_regular
 from fsdp_utils.checkpoint.manifest import (
@@ -42,6 +48,7 @@ from fsdp_utils.checkpoint.state import (
     without_unsharded_wrappers,
 )
 from fsdp_utils.checkpoint.user_state import (
+    LoadedState,
     PerRank,
     StateToLoad,
     StateToSave,
@@ -50,7 +57,7 @@ from fsdp_utils.checkpoint.user_state import (
     reason,
     unpack,
 )
-from fsdp_utils.checkpoint.validate import check_full, check_model, match_optimizers
+from fsdp_utils.checkpoint.validate import NotLoaded, check_full, check_model, match_optimizers
 from fsdp_utils.checkpoint.writer import HashingFile
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 from fsdp_utils.sharding.local_part import local, local_chunk
@@ -66,6 +73,7 @@ def save_full(
     optimizer: Optimizers | None = None,
     *,
     state: Mapping[str, Any] | None = None,
+    ignore_frozen_params: bool = False,
     wait_s: float = WAIT_S,
     **more_state: Any,
 ) -> Path:
@@ -81,6 +89,8 @@ def save_full(
             are told apart by their parameters, not by order or name. Left out of the file when None.
         state: what else training needs to go on, such as the step, as for save_distributed. DTensors in it
             are gathered, and stored under "sharded" (see load_full).
+        ignore_frozen_params: leave out parameters that need no gradient: of a model with adapters over a
+            frozen base, save the adapters. Such a checkpoint is loaded with the same option.
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
             the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
             than the others to read or write its part.
@@ -100,13 +110,18 @@ def save_full(
 
     taken, optimizers = StateToSave(state, more_state), listed(optimizer)
     created: list[NewFile] = []  # on rank 0
-    facts = {"path": str(path)}
-    with collective_call("save_full", model, optimizers, lambda: facts, state=taken, wait_s=wait_s) as ranks:
+    ignored = IgnoredParams(model, ignore_frozen_params)
+
+    def facts() -> dict[str, Any]:
+        return {"path": str(path), **ignored.facts()}
+
+    with collective_call("save_full", model, optimizers, facts, state=taken, wait_s=wait_s) as ranks:
         try:
             # Before anything is gathered, because that takes long.
             ranks.each(lambda: created.append(_create(path)) if ranks.rank == 0 else None)
             snapshot = Snapshot.take(model, optimizers, stateful=has_state(ranks))
             check_same_optimizer(snapshot, ranks)
+            snapshot.leave_out(ignored.names)
             snapshot.tensors |= taken.tensors
             snapshot = snapshot.gathered(ranks.rank)
             apart = differing(ranks)
@@ -155,10 +170,12 @@ def load_full(
     optimizer: Optimizers | None = None,
     *,
     state: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    ignore_frozen_params: bool = False,
     cast: bool = False,
     verify: bool = True,
     wait_s: float = WAIT_S,
-) -> dict[str, Any]:
+) -> LoadedState:
     """Load what save_full saved, on any number of ranks, into any wrapper of the same model.
 
     Call it on every rank. Rank 0 alone reads the file, and sends one tensor after the other; the others keep
@@ -170,6 +187,10 @@ def load_full(
         optimizer: as for load_distributed, which says what becomes of its settings.
         state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
             after the model and the optimizer. The dict that is returned holds what they were given, too.
+        strict: False loads what the model and the checkpoint both have, with the same shape, and leaves the
+            rest of the model as it is; the result says what that was. An optimizer has to match all the same.
+        ignore_frozen_params: leave parameters of the model that need no gradient as they are, whether or not
+            they are in the file.
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the file with its hash off (for `verify_checkpoint`).
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
@@ -177,9 +198,10 @@ def load_full(
             than the others to read or write its part.
 
     Returns:
-        The state that was saved. A value that differed between ranks comes back to the rank that saved it,
-        when there are as many ranks as then; otherwise as a PerRank, the list of all values by the rank that
-        saved them. A DTensor comes back as from load_distributed.
+        The state that was saved, in a LoadedState, which also names what of the model was not loaded. A value
+        that differed between ranks comes back to the rank that saved it, when there are as many ranks as
+        then; otherwise as a PerRank, the list of all values by the rank that saved them. A DTensor comes back
+        as from load_distributed.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
@@ -190,10 +212,11 @@ def load_full(
         step = load_full("model.pt", model, optimizer, state={"scheduler": scheduler})["step"]
     """
     path, model, objects = Path(path).absolute(), without_unsharded_wrappers(model), StateToLoad(state)
-    optimizers = listed(optimizer)
+    optimizers, ignored = listed(optimizer), IgnoredParams(model, ignore_frozen_params)
 
     def facts() -> dict[str, Any]:
-        return {"path": str(path), "cast": cast, "verify": verify, "state": objects.names()}
+        settings = {"path": str(path), "strict": strict, "cast": cast, "verify": verify}
+        return {**settings, **ignored.facts(), "state": objects.names()}
 
     with collective_call("load_full", model, optimizers, facts, wait_s=wait_s) as ranks:
         tensors: dict[str, Tensor] = {}  # on rank 0, in the mapped file
@@ -228,9 +251,11 @@ def load_full(
         buffers: dict[str, Tensor] = {}
         saved: list[OptimizerPlan] = []
 
-        def prepare() -> tuple[dict[str, Any], dict[str, Tensor]]:
+        def prepare() -> tuple[dict[str, Any], dict[str, Tensor], NotLoaded]:
             in_model = {key: spec for key, spec in specs.items() if key.startswith(MODEL)}
-            check_model(wanted, in_model, head["tied"], cast=cast)
+            left = check_model(
+                wanted, in_model, head["tied"], cast=cast, strict=strict, ignored=ignored.names
+            )
             if optimizers:
                 classes = head["optimizer_classes"]
                 saved.extend(match_optimizers(wanted, model, optimizers, head["optimizer"], classes))
@@ -244,21 +269,21 @@ def load_full(
             found, in_state = head["state"] | per_rank, state_buffers(head["sharded"], specs, model)
             # To know before anything is loaded that it can be.
             objects.check(insert_sharded(found, in_state, head["sharded"]))
-            return found, in_state
+            return found, in_state, left
 
-        found, in_state = ranks.each(prepare)
+        found, in_state, left = ranks.each(prepare)
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         broadcast = _Broadcast(ranks, tensors, specs)
-        for key, target in {**wanted.tensors, **buffers}.items():
+        for key, target in {**wanted.without(left.missing_keys), **buffers}.items():
             _copy_part(broadcast.tensor(key, target.device), target)
-        wanted.extra = head["extra"]
+        wanted.take_extra(head["extra"], strict=strict)
         restore_model(model, wanted)
         restore_optimizers(wanted, model, optimizers, saved, buffers, broadcast.tensor)
         for key, target in in_state.items():
             _copy_part(broadcast.tensor(key, target.device), target)
         found = insert_sharded(found, in_state, head["sharded"])
         ranks.each(lambda: objects.load(found))  # nobody goes on with what another rank failed to load
-    return found
+    return LoadedState(found, *left)
 
 
 class _Broadcast:

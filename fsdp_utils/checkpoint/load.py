@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp_utils.checkpoint.collective import collective_call
+from fsdp_utils.checkpoint.collective import IgnoredParams, collective_call
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.manifest import (
     MANIFEST,
@@ -41,8 +41,8 @@ from fsdp_utils.checkpoint.state import (
     whole,
     without_unsharded_wrappers,
 )
-from fsdp_utils.checkpoint.user_state import PerRank, Places, StateToLoad, insert_sharded
-from fsdp_utils.checkpoint.validate import check_model, match_optimizers, read_state
+from fsdp_utils.checkpoint.user_state import LoadedState, PerRank, Places, StateToLoad, insert_sharded
+from fsdp_utils.checkpoint.validate import NotLoaded, check_model, match_optimizers, read_state
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
 
@@ -53,10 +53,12 @@ def load_distributed(
     *,
     step: int | str = "latest",
     state: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    ignore_frozen_params: bool = False,
     cast: bool = False,
     verify: bool = True,
     wait_s: float = WAIT_S,
-) -> dict[str, Any]:
+) -> LoadedState:
     """Load what save_distributed saved, on any number of ranks, into any wrapper of the same model.
 
     Call it on every rank.
@@ -71,6 +73,10 @@ def load_distributed(
         step: of which step; "latest" is the checkpoint that was saved last.
         state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
             after the model and the optimizer. The dict that is returned holds what they were given, too.
+        strict: False loads what the model and the checkpoint both have, with the same shape, and leaves the
+            rest of the model as it is; the result says what that was. An optimizer has to match all the same.
+        ignore_frozen_params: leave parameters of the model that need no gradient as they are, whether or not
+            they are in the checkpoint.
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the files with their hashes off (for `verify_checkpoint`). Their
             sizes, and all names, shapes and dtypes, are compared in any case.
@@ -79,11 +85,12 @@ def load_distributed(
             than the others to read or write its part.
 
     Returns:
-        The state that was saved, and "step". A value that differed between ranks comes back to the rank that
-        saved it, when there are as many ranks as then; otherwise as a PerRank, the list of all values by the
-        rank that saved them. A DTensor comes back as this rank's part of a DTensor over the model's mesh:
-        sharded as the parameter of the same name and shape is (an average of the weights), else along the
-        same dimensions as before; or as a whole tensor where the model is not sharded by FSDP2.
+        The state that was saved, and "step", in a LoadedState, which also names what of the model was not
+        loaded. A value that differed between ranks comes back to the rank that saved it, when there are as
+        many ranks as then; otherwise as a PerRank, the list of all values by the rank that saved them. A
+        DTensor comes back as this rank's part of a DTensor over the model's mesh: sharded as the parameter of
+        the same name and shape is (an average of the weights), else along the same dimensions as before; or
+        as a whole tensor where the model is not sharded by FSDP2.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
@@ -94,7 +101,7 @@ def load_distributed(
         epoch = load_distributed("run", model, optimizer, state={"scheduler": scheduler})["epoch"]
     """
     home, model, objects = Path(directory).absolute(), without_unsharded_wrappers(model), StateToLoad(state)
-    optimizers = listed(optimizer)
+    optimizers, ignored = listed(optimizer), IgnoredParams(model, ignore_frozen_params)
 
     def facts() -> dict[str, Any]:
         if step != "latest" and not is_int(step):
@@ -102,6 +109,8 @@ def load_distributed(
         return {
             "directory": str(home),
             "step": step,
+            "strict": strict,
+            **ignored.facts(),
             "cast": cast,
             "verify": verify,
             "state": objects.names(),
@@ -119,25 +128,27 @@ def load_distributed(
         wanted = Snapshot.take(model)
         found = tensor_specs(manifest)
 
-        def check_files() -> Metadata | None:
+        def check_files() -> tuple[Metadata | None, NotLoaded]:
             """Rank 0 reads the description for all, while others still hash their share of the files."""
             _must_be_same(checkpoint, hashes)
             in_model = {key: spec for key, spec in found.items() if key.startswith(MODEL)}
-            check_model(wanted, in_model, manifest["tied"], cast=cast)
+            left = check_model(
+                wanted, in_model, manifest["tied"], cast=cast, strict=strict, ignored=ignored.names
+            )
             if verify:
                 mine = share(manifest["files"], ranks.rank, ranks.world_size)
                 check_hashes(checkpoint, manifest, mine, threads=ranks.threads())
-            return reduced(read_described(checkpoint, manifest)) if ranks.rank == 0 else None
+            return reduced(read_described(checkpoint, manifest)) if ranks.rank == 0 else None, left
 
-        described = ranks.each(check_files)
+        described, left = ranks.each(check_files)
         metadata = ranks.first(lambda: described)
         assert metadata is not None
-        tensors = dict(wanted.tensors)
+        tensors = wanted.without(left.missing_keys)
         places: Places = {}  # of the sharded tensors in the state
 
         def prepare() -> tuple[dict[str, Any], list[OptimizerPlan], TensorReads]:
             plain = read_state(checkpoint, metadata, manifest["tensors"])
-            wanted.extra = plain["extra"]
+            wanted.take_extra(plain["extra"], strict=strict)
             others = _state(checkpoint, metadata, plain, manifest, ranks)
             places.update(plain.get("sharded", {}))
             tensors.update(state_buffers(places, found, model))
@@ -159,7 +170,7 @@ def load_distributed(
         restore_optimizers(wanted, model, optimizers, saved, tensors, lambda key: whole(tensors[key]))
         others = insert_sharded(others, tensors, places)
         ranks.each(lambda: objects.load(others))  # nobody goes on with what another rank failed to load
-    return {"step": manifest["step"], **others}
+    return LoadedState({"step": manifest["step"], **others}, *left)
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:

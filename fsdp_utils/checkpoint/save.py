@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
 from fsdp_utils.checkpoint.collective import (
+    IgnoredParams,
     check_same_optimizer,
     collective_call,
     differing,
@@ -51,6 +52,7 @@ def save_distributed(
     step: int,
     state: Mapping[str, Any] | None = None,
     keep: int | None = None,
+    ignore_frozen_params: bool = False,
     asynchronous: bool = False,
     wait_s: float = WAIT_S,
     **more_state: Any,
@@ -73,6 +75,8 @@ def save_distributed(
             is stored once; one that differs is stored for each rank and comes back to its rank. DTensors in
             it are stored sharded (see load_distributed).
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
+        ignore_frozen_params: leave out parameters that need no gradient: of a model with adapters over a
+            frozen base, save the adapters. Such a checkpoint is loaded with the same option.
         asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
             in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
             second copy of this rank's shard, and keeps it for the next save.
@@ -100,8 +104,10 @@ def save_distributed(
             raise CheckpointError(
                 f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
             )
-        return {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
+        settings = {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
+        return settings | ignored.facts()
 
+    ignored = IgnoredParams(model, ignore_frozen_params)
     taken, optimizers = StateToSave(state, more_state), listed(optimizer)
     call = collective_call("save_distributed", model, optimizers, facts, state=taken, wait_s=wait_s)
     with call as ranks:
@@ -110,6 +116,7 @@ def save_distributed(
             ranks.each(lambda: _must_see(unfinished))
             snapshot = Snapshot.take(model, optimizers, stateful=has_state(ranks))
             check_same_optimizer(snapshot, ranks)
+            snapshot.leave_out(ignored.names)
             snapshot.tensors |= ranks.each(lambda: _plain_tensors(snapshot, taken, ranks)) | taken.tensors
             if asynchronous:
                 ranks.in_background = True

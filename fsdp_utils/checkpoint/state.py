@@ -5,7 +5,7 @@ torch.distributed.checkpoint.state_dict gives the tensors: under names that do n
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -84,6 +84,20 @@ class Snapshot:
     def first_name(self, name: str) -> str:
         """The name under which a tied tensor is stored."""
         return self.tied.get(name, name)
+
+    def without(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The tensors, without some of the model's."""
+        left_out = {MODEL + name for name in names}
+        return {key: tensor for key, tensor in self.tensors.items() if key not in left_out}
+
+    def take_extra(self, saved: dict[str, Any], *, strict: bool) -> None:
+        """Take over what the checkpoint has besides tensors; if not strict, only what the model has too."""
+        self.extra = saved if strict else {name: saved.get(name, own) for name, own in self.extra.items()}
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Forget tensors of the model."""
+        self.tensors = self.without(names)
+        self.tied = {alias: name for alias, name in self.tied.items() if name not in names}
 
     def gathered(self, rank: int) -> "Snapshot":
         """Gather full tensors in the CPU memory of rank 0, none on the others. A collective under FSDP."""
@@ -318,6 +332,14 @@ def tied_names(model: nn.Module) -> dict[str, str]:
             )
             tied[name] = earlier
     return tied
+
+
+def frozen_names(model: nn.Module) -> list[str]:
+    """List the names of parameters that need no gradient, further names of tied ones included."""
+    frozen = {
+        name for param, names in parameter_names(model).items() for name in names if not param.requires_grad
+    }
+    return sorted(frozen | {alias for alias, name in tied_names(model).items() if name in frozen})
 
 
 def clean_name(model: nn.Module, name: str) -> str:

@@ -23,6 +23,19 @@ class PerRank(list[Any]):
     another one now, so that the program can decide what its ranks make of it."""
 
 
+class LoadedState(dict[str, Any]):
+    """The state that a load returns, by name, and what of the model it did not load.
+
+    Attributes:
+        missing_keys: names in the model that were not loaded, and are as they were.
+        unexpected_keys: names in the checkpoint that were left aside.
+    """
+
+    def __init__(self, state: Mapping[str, Any], missing_keys: list[str], unexpected_keys: list[str]) -> None:
+        super().__init__(state)
+        self.missing_keys, self.unexpected_keys = missing_keys, unexpected_keys
+
+
 def pack(value: Any, what: str) -> bytes:
     """Serialise plain data; refuse what could not be read back without running code."""
     try:

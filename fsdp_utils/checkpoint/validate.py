@@ -1,9 +1,9 @@
 """Checks before anything is changed: can the model be saved, does the checkpoint hold what it needs?"""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -73,13 +73,22 @@ def check_supported(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         )
 
 
+class NotLoaded(NamedTuple):
+    """What a load leaves as it is, by name."""
+
+    missing_keys: list[str]  # in the model
+    unexpected_keys: list[str]  # in the checkpoint
+
+
 def check_model(
     wanted: Snapshot,
     found: Mapping[str, tuple[torch.dtype, torch.Size]],
     tied: Mapping[str, str],
     *,
     cast: bool,
-) -> None:
+    strict: bool,
+    ignored: Collection[str],
+) -> "NotLoaded":
     """Check that the checkpoint holds exactly this model.
 
     Args:
@@ -87,16 +96,26 @@ def check_model(
         found: dtype and shape of what the checkpoint holds under "model.", tied names included.
         tied: which names were tied when it was saved.
         cast: another dtype is no mistake.
+        strict: False if what only one of the two has is no mistake.
+        ignored: names in the model that are not to be loaded.
+
+    Returns:
+        What will not be loaded.
 
     Raises:
         CheckpointError: with the first few differences.
     """
     problems = []
+    left = NotLoaded([], [])
+    ignored = set(ignored)
     for key, tensor in wanted.tensors.items():
+        name = key.removeprefix(MODEL)
         if not key.startswith(MODEL):
             continue
-        if key not in found:
-            problems.append(f"{key}: expected by the model, found nothing in the checkpoint")
+        if name in ignored or key not in found:
+            left.missing_keys.append(name)
+            if strict and name not in ignored:
+                problems.append(f"{key}: expected by the model, found nothing in the checkpoint")
             continue
         dtype, shape = found[key]
         if tensor.is_meta:
@@ -115,17 +134,29 @@ def check_model(
             )
     for key in found:
         name = key.removeprefix(MODEL)
-        if name in wanted.tied:
+        if name in ignored or (not strict and name in wanted.tied and MODEL + wanted.tied[name] not in found):
+            left.unexpected_keys.append(name)
+        elif name in wanted.tied:
             if tied.get(name, name) != tied.get(wanted.tied[name], wanted.tied[name]):
                 problems.append(
                     f"{key}: expected one tensor under this name and {wanted.tied[name]!r} (tied in the "
                     "model), found two in the checkpoint"
                 )
         elif key not in wanted.tensors:
-            problems.append(f"{key}: in the checkpoint, expected by nothing in the model")
+            left.unexpected_keys.append(name)
+            if strict:
+                problems.append(f"{key}: in the checkpoint, expected by nothing in the model")
+    if not problems and found and len(left.missing_keys) == len(wanted.tensors) > 0:
+        problems.append(
+            f"expected at least one tensor to load, found none: the model has {left.missing_keys[:3]}, the "
+            f"checkpoint {[key.removeprefix(MODEL) for key in found][:3]}"
+        )
     if problems:
         shown = problems[:5] + ([f"... and {len(problems) - 5} more"] if len(problems) > 5 else [])
+        if strict and (left.missing_keys or left.unexpected_keys):
+            shown.append("strict=False loads what both have, and returns the names of the rest")
         raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(shown))
+    return left
 
 
 def match_optimizers(
