@@ -1,9 +1,29 @@
-"""CheckpointError, which everything in this package raises."""
+"""CheckpointError, which everything in this package raises, and its kinds."""
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved or loaded: says where, what was expected and what was found.
 
-    It has the same text on every rank. After a failed load the model and the optimizer are as they were,
-    unless the text says otherwise.
+    It has the same text and the same class on every rank. After a failed load the model and the optimizer are
+    as they were, unless the text says otherwise. Its subclasses name the usual causes:
+    CheckpointNotFoundError, CheckpointDamagedError, CheckpointMismatchError.
+
+    Example::
+
+        try:
+            step = load_distributed("run", model, optimizer)["step"]
+        except CheckpointNotFoundError:
+            step = 0
     """
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no checkpoint, or none of that step: the run may begin anew."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file is missing, cut short or changed: it is not what was saved. An older checkpoint may be whole."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """The checkpoint is of another model, of other optimizers, or without a state that was asked for."""

@@ -19,7 +19,7 @@ from fsdp_utils.checkpoint.collective import (
     differing,
     has_state,
 )
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from fsdp_utils.checkpoint.files import NewFile, open_regular
 from fsdp_utils.checkpoint.manifest import (
     FORMAT,
@@ -359,7 +359,8 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
             file.seek(max(0, size - 1024))
             tail = file.read(1024)
     except OSError as error:
-        raise CheckpointError(
+        none = isinstance(error, FileNotFoundError)
+        raise (CheckpointNotFoundError if none else CheckpointError)(
             f"{path}: expected a file that save_full wrote, found none: {error.strerror}"
         ) from error
     start = tail.rfind(_END_OF_ZIP)
@@ -371,18 +372,18 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
         if seal != {"format": FORMAT, "bytes": length, algorithm: expected}:
             raise KeyError("format")
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected a file that ends with its hash, by {KNOWN}, found none in its {size} bytes: "
             "it was cut short, or not written by save_full of this version or an earlier one"
         ) from error
     if length != size - len(tail) + start + _END_BYTES:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected {length} bytes before the hash, found {size - len(tail) + start + _END_BYTES}"
         )
     # As it was without the comment.
     found = hash_file(path, algorithm, length=length - 2, end=b"\0\0", progress=progress)
     if found != expected:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected {algorithm} {expected}, found {found}: it is not what was saved"
         )
 
@@ -394,16 +395,16 @@ def read_full(path: Path) -> dict[str, Any]:
             check_archive(file)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: expected a file that save_full wrote, found none") from error
+        raise CheckpointNotFoundError(f"{path}: expected a file that save_full wrote, found none") from error
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected tensors and plain data, found what cannot be read safely and was not run: "
             f"{reason(error)}"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected a file that save_full wrote (format {FORMAT}), found "
             + (f"the entries {list(content)[:5]}" if isinstance(content, dict) else type(content).__name__)
         )

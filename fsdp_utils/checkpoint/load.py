@@ -170,7 +170,7 @@ def load_distributed(
         restore_optimizers(wanted, model, optimizers, saved, tensors, lambda key: whole(tensors[key]))
         others = insert_sharded(others, tensors, places)
         ranks.each(lambda: objects.load(others))  # nobody goes on with what another rank failed to load
-    return LoadedState({"step": manifest["step"], **others}, *left)
+    return LoadedState({**others, "step": others.get("step", manifest["step"])}, *left)
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:

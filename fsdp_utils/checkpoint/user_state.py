@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from fsdp_utils.checkpoint.safe_pickle import check_archive, check_key
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.torch_internals.names import ShardedTensor
@@ -254,12 +254,12 @@ class StateToLoad:
         """
         for name in self._objects:
             if name not in saved:
-                raise CheckpointError(
+                raise CheckpointMismatchError(
                     f"state {name!r}: expected in the checkpoint, which holds {sorted(saved)[:10]}. Leave it "
                     "out of state= if it is to start anew"
                 )
             if isinstance(saved[name], PerRank):
-                raise CheckpointError(
+                raise CheckpointMismatchError(
                     f"state {name!r}: expected one value, found one for each of {len(saved[name])} ranks, "
                     "which are not as many as now. Leave it out of state=, and decide which rank goes on "
                     "from which of the values in the dict that is returned"
@@ -310,7 +310,7 @@ def insert_sharded(state: dict[str, Any], tensors: Mapping[str, Tensor], places:
                 raise TypeError("no path")
             state = put(state, path, tensors[key])
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"expected a place in the saved state for {key!r:.200}, found {type(error).__name__}: "
             f"{error!s:.200}: the checkpoint is damaged or forged"
         ) from error

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from fsdp_utils.checkpoint.reader import read_plain
 from fsdp_utils.checkpoint.state import (
     MODEL,
@@ -155,7 +155,7 @@ def check_model(
         shown = problems[:5] + ([f"... and {len(problems) - 5} more"] if len(problems) > 5 else [])
         if strict and (left.missing_keys or left.unexpected_keys):
             shown.append("strict=False loads what both have, and returns the names of the rest")
-        raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(shown))
+        raise CheckpointMismatchError("the checkpoint is of another model:\n  " + "\n  ".join(shown))
     return left
 
 
@@ -175,7 +175,7 @@ def match_optimizers(
         CheckpointError: there is none, or it is of others.
     """
     if saved is None:
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             "expected the state of an optimizer, found none: the checkpoint was saved without one. "
             "Load without the optimizer if it is to start anew."
         )
@@ -185,7 +185,7 @@ def match_optimizers(
         of_plan = [[] for _ in plans]
     if len(plans) != len(optimizers):
         own = ", ".join(optimizer_classes(one)[0] for one in optimizers[:5])
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"expected the state of {len(optimizers)} optimizers ({own}{', ...' * (len(optimizers) > 5)}), "
             f"found that of {len(plans)} in the checkpoint. Give as many as were saved, in any order, or "
             "none if they are to start anew."
@@ -229,7 +229,7 @@ def check_optimizer(
     """
     own = optimizer_classes(optimizer)
     if classes and not set(classes) & set(own):
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"expected the state of {own[0]}, found that of {classes[0]}, which {own[0]} cannot go on from. "
             f"Load into {classes[0]}, or without the optimizer if it is to start anew."
         )
@@ -241,7 +241,7 @@ def check_optimizer(
         only = [
             sorted(set().union(*a) - set().union(*b))[:3] for a, b in ((expected, found), (found, expected))
         ]
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"expected an optimizer with parameter groups of {[len(group) for group in expected]} "
             f"parameters, found {[len(group) for group in found]} in the checkpoint"
             + (f"; only here: {only[0]}" if only[0] else "")
@@ -250,7 +250,7 @@ def check_optimizer(
     if unknown := {wanted.first_name(path[0]) for path in (*saved.paths.values(), *saved.plain)}.difference(
         *expected
     ):
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"expected the optimizer's state of parameters in its groups, found that of {sorted(unknown)[:3]}"
         )
 
@@ -277,7 +277,7 @@ def read_state(checkpoint: Path, metadata: Metadata, tensors: Iterable[str]) -> 
     if not problem:
         problem = _places_problem(plain.get("sharded", {}), tensors, plain["state"], plain["per_rank"])
     if problem:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{checkpoint}: expected what save_distributed stores under {PLAIN!r}, {problem}"
         )
     return plain
@@ -320,7 +320,7 @@ def check_full(path: Path, content: dict[str, Any]) -> None:
         places = {key: place for key, (place, _) in sharded.items()}
         problem = _places_problem(places, tensors, content["state"], content["per_rank"])
     if problem:
-        raise CheckpointError(f"{path}: expected what save_full writes, {problem}")
+        raise CheckpointDamagedError(f"{path}: expected what save_full writes, {problem}")
 
 
 _OPTIONAL = (dict, type(None))
