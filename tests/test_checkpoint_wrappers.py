@@ -35,11 +35,12 @@ WAIT_S = 1.0
 
 
 class ForwardModule(nn.Module):
-    """As Lightning Fabric's wrapper, which has the model under this name."""
+    """As Lightning Fabric's wrapper, which has what is wrapped and the model under these names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._forward_module = model
+        self._original_module = next(module for module in model.modules() if isinstance(module, Net))
 
     def forward(self, x: Tensor) -> Tensor:
         return self._forward_module(x)
@@ -77,6 +78,13 @@ WRAPPED: dict[str, Callable[[Net], nn.Module]] = {
     "Fabric(DDP)": lambda model: ForwardModule(DistributedDataParallel(model)),
     "Fabric(FSDP2)": lambda model: ForwardModule(sharded(model)),
     "compile(FSDP1)": lambda model: compiled(fsdp1(model, use_orig_params=True)),
+    "Fabric(compile(DDP(compile)))": lambda model: ForwardModule(
+        compiled(DistributedDataParallel(compiled(model)))
+    ),
+    "FSDP2(checkpointing(compile))": lambda model: sharded(
+        blocks(model, lambda block: checkpoint_wrapper(compiled(block)))
+    ),
+    "compile(checkpointing(DDP))": lambda model: compiled(checkpoint_wrapper(DistributedDataParallel(model))),
     "no shard, flat": lambda model: no_shard(model),
     "no shard, original": lambda model: no_shard(model, use_orig_params=True),
     "checkpointing outside, flat": lambda model: fsdp1(
@@ -155,6 +163,52 @@ def a_part_in_ddp(folder: Path) -> bool:
 
 def test_a_part_of_a_model_in_ddp_has_its_names_too(two_ranks: TwoRanks, tmp_path: Path) -> None:
     assert two_ranks(a_part_in_ddp, tmp_path) == [True, True]
+
+
+def names_in_a_checkpoint(folder: Path, kinds: list[str]) -> dict[str, list[list[str]]]:
+    found = {}
+    for kind in kinds:
+        model, optimizer = wrapped(kind)
+        train(model, optimizer, Data(), 1)
+        content = torch.load(save_full(folder / f"{kind}.pt", model, optimizer), weights_only=True)
+        optimized = [name for group in content["optimizer"]["param_groups"] for name in group["params"]]
+        found[kind] = [sorted(content["model"]), sorted(optimized), sorted(content["optimizer"]["state"])]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_wrapper_is_part_of_a_name(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    model = Net()
+    params = sorted(name for name, _ in model.named_parameters())
+    for found in two_ranks(names_in_a_checkpoint, tmp_path, list(WRAPPED)):
+        for kind, names in found.items():
+            assert names == [sorted(model.state_dict()), params, params], kind
+
+
+HIDDEN: dict[str, Callable[[Net], nn.Module]] = {
+    "FSDP1(compile), flat": lambda model: fsdp1(compiled(model)),
+    "FSDP1(compile), original": lambda model: fsdp1(compiled(model), use_orig_params=True),
+    "checkpointing(DDP)": lambda model: blocks(
+        model, lambda block: checkpoint_wrapper(DistributedDataParallel(block))
+    ),
+}
+
+
+def save_hidden(folder: Path) -> dict[str, Outcome]:
+    """These were saved once, under names that nothing could be loaded from."""
+    found = {}
+    for kind, wrap in HIDDEN.items():
+        model = wrap(Net())
+        found[kind] = outcome(lambda model=model: save_full(folder / "f", model))
+    return found
+
+
+def test_names_that_torch_does_not_clean_are_refused(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    for found in two_ranks(save_hidden, tmp_path):
+        for one in found.values():
+            assert "expected the parameter 'blocks.0.down.bias' in the model's state dict" in one.error
+            assert "Put FSDP1 inside of torch.compile" in one.error
+    assert not list(tmp_path.iterdir())
 
 
 class Holder(nn.Module):

@@ -124,7 +124,9 @@ def restore_model(model: nn.Module, loaded: Snapshot) -> None:
     }
     state.update({alias: state[name] for alias, name in loaded.tied.items()})
     with quiet():
-        set_model_state_dict(model, state)
+        set_model_state_dict(
+            model, {loaded.raw_names.get(name, name): value for name, value in state.items()}
+        )
 
 
 def restore_optimizers(

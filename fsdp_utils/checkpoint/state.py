@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,7 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.user_state import holds_sharded
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
-from fsdp_utils.torch_internals.names import COMPILED, ShardedTensor, get_param_to_fqns
+from fsdp_utils.torch_internals.names import WRAPPED, ShardedTensor, get_param_to_fqns
 from fsdp_utils.torch_internals.runtime import sharded_tensor_group
 
 MODEL = "model."
@@ -47,6 +48,8 @@ class Snapshot:
     optimizer: "OptimizerPlan | None" = None
     # name of a tensor that is left out -> the name under which it is there
     tied: dict[str, str] = field(default_factory=dict)
+    # name of what the model has -> its name in torch's state dict, which may hold names of wrappers
+    raw_names: dict[str, str] = field(default_factory=dict)
     # FSDP1's own sharded tensors, by name, over the memory of those in `tensors`
     originals: dict[str, ShardedTensor] = field(default_factory=dict)
 
@@ -60,8 +63,22 @@ class Snapshot:
             stateful: whether each optimizer has a state on any rank; the same on all ranks. None if all have.
         """
         with quiet():
-            state = get_model_state_dict(model)
-        snapshot = cls(tied={alias: name for alias, name in tied_names(model).items() if alias in state})
+            found = get_model_state_dict(model)
+        flat = has_fsdp1(model)  # which cannot load under other names than it gives
+        raw_names = {name if flat else plain_name(name): name for name in found}
+        state = {name: found[raw] for name, raw in raw_names.items()}
+        tied = tied_names(model)
+        params = {name for names in parameter_names(model).values() for name in names}
+        if hidden := sorted(params - state.keys()):
+            raise CheckpointError(
+                f"expected the parameter {hidden[0]!r} in the model's state dict, found "
+                f"{sorted(state.keys() - tied.keys())[:3]}: torch leaves the name of a wrapper in where "
+                "another one hides it. Put FSDP1 inside of torch.compile, and activation checkpointing "
+                "inside of both and of DDP"
+            )
+        snapshot = cls(
+            tied={alias: name for alias, name in tied.items() if alias in state}, raw_names=raw_names
+        )
         meshes: dict[Any, DeviceMesh] = {}
         for name, value in state.items():
             if name in snapshot.tied:
@@ -189,7 +206,14 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, stateful: bool) -> 
             optimizer.state[param] = {}
         try:
             with quiet():
-                return get_optimizer_state_dict(model, optimizer)
+                found: Any = get_optimizer_state_dict(model, optimizer)
+            return {
+                "state": {plain_name(name): value for name, value in found["state"].items()},
+                "param_groups": [
+                    {**group, "params": [plain_name(name) for name in group["params"]]}
+                    for group in found["param_groups"]
+                ],
+            }
         finally:
             for param in added:
                 del optimizer.state[param]
@@ -247,30 +271,31 @@ def _tree(leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[Any, Any]:
 # ---- names ------------------------------------------------------------------------------------------
 
 
-# The wrapped model in torch.compile's module, and in Lightning Fabric's.
-_INNER = (COMPILED, "_forward_module")
+def _inner(module: object) -> tuple[str, nn.Module] | None:
+    """The module inside of a wrapper, under the name that it has there; None if this is no wrapper.
+
+    Wrappers are DDP, FSDP1, activation checkpointing, torch.compile and Lightning Fabric's.
+    """
+    if isinstance(module, DistributedDataParallel | nn.DataParallel):
+        return "module", module.module
+    children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
+    return next(((name, children[name]) for name in (*WRAPPED, "_forward_module") if name in children), None)
 
 
 def without_unsharded_wrappers(model: nn.Module) -> nn.Module:
-    """Strip the wrappers around a model that shard nothing: DDP, torch.compile, Lightning Fabric.
+    """Strip the wrappers around a model that shard nothing.
 
     What is inside has the same names, whichever of them are around it and in which order.
     """
-    while True:
-        children = dict(model.named_children())
-        inner = next((children[name] for name in _INNER if name in children), None)
-        if isinstance(model, DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif inner is not None and not isinstance(model, FSDP1):
-            model = inner
-        else:
-            return model
+    while not isinstance(model, FSDP1 | FSDPModule) and (inner := _inner(model)) is not None:
+        model = inner[1]
+    return model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Strip all wrappers around a model that are modules of their own."""
-    while (inner := without_unsharded_wrappers(model)) is not model or isinstance(model, FSDP1):
-        model = inner.module if isinstance(inner, FSDP1) else inner
+    while (inner := _inner(model)) is not None:
+        model = inner[1]
     return model
 
 
@@ -347,9 +372,15 @@ def clean_name(model: nn.Module, name: str) -> str:
     module: object = model
     parts = []
     for part in name.split("."):
-        if not (isinstance(module, DistributedDataParallel) and part == "module"):
+        inner = _inner(module)
+        while inner is not None and inner[0] != part:  # a wrapper that the name leaves out
+            module = inner[1]
+            inner = _inner(module)
+        if inner is None:
             parts.append(part)
-        module = getattr(module, part, None)
+            module = getattr(module, part, None)
+        else:
+            module = inner[1]
     return plain_name(*parts)
 
 
