@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp._flat_param import _ShardParamInfo
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -180,7 +181,8 @@ def names_in_a_checkpoint(folder: Path, kinds: list[str]) -> dict[str, list[list
 def test_no_wrapper_is_part_of_a_name(two_ranks: TwoRanks, tmp_path: Path) -> None:
     model = Net()
     params = sorted(name for name, _ in model.named_parameters())
-    for found in two_ranks(names_in_a_checkpoint, tmp_path, list(WRAPPED)):
+    kinds = [kind for kind in WRAPPED if kind != "plain"]  # on two ranks, plain models train apart
+    for found in two_ranks(names_in_a_checkpoint, tmp_path, kinds):
         for kind, names in found.items():
             assert names == [sorted(model.state_dict()), params, params], kind
 
@@ -435,6 +437,75 @@ def test_ddp_inside_of_fsdp1_is_refused(two_ranks: TwoRanks, tmp_path: Path) -> 
         for one in found:
             assert "expected no DistributedDataParallel inside of FSDP1, found 'blocks.0'" in one.error
     assert not list(tmp_path.iterdir())
+
+
+class Experts(nn.Module):
+    """Two experts of this rank, under the same names as those of the other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(4, 4)
+        self.own = nn.ParameterList([torch.full((2, 4), 2.0 * rank() + number) for number in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x)
+
+
+def experts_of_each_rank(folder: Path) -> list[list[Outcome]]:
+    found = []
+    for kind in ("none", "fsdp2", "fsdp1", "ddp"):
+        model: Any = Experts()
+        if kind == "fsdp2":
+            fully_shard(model, ignored_params=set(model.own))
+        elif kind == "fsdp1":
+            model = fsdp1(model, use_orig_params=True, ignored_states=list(model.own))
+        elif kind == "ddp":
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["own.0", "own.1"])
+            model = DistributedDataParallel(model)
+        saves = (
+            lambda model=model: save_distributed(folder / "d", model, step=1),
+            lambda model=model: save_full(folder / "f", model),
+        )
+        found.append([outcome(save) for save in saves])
+    return found
+
+
+def test_experts_that_each_rank_has_for_itself_are_refused(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    first, second = two_ranks(experts_of_each_rank, tmp_path)
+    assert [[one.error for one in some] for some in first] == [[one.error for one in some] for some in second]
+    for one in (one for some in first for one in some):
+        assert "expected 'own.0', which nothing shards, to be the same on all ranks, found other" in one.error
+    assert not list(tmp_path.iterdir())
+
+
+class ShardedExperts(Experts):
+    def __init__(self, mesh: Any = None) -> None:
+        super().__init__()
+        whole = torch.arange(16.0).reshape(4, 4)  # two rows on each rank of the mesh of two
+        self.own = nn.ParameterList([whole if mesh is None else distribute_tensor(whole, mesh, [Shard(0)])])
+
+
+def experts_as_dtensors(folder: Path, action: str) -> Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "ep"))
+    model: Any = ShardedExperts(mesh["ep"])
+    fully_shard(model, mesh=mesh["dp"], ignored_params=set(model.own))
+    if action == "save":
+        save_distributed(folder, model, step=1)
+    else:
+        with torch.no_grad():
+            model.own[0].zero_()
+        load_distributed(folder, model)
+    return model.own[0].full_tensor()
+
+
+def test_experts_as_dtensors_are_saved_by_parts(tmp_path: Path) -> None:
+    (saved, *_) = run_on_ranks(experts_as_dtensors, tmp_path, "save", world_size=4)
+    for found in run_on_ranks(experts_as_dtensors, tmp_path, "load", world_size=2):
+        assert torch.equal(found, saved)
+    model = ShardedExperts()
+    load_distributed(tmp_path, model)
+    assert torch.equal(model.own[0], saved)
 
 
 # ---- the device of an optimizer's state --------------------------------------------------------------------

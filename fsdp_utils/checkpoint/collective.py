@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
@@ -16,6 +17,7 @@ from fsdp_utils.checkpoint.state import (
     MODEL,
     OPTIMIZER,
     Snapshot,
+    clean_name,
     frozen_names,
     has_fsdp1,
     optimizer_classes,
@@ -23,7 +25,8 @@ from fsdp_utils.checkpoint.state import (
 )
 from fsdp_utils.checkpoint.user_state import StateToSave, digest, pack
 from fsdp_utils.checkpoint.validate import check_supported
-from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint
+from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint, rank_names
+from fsdp_utils.torch_internals.fsdp import is_fsdp1_parameter
 from fsdp_utils.torch_internals.groups import gloo_timeout, set_gloo_timeout
 
 # How long one rank may take longer than the others to read or write its part.
@@ -108,6 +111,56 @@ class IgnoredParams:
         """What has to be the same on all ranks."""
         self.names = frozen_names(self._model) if self._frozen else []
         return {"ignore_frozen_params": self._frozen, "frozen parameters": fingerprint(self.names)}
+
+
+class WholeParams:
+    """The parameters of which each rank must hold a copy, because nothing shards them.
+
+    They are stored as rank 0 has them. With expert parallelism by hand, ranks hold other experts under the
+    same names, and all but rank 0's would be lost without an error. A sample of each tensor shows that.
+
+    Args:
+        model: as it was given, in all its wrappers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def facts(self) -> dict[str, Any]:
+        """What check() compares."""
+        return {"_whole": {name: _sample(param) for name, param in self._params()}}
+
+    def check(self, ranks: Ranks) -> None:
+        """Check that the samples are the same on all ranks.
+
+        Raises:
+            CheckpointError: they are not; names a parameter. The same on every rank.
+        """
+        by_rank = [facts["_whole"] for facts in ranks.facts]
+        for name, sample in by_rank[0].items():
+            others = [rank for rank, one in enumerate(by_rank) if one.get(name) != sample]
+            if others:
+                raise CheckpointError(
+                    f"expected {name!r}, which nothing shards, to be the same on all ranks, found other "
+                    f"values on {rank_names(others)} than on rank 0. If each rank has experts of its own, "
+                    "make them one DTensor: DTensor.from_local(own, mesh, [Shard(0)]) over the mesh of the experts"
+                )
+
+    def _params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        copies: set[nn.Parameter] = set()  # that DDP keeps the same
+        for module in self._model.modules():
+            if isinstance(module, DistributedDataParallel):
+                own = dict(module.module.named_parameters())
+                copies |= {param for name, param in own.items() if name not in module.parameters_to_ignore}
+        for raw_name, param in self._model.named_parameters():
+            whole = not (isinstance(param, DTensor) or is_fsdp1_parameter(param) or param in copies)
+            if whole and not param.is_meta:
+                yield clean_name(self._model, raw_name), param
+
+
+def _sample(param: Tensor) -> str:
+    flat = param.detach().flatten()
+    return digest(flat[:: max(1, flat.numel() // 64)].clone())
 
 
 def has_state(ranks: Ranks) -> list[bool]:

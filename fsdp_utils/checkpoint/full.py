@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.collective import (
     IgnoredParams,
+    WholeParams,
     check_same_optimizer,
     collective_call,
     differing,
@@ -106,17 +107,18 @@ def save_full(
 
         save_full("model.pt", model, optimizer, state={"scheduler": scheduler, "step": step})
     """
-    path, model = Path(path).absolute(), without_unsharded_wrappers(model)
+    path, copies, model = Path(path).absolute(), WholeParams(model), without_unsharded_wrappers(model)
 
     taken, optimizers = StateToSave(state, more_state), listed(optimizer)
     created: list[NewFile] = []  # on rank 0
     ignored = IgnoredParams(model, ignore_frozen_params)
 
     def facts() -> dict[str, Any]:
-        return {"path": str(path), **ignored.facts()}
+        return {"path": str(path), **ignored.facts(), **copies.facts()}
 
     with collective_call("save_full", model, optimizers, facts, state=taken, wait_s=wait_s) as ranks:
         try:
+            ranks.each(lambda: copies.check(ranks))
             # Before anything is gathered, because that takes long.
             ranks.each(lambda: created.append(_create(path)) if ranks.rank == 0 else None)
             snapshot = Snapshot.take(model, optimizers, stateful=has_state(ranks))

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from fsdp_utils.checkpoint.asynchronous import Save, stage
 from fsdp_utils.checkpoint.collective import (
     IgnoredParams,
+    WholeParams,
     check_same_optimizer,
     collective_call,
     differing,
@@ -95,7 +96,7 @@ def save_distributed(
 
         save_distributed("run", model, optimizer, step=step, state={"scheduler": scheduler, "epoch": epoch})
     """
-    home, model = Path(directory).absolute(), without_unsharded_wrappers(model)
+    home, copies, model = Path(directory).absolute(), WholeParams(model), without_unsharded_wrappers(model)
 
     def facts() -> dict[str, Any]:
         if not is_int(step) or step < 0:
@@ -105,12 +106,13 @@ def save_distributed(
                 f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
             )
         settings = {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
-        return settings | ignored.facts()
+        return settings | ignored.facts() | copies.facts()
 
     ignored = IgnoredParams(model, ignore_frozen_params)
     taken, optimizers = StateToSave(state, more_state), listed(optimizer)
     call = collective_call("save_distributed", model, optimizers, facts, state=taken, wait_s=wait_s)
     with call as ranks:
+        ranks.each(lambda: copies.check(ranks))
         unfinished, final = ranks.first(lambda: begin(home, step))
         with _removed_on_failure(unfinished, ranks):
             ranks.each(lambda: _must_see(unfinished))
