@@ -143,7 +143,7 @@ class WholeParams:
                 raise CheckpointError(
                     f"expected {name!r}, which nothing shards, to be the same on all ranks, found other "
                     f"values on {rank_names(others)} than on rank 0. If each rank has experts of its own, "
-                    "make them one DTensor: DTensor.from_local(own, mesh, [Shard(0)]) over the mesh of the experts"
+                    "make them one DTensor over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"
                 )
 
     def _params(self) -> Iterator[tuple[str, nn.Parameter]]:
