@@ -422,6 +422,27 @@ def test_an_optimizer_of_fsdp1_over_tensor_parallel_is_refused(use_orig_params: 
         assert same, "the model alone is saved and loaded"
 
 
+def uneven_tensor_parallel(folder: Path, use_orig_params: bool) -> list[Outcome]:
+    """Seven rows over two ranks: gloo ends the process in the middle of torch's gather, NCCL may do worse."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model = fsdp1(model, device_mesh=mesh["dp"], use_orig_params=use_orig_params)
+    return [
+        outcome(lambda: save_distributed(folder / "d", model, step=1)),
+        outcome(lambda: save_full(folder / "f", model)),
+        outcome(lambda: load_distributed(folder / "d", model)),
+    ]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_over_uneven_tensor_parallel_parts_is_refused(use_orig_params: bool, tmp_path: Path) -> None:
+    for found in run_on_ranks(uneven_tensor_parallel, tmp_path, use_orig_params, world_size=4):
+        for one in found:
+            assert "found '0.weight' [7, 8] cut into 2 along dimension 0" in one.error
+    assert not list(tmp_path.iterdir())
+
+
 def ddp_inside(folder: Path) -> list[Outcome]:
     model = Net()
     model.blocks[0] = DistributedDataParallel(model.blocks[0])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -42,6 +43,9 @@ def check_supported(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                     "which FSDP1's state dict loses the parameters. Wrap the module in FSDP1 with "
                     "ShardingStrategy.NO_SHARD instead"
                 )
+        handle = fsdp1_handle(unit)
+        if handle is not None and unit.sharding_strategy != ShardingStrategy.NO_SHARD:
+            _check_even(Flat(handle.flat_param))
     if not optimizers:
         return
     for optimizer in optimizers:
@@ -71,6 +75,20 @@ def check_supported(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             f"expected each parameter in one optimizer, found {names[twice][0]!r} in two: their states would "
             "have the same name. Save one of them as state, such as state={'second': second}"
         )
+
+
+def _check_even(flat: Flat) -> None:
+    """Refuse FSDP1 over uneven tensor-parallel parts, which torch gathers as if all had one size."""
+    for name, spec in zip(flat.names, flat.extensions, strict=True):
+        if spec is None:
+            continue
+        for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
+            if placement.is_shard() and spec.shape[placement.dim] % size:
+                raise CheckpointError(
+                    f"expected tensor-parallel parameters inside of FSDP1 to be cut into equal parts, found "
+                    f"{plain_name(name)!r} {list(spec.shape)} cut into {size} along dimension "
+                    f"{placement.dim}: FSDP1's state dict sends parts of wrong sizes. Use FSDP2 (fully_shard)"
+                )
 
 
 class NotLoaded(NamedTuple):
