@@ -11,19 +11,45 @@ class CheckpointError(RuntimeError):
     Example::
 
         try:
+            save_distributed("run", model, optimizer, step=step)
+        except CheckpointError as error:  # the checkpoints that were there still are
+            print(f"not saved: {error}")
+    """
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no checkpoint, or none of that step: the run may begin anew.
+
+    Example::
+
+        try:
             step = load_distributed("run", model, optimizer)["step"]
         except CheckpointNotFoundError:
             step = 0
     """
 
 
-class CheckpointNotFoundError(CheckpointError):
-    """There is no checkpoint, or none of that step: the run may begin anew."""
-
-
 class CheckpointDamagedError(CheckpointError):
-    """A file is missing, cut short or changed: it is not what was saved. An older checkpoint may be whole."""
+    """A file is missing, cut short or changed: it is not what was saved. An older checkpoint may be whole.
+
+    Example::
+
+        for step in reversed(checkpoints("run")):
+            try:
+                load_distributed("run", model, optimizer, step=step)
+                break
+            except CheckpointDamagedError as error:
+                print(f"step {step} is damaged: {error}")
+    """
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The checkpoint is of another model, of other optimizers, or without a state that was asked for."""
+    """The checkpoint is of another model, of other optimizers, or without a state that was asked for.
+
+    Example::
+
+        try:
+            load_distributed("run", model, optimizer)
+        except CheckpointMismatchError:
+            load_distributed("run", model, strict=False)  # a new head; the optimizer starts anew
+    """

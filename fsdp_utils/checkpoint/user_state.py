@@ -29,6 +29,11 @@ class LoadedState(dict[str, Any]):
     Attributes:
         missing_keys: names in the model that were not loaded, and are as they were.
         unexpected_keys: names in the checkpoint that were left aside.
+
+    Example::
+
+        loaded = load_distributed("run", model_with_a_new_head, strict=False)
+        print("start anew:", loaded.missing_keys)
     """
 
     def __init__(self, state: Mapping[str, Any], missing_keys: list[str], unexpected_keys: list[str]) -> None:
