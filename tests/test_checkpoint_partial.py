@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from fsdp_utils import (
     CheckpointError,
+    export_safetensors,
     load_distributed,
     load_full,
+    load_pretrained,
     run_on_ranks,
     save_distributed,
     save_full,
@@ -287,6 +289,7 @@ def save_body(folder: Path) -> list[torch.Tensor]:
 
 
 def load_body(folder: Path, how: str) -> tuple[list[torch.Tensor], bool]:
+    """Into a part of a model; how may be "pretrained" too, a folder of safetensors."""
     torch.manual_seed(1)
     model = Headed()
     if dist.is_initialized():
@@ -294,18 +297,22 @@ def load_body(folder: Path, how: str) -> tuple[list[torch.Tensor], bool]:
             fully_shard(layer)
         fully_shard(model)
     head = whole(model.head.weight).detach().clone()
-    load(how, folder, model.body)
+    if how == "pretrained":
+        load_pretrained(folder / "safetensors", model.body)
+    else:
+        load(how, folder, model.body)
     model(torch.ones(1, 4)).sum().backward()
     return [whole(param).detach() for param in model.body.parameters()], torch.equal(
         head, whole(model.head.weight)
     )
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [*HOW, "pretrained"])
 def test_a_part_of_a_model_takes_the_weights_of_a_model(
     how: str, two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
     expected = two_ranks(save_body, tmp_path)[0]
+    export_safetensors(tmp_path / "d", tmp_path / "safetensors")
     for found, same in (
         load_body(tmp_path, how),
         *run_on_ranks(load_body, tmp_path, how, world_size=3),
