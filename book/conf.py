@@ -71,6 +71,7 @@ def read_lesson(app: Sphinx, name: str, text: list[str]) -> None:
 # ---- the library's reference ----------------------------------------------------------------------------
 
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 default_role = "code"  # the docstrings write `name`

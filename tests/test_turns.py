@@ -1,5 +1,9 @@
 """What a reader wrote is held against a target, on every rank; tables read the same on a page and as text."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +115,26 @@ def test_solutions_have_to_pass_and_wrong_answers_to_fail(
     else:
         with pytest.raises((AssertionError, KeyError), match=told):
             try_answers(7, folder=tmp_path)
+
+
+def test_the_lessons_are_found_where_the_library_is_installed_without_them(tmp_path):
+    """As in Colab: a copy of the library, and a notebook that runs in a clone's folder notebooks."""
+    shutil.copytree(Path(turns.__file__).parents[1], tmp_path / "installed" / "fsdp_utils")
+    home = tmp_path / "notebooks"
+    home.mkdir()
+    script = (
+        "import fsdp_utils; print(fsdp_utils.__file__)\n"
+        "from fsdp_utils.lessons import lesson, turns\n"
+        "print(lesson.NOTEBOOKS)\n"
+        "turns.run_solution(3, 1)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=home,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert said.stdout.splitlines() == [str(tmp_path / "installed/fsdp_utils/__init__.py"), str(home)]
+    assert f"expected the source of lesson 3 in {home / 'src'}, found none" in said.stderr

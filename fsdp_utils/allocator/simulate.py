@@ -139,10 +139,17 @@ def simulate_allocator(
         expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 
     Returns:
-        Memory over the events, peaks, retries, and where it ran out of memory, which ends the replay.
+        A `Simulation`: `allocated` and `reserved`, in bytes after each event; `peak_allocated_gib` and
+        `peak_reserved_gib`; `num_alloc_retries`; `regime`, which is "fits", "retries" or "out of memory";
+        `out_of_memory`, the allocation that failed and ended the replay, or None; and `plot()`.
 
     Raises:
         ValueError: the limit is not positive.
+
+    Example::
+
+        simulation = simulate_allocator(trace, limit_gib=1.0)
+        print(simulation.regime, simulation.num_alloc_retries)  # fits 0
     """
     if limit_gib is not None and not limit_gib > 0:
         raise ValueError(f"simulate_allocator: expected a positive limit_gib, found {limit_gib!r}")

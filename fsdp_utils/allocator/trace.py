@@ -44,7 +44,11 @@ class AllocationEvent:
 
 @dataclass
 class AllocationTrace:
-    """Allocations and frees in the order in which a program made them."""
+    """Allocations and frees in the order in which a program made them.
+
+    Args:
+        events: one for each allocation, free and beginning of a step; sizes in bytes.
+    """
 
     events: list[AllocationEvent] = field(default_factory=list)
 
@@ -54,7 +58,7 @@ class AllocationTrace:
 
     @property
     def peak_gib(self) -> float:
-        """The most that was allocated at one time, in GiB, by requested sizes: nothing is rounded."""
+        """The most GiB that were allocated at one time, by the sizes asked for, without rounding."""
         live = peak = 0
         for event in self.events:
             live += event.size if event.kind == "alloc" else -event.size
@@ -117,7 +121,7 @@ class AllocationTrace:
 def record_allocations(
     *existing: nn.Module | torch.optim.Optimizer | torch.Tensor, device: str = "cpu"
 ) -> Iterator[AllocationTrace]:
-    """Record what the enclosed code allocates and frees: `with record_allocations(model, optimizer) as trace`
+    """Record what the enclosed code allocates and frees.
 
     Works on real tensors and, entered inside a FakeTensorMode, on tensors that have a size but no memory, so
     that a model far larger than this machine can be traced. Storages that FSDP empties and refills are
@@ -134,6 +138,17 @@ def record_allocations(
 
     Returns:
         The trace; call its `begin_step()` where a training step begins.
+
+    Raises:
+        TypeError: something that existed before is no module, optimizer or tensor.
+
+    Example::
+
+        with record_allocations(model, optimizer) as trace:
+            for batch in loader:
+                trace.begin_step()
+                train_step(batch)
+        print(f"{trace.peak_gib:.2f} GiB")
     """
     recorder = Recorder(device)
     for item in existing:

@@ -49,7 +49,14 @@ def _staged(name: str, tensor: Tensor) -> Tensor:
 
 
 class Save:
-    """A save that may still be going on."""
+    """A save that may still be going on.
+
+    Example::
+
+        save = save_distributed("run", model, optimizer, step=step, asynchronous=True)
+        train_step(batch)  # while a thread writes
+        path = save.wait()
+    """
 
     def __init__(self, path: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
         self._path = path

@@ -6,4 +6,11 @@ class CheckpointError(RuntimeError):
 
     It has the same text on every rank. After a failed load the model and the optimizer are as they were,
     unless the text says otherwise.
+
+    Example::
+
+        try:
+            verify_checkpoint("run")
+        except CheckpointError as error:
+            print(error)  # run/.../__0_0.distcp: expected ... bytes, found 100
     """

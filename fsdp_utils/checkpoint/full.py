@@ -87,6 +87,10 @@ def save_full(
 
     Raises:
         CheckpointError: the same on every rank. A file that was there before still is.
+
+    Example::
+
+        save_full("model.pt", model, optimizer, step=step, scheduler=scheduler.state_dict())
     """
     path, model = Path(path).absolute(), without_unsharded_wrappers(model)
 
@@ -172,7 +176,13 @@ def load_full(
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
-        otherwise.
+            otherwise.
+
+    Example::
+
+        state = load_full("model.pt", model, optimizer)
+        scheduler.load_state_dict(state["scheduler"])
+        print(state["step"])  # 7
     """
     path, model = Path(path).absolute(), without_unsharded_wrappers(model)
     facts = {"path": str(path), "cast": cast, "verify": verify}

@@ -83,7 +83,13 @@ def load_distributed(
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
-        otherwise.
+            otherwise.
+
+    Example::
+
+        state = load_distributed("run", model, optimizer)
+        torch.set_rng_state(state["rng"])
+        print(state["step"], state["epoch"])  # 7 3
     """
     home, model = Path(directory).absolute(), without_unsharded_wrappers(model)
 

@@ -75,6 +75,11 @@ def save_distributed(
 
     Raises:
         CheckpointError: the same on every rank. The checkpoints that were there still are.
+
+    Example::
+
+        rng = torch.get_rng_state()
+        save_distributed("run", model, optimizer, step=step, keep=3, epoch=epoch, rng=rng)
     """
     home, model = Path(directory).absolute(), without_unsharded_wrappers(model)
 

@@ -18,8 +18,19 @@ from fsdp_utils.torch_internals.names import ShardedTensor
 
 
 class PerRank(list[Any]):
-    """A value that differed between the ranks, by the rank that saved it; given where the number of ranks is
-    another one now, so that the program can decide what its ranks make of it."""
+    """The values that one name in the state had on each rank, in the order of the ranks that saved them.
+
+    `load_distributed` and `load_full` return it where the values differed and the number of ranks is another
+    one now: the program decides what its ranks make of them.
+
+    Example::
+
+        rng = load_distributed("run", model, optimizer)["rng"]
+        if isinstance(rng, PerRank):
+            print(f"saved by {len(rng)} ranks")  # saved by 2 ranks
+            rng = rng[get_rank() % len(rng)]
+        torch.set_rng_state(rng)
+    """
 
 
 def pack(value: Any, what: str) -> bytes:

@@ -29,6 +29,10 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
 
     Raises:
         CheckpointError: names the file, what was expected and what was found.
+
+    Example::
+
+        verify_checkpoint("run")  # all checkpoints in the directory
     """
     path = Path(path)
     with readable(path):

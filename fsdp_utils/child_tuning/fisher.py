@@ -44,14 +44,20 @@ def fisher_mask(
             the first ones are kept.
 
     Returns:
-        By parameter name a tensor of bools, sharded as the parameter is: DTensors under FSDP2, this rank's
-        part in one dimension under FSDP1 (parameter by parameter with flat parameters too).
+        By parameter name a tensor of bools with the parameter's shape, True where the weight is kept. It is
+        sharded as the parameter is: DTensors under FSDP2, this rank's part in one dimension under FSDP1
+        (parameter by parameter with flat parameters too).
 
     Raises:
         ValueError: keep is out of range; no parameter requires gradients; there are no batches; the ranks
             have different numbers of batches; a gradient is not finite. The same on all ranks.
 
     Source: Xu et al. 2021, "Raise a Child in Large Language Model" (arXiv 2109.05687), section 2.2.2.
+
+    Example::
+
+        mask = fisher_mask(model, loader, lambda model, batch: model(batch).mean(), keep=0.3)
+        optimizer = ChildTuningAdamW(model.named_parameters(), mode="task", gradient_mask=mask)
     """
     if not 0 < keep <= 1:
         raise ValueError(f"fisher_mask: expected keep in (0, 1], found {keep}")

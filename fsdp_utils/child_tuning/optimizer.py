@@ -73,6 +73,12 @@ class ChildTuningAdamW(AdamW):
             the mask names no parameter, or has another shape; freeze_masked in another mode than "task".
 
     Source: Xu et al. 2021, "Raise a Child in Large Language Model" (arXiv 2109.05687).
+
+    Example::
+
+        optimizer = ChildTuningAdamW(model.parameters(), lr=1e-4, reserve_p=0.3)
+        model(batch).mean().backward()
+        optimizer.step()
     """
 
     def __init__(

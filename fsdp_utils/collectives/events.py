@@ -59,12 +59,12 @@ class StepEvent:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the full tensor: what an all-gather gives, a reduce-scatter or an all-reduce takes."""
+        """Bytes of the full tensor, which an all-gather gives and a reduce-scatter or an all-reduce takes."""
         return max(self.bytes_in, self.bytes_out)
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that this rank has to send, if they go around a ring: the least that is possible.
+        """Bytes that this rank has to send if they go around a ring, the least that is possible.
 
         (n - 1) / n of `bytes` for n ranks, and twice that for an all-reduce. For kinds in which ranks send
         different amounts, such as a broadcast, it is the mean over the ranks.
@@ -84,7 +84,12 @@ class StepEvent:
 
 @dataclass(frozen=True)
 class Span:
-    """When an event ran, or runs in a replay: seconds from `start` to `end`, equal for what was freed."""
+    """When an event ran, or runs in a replay.
+
+    Args:
+        event: What ran.
+        start, end: Seconds since the recording or the replay began; equal for what was freed.
+    """
 
     event: StepEvent
     start: float

@@ -42,7 +42,19 @@ _SAME_IN, _SAME_OUT = {"all_reduce", "reduce", "broadcast", "reduce_scatter"}, {
 
 
 class OutOfStep(RuntimeError):
-    """The ranks have called different collectives. The message says at which one they part, and where."""
+    """The ranks have called different collectives. The message says at which one they part, and where.
+
+    Example::
+
+        try:
+            with check_in_step():
+                train_step(batch)
+        except OutOfStep as error:
+            print(error)
+            # the ranks part at collective 1 of all ranks.
+            #   rank 0: all_reduce, 192 bytes, at train.py:4
+            #   rank 1: all_reduce, 192 bytes, at train.py:6
+    """
 
 
 class InStep:
@@ -92,9 +104,10 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
 
     Example::
 
-        with check_in_step():
+        with check_in_step() as watch:
             for batch in loader:
                 train_step(batch)
+        print(watch.report or "in step")  # in step
     """
     if not 0 < after_s < math.inf:  # false for nan, too
         raise ValueError(f"check_in_step: expected after_s above 0 and finite, found {after_s}")

@@ -71,8 +71,11 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     Example::
 
         with record_collectives(model) as trace:
-            model(x).sum().backward()
+            train_step(batch)
         print(trace.summary())
+        first = trace.events[0]
+        print(first.kind, first.module, f"{first.bytes:,} bytes")
+        # all_gather (root) 1,088 bytes
     """
     global _recording
     names = module_names(model)

@@ -33,6 +33,13 @@ class Replay:
         spans: In the order of issue.
         units: Names of the units, in the model's order.
         peak_units: The largest number of units that were gathered and not yet freed, in the order of issue.
+
+    Example::
+
+        run = trace.replay(compute_s=1e-3, link_gib_s=1.0)
+        last = max(run.spans, key=lambda span: span.end)
+        print(f"{run.step_s:.3f} s, {last.event.phase} ends it")
+        # 0.006 s, backward ends it
     """
 
     spans: tuple[Span, ...]
@@ -96,35 +103,11 @@ def replay(
 ) -> Replay:
     """Simulate how long this order takes if computation and communication overlap.
 
-    The CPU issues the events in their recorded order. Each waits for its stream; computation also for
-    the all-gather of its unit; a reduce-scatter or all-reduce also for all computation issued before it. An
-    all-gather waits for nothing else, as on a GPU, unless `limit_units` holds it back.
-
-    What the model itself sends (`StepEvent.is_of_the_model`), as under tensor parallelism, has a stream of
-    its own, as it has with NCCL. The computation issued after it waits for it. Collectives that run at the
-    same time do not slow each other down, even if they share a link.
-
     Args:
         events: As recorded; of one step or of several.
         units: Names of the units, in the model's order.
-        compute_s: Seconds that a unit computes in forward: one number for all, or by name. What is not
-            named, and the root if there is one number, takes none. Backward takes twice as long, an optimizer
-            step no time, and neither does what activation checkpointing computes again. None: all computation
-            takes as long as it was recorded.
-        link_gib_s: GiB/s at which a rank sends: one number, or by link ("within a host", "between hosts").
-            A collective takes `StepEvent.sent_bytes` divided by it. None: as long as it was recorded.
-        latency_s: Seconds that each collective takes besides; only with link_gib_s.
-        issue_s: Seconds that the CPU takes to issue the computation of a unit in forward, and twice that in
-            backward. It begins with the first kernel, and is not over before the last one is issued.
-        limit_units: An all-gather waits until the unit is done that was freed that many units before, as
-            under FSDP1's limit_all_gathers, whose limit is 2. None: no limit.
 
-    Returns:
-        A `Replay`.
-
-    Raises:
-        ValueError: a number is negative, a speed or the limit is not positive, a link has no speed, or a
-            duration is wanted that was not recorded.
+    The text of `CollectiveTrace.replay` describes the rules, the other arguments and the errors.
     """
     _check(compute_s, link_gib_s, latency_s, issue_s, limit_units)
     shares = _shares(events)

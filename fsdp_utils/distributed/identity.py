@@ -31,6 +31,14 @@ def get_rank() -> int:
         The rank in the process group once there is one. Before that, the rank that the launcher gave
         to this process (torchrun's RANK, else Slurm's srun), because that is the rank it will have.
         0 in a process that nobody launched as a rank.
+
+    Raises:
+        ValueError: the launcher's variable is not a whole number.
+
+    Example::
+
+        if get_rank() == 0:
+            print(f"loss {loss:.2f}")  # loss 2.50
     """
     return dist.get_rank() if _has_group() else _launched()[0]
 
@@ -41,6 +49,14 @@ def get_world_size() -> int:
     Returns:
         The size of the process group once there is one, else the number of processes that the launcher
         started (WORLD_SIZE, else Slurm's srun), else 1.
+
+    Raises:
+        ValueError: the launcher's variable is not a whole number.
+
+    Example::
+
+        batch_size = 64 // get_world_size()
+        loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))
     """
     return dist.get_world_size() if _has_group() else _launched()[1]
 
@@ -51,6 +67,13 @@ def get_local_rank() -> int:
     Returns:
         LOCAL_RANK (torchrun) or SLURM_LOCALID (srun). Where neither is set all ranks are taken to be
         on one host: the answer is `get_rank()`, which is 0 when not distributed.
+
+    Raises:
+        ValueError: the launcher's variable is not a whole number.
+
+    Example::
+
+        device = torch.device("cuda", get_local_rank())
     """
     return _first_int("LOCAL_RANK", "SLURM_LOCALID", default=get_rank())
 
@@ -60,6 +83,14 @@ def get_node_rank() -> int:
 
     Returns:
         GROUP_RANK (torchrun) or SLURM_NODEID (srun), else 0.
+
+    Raises:
+        ValueError: the launcher's variable is not a whole number.
+
+    Example::
+
+        if get_local_rank() == 0:
+            print(f"host {get_node_rank()} is ready")  # host 0 is ready
     """
     return _first_int("GROUP_RANK", "SLURM_NODEID", default=0)
 
@@ -80,6 +111,13 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
         TimeoutError: on the other ranks, when rank 0 is not done in time.
         RuntimeError: this process was launched as one of several ranks but has no process group yet,
             so there is nothing to wait with.
+
+    Example::
+
+        with rank0_first():
+            if not Path("tokens.pt").exists():
+                torch.save(tokenize("corpus.txt"), "tokens.pt")
+        tokens = torch.load("tokens.pt")
     """
     if not _has_group():
         if get_world_size() > 1:
@@ -134,6 +172,14 @@ def sampler(
 
     Raises:
         TypeError: the dataset has no length (an IterableDataset splits itself, in `__iter__`).
+
+    Example::
+
+        loader = DataLoader(dataset, batch_size=4, sampler=sampler(dataset))
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            for batch in loader:
+                train_step(batch)
     """
     if not hasattr(dataset, "__len__"):
         raise TypeError(

@@ -67,7 +67,17 @@ def run_on_ranks(
             process (SystemExit), and where a rank died: it then names the rank and its signal or exit code.
         TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand.
         TypeError: fn or args cannot be pickled.
+        ValueError: world_size is below 1, timeout is not above 0, or the device is unknown.
         RuntimeError: there are fewer GPUs than ranks, for device="cuda"; this process is daemonic.
+
+    Example::
+
+        def add_up(number):
+            total = torch.tensor(number + dist.get_rank())
+            dist.all_reduce(total)
+            return total.item()
+
+        print(run_on_ranks(add_up, 10, world_size=2))  # [21, 21]
     """
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"run_on_ranks: expected world_size of at least 1, found {world_size!r}")

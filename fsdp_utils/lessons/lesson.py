@@ -11,7 +11,9 @@ from typing import Any
 import yaml
 from IPython.display import Markdown
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+_CHECKOUT = Path(__file__).parents[2] / "notebooks"
+# where the library is installed without -e, as in Colab: the folder of the notebook that runs
+NOTEBOOKS = _CHECKOUT if _CHECKOUT.is_dir() else Path.cwd()
 
 
 def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS) -> Markdown:

@@ -42,7 +42,8 @@ class Meter(TorchDispatchMode):
             parameters, buffers of collectives, gradients, activations. Differs a little from run to run
             where ranks talk, because gloo's threads let go of a buffer some time after the collective.
 
-    Example:
+    Example::
+
         with Meter(model.parameters()) as meter:
             model(**batch).loss.backward()
         print(meter.all_gathers, meter.peak_whole_bytes)

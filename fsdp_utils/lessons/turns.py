@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from IPython.core.getipython import get_ipython
 
+from fsdp_utils.lessons.lesson import NOTEBOOKS
 from fsdp_utils.lessons.tables import Table
 from fsdp_utils.notebook import ranks
 
-SOURCES = Path(__file__).parents[2] / "notebooks" / "src"
+SOURCES = NOTEBOOKS / "src"
 
 _ANSWER = re.compile(r'^# %% .*tags=\["(solution|wrong)"\].*\bturn=(\d+)(?:.*\braises="(.*)")?')
 _WITH_COMMENT_SIGN = re.compile(r"^# (?=%%)")  # a magic is a comment in the source of a lesson
@@ -147,7 +148,12 @@ def run_solution(lesson: int, number: int, *, folder: Path = SOURCES) -> list[An
 
 
 def _source(lesson: int, folder: Path) -> str:
-    return next(folder.glob(f"{lesson:02d}_*.py")).read_text(encoding="utf-8")
+    for path in folder.glob(f"{lesson:02d}_*.py"):
+        return path.read_text(encoding="utf-8")
+    raise FileNotFoundError(
+        f"expected the source of lesson {lesson} in {folder}, found none: the solutions are in the "
+        "repository, so run the lesson in the folder notebooks of a clone"
+    )
 
 
 def answers(source: str) -> list[Answer]:

@@ -1,14 +1,4 @@
-"""Search for the batch size with the most samples per second, without retries or running out of memory.
-
-def step(batch_size):
-    optimizer.zero_grad()
-    loss(model(random_batch(batch_size))).backward()
-    optimizer.step()
-
-search = find_batch_size(step)
-print(search)          # the table of trials
-search.best            # the same on every rank
-"""
+"""Search for the batch size with the most samples per second, without retries or running out of memory."""
 
 import html
 from collections.abc import Callable
@@ -154,6 +144,17 @@ def find_batch_size(
         Exception: what `step` raises, other than for lack of memory (torch.OutOfMemoryError, MemoryError, and
             the RuntimeErrors of CUDA, its libraries and the CPU's allocator that say so). Other ranks raise
             a RuntimeError that names the rank.
+
+    Example::
+
+        def step(batch_size):
+            optimizer.zero_grad()
+            model(random_batch(batch_size)).mean().backward()
+            optimizer.step()
+
+        search = find_batch_size(step, limit=8)
+        print(search)
+        batch_size = search.best
     """
     stats = device_stats(device)
     whole = all(

@@ -1,12 +1,5 @@
 """Measures how full the device is while it trains, and whether allocations had to be retried.
 
-    mm = Memory_Maximizer()
-    mm.start()
-    for batch in loader:
-        train(batch)
-        mm.update(samples=len(batch))
-    report = mm.stop()
-
 A device that is almost full still runs, but slower: when an allocation fails, the caching allocator frees
 its cached blocks and asks the device again (a retry). Nothing reports it unless it is counted.
 """
@@ -46,6 +39,17 @@ class Memory_Maximizer:
             `fsdp_utils.memory.device_stats.DeviceStats`.
         verbose: print the report at stop(), on the first of the ranks that take part.
         timeout: seconds that stop() waits for ranks that have started and not stopped.
+
+    Example::
+
+        mm = Memory_Maximizer()
+        mm.start()
+        for batch in loader:
+            train_step(batch)
+            mm.update(samples=len(batch))
+        report = mm.stop()
+        print(f"{report.max_reserved_gib:.2f} GiB in {report.steps} steps")
+        # ... GiB in 4 steps
     """
 
     def __init__(

@@ -10,13 +10,29 @@ MOST_SHOWN = 400  # characters of a value in a message
 
 
 class TranslationError(ValueError):
-    """A config that cannot be translated: names the key, what was expected and what was found."""
+    """A config that cannot be translated: names the key, what was expected and what was found.
+
+    Example::
+
+        try:
+            translate({"zero_optimization": {"stage": 4}})
+        except TranslationError as error:
+            print(error)  # zero_optimization.stage: expected 0, 1, 2 or 3, found 4
+    """
 
 
 def shown(value: Any) -> str:
     """A value of a config for a message: quoted, on one line, and cut where it is long."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def elsewhere(name: str, value: Any) -> TranslationError:
+    """The error for settings in another file: which one is meant depends on where the training starts."""
+    return TranslationError(
+        f"{name}: expected the settings themselves, found the name of another file, {shown(value)}. "
+        "Translate that file: it holds them"
+    )
 
 
 def named(key: Any) -> str:

@@ -65,6 +65,10 @@ def start(
         RuntimeError: not in a notebook; `fsdp_utils.run_on_ranks` is for scripts. Or the profile's launcher
             did not start the ranks.
         ValueError: a number of ranks below 1, or more ranks on CUDA than there are GPUs, or no such profile.
+
+    Example::
+
+        ranks.start(2)
     """
     global _cluster
     if ipython() is None:
@@ -117,7 +121,12 @@ def start(
 
 
 def stop() -> None:
-    """End all ranks; nothing happens where there are none."""
+    """End all ranks; nothing happens where there are none.
+
+    Example::
+
+        ranks.stop()
+    """
     global _cluster
     if _cluster is not None and not _cluster.ended:
         _cluster.end()
@@ -135,6 +144,12 @@ def get(expression: str) -> list[Any]:
 
     Raises:
         RankError: the expression fails on a rank, or its value cannot be pickled there or unpickled here.
+        RuntimeError: there are no ranks.
+
+    Example::
+
+        losses = ranks.get("loss.item()")
+        print(losses)  # [0.0, 1.0]
     """
     cluster = _running()
     try:

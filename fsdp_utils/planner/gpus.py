@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPU:
-    """One kind of GPU, in a host of eight. Change one by `dataclasses.replace(GPUS["H100"], link_gb_s=...)`.
+    """One kind of GPU, in a host of eight.
 
     Rates are dense, without sparsity. Speeds of links are of one direction.
 
@@ -27,6 +27,11 @@ class GPU:
         source: of these numbers, by document, and which of them were not checked at their source.
         bf16: computes in bf16 natively.
         device: a regular expression that finds the name which `torch.cuda.get_device_name()` gives.
+
+    Example::
+
+        gpu = dataclasses.replace(GPUS["H100"], network_gb_s=50)
+        print(plan(config, world_size=16, batch_size=16, seq_len=1024, gpu=gpu).verdict)  # fits
     """
 
     name: str
@@ -135,10 +140,20 @@ def find_gpu(gpu: str | GPU) -> GPU:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """What a GPU can compute in a second at most, in 16 bits without sparsity; None where that is not known.
+    """The peak rate of a GPU in 16-bit matrix products, without sparsity.
 
     Args:
         device_name: as `torch.cuda.get_device_name()` gives it, such as "NVIDIA H100 80GB HBM3".
+
+    Returns:
+        Floating-point operations per second; None for a GPU that is not in `GPUS`.
+
+    Source: `GPU.source` of each GPU.
+
+    Example::
+
+        rate = peak_flops("NVIDIA H100 80GB HBM3")
+        print(f"{rate / 1e12:.0f} TFLOP/s")  # 989 TFLOP/s
     """
     for gpu in GPUS.values():
         if gpu.device and re.search(gpu.device, device_name):

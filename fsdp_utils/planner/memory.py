@@ -28,6 +28,7 @@ class Moment:
 
     @property
     def total_gib(self) -> float:
+        """GiB of all categories together."""
         return sum(self.gib.values())
 
     def __str__(self) -> str:

@@ -72,14 +72,14 @@ def plan(
     inputs: Inputs | None = None,
     whole: bool = False,
 ) -> Plan:
-    """Will it fit, and how fast will it be? A simulation of one rank, on the CPU, without memory for tensors.
+    """Predict the memory and the step time of a training, by simulating one rank on the CPU.
 
-    Two training steps of rank 0 run on fake tensors in a `fake` process group of that many ranks, through
-    PyTorch's own FSDP. Each list of equal blocks is run with four and written out for all of them, which is
-    checked (`fsdp_utils.planner.extrapolation`). What is allocated goes through the simulation of the CUDA
-    allocator; what is computed and sent goes through a replay, by the GPU's rates and by what published runs
-    reach of them (`roofline`, `efficiency`). Not simulated: pipeline, context and expert parallelism, fp8,
-    LoRA.
+    Two training steps of rank 0 run on fake tensors, which take no memory, in a `fake` process group of that
+    many ranks, through PyTorch's own FSDP. Each list of equal blocks is run with four and written out for all
+    of them, which is checked (`fsdp_utils.planner.extrapolation`). What is allocated goes through the
+    simulation of the CUDA allocator; what is computed and sent goes through a replay, by the GPU's rates and
+    by what published runs reach of them (`roofline`, `efficiency`). Not simulated: pipeline, context and
+    expert parallelism, fp8, LoRA.
 
     Args:
         model: an nn.Module with transformer blocks (it is not changed; on "meta" it needs no memory), a
@@ -124,12 +124,21 @@ def plan(
         whole: run all blocks instead of four of each list. Slow.
 
     Returns:
-        A `Plan`.
+        A `Plan`: memory in GiB, times in seconds.
 
     Raises:
         ValueError: an argument is unknown or does not go with the others; the model cannot be built without
             memory, or nobody knows what to call it with.
         RuntimeError: there is a process group already.
+
+    Example::
+
+        config = LlamaConfig()  # 6.7 billion parameters
+        found = plan(config, world_size=8, batch_size=8, seq_len=2048, checkpointing="full")
+        print(found)
+        peak = found.peak
+        print(f"{found.verdict}; the peak is in {peak}")
+        # fits; the peak is in backward of ...
     """
     if (
         isinstance(overhead_gib, bool)

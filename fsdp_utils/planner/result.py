@@ -68,12 +68,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Is what PyTorch reserves less than what the GPU has left for it?"""
+        """Whether what PyTorch reserves is at most what the GPU has left for it."""
         return self.peak_reserved_gib <= self.available_gib
 
     @property
     def headroom_gib(self) -> float:
-        """What is left of the GPU's memory beside what PyTorch reserves; negative where that is more."""
+        """GiB of the GPU that are left beside what PyTorch reserves; negative where it reserves more."""
         return self.available_gib - self.peak_reserved_gib
 
     @property
@@ -91,39 +91,39 @@ class Plan:
 
     @property
     def peak(self) -> Moment:
-        """When most is allocated."""
+        """The moment at which the most is allocated."""
         return max(self.moments, key=lambda moment: moment.total_gib)
 
     @property
     def gpus(self) -> int:
-        """How many take part."""
+        """Number of GPUs."""
         return self.setting.world_size * self.setting.tensor_parallel
 
     @property
     def step_s(self) -> float:
-        """The best estimate."""
+        """The best estimate of a step's duration, in seconds."""
         return self.timing.step_s
 
     @property
     def step_s_range(self) -> tuple[float, float]:
-        """Into which 80% of the published runs of this kind would fall: eager or compiled."""
+        """Seconds of a step between which 80% of the published runs of this kind fall (eager or compiled)."""
         low, high = efficiency.STEP_RANGE[efficiency.kind(self.setting.compiled)]
         return low * self.step_s, high * self.step_s
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks together."""
+        """Samples per second of all ranks together."""
         return self.batch_size / self.step_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all ranks together; None where there is no sequence length."""
+        """Tokens per second of all ranks together; None where there is no sequence length."""
         length = self.setting.seq_len
         return None if length is None else self.samples_per_s * length
 
     @property
     def mfu(self) -> float:
-        """Operations that the model needs, as a share of what the GPU's maker says that it can do."""
+        """Model FLOP utilisation, from 0 to 1, the operations of the model as a share of the GPU's rate."""
         rate = self.gpu.fp32_tflops if self.setting.precision == "fp32" else self.gpu.half_tflops
         return self.timing.model_flop / self.step_s / (rate * 1e12)
 

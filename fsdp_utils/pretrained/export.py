@@ -78,6 +78,11 @@ def export_safetensors(
 
     Raises:
         CheckpointError: the checkpoint is not what was saved, or holds what safetensors cannot represent.
+
+    Example::
+
+        folder = export_safetensors("run", "exported", shard_gib=5)
+        print(*(file.name for file in folder.iterdir()))  # model.safetensors
     """
     if not 0 < shard_gib < float("inf"):
         raise CheckpointError(f"expected shard_gib to be above 0, and finite, found {shard_gib}")

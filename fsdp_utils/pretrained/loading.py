@@ -63,6 +63,13 @@ def load_pretrained(
 
     Raises:
         CheckpointError: the same on every rank. The model is as it was, unless it says otherwise.
+
+    Example::
+
+        with torch.device("meta"):
+            model = Transformer()
+        shard(model)
+        load_pretrained("exported", model)
     """
     path = Path(folder).absolute()
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)

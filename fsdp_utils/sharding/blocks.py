@@ -30,6 +30,11 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
 
     Raises:
         ValueError: nothing is repeated.
+
+    Example::
+
+        for block in transformer_block_classes(model):
+            print(block.__name__)  # Block
     """
     in_units, in_none = parameter_sizes(model, find_units(model, also_empty=True))
     parameters = {name: size for some in (*in_units.values(), in_none) for name, size in some.items()}

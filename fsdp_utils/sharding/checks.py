@@ -25,6 +25,12 @@ def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     Returns:
         A sentence or two for each problem and what to do about it; empty when nothing is wrong. Tied weights
         are known of transformers models only.
+
+    Example::
+
+        shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        print(check_sharding(model, optimizer))  # []
     """
     units = find_units(model, also_empty=True)
     if not units:

@@ -44,10 +44,20 @@ def strategy_named(spelling: str) -> str:
 
 
 def wrap_policy(model: nn.Module) -> ModuleWrapPolicy:
-    """Make each transformer block an FSDP1 unit: `FSDP(model, auto_wrap_policy=wrap_policy(model))`.
+    """Make each transformer block an FSDP1 unit.
+
+    Args:
+        model: before it is wrapped.
+
+    Returns:
+        FSDP1's policy, with the classes of `transformer_block_classes`.
 
     Raises:
         ValueError: the model has no transformer blocks.
+
+    Example::
+
+        model = FullyShardedDataParallel(model, auto_wrap_policy=wrap_policy(model))
     """
     return ModuleWrapPolicy(transformer_block_classes(model))
 
@@ -76,12 +86,19 @@ def shard(
         offload_policy: CPUOffloadPolicy(...), for every unit.
 
     Returns:
-        The model.
+        The model. Each parameter is now a DTensor with its full shape, split along dimension 0 over the mesh.
 
     Raises:
         ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
             is sharded already, or has parameters that FSDP2 cannot shard. The model is unchanged then.
         RuntimeError: there is no process group; this torch trains FSDP2 wrongly on ranks without a GPU.
+
+    Example::
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard(model, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        train_step(batch)
     """
     strategy = strategy_named(strategy)
     if strategy not in ("full", "grad_op", "hybrid"):

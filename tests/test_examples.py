@@ -1,0 +1,355 @@
+"""The reference shows an example of every public name, and every example runs.
+
+The rule: each public function, exception and class has an example in its docstring. A class needs none where
+an example on the same page holds an instance of it, as that of `plan` holds a `Plan`.
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import textwrap
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+
+import fsdp_utils
+from tests.notebook_kernel import Notebook
+from tests.sharded import Block, fsdp1
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "fsdp_utils"
+# one process runs these, without a process group; two ranks run all others
+ALONE = {
+    "CheckpointError",
+    "GPU",
+    "PerRank",
+    "TranslationError",
+    "export_safetensors",
+    "peak_flops",
+    "plan",
+    "record_allocations",
+    "run_on_ranks",
+    "search",
+    "simulate_allocator",
+    "translate",
+    "verify_checkpoint",
+}
+# an example that continues another one, with its variables and its files
+GOES_ON = {
+    "CheckpointError": "save_distributed",
+    "Replay": "record_collectives",
+    "export_safetensors": "save_distributed",
+    "load_distributed": "save_distributed",
+    "load_full": "save_full",
+    "play": "record_collectives",
+    "simulate_allocator": "record_allocations",
+    "verify_checkpoint": "save_distributed",
+}
+LIMIT_LINES, LIMIT_COLUMNS = 8, 88  # what the book shows without a scroll bar
+
+
+class Told(NamedTuple):
+    """What came of an example."""
+
+    problem: str  # "" where it ran and printed what its comments say
+    classes: frozenset[type]  # of the values that its variables held
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # i64[batch, length] -> f32[batch, length, 16]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).relu()  # no view: torch warns of one
+
+
+# ---- what the reference lists, and its examples ----------------------------------------------------------
+
+
+def listed() -> dict[str, tuple[str, Any]]:
+    """By the name in the reference: its page, and the object."""
+    found = {}
+    for page in sorted((ROOT / "book" / "reference").glob("*.rst")):
+        text = page.read_text()
+        for name in re.findall(r"^\.\. (?:auto(?:class|exception|function)|py:data):: (\S+)", text, re.M):
+            module, _, last = name.rpartition(".")
+            found[name] = page.stem, getattr(importlib.import_module(module), last)
+        for module in re.findall(r"^\.\. automodule:: (\S+)\n +:members:", text, re.M):
+            for last, thing in vars(importlib.import_module(module)).items():
+                if getattr(thing, "__module__", "") == module and not last.startswith("_"):
+                    found[f"{module}.{last}"] = page.stem, thing
+    return found
+
+
+def example_of(thing: Any) -> str:
+    """The code of the example in a docstring, "" where there is none."""
+    found = re.search(r"^Example::\n\n((?: {4}.*\n|\n)+)", inspect.cleandoc(thing.__doc__ or "") + "\n", re.M)
+    return textwrap.dedent(found[1]).strip() if found else ""
+
+
+LISTED = listed()
+EXAMPLES = {name: text for name, (_, thing) in LISTED.items() if (text := example_of(thing))}
+
+
+def said(source: str) -> str:
+    """What an example should print by its comments: the one after print(), or those on the lines below."""
+    lines, below = [], False
+    for line in source.splitlines():
+        code, comment = (text.strip() for text in f"{line}  # ".split("# ")[:2])
+        below = code.startswith("print(") or (below and not code)
+        lines += [comment] if below and comment else []
+    return "\n".join(lines)
+
+
+def difference(source: str, printed: str) -> str:
+    """Says so where the code has printed something else; "..." in its comments stands for any text."""
+    pattern = ".*".join(map(re.escape, said(source).split("...")))
+    lines = "\n".join(line.strip() for line in printed.splitlines())
+    if not pattern or re.fullmatch(pattern, lines, re.DOTALL):
+        return ""
+    return f"{source}\nprinted {printed!r}, not what its comment says\n"
+
+
+# ---- running them ----------------------------------------------------------------------------------------
+
+
+def run(source: str, names: dict[str, Any], *, compare: bool = True) -> Told:
+    """Run an example, one statement after the other, and compare what each prints with its comments."""
+    lines, statements = source.splitlines(), ast.parse(source).body
+    ends = [statement.lineno - 1 for statement in statements[1:]]
+    problem = ""
+    try:
+        for statement, end in zip(statements, [*ends, len(lines)], strict=True):
+            code = "\n".join(lines[statement.lineno - 1 : end])
+            printed = StringIO()
+            with redirect_stdout(printed):
+                if isinstance(statement, ast.Expr):
+                    names["_"] = eval(code, names)
+                else:
+                    exec(compile(code, "example.py", "exec"), names)
+            problem += difference(code, printed.getvalue()) if compare else ""
+    except Exception:
+        problem += traceback.format_exc()
+    held = (value for name, value in names.items() if name != "__builtins__")
+    return Told(
+        problem, frozenset(type(value) for value in held if type(value).__module__.startswith("fsdp_"))
+    )
+
+
+def around(name: str) -> dict[str, Any]:
+    """The variables that an example finds."""
+    torch.manual_seed(0)
+    model, dataset = Transformer(), torch.randint(16, (32, 6))
+    if dist.is_initialized() and LISTED[name][0] not in ("sharding", "pretrained"):
+        fsdp_utils.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(fsdp_utils.get_rank())
+
+    def train_step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+
+    names = {
+        **{public: getattr(fsdp_utils, public) for public in fsdp_utils.__all__},
+        LISTED[name][1].__name__: LISTED[name][1],
+        "__name__": "__main__",
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "train_step": train_step,
+        "dataset": dataset,
+        "loader": DataLoader(dataset, batch_size=4, sampler=fsdp_utils.sampler(dataset)),
+        "batch": dataset[:4],
+        "random_batch": lambda batch_size: torch.randint(16, (batch_size, 6)),
+        "tokenize": lambda file: torch.zeros(len(file)),
+        "loss": 2.5,
+        "step": 7,
+        "epoch": 3,
+        "dataclasses": dataclasses,
+        "dist": dist,
+        "torch": torch,
+        **{thing.__name__: thing for thing in (DataLoader, Path, Transformer)},
+        "FullyShardedDataParallel": fsdp1,  # told the device, without which FSDP1 expects a GPU
+        "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    }
+    exec(compile(MORE.get(name.rpartition(".")[2], ""), "train.py", "exec"), names)
+    return names
+
+
+# what single examples find besides
+MORE = {
+    "GPU": "from fsdp_utils.planner import GPUS; import transformers; config = transformers.LlamaConfig()",
+    "plan": "from transformers import LlamaConfig",
+    "search": "import transformers; config = transformers.LlamaConfig()",
+    "translate": 'Path("ds_config.json").write_text(\'{"zero_optimization": {"stage": 3}}\')',
+    "load_pretrained": """
+from safetensors.torch import save_file
+if get_rank() == 0:
+    Path("exported").mkdir()
+    save_file(model.state_dict(), "exported/model.safetensors")
+dist.barrier()
+""",
+    "OutOfStep": """
+def train_step(batch):  # the ranks reduce on different lines
+    if get_rank() == 0:
+        dist.all_reduce(batch)
+    else:
+        dist.all_reduce(batch)
+""",
+}
+# what happens to the files before the example runs
+FAULTS = {
+    "CheckpointError": """
+import os
+for file in Path("run").rglob("*.distcp"):
+    os.truncate(file, 100)
+""",
+}
+
+
+def run_all(names: list[str], folder: Path) -> dict[str, Told]:
+    """Run examples in this process, each in a directory of its own, which the ranks share."""
+    told = {}
+    for name in names:
+        last = name.rpartition(".")[2]
+        with inside(folder / last):
+            variables = around(name)
+            if last in GOES_ON:
+                run(EXAMPLES[f"fsdp_utils.{GOES_ON[last]}"], variables)
+            exec(FAULTS.get(last, ""), variables)
+            told[name] = run(EXAMPLES[name], variables, compare=fsdp_utils.get_rank() == 0)
+    return told
+
+
+@contextmanager
+def inside(place: Path) -> Iterator[None]:
+    place.mkdir(exist_ok=True)
+    here = Path.cwd()
+    os.chdir(place)
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+
+IN_CELLS = {  # by the notebook's function: the cell before its example
+    "start": "from fsdp_utils.notebook import ranks",
+    "get": "%%ranks\nimport os, torch\nloss = torch.tensor(float(os.environ['RANK']))",
+    "stop": "",
+}
+
+
+def run_in_notebook() -> dict[str, Told]:
+    """Run the examples of `ranks` as cells of one notebook."""
+    notebook, told = Notebook(), {}
+    try:
+        for last, before in IN_CELLS.items():
+            name = f"fsdp_utils.notebook.ranks.{last}"
+            problem = notebook.run(before).error
+            reply = notebook.run(EXAMPLES[name])
+            problem += reply.error + difference(EXAMPLES[name], reply.text)
+            told[name] = Told(problem, frozenset())
+    finally:
+        notebook.close()
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
+    """What came of each example, by name."""
+    folder = tmp_path_factory.mktemp("examples")
+    found = run_in_notebook()
+    by_process: dict[bool, list[str]] = {True: [], False: []}
+    for name in EXAMPLES.keys() - found.keys():
+        by_process[name.rpartition(".")[2] in ALONE].append(name)
+    first, second = fsdp_utils.run_on_ranks(run_all, sorted(by_process[False]), folder, timeout=60)
+    for name, on_first in first.items():
+        found[name] = Told(on_first.problem or second[name].problem, on_first.classes)
+    # what two ranks have saved is loaded by one process
+    (folder / "PerRank").symlink_to(folder / "save_distributed", target_is_directory=True)
+    return found | run_all(sorted(by_process[True]), folder)
+
+
+# ---- the tests -------------------------------------------------------------------------------------------
+
+
+def test_the_reference_lists_every_public_name() -> None:
+    rooms = [path.parent for path in PACKAGE.glob("*/__init__.py")]
+    modules = [fsdp_utils, *(importlib.import_module(f"fsdp_utils.{room.name}") for room in rooms)]
+    public = {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module in modules
+        for name in getattr(module, "__all__", [])
+    }
+    assert len(public) > len(fsdp_utils.__all__)
+    things = [thing for _, thing in LISTED.values()]
+    assert [name for name, thing in public.items() if not any(thing is one for one in things)] == []
+
+
+def test_every_public_name_has_an_example(told: dict[str, Told]) -> None:
+    without = [
+        name
+        for name, (page, thing) in LISTED.items()
+        if name not in EXAMPLES
+        and callable(thing)
+        and not any(thing in one.classes for other, one in told.items() if LISTED[other][0] == page)
+    ]
+    assert without == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_and_prints_what_it_says(name: str, told: dict[str, Told]) -> None:
+    assert told[name].problem == ""
+
+
+def test_examples_are_short() -> None:
+    lines = {name: text.splitlines() for name, text in EXAMPLES.items()}
+    assert [name for name, found in lines.items() if len(found) > LIMIT_LINES] == []
+    assert [line for found in lines.values() for line in found if len(line) > LIMIT_COLUMNS] == []
+
+
+def test_a_wrong_example_is_found() -> None:
+    assert run("x = 1\nprint(x)  # 1", {}).problem == ""
+    assert "printed '1\\n'" in run("x = 1\nprint(x)  # 2", {}).problem
+    assert "NameError" in run("train()", {}).problem
+
+
+def test_the_first_line_of_a_property_has_no_colon() -> None:
+    """Sphinx takes the words before it for the type."""
+    properties = {
+        f"{name}.{last}": inspect.getdoc(thing)
+        for name, (_, one) in LISTED.items()
+        for last, thing in (vars(one).items() if inspect.isclass(one) else ())
+        if isinstance(thing, property)
+    }
+    assert [name for name, text in properties.items() if not text or ": " in text.splitlines()[0]] == []
+
+
+def test_docstrings_write_an_example_as_code() -> None:
+    """Sphinx sets the lines below "Example:", with one colon, as a paragraph."""
+    found = [
+        str(path)
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"^ *Examples?:$", path.read_text(), re.MULTILINE)
+    ]
+    assert found == []
