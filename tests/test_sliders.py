@@ -10,7 +10,8 @@ import pytest
 from fsdp_utils.lessons.sliders import Axis, Point, Sliders, Stack, explore
 from tools.build_book import CHROMIUM
 
-SCRIPT = Path(__file__).parent.parent / "fsdp_utils/lessons/sliders.js"
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "fsdp_utils/lessons/sliders.js"
 
 
 def example(title: str = "calculated") -> Sliders:
@@ -38,11 +39,13 @@ def test_the_grid_lies_in_rows_with_the_last_axis_fastest():
     assert notes[4:] == ["measured", "three does not go with two"]
 
 
-def test_numbers_are_stored_with_four_digits():
-    sliders = explore(
-        "t", [Axis("n", [1, 2])], Stack("m", "GiB", {"a": "#000"}, 1), lambda n: Point([n * 123.456789e-3])
-    )
-    assert sliders.data["columns"] == [[0.1235, 0.2469]]
+def test_numbers_are_stored_with_as_many_digits_as_asked_for():
+    for digits, stored in (4, [0.1235, 0.2469]), (3, [0.123, 0.247]):
+        stack = Stack("m", "GiB", {"a": "#000", "b": "#111"}, 1)
+        sliders = explore(
+            "t", [Axis("n", [1, 2])], stack, lambda n: Point([n * 0.123456789, 1e-15]), digits=digits
+        )
+        assert sliders.data["columns"] == [stored, [0, 0]]
 
 
 def test_the_text_says_what_can_be_set_and_the_numbers_at_the_start():
@@ -107,13 +110,33 @@ document.body.append(node);
 """
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_sliding_draws_the_figure_anew_on_the_same_axis(tmp_path: Path):
-    html = example()._repr_mimebundle_()["text/html"]
-    page = tmp_path / "page.html"
-    # twice, as JupyterLab shows an output in a second view
-    page.write_text(f"<meta charset=utf-8><body>{html}{html}{ACTIONS}</body>", encoding="utf-8")
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/c"]
+EVERY_SLIDER = """
+<script>
+const root = document.querySelector("[data-sliders]"), seen = [], limits = [];
+const figure = () => root.querySelector("svg").outerHTML;
+const axis = () => [...root.querySelectorAll("svg > line")].map((line) => line.getAttribute("y1")).join();
+for (const input of root.querySelectorAll("input")) {
+  const before = figure(), own = input.value, ticks = axis();
+  for (let place = 0; place <= Number(input.max); place++) {
+    input.value = place;
+    input.dispatchEvent(new Event("input"));
+    limits.push(axis() === ticks && !/NaN|undefined/.test(root.outerHTML));
+  }
+  seen.push(figure() !== before);
+  input.value = own;
+  input.dispatchEvent(new Event("input"));
+}
+const text = JSON.stringify([seen, limits.every(Boolean)]);
+document.body.append(Object.assign(document.createElement("pre"), {id: "seen", textContent: text}));
+</script>
+"""
+
+
+def in_chromium(html: str, folder: Path) -> list:
+    """What the page has written into #seen, once nothing was said on the console."""
+    page = folder / "page.html"
+    page.write_text(f"<meta charset=utf-8><body>{html}</body>", encoding="utf-8")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/c"]
     done = subprocess.run(
         [*command, "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
         capture_output=True,
@@ -122,7 +145,29 @@ def test_sliding_draws_the_figure_anew_on_the_same_axis(tmp_path: Path):
     )
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     (seen,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
-    assert json.loads(seen.replace("&amp;", "&")) == [
+    return json.loads(seen.replace("&amp;", "&"))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.parametrize(("lesson", "sliders"), [("04", 3), ("06", 3), ("14", 7)])
+def test_every_slider_of_a_lesson_changes_its_figure(lesson: str, sliders: int, tmp_path: Path):
+    (path,) = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
+    outputs = [
+        "".join(output["data"]["text/html"])
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        for output in cell.get("outputs", [])
+        if "data-sliders" in "".join(output.get("data", {}).get("text/html", ""))
+    ]
+    assert len(outputs) == 1
+    assert len(outputs[0]) < 260 * 1024
+    assert in_chromium(outputs[0] + EVERY_SLIDER, tmp_path) == [[True] * sliders, True]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_sliding_draws_the_figure_anew_on_the_same_axis(tmp_path: Path):
+    html = example()._repr_mimebundle_()["text/html"]
+    # twice, as JupyterLab shows an output in a second view
+    assert in_chromium(html + html + ACTIONS, tmp_path) == [
         "21 GiB of 15 GiB · product: 2 s",
         "calculated",
         "11 GiB of 15 GiB · product: 1 s",

@@ -17,7 +17,6 @@ from matplotlib.ticker import MaxNLocator
 from fsdp_utils.lessons import plots
 
 MOST_POINTS = 10_000
-DIGITS = 4  # of what is stored: more than a figure can show
 LIMIT_COLOR = "#B34700"
 
 
@@ -105,6 +104,7 @@ def explore(
     *,
     scalars: Mapping[str, str] | None = None,
     over: str | None = None,
+    digits: int = 4,
 ) -> Sliders:
     """Show results under sliders: one for each axis, and columns side by side over one of the axes.
 
@@ -116,6 +116,7 @@ def explore(
             that says why there is none.
         scalars: by name, the units of more numbers of each result, which are written below the figure.
         over: name of the axis whose values stand side by side; by default, the first.
+        digits: significant digits that are stored of each number. Fewer make the page smaller.
 
     Returns:
         What a notebook shows as sliders and a figure.
@@ -148,7 +149,7 @@ def explore(
         if isinstance(point, str):
             numbers: list[float | None] = [None] * len(columns)
         else:
-            numbers = [_rounded(number) for number in (*point.parts, *point.scalars)]
+            numbers = [_rounded(number, digits) for number in (*point.parts, *point.scalars)]
         if len(numbers) != len(columns):
             raise ValueError(f"explore: expected {len(columns)} numbers at {values}, found {len(numbers)}")
         for column, number in zip(columns, numbers, strict=True):
@@ -171,8 +172,8 @@ def explore(
     return Sliders(data, _text(data), _picture(data))
 
 
-def _rounded(number: float) -> float | int:
-    rounded = float(f"{number:.{DIGITS}g}")
+def _rounded(number: float, digits: int = 4) -> float | int:
+    rounded = float(f"{number:.{digits}g}") if abs(number) > 1e-12 else 0.0  # less is an error of rounding
     return int(rounded) if rounded.is_integer() else rounded
 
 
