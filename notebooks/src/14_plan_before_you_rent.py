@@ -296,6 +296,79 @@ for p in (on_8, few):
 print("Checked: 16 bytes for each parameter; shards of 1024 ranks are a sixteenth, all else is the same.")
 
 # %% [markdown]
+# ### How many GPUs, how much memory?
+#
+# Now choose. The sliders set the model, the GPUs (A100 with 80 GB, eight on a host), the strategy, activation
+# checkpointing, the batch of a rank, the length of a sample, and how many micro-batches accumulate. Each
+# column is what one rank has allocated at its peak; the dashed line is what the GPU offers to PyTorch.
+#
+# There are 4,374 settings, too many to simulate each. `plan` computed four of each model, strategy and
+# checkpointing, with and without accumulation. The rest is a **closed form**: memory that is shared by all
+# ranks falls with 1 / ranks, activations grow with the tokens, and the planner's own replay times the step.
+# The line below the numbers says which of the two you see. A test of this project holds the closed form to
+# `plan` within 3% at sampled points (`tools/plan_grid.py`). What the allocator *reserves* has no closed form:
+# in what `plan` computed here it was 3% to 43% more. So ask `plan` before you rent.
+
+# %% jupyter={"source_hidden": true}
+from importlib.resources import files
+
+from fsdp_utils.lessons.sliders import Axis, Point, Stack, explore
+
+GRID = json.loads(files("fsdp_utils.lessons").joinpath("plan_grid.json").read_text(encoding="utf-8"))
+MODELS = list(dict.fromkeys(name.split(", ")[0] for name in GRID))
+AXES = ([8, 16, 32, 64, 256, 1024], [1, 2, 4], [2048, 4096, 8192], [1, 2, 8])     # in the order of the file
+STRATEGIES = {"FULL_SHARD": "full", "ZeRO-2": "grad_op", "HYBRID_SHARD": "hybrid"}
+
+
+def stored_point(model, strategy, checkpointing, *setting):
+    index = 0
+    for axis, value in zip(AXES, setting):
+        index = index * len(axis) + axis.index(value)
+    found = GRID[f"{model}, {STRATEGIES[strategy]}, {checkpointing}"][index]
+    if found is None:
+        return "HYBRID_SHARD holds a copy on each host, and expects two or more hosts of 8 GPUs."
+    gpus, per_rank, length, micro_batches = setting
+    few, many = (16, 128) if strategy == "HYBRID_SHARD" else (8, 64)
+    corners = ((few, 1, 2048), (many, 1, 2048), (few, 4, 2048), (few, 1, 8192))
+    planned_itself = (gpus, per_rank, length) in corners and micro_batches <= 2
+    note = "this point: simulated by plan()" if planned_itself else "this point: by the closed form"
+    step_s = found[-2]
+    return Point(found[:6], [step_s, found[-1], micro_batches * per_rank * length / step_s], note)
+
+
+part_colors = [COLORS[kind] for kind in ("parameters", "gradients", "optimizer state", "gathered parameters",
+                                         "whole gradients", "activations")]
+part_names = ["parameters", "gradients", "optimizer state", "gathered parameters, with buffers",
+              "whole gradients, with buffers", "activations and the rest"]
+explore(
+    "simulated: memory of one rank at its peak, A100-80",
+    [Axis("model", MODELS, start=1), Axis("strategy", list(STRATEGIES)),
+     Axis("activation checkpointing", ["none", "selective", "full"]),
+     Axis("GPUs", AXES[0], "in hosts of 8"), Axis("samples of a rank in a micro-batch", AXES[1]),
+     Axis("length of a sample", AXES[2], "tokens"), Axis("micro-batches in a step", AXES[3])],
+    Stack("allocated", "GiB", dict(zip(part_names, part_colors)), upto=120,
+          limit=round(on_8.available_gib, 2), limit_name="what the GPU has for PyTorch"),
+    stored_point,
+    scalars={"a step": "s", "of it only sends": "%", "speed of a GPU": "tokens/s"},
+    over="GPUs",
+    digits=3,
+)
+
+# %% [markdown]
+# **Three things to find with it.** The 70B model on 64 GPUs: which slider makes it fit, without a shorter
+# sample? The same model on one host: does any setting fit? And the 7B model on 1,024 GPUs, one sample of
+# 2,048 tokens on each, without checkpointing: how much of a step only sends, and which sliders help?
+#
+# <details><summary>Answer</summary>
+#
+# Checkpointing, selective or full, under FULL_SHARD. ZeRO-2 keeps all blocks gathered and HYBRID_SHARD cuts
+# over eight ranks only: neither fits. On one host nothing fits, because the shards alone are larger than the
+# GPU. On 1,024 GPUs 61% of the step only sends. Longer samples or more of them at a time help, since a rank
+# then computes more for each gathered block. More micro-batches do not: each gathers everything anew.
+#
+# </details>
+
+# %% [markdown]
 # ## Held against real ranks
 #
 # A CPU has no CUDA allocator, but its tensors have bytes. A folded cell at the top of this page has started
