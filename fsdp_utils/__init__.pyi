@@ -2,8 +2,14 @@
 
 from fsdp_utils.allocator import record_allocations as record_allocations
 from fsdp_utils.allocator import simulate_allocator as simulate_allocator
+from fsdp_utils.checkpoint import CheckpointDamagedError as CheckpointDamagedError
 from fsdp_utils.checkpoint import CheckpointError as CheckpointError
+from fsdp_utils.checkpoint import CheckpointMismatchError as CheckpointMismatchError
+from fsdp_utils.checkpoint import CheckpointNotFoundError as CheckpointNotFoundError
+from fsdp_utils.checkpoint import LoadedState as LoadedState
 from fsdp_utils.checkpoint import PerRank as PerRank
+from fsdp_utils.checkpoint import checkpoints as checkpoints
+from fsdp_utils.checkpoint import latest_step as latest_step
 from fsdp_utils.checkpoint import load_distributed as load_distributed
 from fsdp_utils.checkpoint import load_full as load_full
 from fsdp_utils.checkpoint import save_distributed as save_distributed

@@ -89,6 +89,16 @@ def test_search_finds_reduce_scatter(tmp_path: Path) -> None:
     assert "notebooks/00_fsdp_from_scratch.html" in found[0]
 
 
+@pytest.mark.parametrize(
+    "lesson", ["04_backward_prefetch", "06_sharding_strategies", "14_plan_before_you_rent"]
+)
+def test_the_sliders_of_a_lesson_are_built(lesson: str, tmp_path: Path) -> None:
+    page, said = in_chromium(f"notebooks/{lesson}.html", tmp_path)
+    assert said == ""
+    (sliders,) = re.findall(r"<div data-sliders=.*?>", page)
+    assert 'data-ready="yes"' in sliders
+
+
 def test_folded_code_and_solutions_are_folded() -> None:
     text = (HTML / "notebooks/00_fsdp_from_scratch.html").read_text(encoding="utf-8")
     assert re.search(r"<details class=\"[^\"]*hide[^\"]*\">", text)

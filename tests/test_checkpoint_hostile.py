@@ -514,7 +514,15 @@ def test_a_forged_file_is_refused_before_it_is_walked_through(tmp_path: Path) ->
     inner: dict[str, Any] = {}
     for _ in range(60):  # 2 ** 60 ways to the innermost
         inner = {"a": inner, "b": inner}
-    for name, value in (("optimizer", {"state": inner, "param_groups": []}), ("about", {}), ("tied", [])):
+    counted: dict[str, Any] = {"state": {}, "param_groups": [{"params": []}]}
+    for name, value in (
+        ("optimizer", {"state": inner, "param_groups": []}),
+        ("optimizer", {**counted, "group_counts": [1, 1]}),
+        ("optimizer", {**counted, "group_counts": [2, -1]}),
+        ("optimizer", {**counted, "group_counts": "11"}),
+        ("about", {}),
+        ("tied", []),
+    ):
         reseal(tmp_path / "b.pt", {**content, name: value})
         with pytest.raises(CheckpointError, match=r"b\.pt: expected what save_full writes, found"):
             verify_checkpoint(tmp_path / "b.pt")

@@ -458,7 +458,7 @@ def fail_to_restore(folder: Path, full: bool) -> Outcome:
         raise OSError(5, "Input/output error", "the device")
 
     if rank() == 1:
-        (full_module if full else load_module).restore_optimizer = fail
+        (full_module if full else load_module).restore_optimizers = fail
     return outcome(
         lambda: (
             load_full(folder / "f", model, optimizer)

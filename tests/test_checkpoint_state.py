@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_utils import (
     CheckpointError,
@@ -193,6 +194,76 @@ def test_tensors_over_two_dimensions_and_models_sharded_by_columns(tmp_path: Pat
         assert all(right)
 
 
+def two_dimensions(width: int) -> nn.Module:
+    """FSDP2 over one dimension of a mesh and tensor parallel over the other; on fewer ranks only FSDP2."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
+    if not dist.is_initialized():
+        return model
+    if dist.get_world_size() < 4:
+        return fully_shard(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def save_average(folder: Path, width: int) -> None:
+    model = two_dimensions(width)
+    average = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in average.values():
+            param.mul_(2)
+    save_distributed(folder / "d", model, step=1, state={"average": average})
+    save_full(folder / "f.pt", model, state={"average": average})
+
+
+def load_average(folder: Path, width: int) -> list[str]:
+    wrong = []
+    for load, path in ((load_distributed, folder / "d"), (load_full, folder / "f.pt")):
+        model = two_dimensions(width)
+        expected = {name: 2 * whole(param).detach() for name, param in model.named_parameters()}
+        average = load(path, model)["average"]
+        for name, param in model.named_parameters():
+            found = average[name]
+            if not torch.equal(whole(found), expected[name]):
+                wrong.append(f"{name}: other values")
+            if isinstance(param, DTensor) and (
+                not isinstance(found, DTensor)
+                or (found.device_mesh, found.placements) != (param.device_mesh, param.placements)
+            ):
+                wrong.append(f"{name}: {type(found).__name__}, not sharded as the parameter")
+    return wrong
+
+
+@pytest.mark.parametrize("width", [8, 6])  # 6 columns do not divide among 4 ranks
+def test_an_average_comes_back_as_the_parameters_are_sharded(width: int, tmp_path: Path) -> None:
+    run_on_ranks(save_average, tmp_path, width, world_size=4)
+    for ranks in (4, 2):
+        assert run_on_ranks(load_average, tmp_path, width, world_size=ranks) == [[]] * ranks
+    assert load_average(tmp_path, width) == []
+
+
+def save_by_rows(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    average = distribute_tensor(torch.arange(20.0).reshape(ROWS, 4), mesh, [Shard(0)])
+    save_distributed(folder, columns(), step=1, state={"average": {"module.weight": average}})
+
+
+def load_by_columns(folder: Path) -> tuple[list[int], Tensor]:
+    found = load_distributed(folder, model := columns())["average"]["module.weight"]
+    assert next(model.parameters()).placements == found.placements == (Shard(1),)  # type: ignore[union-attr]
+    return list(found.to_local().shape), found.full_tensor()
+
+
+def test_an_average_saved_by_rows_loads_by_columns_as_the_model_is(
+    two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    two_ranks(save_by_rows, tmp_path)
+    for shape, full in run_on_ranks(load_by_columns, tmp_path, world_size=4):
+        assert shape == [ROWS, 1]
+        assert torch.equal(full, torch.arange(20.0).reshape(ROWS, 4))
+
+
 def refused(folder: Path) -> list[Outcome]:
     model = sharded()
     mesh = next(model.parameters()).device_mesh  # type: ignore[union-attr]
@@ -276,21 +347,22 @@ def test_what_a_model_adds_and_nobody_could_load_is_refused_at_save(how: str, tm
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".saving-lock")]
 
 
-def test_a_scheduler_is_told_to_give_its_state_dict(tmp_path: Path) -> None:
+def test_an_object_inside_of_a_value_is_told_to_give_its_state_dict(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    with pytest.raises(CheckpointError, match=r"found torch\.optim\.lr_scheduler\.StepLR.*\.state_dict\(\)"):
-        save_distributed(tmp_path, model, optimizer, step=1, scheduler=scheduler)
+    with pytest.raises(
+        CheckpointError, match=r"found torch\.optim\.lr_scheduler\.StepLR at \[0\].*\.state_dict\(\)"
+    ):
+        save_distributed(tmp_path, model, optimizer, step=1, schedulers=[scheduler])
     save_distributed(tmp_path, model, optimizer, step=1, scheduler=scheduler.state_dict())
     assert load_distributed(tmp_path, model)["scheduler"] == scheduler.state_dict()
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_several_optimizers_are_refused_with_a_way_to_save_them(kind: type, tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    several: Any = kind([torch.optim.SGD([param], lr=0.1) for param in model.parameters()])
-    words = f"expected one torch.optim.Optimizer or None, found {kind.__name__}.*second=second.state_dict"
+@pytest.mark.parametrize("wrong", [7, ["AdamW"], {"first": None}])
+def test_what_is_no_optimizer_is_refused(wrong: Any, tmp_path: Path) -> None:
+    model, several = nn.Linear(2, 2), wrong
+    words = "expected a torch.optim.Optimizer, a sequence or mapping of several, or None, found"
     for call in (
         lambda: save_distributed(tmp_path / "d", model, several, step=1),
         lambda: save_full(tmp_path / "f", model, several),

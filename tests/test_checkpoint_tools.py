@@ -1,6 +1,7 @@
 """Without a training program: verify, inspect and export, from Python and from the command line."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -118,6 +119,62 @@ def test_inspect_shows_tensors_and_where_they_come_from(
     assert capsys.readouterr().out.split("\n\n")[0] == whole, "the file holds something else"
     assert main(["inspect", str(saved / "plain")]) == 0
     assert "manifest:" in capsys.readouterr().out
+
+
+def test_list_shows_every_checkpoint_of_a_directory(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(saved / "d")]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[:2] == ["step", "1"]
+    assert second.split()[:2] == ["step", "2"]
+    assert " 2 ranks " in second
+    assert second.endswith(str(saved / "d" / "000002-step-2"))
+    assert main(["list", str(saved / "d"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [one["step"] for one in found] == [1, 2]
+    assert all(one["bytes"] > 1000 and one["model"] == "Net" and one["saved_at"] for one in found)
+    assert main(["list", str(saved / "plain")]) == 0
+    assert "plain DCP" in capsys.readouterr().out
+
+
+def test_list_names_a_damaged_checkpoint(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(saved / "d", tmp_path / "d")
+    (tmp_path / "d" / "000001-step-1" / "manifest.json").write_text("{")
+    assert main(["list", str(tmp_path / "d")]) == 1
+    said = capsys.readouterr()
+    assert "  damaged  " in said.out.splitlines()[0]
+    assert "  damaged  " not in said.out.splitlines()[1]
+    assert said.err.startswith("CheckpointError: ")
+
+
+def test_a_step_of_the_directory_is_chosen(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(saved / "d"), "--step", "1"]) == 0
+    assert "000001-step-1" in capsys.readouterr().out
+    assert main(["inspect", str(saved / "d"), "--step", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["world_size"]) == (1, 2)
+    assert found["tensors"]["model.embed.weight"] == {"dtype": "float32", "shape": [11, 6]}
+    assert main(["verify", str(saved / "d"), "--step", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["whole"] is True
+    out = tmp_path / "out"
+    assert main(["export", str(saved / "d"), str(out), "--step", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == len(read(out))
+    assert main(["inspect", str(saved / "d"), "--step", "9"]) == 1
+    assert "expected a checkpoint of step 9, found those of steps 1, 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["-1", "0", "nan", "inf", "4GiB"])
+def test_a_size_that_no_file_can_have_is_refused(
+    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(tmp_path), str(tmp_path / "out"), "--shard-gib", size])
+    assert ended.value.code == 2
+    assert f"--shard-gib: expected a number above 0, found {size}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_line_ends_with_1_and_one_line_when_something_is_wrong(

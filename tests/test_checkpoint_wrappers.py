@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp._flat_param import _ShardParamInfo
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -27,7 +28,7 @@ from fsdp_utils import (
     save_full,
 )
 from fsdp_utils.checkpoint.restore import Unit, fsdp1_optimizer_state, restore_optimizer
-from fsdp_utils.checkpoint.state import OptimizerPlan, Snapshot, quiet
+from fsdp_utils.checkpoint.state import OptimizerPlan, Snapshot, parameter_names, quiet
 from tests.checkpoints import Block, Data, Net, Outcome, build, outcome, rank, train
 from tests.sharded import TwoRanks, fsdp1
 
@@ -35,11 +36,12 @@ WAIT_S = 1.0
 
 
 class ForwardModule(nn.Module):
-    """As Lightning Fabric's wrapper, which has the model under this name."""
+    """As Lightning Fabric's wrapper, which has what is wrapped and the model under these names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._forward_module = model
+        self._original_module = next(module for module in model.modules() if isinstance(module, Net))
 
     def forward(self, x: Tensor) -> Tensor:
         return self._forward_module(x)
@@ -77,6 +79,13 @@ WRAPPED: dict[str, Callable[[Net], nn.Module]] = {
     "Fabric(DDP)": lambda model: ForwardModule(DistributedDataParallel(model)),
     "Fabric(FSDP2)": lambda model: ForwardModule(sharded(model)),
     "compile(FSDP1)": lambda model: compiled(fsdp1(model, use_orig_params=True)),
+    "Fabric(compile(DDP(compile)))": lambda model: ForwardModule(
+        compiled(DistributedDataParallel(compiled(model)))
+    ),
+    "FSDP2(checkpointing(compile))": lambda model: sharded(
+        blocks(model, lambda block: checkpoint_wrapper(compiled(block)))
+    ),
+    "compile(checkpointing(DDP))": lambda model: compiled(checkpoint_wrapper(DistributedDataParallel(model))),
     "no shard, flat": lambda model: no_shard(model),
     "no shard, original": lambda model: no_shard(model, use_orig_params=True),
     "checkpointing outside, flat": lambda model: fsdp1(
@@ -155,6 +164,53 @@ def a_part_in_ddp(folder: Path) -> bool:
 
 def test_a_part_of_a_model_in_ddp_has_its_names_too(two_ranks: TwoRanks, tmp_path: Path) -> None:
     assert two_ranks(a_part_in_ddp, tmp_path) == [True, True]
+
+
+def names_in_a_checkpoint(folder: Path, kinds: list[str]) -> dict[str, list[list[str]]]:
+    found = {}
+    for kind in kinds:
+        model, optimizer = wrapped(kind)
+        train(model, optimizer, Data(), 1)
+        content = torch.load(save_full(folder / f"{kind}.pt", model, optimizer), weights_only=True)
+        optimized = [name for group in content["optimizer"]["param_groups"] for name in group["params"]]
+        found[kind] = [sorted(content["model"]), sorted(optimized), sorted(content["optimizer"]["state"])]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_wrapper_is_part_of_a_name(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    model = Net()
+    params = sorted(name for name, _ in model.named_parameters())
+    kinds = [kind for kind in WRAPPED if kind != "plain"]  # on two ranks, plain models train apart
+    for found in two_ranks(names_in_a_checkpoint, tmp_path, kinds):
+        for kind, names in found.items():
+            assert names == [sorted(model.state_dict()), params, params], kind
+
+
+HIDDEN: dict[str, Callable[[Net], nn.Module]] = {
+    "FSDP1(compile), flat": lambda model: fsdp1(compiled(model)),
+    "FSDP1(compile), original": lambda model: fsdp1(compiled(model), use_orig_params=True),
+    "checkpointing(DDP)": lambda model: blocks(
+        model, lambda block: checkpoint_wrapper(DistributedDataParallel(block))
+    ),
+}
+
+
+def save_hidden(folder: Path) -> dict[str, Outcome]:
+    """These were saved once, under names that nothing could be loaded from."""
+    found = {}
+    for kind, wrap in HIDDEN.items():
+        model = wrap(Net())
+        found[kind] = outcome(lambda model=model: save_full(folder / "f", model))
+    return found
+
+
+def test_names_that_torch_does_not_clean_are_refused(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    for found in two_ranks(save_hidden, tmp_path):
+        for one in found.values():
+            assert "expected the parameter 'blocks.0.down.bias' in the model's state dict" in one.error
+            assert "Put FSDP1 inside of torch.compile" in one.error
+    assert not list(tmp_path.iterdir())
 
 
 class Holder(nn.Module):
@@ -366,6 +422,27 @@ def test_an_optimizer_of_fsdp1_over_tensor_parallel_is_refused(use_orig_params: 
         assert same, "the model alone is saved and loaded"
 
 
+def uneven_tensor_parallel(folder: Path, use_orig_params: bool) -> list[Outcome]:
+    """Seven rows over two ranks: gloo ends the process in the middle of torch's gather, NCCL may do worse."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model = fsdp1(model, device_mesh=mesh["dp"], use_orig_params=use_orig_params)
+    return [
+        outcome(lambda: save_distributed(folder / "d", model, step=1)),
+        outcome(lambda: save_full(folder / "f", model)),
+        outcome(lambda: load_distributed(folder / "d", model)),
+    ]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_over_uneven_tensor_parallel_parts_is_refused(use_orig_params: bool, tmp_path: Path) -> None:
+    for found in run_on_ranks(uneven_tensor_parallel, tmp_path, use_orig_params, world_size=4):
+        for one in found:
+            assert "found '0.weight' [7, 8] cut into 2 along dimension 0" in one.error
+    assert not list(tmp_path.iterdir())
+
+
 def ddp_inside(folder: Path) -> list[Outcome]:
     model = Net()
     model.blocks[0] = DistributedDataParallel(model.blocks[0])
@@ -383,6 +460,75 @@ def test_ddp_inside_of_fsdp1_is_refused(two_ranks: TwoRanks, tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+class Experts(nn.Module):
+    """Two experts of this rank, under the same names as those of the other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(4, 4)
+        self.own = nn.ParameterList([torch.full((2, 4), 2.0 * rank() + number) for number in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x)
+
+
+def experts_of_each_rank(folder: Path) -> list[list[Outcome]]:
+    found = []
+    for kind in ("none", "fsdp2", "fsdp1", "ddp"):
+        model: Any = Experts()
+        if kind == "fsdp2":
+            fully_shard(model, ignored_params=set(model.own))
+        elif kind == "fsdp1":
+            model = fsdp1(model, use_orig_params=True, ignored_states=list(model.own))
+        elif kind == "ddp":
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["own.0", "own.1"])
+            model = DistributedDataParallel(model)
+        saves = (
+            lambda model=model: save_distributed(folder / "d", model, step=1),
+            lambda model=model: save_full(folder / "f", model),
+        )
+        found.append([outcome(save) for save in saves])
+    return found
+
+
+def test_experts_that_each_rank_has_for_itself_are_refused(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    first, second = two_ranks(experts_of_each_rank, tmp_path)
+    assert [[one.error for one in some] for some in first] == [[one.error for one in some] for some in second]
+    for one in (one for some in first for one in some):
+        assert "expected 'own.0', which nothing shards, to be the same on all ranks, found other" in one.error
+    assert not list(tmp_path.iterdir())
+
+
+class ShardedExperts(Experts):
+    def __init__(self, mesh: Any = None) -> None:
+        super().__init__()
+        whole = torch.arange(16.0).reshape(4, 4)  # two rows on each rank of the mesh of two
+        self.own = nn.ParameterList([whole if mesh is None else distribute_tensor(whole, mesh, [Shard(0)])])
+
+
+def experts_as_dtensors(folder: Path, action: str) -> Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "ep"))
+    model: Any = ShardedExperts(mesh["ep"])
+    fully_shard(model, mesh=mesh["dp"], ignored_params=set(model.own))
+    if action == "save":
+        save_distributed(folder, model, step=1)
+    else:
+        with torch.no_grad():
+            model.own[0].zero_()
+        load_distributed(folder, model)
+    return model.own[0].full_tensor()
+
+
+def test_experts_as_dtensors_are_saved_by_parts(tmp_path: Path) -> None:
+    (saved, *_) = run_on_ranks(experts_as_dtensors, tmp_path, "save", world_size=4)
+    for found in run_on_ranks(experts_as_dtensors, tmp_path, "load", world_size=2):
+        assert torch.equal(found, saved)
+    model = ShardedExperts()
+    load_distributed(tmp_path, model)
+    assert torch.equal(model.own[0], saved)
+
+
 # ---- the device of an optimizer's state --------------------------------------------------------------------
 
 
@@ -393,20 +539,23 @@ def test_an_optimizers_state_is_put_where_its_parameters_are() -> None:
     flat._shard_param_infos = [_ShardParamInfo(True, 2, 3, 1, 3)]  # three numbers, at 2 in the shard
     flat._params = None
     unit: Any = SimpleNamespace(_flat_param=flat)
-    optimizer = torch.optim.AdamW([*model.parameters(), flat])
     shapes = {"weight": (2, 2), "bias": (2,), "inner": (2, 2)}
     tensors = {f"{name}.exp_avg": torch.ones(shape) for name, shape in shapes.items()}
     tensors |= {f"{name}.step": torch.tensor(1.0) for name in shapes}
     paths: dict[str, Any] = {key: tuple(key.split(".")) for key in tensors}
     saved = OptimizerPlan([{"params": ["weight", "bias"], "lr": 0.5}], paths, {})
     units = [Unit(unit, ["inner"])]
-    state = fsdp1_optimizer_state(model, units, optimizer, saved, tensors.__getitem__)
+    state = fsdp1_optimizer_state(model, units, saved, tensors.__getitem__)
     assert state[flat]["exp_avg"].device.type == "meta"
     assert state[flat]["exp_avg"].shape == (6,)
 
     optimizer = torch.optim.AdamW(model.parameters())
     restore_optimizer(
-        Snapshot(), model, optimizer, saved, {param: state[param] for param in model.parameters()}
+        Snapshot(),
+        parameter_names(model),
+        optimizer,
+        saved,
+        {param: state[param] for param in model.parameters()},
     )
     for param in model.parameters():
         assert optimizer.state[param]["exp_avg"].device.type == "meta"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdp_utils.migration import TranslationError, accelerate, composer, deepspeed, translate
+from fsdp_utils.migration import TranslationError, accelerate, composer, deepspeed, trainer, translate
 from fsdp_utils.migration.reading import Key
 
 HOSTILE = (
@@ -36,11 +36,12 @@ CALLS = {
     "transformer_block_classes", "init_device_mesh", "MixedPrecisionPolicy", "CPUOffloadPolicy",
     "fully_shard", "checkpoint_wrapper", "DistributedDataParallel", "model.set_submodule",
     "model.named_modules", "reversed", "list", "type", "int", "dist.get_world_size",
-    "torch.cuda.is_available",
+    "torch.cuda.is_available", "parallelize_module",
 }  # fmt: skip
 IMPORTS = {
     "fsdp_utils", "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.device_mesh",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "torch.nn.parallel", "os",
+    "torch.distributed.tensor.parallel",
 }  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def check_code(code: str) -> None:
     *imports, function = module.body
     assert all(isinstance(node, ast.Import | ast.ImportFrom) for node in imports)
     assert isinstance(function, ast.FunctionDef)
-    assert ast.unparse(function.args) == "model"
+    assert ast.unparse(function.args) in ("model", "model, tp_plan")
 
 
 def outcome(config: Any, framework: str | None = None) -> str:
@@ -126,6 +127,23 @@ BASES: dict[str, list[dict[str, Any]]] = {
             "tp_config": {},
         },
     ],
+    "transformers": [
+        {
+            "fsdp": "full_shard auto_wrap",
+            "fsdp_config": {
+                "transformer_layer_cls_to_wrap": ["Block", "Other"],
+                "backward_prefetch": "backward_pre",
+                "fsdp_state_dict_type": "FULL_STATE_DICT",
+                "activation_checkpointing": "true",
+                "min_num_params": 1,
+            },
+            "bf16": True,
+            "gradient_checkpointing": True,
+            "dp_shard_size": 2,
+            "tensor_parallel_size": 2,
+            "context_parallel_size": 2,
+        },
+    ],
     "deepspeed": [
         {
             "zero_optimization": {
@@ -149,6 +167,10 @@ TABLES = {  # where each table of keys stands in a config
         ([], accelerate.ABOVE),
         (["fsdp_config"], accelerate.FSDP),
         (["parallelism_config"], accelerate.PARALLELISM),
+    ],
+    "transformers": [
+        ([], trainer.ABOVE),
+        (["fsdp_config"], {**accelerate.FSDP, **trainer.FSDP}),
     ],
     "composer": [(["parallelism_config", "fsdp"], composer.FSDP)],
     "deepspeed": [

@@ -75,6 +75,13 @@ def test_the_wheel_works_and_the_sdist_installs_the_same_files(
         for kind in built
     }
     assert files["wheel"] == files["sdist"]
-    besides = {"fsdp_utils/py.typed", "fsdp_utils/__init__.pyi", "fsdp_utils/collectives/player.js"}
+    data = (
+        "__init__.pyi",
+        "collectives/player.js",
+        "lessons/plan_grid.json",
+        "lessons/sliders.js",
+        "py.typed",
+    )
+    besides = {f"fsdp_utils/{name}" for name in data}
     ours = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fsdp_utils").rglob("*.py")}
     assert {path.partition("site-packages/")[2] for path in files["wheel"]} == ours | besides

@@ -16,9 +16,9 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig
+from transformers import LlamaConfig, ViTConfig
 
-from fsdp_utils import Plan, plan
+from fsdp_utils import Plan, plan, search
 from fsdp_utils.planner import work_items
 from fsdp_utils.planner.__main__ import main
 from tests.planner_net import Block, Net, WithoutRoot, of_width, tokens
@@ -220,6 +220,28 @@ def test_the_command_searches_with_what_is_given(tmp_path: Path, capsys: pytest.
     assert "on 2 H100" in printed
 
 
+def test_the_search_tries_batches_that_ranks_and_micro_batches_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    LLAMA.save_pretrained(tmp_path)
+    only = ["--seq-len", "16", "--strategy", "full", "--checkpointing", "none", "--json"]
+    options = ["--search", "4", "--micro-batches", "2", "--tensor-parallel", "2", *only]
+    assert main([str(tmp_path), *options]) == 0
+    tried = json.loads(capsys.readouterr().out)["tried"]
+    assert [one["batch_size"] for one in tried] == [4, 8, 16, 32]  # of 2 ranks in 2 micro-batches
+    assert main([str(tmp_path), "--search", "2", "--samples-per-s", "1e12", "--batch-size", "2", *only]) == 1
+
+
+def test_tokens_per_s_are_not_asked_of_a_model_without_tokens() -> None:
+    with pytest.raises(ValueError, match="expected samples_per_s, as the model reads no tokens"):
+        search(
+            ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32),
+            world_sizes=[2],
+            batch_size=2,
+            tokens_per_s=1.0,
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -231,6 +253,7 @@ def test_the_command_searches_with_what_is_given(tmp_path: Path, capsys: pytest.
         ("--search 2 --batch-size 3", "a batch_size that 2 ranks can share, such as 4, found 3"),
         ("--search 2 --strategy zero9", "expected strategy out of full, grad_op, hybrid"),
         ("--search 2 --tokens-per-s nan", "search: expected tokens_per_s to be a number above 0"),
+        ("--search 2 --samples-per-s -1", "search: expected samples_per_s to be a number above 0"),
     ],
 )
 def test_the_command_answers_bad_input_with_one_sentence(
@@ -281,6 +304,7 @@ def test_the_command_says_what_is_wrong_with_a_folder(
         ("", "expected --world-size and --batch-size, or --search"),
         ("--search 2 --world-size 2", "expected --world-size or --search, found both"),
         ("--world-size 2 --batch-size 2 --tokens-per-s 9", "expected --tokens-per-s with --search alone"),
+        ("--world-size 2 --batch-size 2 --samples-per-s 9", "expected --samples-per-s with --search alone"),
     ],
 )
 def test_the_command_refuses_options_that_do_not_go_together(

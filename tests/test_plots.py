@@ -16,6 +16,12 @@ FIGURES = {
     "memory_per_rank": lambda n: plots.memory_per_rank({"whole": {"a": 8, "b": n}}, unit="KiB"),
     "alive": lambda n: plots.alive({"one": [0, 100, 0], "many": [0, 20, 30 + n, 0]}, whole_model=100),
     "losses": lambda n: plots.losses({"one process": [3, 2, n], "by hand": [3, 2, n]}),
+    "layers": lambda n: plots.layers(
+        {"one": {"a": "x", "b": str(n)}, "two": {"a": "y", "b": "z"}}, above=["all"], below=["torch"], alt="a"
+    ),
+    "amounts": lambda n: plots.amounts(
+        {"p": {"one": {"a": 8, "b": n}, "two": {"a": 1}}}, unit="KiB", alt="a"
+    ),
     "life_of_a_unit": lambda n: plots.life_of_a_unit(n + 2),
 }
 

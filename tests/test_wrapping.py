@@ -167,7 +167,7 @@ def test_on_a_machine_with_a_gpu_the_backend_decides_where_the_model_is(
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(wrapping, "init_device_mesh", lambda *arguments: arguments)
-    assert wrapping._all_ranks() == (device, (8,))
+    assert wrapping._mesh(None, "full", None) == (device, (8,))
 
 
 def test_frozen_parameters_stay_frozen_and_the_rest_trains(two_ranks: TwoRanks) -> None:
@@ -295,23 +295,11 @@ def test_shard_refuses_what_it_cannot_do_with_what_to_do(two_ranks: TwoRanks) ->
         assert square.startswith('shard: strategy "full" expects a 1-D mesh, found a 2-D one.')
 
 
-def scalar_in_the_root() -> nn.Module:
+def transposed(*blocks: int) -> nn.Module:
     model = HandWritten()
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    return model
-
-
-def scalars_in_blocks(blocks: int) -> nn.Module:
-    model = HandWritten()
-    model.blocks = nn.ModuleList(Block() for _ in range(blocks))
-    for block in model.blocks:
-        block.scale = nn.Parameter(torch.tensor(1.0))
-    return model
-
-
-def transposed() -> nn.Module:
-    model = HandWritten()
-    model.blocks[2].extra = nn.Parameter(torch.ones(4, 6).t())
+    model.blocks = nn.ModuleList(Block() for _ in range(4))
+    for block in blocks:
+        model.blocks[block].extra = nn.Parameter(torch.ones(4, 6).t())
     return model
 
 
@@ -331,13 +319,12 @@ UNSHARDABLE = {
         "net is wrapped in DistributedDataParallel already",
     ),
     "no forward": (lambda: HandWritten().blocks, "expected a model with a forward, found a ModuleList"),
-    "scalar": (scalar_in_the_root, r"takes no scalar parameters.*found scale\. Give each the shape \(1,\)"),
-    "three scalars": (lambda: scalars_in_blocks(3), r"blocks\.1\.scale, blocks\.2\.scale\. Give"),
-    "four scalars": (
-        lambda: scalars_in_blocks(4),
-        r"found blocks\.0\.scale, blocks\.1\.scale, blocks\.2\.scale and 1 more\. .*Nothing was changed",
+    "transposed": (lambda: transposed(2), r"not contiguous; found blocks\.2\.extra\. Assign"),
+    "three": (lambda: transposed(0, 1, 2), r"blocks\.1\.extra, blocks\.2\.extra\. Assign"),
+    "four": (
+        lambda: transposed(0, 1, 2, 3),
+        r"found blocks\.0\.extra, blocks\.1\.extra, blocks\.2\.extra and 1 more\. .*Nothing was changed",
     ),
-    "transposed": (transposed, r"not contiguous; found blocks\.2\.extra\."),
 }
 
 
@@ -438,6 +425,10 @@ def test_a_model_that_is_not_sharded_is_told_so() -> None:
     assert check_sharding(HandWritten()) == [
         "The model is not sharded: no module in it is an FSDP unit. Call shard(model), or fully_shard."
     ]
+
+
+def test_a_model_in_ddp_is_no_problem(two_ranks: TwoRanks) -> None:
+    assert two_ranks(lambda: check_sharding(nn.parallel.DistributedDataParallel(HandWritten()))) == [[], []]
 
 
 def test_only_the_root_is_a_unit(two_ranks: TwoRanks) -> None:

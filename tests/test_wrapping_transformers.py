@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import pytest
+import torch
 import transformers as tf
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -43,6 +44,25 @@ def test_they_are_found_in_a_model_made_of_models_of_which_only_one_names_them()
     model = nn.ModuleDict({"encoder": speech, "decoder": text_model.get_decoder()})
     names = {cls.__name__ for cls in transformer_block_classes(model)}
     assert names == {"Wav2Vec2EncoderLayer", "BartDecoderLayer"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "Blip2": {"Blip2EncoderLayer", "Blip2QFormerLayer", "OPTDecoderLayer"},
+        "GraniteSpeech": {"GraniteSpeechConformerBlock", "Blip2QFormerLayer", "GraniteDecoderLayer"},
+        "VibeVoiceAsr": {"VibeVoiceAcousticTokenizerEncoderLayer", "Qwen2DecoderLayer"},
+        "Idefics3": {"Idefics3EncoderLayer", "LlamaDecoderLayer"},
+    }.items(),
+)
+def test_a_tower_that_the_model_does_not_name_is_found_beside_its_decoder(
+    name: str, expected: set[str]
+) -> None:
+    """At the sizes of the default configurations: 2 to 9 % of the parameters, half a block or more."""
+    cls = getattr(tf, f"{name}Model")
+    with torch.device("meta"):
+        model = cls(cls.config_class())
+    assert {block.__name__ for block in transformer_block_classes(model)} == expected
 
 
 def test_a_single_layer_is_a_block_if_the_model_says_so() -> None:

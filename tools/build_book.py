@@ -15,6 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from fsdp_utils._commands import COMMANDS
 from tools import draw_map
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,8 +42,8 @@ def copy_sources(sources: Path) -> None:
 
 def write_help(folder: Path) -> None:
     """What the command lines say of themselves."""
-    for name in ("bf16", "checkpoint", "planner", "train"):
-        command = [sys.executable, "-m", f"fsdp_utils.{name}", "--help"]
+    for name in ("fsdp_utils", *(module for module, _ in COMMANDS.values())):
+        command = [sys.executable, "-m", name, "--help"]
         said = subprocess.run(
             command,
             cwd=ROOT,
@@ -53,7 +54,7 @@ def write_help(folder: Path) -> None:
         )
         if said.returncode:
             raise RuntimeError(f"{' '.join(command)} failed: {said.stderr}")
-        (folder / f"{name}.txt").write_text(said.stdout)
+        (folder / f"{name.rpartition('.')[2]}.txt").write_text(said.stdout)
 
 
 def print_page(page: Path, pdf: Path) -> None:

@@ -1,6 +1,14 @@
-"""python -m fsdp_utils.checkpoint inspect|verify|export: inspect, verify and export checkpoints."""
+"""List, inspect, verify and export checkpoints.
+
+    python -m fsdp_utils.checkpoint list runs/a
+    python -m fsdp_utils.checkpoint inspect runs/a --step 200
+
+Without --step, `inspect` and `export` take the checkpoint that was saved last, `verify` all of them.
+`COMMAND --help` explains the options. Exits with 1 and one line for a checkpoint that is missing or damaged.
+"""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,21 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_utils._commands import new_parser, run
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import readable
 from fsdp_utils.checkpoint.full import read_full
-from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, read_manifest, tensor_specs
+from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, find, read_manifest, tensor_specs
 from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
 from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan
-from fsdp_utils.checkpoint.verify import bytes_of, newest, verify_checkpoint
+from fsdp_utils.checkpoint.verify import bytes_of, checkpoints_in, newest, verify_checkpoint
 from fsdp_utils.pretrained.export import export_safetensors, open_model
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 0, or 1 for a CheckpointError."""
-    parser = argparse.ArgumentParser(prog="python -m fsdp_utils.checkpoint", description=__doc__)
+    parser = new_parser("fsdp_utils.checkpoint", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
+        ("list", "the checkpoints of a directory: step, when saved, ranks, size"),
         ("inspect", "what is in it: tensors, dtypes, sizes, ranks, step"),
         ("verify", "is every byte what was saved?"),
         ("export", "the model as safetensors, for from_pretrained"),
@@ -33,13 +43,19 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument(
             "checkpoint", type=Path, help="a file, a checkpoint, or a directory of checkpoints"
         )
-    command.add_argument("out_dir", type=Path)
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+        if name != "list":
+            command.add_argument("--step", type=int, help="which checkpoint of the directory")
+    command.add_argument("out_dir", type=Path, help="the folder to write; made if it is not there")
     command.add_argument("--shard-gib", type=_gib, default=4.0, help="largest file, in GiB (default: 4)")
     command.add_argument("--adapter-only", action="store_true", help="LoRA alone, for peft (default: merged)")
     options = parser.parse_args(arguments)
+    run_command = {"list": _list, "inspect": _inspect, "verify": _verify, "export": _export}[options.command]
     try:
         with readable(options.checkpoint):
-            {"inspect": _inspect, "verify": _verify, "export": _export}[options.command](options)
+            if getattr(options, "step", None) is not None:
+                options.checkpoint = find(options.checkpoint, options.step)
+            run_command(options)
     except CheckpointError as error:
         print(f"CheckpointError: {error}", file=sys.stderr)
         return 1
@@ -47,13 +63,49 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _gib(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
-    return value
+    try:
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    except ValueError:
+        pass  # the same sentence
+    raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
+
+
+def _list(options: argparse.Namespace) -> None:
+    found, problems = [], []
+    for path in checkpoints_in(options.checkpoint):
+        about: dict[str, Any] = {"checkpoint": str(path), "bytes": bytes_of(path)}
+        try:
+            manifest = read_manifest(path) if (path / MANIFEST).exists() else {}
+            about |= {
+                key: manifest.get(key) for key in ("step", "saved_at", "world_size", "model", "optimizer")
+            }
+        except CheckpointError as error:
+            about["problem"] = str(error)
+            problems.append(error)
+        found.append(about)
+    if options.json:
+        print(json.dumps({"checkpoints": found}))
+    else:
+        for about in found:
+            step = "?" if about.get("step") is None else about["step"]
+            ranks = about.get("world_size") or "?"
+            saved = about.get("saved_at") or ("damaged" if "problem" in about else "plain DCP")
+            size = _size(about["bytes"])
+            print(f"step {step:>8}  {saved:<26}  {ranks:>4} ranks  {size:>11}  {about['checkpoint']}")
+    if problems:
+        raise problems[0]
 
 
 def _inspect(options: argparse.Namespace) -> None:
     about, found = _look(newest(options.checkpoint))
+    if options.json:
+        tensors = {
+            key: {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
+            for key, (dtype, shape) in found.items()
+        }
+        print(json.dumps({**about, "checkpoint": str(about["checkpoint"]), "tensors": tensors}))
+        return
     rows = [
         (
             key,
@@ -103,7 +155,11 @@ def _look(path: Path) -> tuple[dict[str, Any], dict[str, tuple[torch.dtype, torc
 def _verify(options: argparse.Namespace) -> None:
     with _bar("verifying", bytes_of(options.checkpoint)) as progress:
         verify_checkpoint(options.checkpoint, progress=progress)
-    print(f"{options.checkpoint}: every byte is what was saved ({_size(bytes_of(options.checkpoint))})")
+    count = bytes_of(options.checkpoint)
+    if options.json:
+        print(json.dumps({"checkpoint": str(options.checkpoint), "bytes": count, "whole": True}))
+    else:
+        print(f"{options.checkpoint}: every byte is what was saved ({_size(count)})")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -123,7 +179,10 @@ def _export(options: argparse.Namespace) -> None:
             verify=False,
             progress=progress,
         )
-    print(f"{options.out_dir}: {len(found)} tensors, {_size(size)}")
+    if options.json:
+        print(json.dumps({"out_dir": str(options.out_dir), "tensors": len(found), "bytes": size}))
+    else:
+        print(f"{options.out_dir}: {len(found)} tensors, {_size(size)}")
 
 
 @contextmanager
@@ -159,4 +218,4 @@ def _size(count: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

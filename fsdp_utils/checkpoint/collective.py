@@ -1,21 +1,32 @@
 """The beginning of every save and load: all ranks enter the call, with the same arguments, within a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.state import MODEL, OPTIMIZER, Snapshot, has_fsdp1, optimizer_classes
+from fsdp_utils.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    Snapshot,
+    clean_name,
+    frozen_names,
+    has_fsdp1,
+    optimizer_classes,
+    parameter_names,
+)
 from fsdp_utils.checkpoint.user_state import StateToSave, digest, pack
 from fsdp_utils.checkpoint.validate import check_supported
-from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint
+from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint, rank_names
+from fsdp_utils.torch_internals.fsdp import is_fsdp1_parameter
 from fsdp_utils.torch_internals.groups import gloo_timeout, set_gloo_timeout
 
 # How long one rank may take longer than the others to read or write its part.
@@ -26,7 +37,7 @@ TRANSFER_LIMIT_S = 3600.0
 def collective_call(
     action: str,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     facts: Callable[[], dict[str, Any]],
     *,
     state: StateToSave | None = None,
@@ -52,13 +63,15 @@ def collective_call(
                 "on real ranks"
             )
         wait_for_save_in_flight()
-        check_supported(model, optimizer)
+        check_supported(model, optimizers)
         found = {
             **facts(),
-            "optimizer": optimizer_classes(optimizer)[0] if optimizer else None,
+            "optimizer": optimizer_names(optimizers),
             "model": _model_fingerprint(model),
-            "_has_state": bool(optimizer and optimizer.state),
+            "_has_state": [bool(one.state) for one in optimizers],
         }
+        if len(optimizers) > 1:  # collectives depend on their order
+            found["order of optimizers"] = _order_fingerprint(model, optimizers)
         if state is not None:
             state.take_out()
             for name, value in state.plain.items():
@@ -83,9 +96,81 @@ def collective_call(
         yield ranks
 
 
-def has_state(ranks: Ranks) -> bool:
-    """Whether the optimizer has a state on any rank: collectives depend on it."""
-    return any(facts["_has_state"] for facts in ranks.facts)
+class IgnoredParams:
+    """The parameters that a save or a load leaves aside: none, or the frozen ones.
+
+    Attributes:
+        names: in the model; known after facts().
+    """
+
+    def __init__(self, model: nn.Module, frozen: bool) -> None:
+        self._model, self._frozen = model, frozen
+        self.names: list[str] = []
+
+    def facts(self) -> dict[str, Any]:
+        """What has to be the same on all ranks."""
+        self.names = frozen_names(self._model) if self._frozen else []
+        return {"ignore_frozen_params": self._frozen, "frozen parameters": fingerprint(self.names)}
+
+
+class WholeParams:
+    """The parameters of which each rank must hold a copy, because nothing shards them.
+
+    They are stored as rank 0 has them. With expert parallelism by hand, ranks hold other experts under the
+    same names, and all but rank 0's would be lost without an error. A sample of each tensor shows that.
+
+    Args:
+        model: as it was given, in all its wrappers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def facts(self) -> dict[str, Any]:
+        """What check() compares."""
+        return {"_whole": {name: _sample(param) for name, param in self._params()}}
+
+    def check(self, ranks: Ranks) -> None:
+        """Check that the samples are the same on all ranks.
+
+        Raises:
+            CheckpointError: they are not; names a parameter. The same on every rank.
+        """
+        by_rank = [facts["_whole"] for facts in ranks.facts]
+        for name, sample in by_rank[0].items():
+            others = [rank for rank, one in enumerate(by_rank) if one.get(name) != sample]
+            if others:
+                raise CheckpointError(
+                    f"expected {name!r}, which nothing shards, to be the same on all ranks, found other "
+                    f"values on {rank_names(others)} than on rank 0. If each rank has experts of its own, "
+                    "make them one DTensor over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"
+                )
+
+    def _params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        copies: set[nn.Parameter] = set()  # that DDP keeps the same
+        for module in self._model.modules():
+            if isinstance(module, DistributedDataParallel):
+                own = dict(module.module.named_parameters())
+                copies |= {param for name, param in own.items() if name not in module.parameters_to_ignore}
+        for raw_name, param in self._model.named_parameters():
+            whole = not (isinstance(param, DTensor) or is_fsdp1_parameter(param) or param in copies)
+            if whole and not param.is_meta:
+                yield clean_name(self._model, raw_name), param
+
+
+def _sample(param: Tensor) -> str:
+    flat = param.detach().flatten()
+    return digest(flat[:: max(1, flat.numel() // 64)].clone())
+
+
+def has_state(ranks: Ranks) -> list[bool]:
+    """Whether each optimizer has a state on any rank: collectives depend on it."""
+    return [any(by_rank) for by_rank in zip(*(facts["_has_state"] for facts in ranks.facts), strict=True)]
+
+
+def optimizer_names(optimizers: Sequence[Optimizer]) -> str | None:
+    """Name the classes of the optimizers, each once; None for no optimizer."""
+    return ", ".join(dict.fromkeys(optimizer_classes(one)[0] for one in optimizers)) or None
 
 
 def differing(ranks: Ranks) -> list[str]:
@@ -145,6 +230,12 @@ def _model_fingerprint(model: nn.Module) -> str:
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         ]
     )
+
+
+def _order_fingerprint(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+    names = parameter_names(model)
+    params = [[param for group in one.param_groups for param in group["params"]] for one in optimizers]
+    return fingerprint([repr([names[param] for param in some]) for some in params])
 
 
 @contextmanager

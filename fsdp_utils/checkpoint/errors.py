@@ -1,11 +1,12 @@
-"""CheckpointError, which everything in this package raises."""
+"""CheckpointError, which everything in this package raises, and its kinds."""
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved or loaded: says where, what was expected and what was found.
 
-    It has the same text on every rank. After a failed load the model and the optimizer are as they were,
-    unless the text says otherwise.
+    It has the same text and the same class on every rank. After a failed load the model and the optimizer are
+    as they were, unless the text says otherwise. Its subclasses name the usual causes:
+    CheckpointNotFoundError, CheckpointDamagedError, CheckpointMismatchError.
 
     Example::
 
@@ -13,4 +14,42 @@ class CheckpointError(RuntimeError):
             verify_checkpoint("run")
         except CheckpointError as error:
             print(error)  # run/.../__0_0.distcp: expected ... bytes, found 100
+    """
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no checkpoint, or none of that step: the run may begin anew.
+
+    Example::
+
+        try:
+            step = load_distributed("run", model, optimizer)["step"]
+        except CheckpointNotFoundError:
+            step = 0
+    """
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file is missing, cut short or changed: it is not what was saved. An older checkpoint may be whole.
+
+    Example::
+
+        for step in reversed(checkpoints("run")):
+            try:
+                load_distributed("run", model, optimizer, step=step)
+                break
+            except CheckpointDamagedError as error:
+                print(f"step {step} is damaged: {error}")
+    """
+
+
+class CheckpointMismatchError(CheckpointError):
+    """The checkpoint is of another model, of other optimizers, or without a state that was asked for.
+
+    Example::
+
+        try:
+            load_distributed("run", model, optimizer)
+        except CheckpointMismatchError:  # it has another head
+            load_distributed("run", model, strict=False)
     """

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
 
 # On POSIX, opening a pipe then returns at once; a regular file is read as ever.
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -30,7 +30,7 @@ def open_regular(path: Path) -> io.FileIO:
     descriptor = os.open(path, os.O_RDONLY | _AT_ONCE)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path}: expected a file, found a directory, a pipe or a device")
+        raise CheckpointDamagedError(f"{path}: expected a file, found a directory, a pipe or a device")
     return io.FileIO(descriptor, "rb")
 
 
@@ -63,7 +63,7 @@ def read_regular(path: Path, *, at_most: int | None = None) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if at_most is not None and size > at_most:
-            raise CheckpointError(f"{path}: expected at most {at_most} bytes, found {size}")
+            raise CheckpointDamagedError(f"{path}: expected at most {at_most} bytes, found {size}")
         return file.readall()
 
 

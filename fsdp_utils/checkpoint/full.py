@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.collective import check_same_optimizer, collective_call, differing, has_state
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.collective import (
+    IgnoredParams,
+    WholeParams,
+    check_same_optimizer,
+    collective_call,
+    differing,
+    has_state,
+)
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from fsdp_utils.checkpoint.files import NewFile, open_regular
 from fsdp_utils.checkpoint.manifest import (
     FORMAT,
@@ -24,32 +31,34 @@ from fsdp_utils.checkpoint.manifest import (
     sync_directory,
 )
 from fsdp_utils.checkpoint.restore import (
-    fsdp1_optimizer_state,
     optimizer_buffers,
     restore_model,
-    restore_optimizer,
-    state_by_parameter,
-    units_of,
+    restore_optimizers,
+    state_buffers,
 )
 from fsdp_utils.checkpoint.safe_pickle import check_archive
 from fsdp_utils.checkpoint.save import describe
 from fsdp_utils.checkpoint.state import (
     MODEL,
     OptimizerPlan,
+    Optimizers,
     Snapshot,
-    optimizer_classes,
+    has_fsdp1,
+    listed,
+    recorded_classes,
     without_unsharded_wrappers,
 )
 from fsdp_utils.checkpoint.user_state import (
+    LoadedState,
     PerRank,
+    StateToLoad,
     StateToSave,
-    buffers_for,
     insert_sharded,
     pack,
     reason,
     unpack,
 )
-from fsdp_utils.checkpoint.validate import check_full, check_model, check_optimizer
+from fsdp_utils.checkpoint.validate import NotLoaded, check_full, check_model, match_optimizers
 from fsdp_utils.checkpoint.writer import HashingFile
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 from fsdp_utils.sharding.local_part import local, local_chunk
@@ -62,10 +71,12 @@ _END_BYTES = 22  # of the record that ends a zip file, without the comment that 
 def save_full(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
+    state: Mapping[str, Any] | None = None,
+    ignore_frozen_params: bool = False,
     wait_s: float = WAIT_S,
-    **state: Any,
+    **more_state: Any,
 ) -> Path:
     """Save the whole training state in one file, gathered in the CPU memory of rank 0.
 
@@ -75,12 +86,16 @@ def save_full(
     Args:
         path: of the file, on a disk of rank 0.
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
-        optimizer: left out of the file when None.
+        optimizer: one, or several over different parameters, as a sequence or the values of a mapping; they
+            are told apart by their parameters, not by order or name. Left out of the file when None.
+        state: what else training needs to go on, such as the step, as for save_distributed. DTensors in it
+            are gathered, and stored under "sharded" (see load_full).
+        ignore_frozen_params: leave out parameters that need no gradient: of a model with adapters over a
+            frozen base, save the adapters. Such a checkpoint is loaded with the same option.
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
             the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
             than the others to read or write its part.
-        **state: what else training needs to go on, such as the step. What differs between ranks is kept for
-            each; DTensors in it are gathered, and stored under "sharded" (see load_full).
+        **more_state: more of the state by keyword, for names that are no argument.
 
     Returns:
         The path.
@@ -90,19 +105,25 @@ def save_full(
 
     Example::
 
-        save_full("model.pt", model, optimizer, step=step, scheduler=scheduler.state_dict())
+        save_full("model.pt", model, optimizer, state={"scheduler": scheduler, "step": step})
     """
-    path, model = Path(path).absolute(), without_unsharded_wrappers(model)
+    path, copies, model = Path(path).absolute(), WholeParams(model), without_unsharded_wrappers(model)
 
-    taken = StateToSave(state)
+    taken, optimizers = StateToSave(state, more_state), listed(optimizer)
     created: list[NewFile] = []  # on rank 0
-    facts = {"path": str(path)}
-    with collective_call("save_full", model, optimizer, lambda: facts, state=taken, wait_s=wait_s) as ranks:
+    ignored = IgnoredParams(model, ignore_frozen_params)
+
+    def facts() -> dict[str, Any]:
+        return {"path": str(path), **ignored.facts(), **copies.facts()}
+
+    with collective_call("save_full", model, optimizers, facts, state=taken, wait_s=wait_s) as ranks:
         try:
+            ranks.each(lambda: copies.check(ranks))
             # Before anything is gathered, because that takes long.
             ranks.each(lambda: created.append(_create(path)) if ranks.rank == 0 else None)
-            snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks))
+            snapshot = Snapshot.take(model, optimizers, stateful=has_state(ranks))
             check_same_optimizer(snapshot, ranks)
+            snapshot.leave_out(ignored.names)
             snapshot.tensors |= taken.tensors
             snapshot = snapshot.gathered(ranks.rank)
             apart = differing(ranks)
@@ -126,7 +147,7 @@ def save_full(
                         **snapshot.extra,
                     },
                     "optimizer": plan and plan.whole(snapshot.tensors),
-                    "optimizer_classes": optimizer_classes(optimizer) if optimizer else [],
+                    "optimizer_classes": recorded_classes(optimizers),
                     "state": {name: value for name, value in taken.plain.items() if name not in apart},
                     "sharded": {key: (place, snapshot.tensors[key]) for key, place in taken.places.items()},
                     "per_rank": {name: [part[name] for part in parts] for name in apart},
@@ -148,12 +169,15 @@ def save_full(
 def load_full(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
+    state: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    ignore_frozen_params: bool = False,
     cast: bool = False,
     verify: bool = True,
     wait_s: float = WAIT_S,
-) -> dict[str, Any]:
+) -> LoadedState:
     """Load what save_full saved, on any number of ranks, into any wrapper of the same model.
 
     Call it on every rank. Rank 0 alone reads the file, and sends one tensor after the other; the others keep
@@ -163,6 +187,12 @@ def load_full(
         path: of the file, on a disk of rank 0.
         model: with parameters on their devices (not on meta); their values are replaced.
         optimizer: as for load_distributed, which says what becomes of its settings.
+        state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
+            after the model and the optimizer. The dict that is returned holds what they were given, too.
+        strict: False loads what the model and the checkpoint both have, with the same shape, and leaves the
+            rest of the model as it is; the result says what that was. An optimizer has to match all the same.
+        ignore_frozen_params: leave parameters of the model that need no gradient as they are, whether or not
+            they are in the file.
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the file with its hash off (for `verify_checkpoint`).
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
@@ -170,9 +200,10 @@ def load_full(
             than the others to read or write its part.
 
     Returns:
-        The state that was saved. A value that differed between ranks comes back to the rank that saved it,
-        when there are as many ranks as then; otherwise as a PerRank, the list of all values by the rank that
-        saved them. A DTensor comes back as from load_distributed.
+        The state that was saved, in a LoadedState, which also names what of the model was not loaded. A value
+        that differed between ranks comes back to the rank that saved it, when there are as many ranks as
+        then; otherwise as a PerRank, the list of all values by the rank that saved them. A DTensor comes back
+        as from load_distributed.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
@@ -180,13 +211,17 @@ def load_full(
 
     Example::
 
-        state = load_full("model.pt", model, optimizer)
-        scheduler.load_state_dict(state["scheduler"])
+        state = load_full("model.pt", model, optimizer, state={"scheduler": scheduler})
         print(state["step"])  # 7
     """
-    path, model = Path(path).absolute(), without_unsharded_wrappers(model)
-    facts = {"path": str(path), "cast": cast, "verify": verify}
-    with collective_call("load_full", model, optimizer, lambda: facts, wait_s=wait_s) as ranks:
+    path, model, objects = Path(path).absolute(), without_unsharded_wrappers(model), StateToLoad(state)
+    optimizers, ignored = listed(optimizer), IgnoredParams(model, ignore_frozen_params)
+
+    def facts() -> dict[str, Any]:
+        settings = {"path": str(path), "strict": strict, "cast": cast, "verify": verify}
+        return {**settings, **ignored.facts(), "state": objects.names()}
+
+    with collective_call("load_full", model, optimizers, facts, wait_s=wait_s) as ranks:
         tensors: dict[str, Tensor] = {}  # on rank 0, in the mapped file
 
         def read() -> dict[str, Any]:
@@ -215,46 +250,43 @@ def load_full(
             }
 
         head = ranks.first(read)
-        specs, saved = head["specs"], head["optimizer"]
-        wanted, units = Snapshot.take(model), units_of(model)
+        specs, wanted = head["specs"], Snapshot.take(model)
         buffers: dict[str, Tensor] = {}
+        saved: list[OptimizerPlan] = []
 
-        def prepare() -> tuple[dict[str, Any], dict[str, Tensor]]:
+        def prepare() -> tuple[dict[str, Any], dict[str, Tensor], NotLoaded]:
             in_model = {key: spec for key, spec in specs.items() if key.startswith(MODEL)}
-            check_model(wanted, in_model, head["tied"], cast=cast)
-            if optimizer is not None:
-                check_optimizer(wanted, model, optimizer, saved, head["optimizer_classes"])
-                if not units:
-                    buffers.update(optimizer_buffers(wanted, model, optimizer, saved, specs))
+            left = check_model(
+                wanted, in_model, head["tied"], cast=cast, strict=strict, ignored=ignored.names
+            )
+            if optimizers:
+                classes = head["optimizer_classes"]
+                saved.extend(match_optimizers(wanted, model, optimizers, head["optimizer"], classes))
+                if not has_fsdp1(model):
+                    buffers.update(optimizer_buffers(wanted, model, optimizers, saved, specs))
             same = head["world_size"] == ranks.world_size
             per_rank = {
                 name: values[ranks.rank] if same else PerRank(values)
                 for name, values in head["per_rank"].items()
             }
-            state, in_state = head["state"] | per_rank, buffers_for(head["sharded"], specs, model)
-            insert_sharded(
-                state, in_state, head["sharded"]
-            )  # to know before anything is loaded that it can be
-            return state, in_state
+            found, in_state = head["state"] | per_rank, state_buffers(head["sharded"], specs, model)
+            # To know before anything is loaded that it can be.
+            objects.check(insert_sharded(found, in_state, head["sharded"]))
+            return found, in_state, left
 
-        state, in_state = ranks.each(prepare)
+        found, in_state, left = ranks.each(prepare)
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         broadcast = _Broadcast(ranks, tensors, specs)
-        for key, target in {**wanted.tensors, **buffers}.items():
+        for key, target in {**wanted.without(left.missing_keys), **buffers}.items():
             _copy_part(broadcast.tensor(key, target.device), target)
-        wanted.extra = head["extra"]
+        wanted.take_extra(head["extra"], strict=strict)
         restore_model(model, wanted)
-        if optimizer is not None:
-            by_param = (
-                fsdp1_optimizer_state(model, units, optimizer, saved, broadcast.tensor)
-                if units
-                else state_by_parameter(wanted, model, saved, buffers)
-            )
-            restore_optimizer(wanted, model, optimizer, saved, by_param)
+        restore_optimizers(wanted, model, optimizers, saved, buffers, broadcast.tensor)
         for key, target in in_state.items():
             _copy_part(broadcast.tensor(key, target.device), target)
-        ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
-    return insert_sharded(state, in_state, head["sharded"])
+        found = insert_sharded(found, in_state, head["sharded"])
+        ranks.each(lambda: objects.load(found))  # nobody goes on with what another rank failed to load
+    return LoadedState(found, *left)
 
 
 class _Broadcast:
@@ -330,7 +362,8 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
             file.seek(max(0, size - 1024))
             tail = file.read(1024)
     except OSError as error:
-        raise CheckpointError(
+        none = isinstance(error, FileNotFoundError)
+        raise (CheckpointNotFoundError if none else CheckpointError)(
             f"{path}: expected a file that save_full wrote, found none: {error.strerror}"
         ) from error
     start = tail.rfind(_END_OF_ZIP)
@@ -342,18 +375,18 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
         if seal != {"format": FORMAT, "bytes": length, algorithm: expected}:
             raise KeyError("format")
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected a file that ends with its hash, by {KNOWN}, found none in its {size} bytes: "
             "it was cut short, or not written by save_full of this version or an earlier one"
         ) from error
     if length != size - len(tail) + start + _END_BYTES:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected {length} bytes before the hash, found {size - len(tail) + start + _END_BYTES}"
         )
     # As it was without the comment.
     found = hash_file(path, algorithm, length=length - 2, end=b"\0\0", progress=progress)
     if found != expected:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected {algorithm} {expected}, found {found}: it is not what was saved"
         )
 
@@ -365,16 +398,16 @@ def read_full(path: Path) -> dict[str, Any]:
             check_archive(file)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: expected a file that save_full wrote, found none") from error
+        raise CheckpointNotFoundError(f"{path}: expected a file that save_full wrote, found none") from error
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected tensors and plain data, found what cannot be read safely and was not run: "
             f"{reason(error)}"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected a file that save_full wrote (format {FORMAT}), found "
             + (f"the entries {list(content)[:5]}" if isinstance(content, dict) else type(content).__name__)
         )

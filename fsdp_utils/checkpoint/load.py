@@ -1,15 +1,15 @@
 """load_distributed: all ranks check everything before the first byte goes into the model."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.collective import collective_call
+from fsdp_utils.checkpoint.collective import IgnoredParams, collective_call
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.manifest import (
     MANIFEST,
@@ -24,38 +24,41 @@ from fsdp_utils.checkpoint.manifest import (
 from fsdp_utils.checkpoint.metadata import read_described, reduced
 from fsdp_utils.checkpoint.reader import TensorReads, read_plain
 from fsdp_utils.checkpoint.restore import (
-    fsdp1_optimizer_state,
     optimizer_buffers,
     restore_model,
-    restore_optimizer,
-    state_by_parameter,
-    units_of,
+    restore_optimizers,
+    state_buffers,
 )
 from fsdp_utils.checkpoint.save import is_int
 from fsdp_utils.checkpoint.state import (
     MODEL,
     PLAIN,
     OptimizerPlan,
+    Optimizers,
     Snapshot,
     class_names,
+    listed,
     whole,
     without_unsharded_wrappers,
 )
-from fsdp_utils.checkpoint.user_state import PerRank, Places, buffers_for, insert_sharded
-from fsdp_utils.checkpoint.validate import check_model, check_optimizer, read_state
+from fsdp_utils.checkpoint.user_state import LoadedState, PerRank, Places, StateToLoad, insert_sharded
+from fsdp_utils.checkpoint.validate import NotLoaded, check_model, match_optimizers, read_state
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks
 
 
 def load_distributed(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     step: int | str = "latest",
+    state: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    ignore_frozen_params: bool = False,
     cast: bool = False,
     verify: bool = True,
     wait_s: float = WAIT_S,
-) -> dict[str, Any]:
+) -> LoadedState:
     """Load what save_distributed saved, on any number of ranks, into any wrapper of the same model.
 
     Call it on every rank.
@@ -63,11 +66,17 @@ def load_distributed(
     Args:
         directory: as for save_distributed.
         model: with parameters on their devices (not on meta); their values are replaced.
-        optimizer: of a related class, such as Adam and AdamW, over the same parameters in the same groups.
-            Its settings (lr, betas, weight_decay and all else in param_groups) become those that were saved,
-            as with Optimizer.load_state_dict(): change a setting after loading. None leaves the saved one
-            aside.
+        optimizer: as many as were saved, each of a related class, such as Adam and AdamW, over the same
+            parameters in the same groups; their order and names may be others. Their settings (lr, betas,
+            weight_decay and all else in param_groups) become those that were saved, as with
+            Optimizer.load_state_dict(): change a setting after loading. None leaves what was saved aside.
         step: of which step; "latest" is the checkpoint that was saved last.
+        state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
+            after the model and the optimizer. The dict that is returned holds what they were given, too.
+        strict: False loads what the model and the checkpoint both have, with the same shape, and leaves the
+            rest of the model as it is; the result says what that was. An optimizer has to match all the same.
+        ignore_frozen_params: leave parameters of the model that need no gradient as they are, whether or not
+            they are in the checkpoint.
         cast: convert to the model's dtypes where they differ from the saved ones.
         verify: False puts the comparison of the files with their hashes off (for `verify_checkpoint`). Their
             sizes, and all names, shapes and dtypes, are compared in any case.
@@ -76,10 +85,12 @@ def load_distributed(
             than the others to read or write its part.
 
     Returns:
-        The state that was saved, and "step". A value that differed between ranks comes back to the rank that
-        saved it, when there are as many ranks as then; otherwise as a PerRank, the list of all values by the
-        rank that saved them. A DTensor comes back as a DTensor over the model's mesh, which shards the same
-        dimensions, or as a whole tensor where the model is not sharded by FSDP2.
+        The state that was saved, and "step", in a LoadedState, which also names what of the model was not
+        loaded. A value that differed between ranks comes back to the rank that saved it, when there are as
+        many ranks as then; otherwise as a PerRank, the list of all values by the rank that saved them. A
+        DTensor comes back as this rank's part of a DTensor over the model's mesh: sharded as the parameter of
+        the same name and shape is (an average of the weights), else along the same dimensions as before; or
+        as a whole tensor where the model is not sharded by FSDP2.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
@@ -87,18 +98,27 @@ def load_distributed(
 
     Example::
 
-        state = load_distributed("run", model, optimizer)
+        state = load_distributed("run", model, optimizer, state={"scheduler": scheduler})
         torch.set_rng_state(state["rng"])
         print(state["step"], state["epoch"])  # 7 3
     """
-    home, model = Path(directory).absolute(), without_unsharded_wrappers(model)
+    home, model, objects = Path(directory).absolute(), without_unsharded_wrappers(model), StateToLoad(state)
+    optimizers, ignored = listed(optimizer), IgnoredParams(model, ignore_frozen_params)
 
     def facts() -> dict[str, Any]:
         if step != "latest" and not is_int(step):
             raise CheckpointError(f'expected step to be a whole number or "latest", found {step!r}')
-        return {"directory": str(home), "step": step, "cast": cast, "verify": verify}
+        return {
+            "directory": str(home),
+            "step": step,
+            "strict": strict,
+            **ignored.facts(),
+            "cast": cast,
+            "verify": verify,
+            "state": objects.names(),
+        }
 
-    with collective_call("load_distributed", model, optimizer, facts, wait_s=wait_s) as ranks:
+    with collective_call("load_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
         checkpoint = ranks.first(lambda: find(home, step))
         manifest: dict[str, Any] = {}
 
@@ -110,55 +130,49 @@ def load_distributed(
         wanted = Snapshot.take(model)
         found = tensor_specs(manifest)
 
-        def check_files() -> Metadata | None:
+        def check_files() -> tuple[Metadata | None, NotLoaded]:
             """Rank 0 reads the description for all, while others still hash their share of the files."""
             _must_be_same(checkpoint, hashes)
             in_model = {key: spec for key, spec in found.items() if key.startswith(MODEL)}
-            check_model(wanted, in_model, manifest["tied"], cast=cast)
+            left = check_model(
+                wanted, in_model, manifest["tied"], cast=cast, strict=strict, ignored=ignored.names
+            )
             if verify:
                 mine = share(manifest["files"], ranks.rank, ranks.world_size)
                 check_hashes(checkpoint, manifest, mine, threads=ranks.threads())
-            return reduced(read_described(checkpoint, manifest)) if ranks.rank == 0 else None
+            return reduced(read_described(checkpoint, manifest)) if ranks.rank == 0 else None, left
 
-        described = ranks.each(check_files)
+        described, left = ranks.each(check_files)
         metadata = ranks.first(lambda: described)
         assert metadata is not None
-        tensors = dict(wanted.tensors)
+        tensors = wanted.without(left.missing_keys)
         places: Places = {}  # of the sharded tensors in the state
 
-        def prepare() -> tuple[dict[str, Any], OptimizerPlan | None, TensorReads]:
+        def prepare() -> tuple[dict[str, Any], list[OptimizerPlan], TensorReads]:
             plain = read_state(checkpoint, metadata, manifest["tensors"])
-            wanted.extra = plain["extra"]
-            state = _state(checkpoint, metadata, plain, manifest, ranks)
+            wanted.take_extra(plain["extra"], strict=strict)
+            others = _state(checkpoint, metadata, plain, manifest, ranks)
             places.update(plain.get("sharded", {}))
-            tensors.update(buffers_for(places, found, model))
-            insert_sharded(state, tensors, places)  # to know before anything is loaded that it can be
-            saved = None
-            if optimizer is not None:
-                saved = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
-                saved = check_optimizer(wanted, model, optimizer, saved, _optimizer_classes(manifest))
-                tensors.update(optimizer_buffers(wanted, model, optimizer, saved, found))
+            tensors.update(state_buffers(places, found, model))
+            # To know before anything is loaded that it can be.
+            objects.check(insert_sharded(others, tensors, places))
+            saved = []
+            if optimizers:
+                plan = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
+                saved = match_optimizers(wanted, model, optimizers, plan, _optimizer_classes(manifest))
+                tensors.update(optimizer_buffers(wanted, model, optimizers, saved, found))
             reads = TensorReads(checkpoint, metadata, tensors)
             reads.check()
-            return state, saved, reads
+            return others, saved, reads
 
-        state, saved, reads = ranks.each(prepare)
+        others, saved, reads = ranks.each(prepare)
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         ranks.each(lambda: reads.read(ranks.threads()))
         restore_model(model, wanted)
-        if optimizer is not None and saved is not None:
-            units = units_of(model)
-            restore_optimizer(
-                wanted,
-                model,
-                optimizer,
-                saved,
-                fsdp1_optimizer_state(model, units, optimizer, saved, lambda key: whole(tensors[key]))
-                if units
-                else state_by_parameter(wanted, model, saved, tensors),
-            )
-        ranks.each(lambda: None)  # nobody goes on with what another rank failed to load
-    return {**insert_sharded(state, tensors, places), "step": manifest["step"]}
+        restore_optimizers(wanted, model, optimizers, saved, tensors, lambda key: whole(tensors[key]))
+        others = insert_sharded(others, tensors, places)
+        ranks.each(lambda: objects.load(others))  # nobody goes on with what another rank failed to load
+    return LoadedState({**others, "step": others.get("step", manifest["step"])}, *left)
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -172,8 +186,8 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def _optimizer_classes(manifest: dict[str, Any]) -> list[str]:
-    """optimizer_classes() of the saved optimizer; empty if an old checkpoint names an unknown class."""
+def _optimizer_classes(manifest: dict[str, Any]) -> list[Any]:
+    """recorded_classes() of the saved optimizers; empty if an old checkpoint names an unknown class."""
     known = getattr(torch.optim, str(manifest["optimizer"]), None)
     return manifest.get("optimizer_classes", class_names(known) if isinstance(known, type) else [])
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from blake3 import blake3
 
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from fsdp_utils.checkpoint.files import (
     ABANDONED_S,
     PREFIX,
@@ -74,6 +74,46 @@ def committed(directory: Path) -> list[Committed]:
     return sorted(Committed(int(match[1]), int(match[2]), path) for match, path in found if match)
 
 
+def checkpoints(directory: str | os.PathLike[str]) -> dict[int, Path]:
+    """Map the step of each checkpoint in a directory to its path, in the order in which they were saved.
+
+    Looks at the directory as this process sees it, and waits for no other rank. Checkpoints that are still
+    being saved are not there yet. Of a step that was saved twice it gives the later one.
+
+    Args:
+        directory: as for save_distributed.
+
+    Returns:
+        {} where there is no checkpoint, or no directory.
+
+    Example::
+
+        for step, path in checkpoints("run").items():
+            verify_checkpoint(path)
+    """
+    found: dict[int, Path] = {}
+    for one in committed(Path(directory).absolute()):
+        found.pop(one.step, None)
+        found[one.step] = one.path
+    return found
+
+
+def latest_step(directory: str | os.PathLike[str]) -> int | None:
+    """Return the step of the checkpoint that was saved last, None where there is none.
+
+    Looks at the directory as this process sees it, and waits for no other rank.
+
+    Args:
+        directory: as for save_distributed.
+
+    Example::
+
+        if latest_step("run") is not None:
+            load_distributed("run", model, optimizer)
+    """
+    return next(reversed(checkpoints(directory)), None)
+
+
 def find(directory: Path, step: int | str) -> Path:
     """Find the checkpoint of a step, or the one saved last for "latest".
 
@@ -85,7 +125,7 @@ def find(directory: Path, step: int | str) -> Path:
         if step in ("latest", one.step):
             return one.path
     steps = ", ".join(str(one.step) for one in there[-10:])
-    raise CheckpointError(
+    raise CheckpointNotFoundError(
         f"{directory}: expected a checkpoint of step {step!r}, found "
         + (f"those of steps {steps}" if there else "none" if directory.is_dir() else "no such directory")
     )
@@ -122,25 +162,29 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular(path, at_most=_MOST_BYTES))
         if (algorithm := algorithm_of(content)) is None:
-            raise CheckpointError(
+            raise CheckpointDamagedError(
                 f"{path}: expected the manifest of a checkpoint with its hash, by {KNOWN}, found none: it is "
                 "damaged, or of a later version of fsdp_utils"
             )
         expected = content.pop(algorithm)
         found = _hash(json.dumps(content, sort_keys=True), algorithm)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: expected the manifest of a checkpoint, found no file") from error
+        raise CheckpointDamagedError(
+            f"{path}: expected the manifest of a checkpoint, found no file"
+        ) from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected the manifest of a checkpoint, found a damaged one: {type(error).__name__}: "
             f"{error}"
         ) from error
     if found != expected:
-        raise CheckpointError(f"{path}: expected a manifest with {algorithm} {expected}, found {found}")
+        raise CheckpointDamagedError(
+            f"{path}: expected a manifest with {algorithm} {expected}, found {found}"
+        )
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: expected format {FORMAT}, found {content.get('format')!r}")
     if problem := _problem(content):
-        raise CheckpointError(f"{path}: expected the manifest of a checkpoint, found {problem}")
+        raise CheckpointDamagedError(f"{path}: expected the manifest of a checkpoint, found {problem}")
     return content
 
 
@@ -200,11 +244,11 @@ def check_sizes(checkpoint: Path, manifest: dict[str, Any]) -> None:
             with open_regular(path) as file:
                 found = os.fstat(file.fileno()).st_size
         except OSError as error:
-            raise CheckpointError(
+            raise CheckpointDamagedError(
                 f"{path}: expected a file of {entry['bytes']} bytes, found none ({error.strerror})"
             ) from error
         if found != entry["bytes"]:
-            raise CheckpointError(f"{path}: expected {entry['bytes']} bytes, found {found}")
+            raise CheckpointDamagedError(f"{path}: expected {entry['bytes']} bytes, found {found}")
 
 
 def check_hashes(
@@ -225,12 +269,12 @@ def check_hashes(
         try:
             found = hash_file(path, algorithm, progress=progress)
         except OSError as error:
-            raise CheckpointError(
+            raise CheckpointDamagedError(
                 f"{path}: expected a file that can be read, found {error.strerror} (did another program "
                 "delete the checkpoint?)"
             ) from error
         if found != expected:
-            raise CheckpointError(
+            raise CheckpointDamagedError(
                 f"{path}: expected {algorithm} {expected}, found {found}: it is not what was saved (a "
                 "damaged disk or copy, or a file of another checkpoint)"
             )

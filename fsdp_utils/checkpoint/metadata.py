@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from fsdp_utils.checkpoint.files import is_plain_name, read_regular
 from fsdp_utils.checkpoint.manifest import tensor_specs
 from fsdp_utils.checkpoint.safe_pickle import MOST_BYTES, Refused, interpret
@@ -192,13 +192,13 @@ def _read_one(path: Path) -> Metadata:
         metadata = cast(Metadata, interpret(read_regular(path, at_most=MOST_BYTES), _Description()))
         _check_parts(metadata)
     except FileNotFoundError as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected DCP's description of the checkpoint, found no file"
         ) from error
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected DCP's description of the checkpoint, found what cannot be one: "
             f"{error if isinstance(error, Refused) else f'{type(error).__name__}: {error}'}"
         ) from error
@@ -230,7 +230,7 @@ def read_any_metadata(directory: Path) -> Metadata:
             there = whole.state_dict_metadata.setdefault(key, entry)
             if isinstance(there, TensorStorageMetadata) and isinstance(entry, TensorStorageMetadata):
                 if there.size != entry.size or there.properties.dtype != entry.properties.dtype:
-                    raise CheckpointError(
+                    raise CheckpointDamagedError(
                         f"{directory}: expected the descriptions of all ranks to agree, found {key!r} as "
                         f"{there.properties.dtype} {list(there.size)} and as {entry.properties.dtype} "
                         f"{list(entry.size)}"
@@ -278,7 +278,7 @@ def read_described(checkpoint: Path, manifest: dict[str, Any]) -> Metadata:
         differing = sorted(
             key for key in described.keys() | expected.keys() if described.get(key) != expected.get(key)
         )
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{checkpoint / '.metadata'}: expected what the manifest says, found other tensors: "
             + "; ".join(
                 f"{key}: expected {expected.get(key)}, found {described.get(key)}" for key in differing[:3]
@@ -287,7 +287,7 @@ def read_described(checkpoint: Path, manifest: dict[str, Any]) -> Metadata:
     for index, where in metadata.storage_data.items():
         entry = manifest["files"].get(where.relative_path)
         if entry is None or not 0 <= where.offset <= where.offset + where.length <= entry["bytes"]:
-            raise CheckpointError(
+            raise CheckpointDamagedError(
                 f"{checkpoint / '.metadata'}: expected {index.fqn} in a file of the manifest, found it at "
                 f"bytes {where.offset} to {where.offset + where.length} of {where.relative_path}"
             )
@@ -317,7 +317,7 @@ def check_chunks(path: Path, metadata: Metadata) -> None:
         if isinstance(one, TensorStorageMetadata)
     )
     if described > len(metadata.storage_data):
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{path}: expected a place for each of {described} chunks, found {len(metadata.storage_data)}"
         )
     checked: dict[int, TensorStorageMetadata] = {}  # tied tensors share their entry
@@ -326,7 +326,7 @@ def check_chunks(path: Path, metadata: Metadata) -> None:
             continue
         if id(entry) not in checked:
             if problem := _gap(entry.size, entry.chunks):
-                raise CheckpointError(
+                raise CheckpointDamagedError(
                     f"{path}: expected chunks that make up {key} {list(entry.size)}, each part once, found "
                     f"{problem}: a part is missing (was a rank's file left behind?), or the description is "
                     "damaged"
@@ -336,7 +336,7 @@ def check_chunks(path: Path, metadata: Metadata) -> None:
             where = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
             needed = entry.properties.dtype.itemsize * prod(chunk.sizes)
             if where is None or where.length < needed:
-                raise CheckpointError(
+                raise CheckpointDamagedError(
                     f"{path}: expected the place of {needed} bytes for {key} from {list(chunk.offsets)}, "
                     f"found {'none' if where is None else f'{where.length} bytes'}"
                 )
@@ -355,7 +355,7 @@ def _check_overlaps(path: Path, metadata: Metadata) -> None:
     ):
         tied = (begin, length, offset) == (next_begin, next_length, there) and name != other
         if file == next_file and next_begin < begin + length and not tied:
-            raise CheckpointError(
+            raise CheckpointDamagedError(
                 f"{path}: expected a place of its own for each chunk, found {name} and {other} at byte "
                 f"{next_begin} of {file}"
             )

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError
 from fsdp_utils.checkpoint.files import open_regular
 from fsdp_utils.checkpoint.safe_pickle import begin_of, check_archive
 from fsdp_utils.checkpoint.user_state import reason, unpack, view
@@ -58,7 +58,7 @@ class TensorReads:
             index = read.storage_index
             entry = metadata.state_dict_metadata[index.fqn]
             if read.type == LoadItemType.BYTE_IO or not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(
+                raise CheckpointDamagedError(
                     f"{index.fqn}: expected a tensor, found a pickled object, which is not read"
                 )
             assert index.offset is not None
@@ -102,19 +102,21 @@ def read_tensor(checkpoint: Path, metadata: Metadata, key: str) -> Tensor:
     """Read one full tensor, in this process alone."""
     entry = metadata.state_dict_metadata.get(key)
     if not isinstance(entry, TensorStorageMetadata):
-        raise CheckpointError(f"{checkpoint}: expected a tensor {key!r}, found {entry}")
+        raise CheckpointDamagedError(f"{checkpoint}: expected a tensor {key!r}, found {entry}")
     try:
         for chunk in entry.chunks:  # a file that is too short costs no memory for the tensor
             where = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             path, end = checkpoint / where.relative_path, where.offset + where.length
             if (size := path.stat().st_size) < end:
-                raise CheckpointError(f"{path}: expected {end} bytes at least, for {key}, found {size}")
+                raise CheckpointDamagedError(
+                    f"{path}: expected {end} bytes at least, for {key}, found {size}"
+                )
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         reads = TensorReads(checkpoint, metadata, {key: tensor})
         reads.check()
         reads.read()
     except OSError as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{error.filename or checkpoint}: expected a file with a part of {key}, found none that can be "
             f"read: {error.strerror}"
         ) from error
@@ -127,7 +129,7 @@ def read_plain(checkpoint: Path, metadata: Metadata, key: str) -> Any:
     try:
         return unpack(view(data).tobytes())
     except Exception as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{checkpoint}: expected plain data under {key!r}, found what cannot be read safely: "
             f"{reason(error)}"
         ) from error
@@ -173,7 +175,7 @@ def find_bytes(item: Item, file: io.RawIOBase, known: KnownHeads) -> int:
             part.seek(0)
             head = known[kind] = part.read(begin)
     except Exception as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{item.path}: expected {item.name} as {item.dtype} {list(item.shape)} at byte {item.offset}, "
             f"found {reason(error)}"
         ) from error
@@ -219,7 +221,9 @@ def fill(target: Tensor, file: io.RawIOBase, begin: int, what: str) -> None:
     while left:
         count = file.readinto(left)
         if not count:
-            raise CheckpointError(f"{what}: expected {len(left)} bytes more, found the end of the file")
+            raise CheckpointDamagedError(
+                f"{what}: expected {len(left)} bytes more, found the end of the file"
+            )
         left = left[count:]
 
 

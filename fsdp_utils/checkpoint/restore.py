@@ -1,13 +1,14 @@
 """Restore the model and the optimizer from loaded tensors, under any wrapper."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.state import (
@@ -19,7 +20,9 @@ from fsdp_utils.checkpoint.state import (
     parameter_names,
     quiet,
 )
+from fsdp_utils.checkpoint.user_state import Places
 from fsdp_utils.sharding.local_part import local
+from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
 from fsdp_utils.torch_internals.names import FLAT_PARAM
 
@@ -27,26 +30,28 @@ from fsdp_utils.torch_internals.names import FLAT_PARAM
 def optimizer_buffers(
     wanted: Snapshot,
     model: nn.Module,
-    optimizer: Optimizer,
-    saved: OptimizerPlan,
+    optimizers: Sequence[Optimizer],
+    saved: Sequence[OptimizerPlan],
     found: Mapping[str, tuple[torch.dtype, torch.Size]],
 ) -> dict[str, Tensor]:
-    """Allocate tensors for the optimizer's state, in the checkpoint's dtypes, sharded as the parameters are.
+    """Allocate tensors for the optimizers' state, in the checkpoint's dtypes, sharded as the parameters are.
 
     Where the optimizer has such a tensor already it is that one: a second copy of the state takes memory, and
     getting it from the system takes longer than filling it. Else it is an empty one, as it is for an
     optimizer with a state_dict() of its own, whose `state` may hold something else under the same name.
     """
-    as_it_is = type(optimizer).state_dict is Optimizer.state_dict and not has_fsdp1(model)
+    as_they_are = [one for one in optimizers if type(one).state_dict is Optimizer.state_dict]
+    states = [] if has_fsdp1(model) else [one.state for one in as_they_are]
     own = {
         (names[0], what): value
-        for param, names in (parameter_names(model) if as_it_is else {}).items()
-        for what, value in optimizer.state.get(param, {}).items()
+        for param, names in parameter_names(model).items()
+        for state in states
+        for what, value in (state[param].items() if param in state else ())
         if isinstance(value, Tensor) and value.dim()  # one number may be shared by several parameters
     }
     taken = {_address(tensor) for tensor in wanted.tensors.values()}
     buffers = {}
-    for key, path in saved.paths.items():
+    for key, path in (item for plan in saved for item in plan.paths.items()):
         dtype, shape = found[key]
         param = wanted.tensors.get(MODEL + wanted.first_name(path[0]))
         there = own.get(path)
@@ -63,6 +68,40 @@ def optimizer_buffers(
             buffers[key] = torch.empty_like(param, dtype=dtype)
         else:
             buffers[key] = torch.empty(shape, dtype=dtype)
+    return buffers
+
+
+def state_buffers(
+    places: Places, found: Mapping[str, tuple[torch.dtype, torch.Size]], model: nn.Module
+) -> dict[str, Tensor]:
+    """Allocate tensors for the sharded tensors in the state.
+
+    One that has the name and the shape of a parameter, as an average of the weights has, is sharded as the
+    parameter is. Others are sharded over the model's mesh as they were over their own; or they are full,
+    where no parameter of the model is a DTensor, or the model's mesh has fewer dimensions than were sharded.
+    """
+    params = {
+        name: param
+        for param, names in parameter_names(model).items()
+        for name in names
+        if isinstance(param, DTensor)
+    }
+    mesh = next((param.device_mesh for param in params.values()), None)
+    buffers = {}
+    for key, (path, dims) in places.items():
+        dtype, shape = found[key]
+        name = plain_name(str(path[-1])) if path else ""
+        param = params.get(name, params.get(name.removeprefix("module.")))  # as AveragedModel's are named
+        while dims and dims[0] is None:  # replicated, as by hybrid sharding
+            dims = dims[1:]
+        if param is not None and param.shape == shape:
+            buffers[key] = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        elif mesh is None or len(dims) > mesh.ndim:
+            buffers[key] = torch.empty(shape, dtype=dtype)
+        else:
+            placements: list[Placement] = [Replicate()] * (mesh.ndim - len(dims))
+            placements += [Replicate() if dim is None else Shard(dim) for dim in dims]
+            buffers[key] = empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
     return buffers
 
 
@@ -85,20 +124,49 @@ def restore_model(model: nn.Module, loaded: Snapshot) -> None:
     }
     state.update({alias: state[name] for alias, name in loaded.tied.items()})
     with quiet():
-        set_model_state_dict(model, state)
+        set_model_state_dict(
+            model, {loaded.raw_names.get(name, name): value for name, value in state.items()}
+        )
+
+
+def restore_optimizers(
+    wanted: Snapshot,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    saved: Sequence[OptimizerPlan],
+    tensors: Mapping[str, Tensor],
+    receive: Callable[[str], Tensor],
+) -> None:
+    """Restore each optimizer from its saved plan.
+
+    Args:
+        tensors: by flat name, filled; from optimizer_buffers().
+        receive: for a model in FSDP1: gives the full tensor of a flat name, on every rank.
+    """
+    units, names = units_of(model), parameter_names(model)
+    for optimizer, plan in zip(optimizers, saved, strict=True):
+        state = (
+            fsdp1_optimizer_state(model, units, plan, receive)
+            if units
+            else state_by_parameter(wanted, names, plan, tensors)
+        )
+        restore_optimizer(wanted, names, optimizer, plan, state)
 
 
 def state_by_parameter(
-    wanted: Snapshot, model: nn.Module, saved: OptimizerPlan, tensors: Mapping[str, Tensor]
+    wanted: Snapshot,
+    names: Mapping[nn.Parameter, list[str]],
+    saved: OptimizerPlan,
+    tensors: Mapping[str, Tensor],
 ) -> dict[Tensor, dict[str, Any]]:
     """Group the optimizer's tensors, sharded as the parameters are, by parameter."""
-    params = {name: param for param, names in parameter_names(model).items() for name in names}
+    params = {name: param for param, some in names.items() for name in some}
     return {params[wanted.first_name(name)]: state for name, state in saved.whole(tensors)["state"].items()}
 
 
 def restore_optimizer(
     wanted: Snapshot,
-    model: nn.Module,
+    names: Mapping[nn.Parameter, list[str]],
     optimizer: Optimizer,
     saved: OptimizerPlan,
     state: Mapping[Tensor, Mapping[str, Any]],
@@ -109,6 +177,7 @@ def restore_optimizer(
     the groups up where one of them is empty, and refuses an FSDP1 unit inside of activation checkpointing.
 
     Args:
+        names: from parameter_names().
         state: by parameter, in the dtypes that the state is to have.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -116,7 +185,7 @@ def restore_optimizer(
     groups = [
         {**settings, "params": [numbers[param] for param in group["params"]]}
         for group, settings in zip(
-            optimizer.param_groups, _settings(wanted, model, optimizer, saved), strict=True
+            optimizer.param_groups, _settings(wanted, names, optimizer, saved), strict=True
         )
     ]
     optimizer.load_state_dict(
@@ -131,10 +200,12 @@ def restore_optimizer(
 
 
 def _settings(
-    wanted: Snapshot, model: nn.Module, optimizer: Optimizer, saved: OptimizerPlan
+    wanted: Snapshot,
+    names: Mapping[nn.Parameter, list[str]],
+    optimizer: Optimizer,
+    saved: OptimizerPlan,
 ) -> Iterator[dict[str, Any]]:
     """The saved settings of each parameter group, in the order of the optimizer's groups."""
-    names = parameter_names(model)
     by_name = {wanted.first_name(name): group for group in saved.groups for name in group["params"]}
     empty = (group for group in saved.groups if not group["params"])
     for group in optimizer.param_groups:
@@ -170,7 +241,7 @@ class _Piece(NamedTuple):
     numel: int
 
 
-def _pieces(unit: Unit, own: set[int]) -> dict[str, _Piece]:
+def _pieces(unit: Unit) -> dict[str, _Piece]:
     """This rank's parts of the unit's parameters, by name."""
     flat = fsdp1_flat(unit.module)
     if flat is None:
@@ -178,8 +249,8 @@ def _pieces(unit: Unit, own: set[int]) -> dict[str, _Piece]:
     kept, pieces = Flat(flat), {}
     for index, (name, info) in enumerate(zip(unit.names, kept.shards, strict=True)):
         if info.in_shard:
-            # The optimizer has either the flat parameter or, with use_orig_params, its views.
-            param, start = (flat, info.offset_in_shard) if id(flat) in own else (kept.params[index], 0)
+            # An optimizer has either the flat parameter or, with use_orig_params, its views.
+            param, start = (kept.params[index], 0) if kept.params else (flat, info.offset_in_shard)
             pieces[name] = _Piece(param, start, info.intra_param_start_idx, info.numel_in_shard)
     return pieces
 
@@ -200,7 +271,6 @@ def units_of(model: nn.Module) -> list[Unit]:
 def fsdp1_optimizer_state(
     model: nn.Module,
     units: list[Unit],
-    optimizer: Optimizer,
     saved: OptimizerPlan,
     receive: Callable[[str], Tensor],
 ) -> dict[Tensor, dict[str, Any]]:
@@ -209,8 +279,7 @@ def fsdp1_optimizer_state(
     Args:
         receive: gives the whole tensor of a flat name, on every rank.
     """
-    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    pieces = {name: piece for unit in units for name, piece in _pieces(unit, own).items()}
+    pieces = {name: piece for unit in units for name, piece in _pieces(unit).items()}
     inside = {name for unit in units for name in unit.names}
     for raw_name, param in model.named_parameters():
         name = clean_name(model, raw_name)

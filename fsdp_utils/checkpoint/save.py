@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,18 +13,27 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
-from fsdp_utils.checkpoint.collective import check_same_optimizer, collective_call, differing, has_state
+from fsdp_utils.checkpoint.collective import (
+    IgnoredParams,
+    WholeParams,
+    check_same_optimizer,
+    collective_call,
+    differing,
+    has_state,
+    optimizer_names,
+)
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.manifest import FORMAT, abandon, begin, commit, end, keep_last, write_manifest
 from fsdp_utils.checkpoint.metadata import specs
 from fsdp_utils.checkpoint.state import (
     MODEL,
     PLAIN,
+    Optimizers,
     Snapshot,
-    optimizer_classes,
+    listed,
+    recorded_classes,
     unwrapped,
     without_unsharded_wrappers,
 )
@@ -39,13 +48,15 @@ _SHARED_WAIT_S = 3.0
 def save_distributed(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     step: int,
+    state: Mapping[str, Any] | None = None,
     keep: int | None = None,
+    ignore_frozen_params: bool = False,
     asynchronous: bool = False,
     wait_s: float = WAIT_S,
-    **state: Any,
+    **more_state: Any,
 ) -> Save:
     """Save a sharded training state such that it is there as a whole, or not at all.
 
@@ -56,19 +67,24 @@ def save_distributed(
     Args:
         directory: where the checkpoints of one training are, the same for all ranks. Made if it is not there.
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
-        optimizer: left out of the checkpoint when None.
+        optimizer: one, or several over different parameters, as a sequence or the values of a mapping; they
+            are told apart by their parameters, not by order or name. Left out of the checkpoint when None.
         step: number of the training step.
+        state: what else training needs to go on, by name: plain data such as the position in the data or an
+            average of the weights, and objects with state_dict() and load_state_dict() (schedulers, data
+            loaders, gradient scalers), of which the state_dict() is saved. A value that is equal on all ranks
+            is stored once; one that differs is stored for each rank and comes back to its rank. DTensors in
+            it are stored sharded (see load_distributed).
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
+        ignore_frozen_params: leave out parameters that need no gradient: of a model with adapters over a
+            frozen base, save the adapters. Such a checkpoint is loaded with the same option.
         asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
             in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
             second copy of this rank's shard, and keeps it for the next save.
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
             the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
             than the others to read or write its part.
-        **state: what else training needs to go on: scheduler.state_dict(), position in the data, random
-            number generators, an average of the weights, the state_dict() of a second optimizer. A value that
-            is equal on all ranks is stored once; one that differs is stored for each rank and comes back to
-            its rank. DTensors in it are stored sharded (see load_distributed).
+        **more_state: more of the state by keyword, for names that are no argument.
 
     Returns:
         The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.
@@ -78,10 +94,10 @@ def save_distributed(
 
     Example::
 
-        rng = torch.get_rng_state()
-        save_distributed("run", model, optimizer, step=step, keep=3, epoch=epoch, rng=rng)
+        state = {"scheduler": scheduler, "epoch": epoch, "rng": torch.get_rng_state()}
+        save_distributed("run", model, optimizer, step=step, keep=3, state=state)
     """
-    home, model = Path(directory).absolute(), without_unsharded_wrappers(model)
+    home, copies, model = Path(directory).absolute(), WholeParams(model), without_unsharded_wrappers(model)
 
     def facts() -> dict[str, Any]:
         if not is_int(step) or step < 0:
@@ -90,16 +106,20 @@ def save_distributed(
             raise CheckpointError(
                 f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
             )
-        return {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
+        settings = {"directory": str(home), "step": step, "keep": keep, "asynchronous": asynchronous}
+        return settings | ignored.facts() | copies.facts()
 
-    taken = StateToSave(state)
-    call = collective_call("save_distributed", model, optimizer, facts, state=taken, wait_s=wait_s)
+    ignored = IgnoredParams(model, ignore_frozen_params)
+    taken, optimizers = StateToSave(state, more_state), listed(optimizer)
+    call = collective_call("save_distributed", model, optimizers, facts, state=taken, wait_s=wait_s)
     with call as ranks:
+        ranks.each(lambda: copies.check(ranks))
         unfinished, final = ranks.first(lambda: begin(home, step))
         with _removed_on_failure(unfinished, ranks):
             ranks.each(lambda: _must_see(unfinished))
-            snapshot = Snapshot.take(model, optimizer, stateful=has_state(ranks))
+            snapshot = Snapshot.take(model, optimizers, stateful=has_state(ranks))
             check_same_optimizer(snapshot, ranks)
+            snapshot.leave_out(ignored.names)
             snapshot.tensors |= ranks.each(lambda: _plain_tensors(snapshot, taken, ranks)) | taken.tensors
             if asynchronous:
                 ranks.in_background = True
@@ -110,8 +130,8 @@ def save_distributed(
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "world_size": ranks.world_size,
         "torch": str(torch.__version__),
-        "optimizer": optimizer_classes(optimizer)[0] if optimizer else None,
-        "optimizer_classes": optimizer_classes(optimizer) if optimizer else [],
+        "optimizer": optimizer_names(optimizers),
+        "optimizer_classes": recorded_classes(optimizers),
         "tied": snapshot.tied,
         **describe(model),
     }
@@ -177,7 +197,11 @@ def _plain_tensors(snapshot: Snapshot, state: StateToSave, ranks: Ranks) -> dict
     if ranks.rank == 0:
         common = {name: value for name, value in state.plain.items() if name not in per_rank}
         plan = snapshot.optimizer
-        optimizer = plan and {"groups": plan.groups, "paths": plan.paths, "plain": plan.plain}
+        optimizer: dict[str, Any] | None = None
+        if plan is not None:
+            optimizer = {"groups": plan.groups, "paths": plan.paths, "plain": plan.plain}
+            if plan.group_counts:
+                optimizer["group_counts"] = plan.group_counts
         plain = {
             "extra": snapshot.extra,
             "optimizer": optimizer,

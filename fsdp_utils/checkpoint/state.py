@@ -5,15 +5,17 @@ torch.distributed.checkpoint.state_dict gives the tensors: under names that do n
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,13 +25,16 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.user_state import holds_sharded
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
-from fsdp_utils.torch_internals.names import COMPILED, ShardedTensor, get_param_to_fqns
+from fsdp_utils.torch_internals.names import WRAPPED, ShardedTensor, get_param_to_fqns
 from fsdp_utils.torch_internals.runtime import sharded_tensor_group
 
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
 # What is not a tensor is stored as the bytes of one: under this name, or with ".rank<r>" if it is rank r's.
 PLAIN = "plain"
+
+# What a save and a load take as `optimizer`: one, or several over different parameters.
+Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 
 
 @dataclass
@@ -43,21 +48,37 @@ class Snapshot:
     optimizer: "OptimizerPlan | None" = None
     # name of a tensor that is left out -> the name under which it is there
     tied: dict[str, str] = field(default_factory=dict)
+    # name of what the model has -> its name in torch's state dict, which may hold names of wrappers
+    raw_names: dict[str, str] = field(default_factory=dict)
     # FSDP1's own sharded tensors, by name, over the memory of those in `tensors`
     originals: dict[str, ShardedTensor] = field(default_factory=dict)
 
     @classmethod
     def take(
-        cls, model: nn.Module, optimizer: Optimizer | None = None, *, stateful: bool = True
+        cls, model: nn.Module, optimizer: Optimizers | None = None, *, stateful: Sequence[bool] | None = None
     ) -> "Snapshot":
         """Take a snapshot, which shares the model's memory where it can. A collective under FSDP.
 
         Args:
-            stateful: whether the optimizer has a state on any rank; the same on all ranks.
+            stateful: whether each optimizer has a state on any rank; the same on all ranks. None if all have.
         """
         with quiet():
-            state = get_model_state_dict(model)
-        snapshot = cls(tied={alias: name for alias, name in tied_names(model).items() if alias in state})
+            found = get_model_state_dict(model)
+        flat = has_fsdp1(model)  # which cannot load under other names than it gives
+        raw_names = {name if flat else plain_name(name): name for name in found}
+        state = {name: found[raw] for name, raw in raw_names.items()}
+        tied = tied_names(model)
+        params = {name for names in parameter_names(model).values() for name in names}
+        if hidden := sorted(params - state.keys()):
+            raise CheckpointError(
+                f"expected the parameter {hidden[0]!r} in the model's state dict, found "
+                f"{sorted(state.keys() - tied.keys())[:3]}: torch leaves the name of a wrapper in where "
+                "another one hides it. Put FSDP1 inside of torch.compile, and activation checkpointing "
+                "inside of both and of DDP"
+            )
+        snapshot = cls(
+            tied={alias: name for alias, name in tied.items() if alias in state}, raw_names=raw_names
+        )
         meshes: dict[Any, DeviceMesh] = {}
         for name, value in state.items():
             if name in snapshot.tied:
@@ -68,14 +89,32 @@ class Snapshot:
                 snapshot.tensors[MODEL + name] = _common(value, meshes)
             else:
                 snapshot.extra[name] = value
-        if optimizer is not None:
-            snapshot.optimizer, tensors = OptimizerPlan.of(_optimizer_state(model, optimizer, stateful))
+        plans = []
+        for number, one in enumerate(listed(optimizer)):
+            has_state = stateful is None or stateful[number]
+            plan, tensors = OptimizerPlan.of(_optimizer_state(model, one, has_state))
             snapshot.tensors |= {key: _common(tensor, meshes) for key, tensor in tensors.items()}
+            plans.append(plan)
+        snapshot.optimizer = OptimizerPlan.joined(plans)
         return snapshot
 
     def first_name(self, name: str) -> str:
         """The name under which a tied tensor is stored."""
         return self.tied.get(name, name)
+
+    def without(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The tensors, without some of the model's."""
+        left_out = {MODEL + name for name in names}
+        return {key: tensor for key, tensor in self.tensors.items() if key not in left_out}
+
+    def take_extra(self, saved: dict[str, Any], *, strict: bool) -> None:
+        """Take over what the checkpoint has besides tensors; if not strict, only what the model has too."""
+        self.extra = saved if strict else {name: saved.get(name, own) for name, own in self.extra.items()}
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Forget tensors of the model."""
+        self.tensors = self.without(names)
+        self.tied = {alias: name for alias, name in self.tied.items() if name not in names}
 
     def gathered(self, rank: int) -> "Snapshot":
         """Gather full tensors in the CPU memory of rank 0, none on the others. A collective under FSDP."""
@@ -97,16 +136,42 @@ class Snapshot:
 
 @dataclass
 class OptimizerPlan:
-    """An optimizer's state without its tensors."""
+    """The state, without its tensors, of an optimizer or of several over different parameters."""
 
     groups: list[dict[str, Any]]  # param_groups, with the names of the parameters under "params"
     paths: dict[str, tuple[Any, ...]]  # flat name of a tensor -> (parameter, what, ...)
     plain: dict[tuple[Any, ...], Any]  # (parameter, what, ...) -> what is no tensor
+    group_counts: list[int] = field(default_factory=list)  # of each of several optimizers; [] for one
+
+    @classmethod
+    def joined(cls, plans: "Sequence[OptimizerPlan]") -> "OptimizerPlan | None":
+        """Join the plans of optimizers over different parameters; None for none."""
+        if len(plans) <= 1:
+            return plans[0] if plans else None
+        whole = cls([], {}, {}, [len(plan.groups) for plan in plans])
+        for plan in plans:
+            whole.groups += plan.groups
+            whole.paths |= plan.paths
+            whole.plain |= plan.plain
+        return whole
+
+    def split(self) -> "list[OptimizerPlan]":
+        """Take apart what joined() joined: a plan for each optimizer."""
+        if not self.group_counts:
+            return [self]
+        groups = iter(self.groups)
+        plans = [OptimizerPlan(list(islice(groups, count)), {}, {}) for count in self.group_counts]
+        owners = {name: plan for plan in plans for group in plan.groups for name in group["params"]}
+        for key, path in self.paths.items():
+            owners.get(path[0], plans[0]).paths[key] = path
+        for path, value in self.plain.items():
+            owners.get(path[0], plans[0]).plain[path] = value
+        return plans
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "tuple[OptimizerPlan, dict[str, Tensor]]":
         """Take {"state": ..., "param_groups": ...} apart, as get_optimizer_state_dict gives it."""
-        plan, tensors = cls(state.get("param_groups", []), {}, {}), {}
+        plan, tensors = cls(state.get("param_groups", []), {}, {}, state.get("group_counts", [])), {}
         for path, value in _leaves(state.get("state", {})):
             if not isinstance(value, Tensor) and holds_sharded(value):  # it would be stored as rank 0 has it
                 raise CheckpointError(
@@ -125,7 +190,8 @@ class OptimizerPlan:
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Rebuild the state dict that of() took apart."""
         leaves = [*((path, tensors[key]) for key, path in self.paths.items()), *self.plain.items()]
-        return {"state": _tree(leaves), "param_groups": self.groups}
+        counts = {"group_counts": self.group_counts} if self.group_counts else {}
+        return {"state": _tree(leaves), "param_groups": self.groups, **counts}
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, stateful: bool) -> Mapping[str, Any]:
@@ -140,7 +206,14 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, stateful: bool) -> 
             optimizer.state[param] = {}
         try:
             with quiet():
-                return get_optimizer_state_dict(model, optimizer)
+                found: Any = get_optimizer_state_dict(model, optimizer)
+            return {
+                "state": {plain_name(name): value for name, value in found["state"].items()},
+                "param_groups": [
+                    {**group, "params": [plain_name(name) for name in group["params"]]}
+                    for group in found["param_groups"]
+                ],
+            }
         finally:
             for param in added:
                 del optimizer.state[param]
@@ -198,31 +271,42 @@ def _tree(leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[Any, Any]:
 # ---- names ------------------------------------------------------------------------------------------
 
 
-# The wrapped model in torch.compile's module, and in Lightning Fabric's.
-_INNER = (COMPILED, "_forward_module")
+def _inner(module: object) -> tuple[str, nn.Module] | None:
+    """The module inside of a wrapper, under the name that it has there; None if this is no wrapper.
+
+    Wrappers are DDP, FSDP1, activation checkpointing, torch.compile and Lightning Fabric's.
+    """
+    if isinstance(module, DistributedDataParallel | nn.DataParallel):
+        return "module", module.module
+    children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
+    return next(((name, children[name]) for name in (*WRAPPED, "_forward_module") if name in children), None)
 
 
 def without_unsharded_wrappers(model: nn.Module) -> nn.Module:
-    """Strip the wrappers around a model that shard nothing: DDP, torch.compile, Lightning Fabric.
+    """Strip the wrappers around a model that shard nothing.
 
     What is inside has the same names, whichever of them are around it and in which order.
     """
-    while True:
-        children = dict(model.named_children())
-        inner = next((children[name] for name in _INNER if name in children), None)
-        if isinstance(model, DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif inner is not None and not isinstance(model, FSDP1):
-            model = inner
-        else:
-            return model
+    while not isinstance(model, FSDP1 | FSDPModule) and (inner := _inner(model)) is not None:
+        model = inner[1]
+    return model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Strip all wrappers around a model that are modules of their own."""
-    while (inner := without_unsharded_wrappers(model)) is not model or isinstance(model, FSDP1):
-        model = inner.module if isinstance(inner, FSDP1) else inner
+    while (inner := _inner(model)) is not None:
+        model = inner[1]
     return model
+
+
+def listed(optimizer: Optimizers | None) -> list[Optimizer]:
+    """List the optimizers that were given."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Mapping):
+        return list(optimizer.values())
+    single = isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
+    return [optimizer] if single else list(optimizer)  # type: ignore[list-item]
 
 
 def optimizer_classes(optimizer: Optimizer) -> list[str]:
@@ -230,6 +314,12 @@ def optimizer_classes(optimizer: Optimizer) -> list[str]:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's wrapper
         optimizer = inner
     return class_names(type(optimizer))
+
+
+def recorded_classes(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """What a checkpoint records: optimizer_classes() of the one, or a list of that for several."""
+    classes = [optimizer_classes(one) for one in optimizers]
+    return classes if len(classes) > 1 else [name for one in classes for name in one]
 
 
 def class_names(kind: type) -> list[str]:
@@ -269,14 +359,28 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
+def frozen_names(model: nn.Module) -> list[str]:
+    """List the names of parameters that need no gradient, further names of tied ones included."""
+    frozen = {
+        name for param, names in parameter_names(model).items() for name in names if not param.requires_grad
+    }
+    return sorted(frozen | {alias for alias, name in tied_names(model).items() if name in frozen})
+
+
 def clean_name(model: nn.Module, name: str) -> str:
     """Strip what wrappers add to a name, also wrappers of a part of the model."""
     module: object = model
     parts = []
     for part in name.split("."):
-        if not (isinstance(module, DistributedDataParallel) and part == "module"):
+        inner = _inner(module)
+        while inner is not None and inner[0] != part:  # a wrapper that the name leaves out
+            module = inner[1]
+            inner = _inner(module)
+        if inner is None:
             parts.append(part)
-        module = getattr(module, part, None)
+            module = getattr(module, part, None)
+        else:
+            module = inner[1]
     return plain_name(*parts)
 
 

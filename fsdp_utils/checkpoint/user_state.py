@@ -1,4 +1,4 @@
-"""The user's `**state`: plain data that is read without running code, and sharded tensors in it."""
+"""The user's state: plain data that is read without running code, sharded tensors, objects with a state."""
 
 import ctypes
 import io
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor import empty as empty_dtensor
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
 
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from fsdp_utils.checkpoint.safe_pickle import check_archive, check_key
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.torch_internals.names import ShardedTensor
@@ -31,6 +32,25 @@ class PerRank(list[Any]):
             rng = rng[get_rank() % len(rng)]
         torch.set_rng_state(rng)
     """
+
+
+class LoadedState(dict[str, Any]):
+    """The state that a load returns, by name, and what of the model it did not load.
+
+    Attributes:
+        missing_keys: names in the model that were not loaded, and are as they were.
+        unexpected_keys: names in the checkpoint that were left aside.
+
+    Example::
+
+        model.head = nn.Linear(8, 32)
+        loaded = load_distributed("run", model, strict=False)
+        print("start anew:", loaded.missing_keys)
+    """
+
+    def __init__(self, state: Mapping[str, Any], missing_keys: list[str], unexpected_keys: list[str]) -> None:
+        super().__init__(state)
+        self.missing_keys, self.unexpected_keys = missing_keys, unexpected_keys
 
 
 def pack(value: Any, what: str) -> bytes:
@@ -141,21 +161,36 @@ Places = dict[str, tuple[tuple[Any, ...], list[int | None]]]
 
 
 class StateToSave:
-    """The state that save_distributed or save_full was given, taken apart by take_out()."""
+    """The state that save_distributed or save_full was given, taken apart by take_out().
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
+    Args:
+        given: what was given as `state=`, which may be anything.
+        named: what was given by keyword.
+    """
+
+    def __init__(self, given: Any, named: Mapping[str, Any]) -> None:
+        self._given, self._named = given, named
         self.plain: dict[str, Any] = {}  # with None instead of DTensors
         self.tensors: dict[str, Tensor] = {}  # the DTensors, by flat name
         self.places: Places = {}
 
     def take_out(self) -> None:
-        """Take the DTensors out.
+        """Ask the objects for their state_dict(), and take the DTensors out.
 
         Raises:
-            CheckpointError: a tensor is sharded in a way that cannot be saved here.
+            CheckpointError: the names cannot be told apart, or a tensor is sharded in a way that cannot be
+                saved here.
         """
-        self.plain = {name: self._plain(value, (name,)) for name, value in self._given.items()}
+        given = named_values(self._given)
+        if twice := sorted(given.keys() & self._named.keys()):
+            raise CheckpointError(
+                f"expected each name in the state once, found {twice} by keyword and in state="
+            )
+        for name, value in {**given, **self._named}.items():
+            if isinstance(value, Stateful):
+                check_stateful(name, value)
+                value = value.state_dict()
+            self.plain[name] = self._plain(value, (name,))
 
     def _plain(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, DTensor):
@@ -174,6 +209,94 @@ class StateToSave:
         if isinstance(value, Mapping):
             return {key: self._plain(part, (*path, key)) for key, part in value.items()}
         return type(value)(self._plain(part, (*path, index)) for index, part in enumerate(value))
+
+
+def named_values(state: Any) -> dict[str, Any]:
+    """Return what was given as `state=`, {} for None.
+
+    Raises:
+        CheckpointError: it is no mapping from names.
+    """
+    if state is None:
+        return {}
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        found = f"the names {list(state)[:5]}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise CheckpointError(
+            f'expected state to be a mapping from names to values, such as {{"epoch": 3}}, found {found}'
+        )
+    return dict(state)
+
+
+def check_stateful(name: str, value: Any) -> None:
+    """Refuse an object whose state_dict() is a collective.
+
+    Raises:
+        CheckpointError: it is a model in FSDP1.
+    """
+    if isinstance(value, nn.Module) and any(isinstance(module, FSDP1) for module in value.modules()):
+        raise CheckpointError(
+            f"state {name!r}: expected an object whose state_dict() involves no other rank, found a model in "
+            "FSDP1. Save it as a model, in a directory of its own, or use FSDP2 (fully_shard)"
+        )
+
+
+class StateToLoad:
+    """The objects that load_distributed or load_full was given, to be loaded in place."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self._objects: dict[str, Any] = {}
+
+    def names(self) -> list[str]:
+        """Check the objects, and return their names.
+
+        Raises:
+            CheckpointError: one of them cannot be loaded in place.
+        """
+        self._objects = named_values(self._given)
+        for name, value in self._objects.items():
+            if not isinstance(value, Stateful):
+                raise CheckpointError(
+                    f"state {name!r}: expected an object with state_dict() and load_state_dict(), found a "
+                    f"{type(value).__name__}. What is no such object comes back in the dict that is returned"
+                )
+            check_stateful(name, value)
+        return sorted(self._objects)
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Check before anything is loaded that the checkpoint holds a state for each object.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        for name in self._objects:
+            if name not in saved:
+                raise CheckpointMismatchError(
+                    f"state {name!r}: expected in the checkpoint, which holds {sorted(saved)[:10]}. Leave it "
+                    "out of state= if it is to start anew"
+                )
+            if isinstance(saved[name], PerRank):
+                raise CheckpointMismatchError(
+                    f"state {name!r}: expected one value, found one for each of {len(saved[name])} ranks, "
+                    "which are not as many as now. Leave it out of state=, and decide which rank goes on "
+                    "from which of the values in the dict that is returned"
+                )
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Call load_state_dict() of each object.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        name = ""
+        try:
+            for name, value in self._objects.items():
+                value.load_state_dict(saved[name])
+        except Exception as error:
+            raise CheckpointError(
+                f"state {name!r}: load_state_dict() of {type(self._objects[name]).__name__} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def insert_sharded(state: dict[str, Any], tensors: Mapping[str, Tensor], places: Places) -> dict[str, Any]:
@@ -204,44 +327,22 @@ def insert_sharded(state: dict[str, Any], tensors: Mapping[str, Tensor], places:
                 raise TypeError("no path")
             state = put(state, path, tensors[key])
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"expected a place in the saved state for {key!r:.200}, found {type(error).__name__}: "
             f"{error!s:.200}: the checkpoint is damaged or forged"
         ) from error
     return state
 
 
-def buffers_for(
-    places: Places, specs: Mapping[str, tuple[torch.dtype, torch.Size]], model: nn.Module
-) -> dict[str, Tensor]:
-    """Allocate tensors to load into: sharded over the model's mesh as they were over their own, or full.
-
-    It is whole where no parameter of the model is a DTensor, or the model's mesh has fewer dimensions than
-    were sharded.
-    """
-    mesh = next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
-    buffers = {}
-    for key, (_, dims) in places.items():
-        dtype, shape = specs[key]
-        while dims and dims[0] is None:  # replicated, as by hybrid sharding
-            dims = dims[1:]
-        if mesh is None or len(dims) > mesh.ndim:
-            buffers[key] = torch.empty(shape, dtype=dtype)
-            continue
-        placements: list[Placement] = [Replicate()] * (mesh.ndim - len(dims))
-        placements += [Replicate() if dim is None else Shard(dim) for dim in dims]
-        buffers[key] = empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
-    return buffers
-
-
 def _sharded_dims(tensor: DTensor, path: tuple[Any, ...]) -> list[int | None]:
     for placement in tensor.placements:
-        if type(placement) not in (Shard, Replicate):  # Partial, or FSDP2's over tensor parallel
+        if placement.is_partial():
             raise CheckpointError(
                 f"state {_shown(path)}: expected a DTensor with placements Shard and Replicate, found "
                 f"{placement}. Save its full_tensor()"
             )
-    return [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
+    # FSDP2 over tensor parallelism has a placement of its own, which shards a dimension too.
+    return [getattr(placement, "dim", None) for placement in tensor.placements]
 
 
 def holds_sharded(value: Any) -> bool:

@@ -1,17 +1,19 @@
 """Checks before anything is changed: can the model be saved, does the checkpoint hold what it needs?"""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from fsdp_utils.checkpoint.reader import read_plain
 from fsdp_utils.checkpoint.state import (
     MODEL,
@@ -26,8 +28,8 @@ from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle
 
 
-def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Check that a model, and an optimizer over its parameters, can be saved and loaded.
+def check_supported(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Check that a model, and optimizers over its parameters, can be saved and loaded.
 
     Raises:
         CheckpointError: it is not; says what to do.
@@ -41,14 +43,17 @@ def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
                     "which FSDP1's state dict loses the parameters. Wrap the module in FSDP1 with "
                     "ShardingStrategy.NO_SHARD instead"
                 )
-    if optimizer is None:
+        handle = fsdp1_handle(unit)
+        if handle is not None and unit.sharding_strategy != ShardingStrategy.NO_SHARD:
+            _check_even(Flat(handle.flat_param))
+    if not optimizers:
         return
-    if not isinstance(optimizer, Optimizer):
-        raise CheckpointError(
-            f"expected one torch.optim.Optimizer or None, found {type(optimizer).__name__}. Give one of "
-            "several optimizers here, and save the others' state_dict() as state, such as "
-            "second=second.state_dict()"
-        )
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise CheckpointError(
+                "expected a torch.optim.Optimizer, a sequence or mapping of several, or None, found "
+                f"{type(optimizer).__name__}"
+            )
     flat = [handle.flat_param for unit in units if (handle := fsdp1_handle(unit)) is not None]
     if any(extension is not None for param in flat for extension in Flat(param).extensions):
         raise CheckpointError(
@@ -57,12 +62,40 @@ def check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
             "the optimizer"
         )
     names = parameter_names(model)
-    strangers = [param for group in optimizer.param_groups for param in group["params"] if param not in names]
+    params = [param for one in optimizers for group in one.param_groups for param in group["params"]]
+    strangers = [param for param in params if param not in names]
     if strangers:
         raise CheckpointError(
             f"expected an optimizer over the model's parameters, found {len(strangers)} of others, such as "
             f"one of shape {list(strangers[0].shape)}. Make the optimizer after the model is wrapped"
         )
+    twice = next((param for param, count in Counter(params).items() if count > 1), None)
+    if twice is not None:
+        raise CheckpointError(
+            f"expected each parameter in one optimizer, found {names[twice][0]!r} in two: their states would "
+            "have the same name. Save one of them as state, such as state={'second': second}"
+        )
+
+
+def _check_even(flat: Flat) -> None:
+    """Refuse FSDP1 over uneven tensor-parallel parts, which torch gathers as if all had one size."""
+    for name, spec in zip(flat.names, flat.extensions, strict=True):
+        if spec is None:
+            continue
+        for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
+            if placement.is_shard() and spec.shape[placement.dim] % size:
+                raise CheckpointError(
+                    f"expected tensor-parallel parameters inside of FSDP1 to be cut into equal parts, found "
+                    f"{plain_name(name)!r} {list(spec.shape)} cut into {size} along dimension "
+                    f"{placement.dim}: FSDP1's state dict sends parts of wrong sizes. Use FSDP2 (fully_shard)"
+                )
+
+
+class NotLoaded(NamedTuple):
+    """What a load leaves as it is, by name."""
+
+    missing_keys: list[str]  # in the model
+    unexpected_keys: list[str]  # in the checkpoint
 
 
 def check_model(
@@ -71,7 +104,9 @@ def check_model(
     tied: Mapping[str, str],
     *,
     cast: bool,
-) -> None:
+    strict: bool,
+    ignored: Collection[str],
+) -> "NotLoaded":
     """Check that the checkpoint holds exactly this model.
 
     Args:
@@ -79,16 +114,26 @@ def check_model(
         found: dtype and shape of what the checkpoint holds under "model.", tied names included.
         tied: which names were tied when it was saved.
         cast: another dtype is no mistake.
+        strict: False if what only one of the two has is no mistake.
+        ignored: names in the model that are not to be loaded.
+
+    Returns:
+        What will not be loaded.
 
     Raises:
         CheckpointError: with the first few differences.
     """
     problems = []
+    left = NotLoaded([], [])
+    ignored = set(ignored)
     for key, tensor in wanted.tensors.items():
+        name = key.removeprefix(MODEL)
         if not key.startswith(MODEL):
             continue
-        if key not in found:
-            problems.append(f"{key}: expected by the model, found nothing in the checkpoint")
+        if name in ignored or key not in found:
+            left.missing_keys.append(name)
+            if strict and name not in ignored:
+                problems.append(f"{key}: expected by the model, found nothing in the checkpoint")
             continue
         dtype, shape = found[key]
         if tensor.is_meta:
@@ -107,46 +152,105 @@ def check_model(
             )
     for key in found:
         name = key.removeprefix(MODEL)
-        if name in wanted.tied:
+        if name in ignored or (not strict and name in wanted.tied and MODEL + wanted.tied[name] not in found):
+            left.unexpected_keys.append(name)
+        elif name in wanted.tied:
             if tied.get(name, name) != tied.get(wanted.tied[name], wanted.tied[name]):
                 problems.append(
                     f"{key}: expected one tensor under this name and {wanted.tied[name]!r} (tied in the "
                     "model), found two in the checkpoint"
                 )
         elif key not in wanted.tensors:
-            problems.append(f"{key}: in the checkpoint, expected by nothing in the model")
+            left.unexpected_keys.append(name)
+            if strict:
+                problems.append(f"{key}: in the checkpoint, expected by nothing in the model")
+    if not problems and found and len(left.missing_keys) == len(wanted.tensors) > 0:
+        problems.append(
+            f"expected at least one tensor to load, found none: the model has {left.missing_keys[:3]}, the "
+            f"checkpoint {[key.removeprefix(MODEL) for key in found][:3]}"
+        )
     if problems:
         shown = problems[:5] + ([f"... and {len(problems) - 5} more"] if len(problems) > 5 else [])
-        raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(shown))
+        if strict and (left.missing_keys or left.unexpected_keys):
+            shown.append("strict=False loads what both have, and returns the names of the rest")
+        raise CheckpointMismatchError("the checkpoint is of another model:\n  " + "\n  ".join(shown))
+    return left
 
 
-def check_optimizer(
+def match_optimizers(
     wanted: Snapshot,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     saved: OptimizerPlan | None,
-    classes: Sequence[str],
-) -> OptimizerPlan:
-    """Check that the saved optimizer is of a related class, over the same parameters in the same groups.
+    classes: Any,
+) -> list[OptimizerPlan]:
+    """Find the saved state of each optimizer, by its parameters, and check it.
 
     Args:
-        classes: names of the saved optimizer's class and of those it is derived from; empty when unknown.
+        classes: as check_optimizer() has it, or a list of that for each of several saved optimizers.
 
     Raises:
         CheckpointError: there is none, or it is of others.
     """
     if saved is None:
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             "expected the state of an optimizer, found none: the checkpoint was saved without one. "
             "Load without the optimizer if it is to start anew."
         )
+    plans = saved.split()
+    of_plan = classes if saved.group_counts else [classes]
+    if len(of_plan) != len(plans):  # a forged record
+        of_plan = [[] for _ in plans]
+    if len(plans) != len(optimizers):
+        own = ", ".join(optimizer_classes(one)[0] for one in optimizers[:5])
+        raise CheckpointMismatchError(
+            f"expected the state of {len(optimizers)} optimizers ({own}{', ...' * (len(optimizers) > 5)}), "
+            f"found that of {len(plans)} in the checkpoint. Give as many as were saved, in any order, or "
+            "none if they are to start anew."
+        )
+    names = parameter_names(model)
+    unused = list(range(len(plans)))
+    by_names: dict[frozenset[str], list[int]] = {}
+    for number, plan in enumerate(plans):
+        params = frozenset(wanted.first_name(name) for group in plan.groups for name in group["params"])
+        by_names.setdefault(params, []).append(number)
+    chosen: list[int | None] = []
+    for one in optimizers:
+        own = frozenset(n for group in one.param_groups for param in group["params"] for n in names[param])
+        numbers = by_names.get(own)
+        chosen.append(numbers.pop(0) if numbers else None)
+        if chosen[-1] is not None:
+            unused.remove(chosen[-1])
+    found = []
+    for one, number in zip(optimizers, chosen, strict=True):
+        number = unused.pop(0) if number is None else number  # of other parameters, which the error names
+        check_optimizer(wanted, names, one, plans[number], of_plan[number])
+        found.append(plans[number])
+    return found
+
+
+def check_optimizer(
+    wanted: Snapshot,
+    names: Mapping[nn.Parameter, list[str]],
+    optimizer: Optimizer,
+    saved: OptimizerPlan,
+    classes: Sequence[str],
+) -> None:
+    """Check that the saved optimizer is of a related class, over the same parameters in the same groups.
+
+    Args:
+        names: from parameter_names().
+        classes: names of the saved optimizer's class and of those it is derived from; empty when unknown.
+
+    Raises:
+        CheckpointError: it is of others.
+    """
     own = optimizer_classes(optimizer)
     if classes and not set(classes) & set(own):
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"expected the state of {own[0]}, found that of {classes[0]}, which {own[0]} cannot go on from. "
             f"Load into {classes[0]}, or without the optimizer if it is to start anew."
         )
-    names = parameter_names(model)
     expected = [
         {name for param in group["params"] for name in names[param]} for group in optimizer.param_groups
     ]
@@ -155,7 +259,7 @@ def check_optimizer(
         only = [
             sorted(set().union(*a) - set().union(*b))[:3] for a, b in ((expected, found), (found, expected))
         ]
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"expected an optimizer with parameter groups of {[len(group) for group in expected]} "
             f"parameters, found {[len(group) for group in found]} in the checkpoint"
             + (f"; only here: {only[0]}" if only[0] else "")
@@ -164,10 +268,9 @@ def check_optimizer(
     if unknown := {wanted.first_name(path[0]) for path in (*saved.paths.values(), *saved.plain)}.difference(
         *expected
     ):
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"expected the optimizer's state of parameters in its groups, found that of {sorted(unknown)[:3]}"
         )
-    return saved
 
 
 # ---- stored plain data, which may be forged: a hash can be computed anew ----------------------------
@@ -192,7 +295,7 @@ def read_state(checkpoint: Path, metadata: Metadata, tensors: Iterable[str]) -> 
     if not problem:
         problem = _places_problem(plain.get("sharded", {}), tensors, plain["state"], plain["per_rank"])
     if problem:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{checkpoint}: expected what save_distributed stores under {PLAIN!r}, {problem}"
         )
     return plain
@@ -225,7 +328,8 @@ def check_full(path: Path, content: dict[str, Any]) -> None:
         problem = f"found values that are not those of {size} ranks"
     if not problem and (optimizer := content["optimizer"]) is not None:
         problem = _types(optimizer, {"state": (dict,), "param_groups": (list,)})
-        problem = problem or _groups_problem(optimizer["param_groups"]) or _tree_problem(optimizer["state"])
+        problem = problem or _groups_problem(optimizer["param_groups"], optimizer.get("group_counts", []))
+        problem = problem or _tree_problem(optimizer["state"])
     sharded = content.get("sharded", {})
     if not problem and not (type(sharded) is dict and all(map(_is_pair, sharded.values()))):
         problem = "found a sharded tensor without a place"
@@ -234,7 +338,7 @@ def check_full(path: Path, content: dict[str, Any]) -> None:
         places = {key: place for key, (place, _) in sharded.items()}
         problem = _places_problem(places, tensors, content["state"], content["per_rank"])
     if problem:
-        raise CheckpointError(f"{path}: expected what save_full writes, {problem}")
+        raise CheckpointDamagedError(f"{path}: expected what save_full writes, {problem}")
 
 
 _OPTIONAL = (dict, type(None))
@@ -277,7 +381,7 @@ def _places_problem(places: Any, tensors: set[str], state: dict[str, Any], per_r
 def _plan_problem(plan: dict[str, Any], tensors: set[str]) -> str:
     if problem := _types(plan, {"groups": (list,), "paths": (dict,), "plain": (dict,)}):
         return f"{problem} of the optimizer"
-    if plan.keys() != {"groups", "paths", "plain"}:
+    if plan.keys() - {"group_counts"} != {"groups", "paths", "plain"}:
         return f"found {sorted(map(str, plan))[:5]} of the optimizer"
     if not tensors >= plan["paths"].keys():
         return "found a state of the optimizer that is not in the checkpoint"
@@ -286,7 +390,7 @@ def _plan_problem(plan: dict[str, Any], tensors: set[str]) -> str:
         for path in (*plan["paths"].values(), *plan["plain"])
     ):
         return "found a state of the optimizer without a place"
-    if problem := _groups_problem(plan["groups"]):
+    if problem := _groups_problem(plan["groups"], plan.get("group_counts", [])):
         return problem
     try:
         OptimizerPlan(**plan).whole(dict.fromkeys(plan["paths"], torch.empty(0)))
@@ -295,12 +399,16 @@ def _plan_problem(plan: dict[str, Any], tensors: set[str]) -> str:
     return ""
 
 
-def _groups_problem(groups: list[Any]) -> str:
+def _groups_problem(groups: list[Any], counts: Any) -> str:
     for group in groups:
         if problem := _types(group, {"params": (list,)}):
             return f"{problem} of a parameter group"
         if not all(type(name) is str for name in group["params"]):
             return "found names of parameters that are no text"
+    if type(counts) is not list or not all(type(count) is int and count >= 0 for count in counts):
+        return "found no numbers of parameter groups"
+    if counts and sum(counts) != len(groups):
+        return f"found {len(groups)} parameter groups of optimizers that have {sum(counts)}"
     return ""
 
 

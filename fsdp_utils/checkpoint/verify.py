@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointNotFoundError
 from fsdp_utils.checkpoint.files import readable
 from fsdp_utils.checkpoint.full import read_full, verify_file
 from fsdp_utils.checkpoint.manifest import (
@@ -71,5 +71,5 @@ def bytes_of(path: Path) -> int:
 def newest(path: Path) -> Path:
     """Return the file or checkpoint itself, or the last checkpoint in the directory."""
     if not path.exists():
-        raise CheckpointError(f"{path}: expected a checkpoint, found no such file or directory")
+        raise CheckpointNotFoundError(f"{path}: expected a checkpoint, found no such file or directory")
     return checkpoints_in(path)[-1] if path.is_dir() else path

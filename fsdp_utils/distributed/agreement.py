@@ -126,12 +126,12 @@ class Ranks:
             try:
                 answer = [(fn(), None)]
             except self._told as error:
-                answer = [(None, self._words(error))]
+                answer = [(None, self._problem(error))]
         if self.distributed:
             with self._waiting():
                 dist.broadcast_object_list(answer, src=0, group=self.group)
         result, problem = answer[0]
-        if problem:
+        if problem is not None:
             self._fail({0: problem})
         return result
 
@@ -210,7 +210,7 @@ class Ranks:
             result = fn()
             sent = send(result)
         except self._told as error:
-            problem = self._words(error)
+            problem = self._problem(error)
         answers: list[Any] = [(sent, problem)]
         if self.distributed:
             answers = [None] * self.world_size
@@ -232,10 +232,23 @@ class Ranks:
                 f"({error})"
             ) from error
 
-    def _fail(self, problems: dict[int, str]) -> NoReturn:
+    def _fail(self, problems: dict[int, tuple[str, str]]) -> NoReturn:
         """Raise what every rank raises now."""
-        self._shared = self.error(self._join(problems) + self.consequence)
+        texts = {rank: text for rank, (text, _) in problems.items()}
+        kind = self._kind(name for _, name in problems.values())
+        self._shared = kind(self._join(texts) + self.consequence)
         raise self._shared
+
+    def _problem(self, error: BaseException) -> tuple[str, str]:
+        """What the other ranks are told: the text, and the name of the class."""
+        return self._words(error), type(error).__name__
+
+    def _kind(self, names: Iterable[str]) -> type[Exception]:
+        """The class that all these names are of: a subclass from the module of self.error, or self.error."""
+        kinds = {one.__name__: one for one in self.error.__subclasses__()}
+        found = {kinds.get(name, self.error) for name in names}
+        only = found.pop() if len(found) == 1 else self.error
+        return only if only.__module__ == self.error.__module__ else self.error
 
     def _join(self, problems: dict[int, str]) -> str:
         """Several ranks' problems in one text."""
@@ -279,7 +292,7 @@ class Ranks:
         try:
             mine: dict[str, Any] = {"facts": {"call": self.action, **facts()}, "host": socket.gethostname()}
         except Exception as error:
-            mine = {"problem": self._words(error)}
+            mine = {"problem": self._problem(error)}
         if self.distributed:
             try:
                 outcome = self._compare_in_store(json.dumps(mine), wait_s)
@@ -291,7 +304,7 @@ class Ranks:
         else:
             outcome = self._compare([mine])
         if "problem" in outcome:
-            raise self.error(outcome["problem"])
+            raise self._kind(outcome.get("kinds", ()))(outcome["problem"])
         self.facts = [answer["facts"] for answer in outcome["answers"]]
         self.hosts = [answer["host"] for answer in outcome["answers"]]
 
@@ -334,7 +347,8 @@ class Ranks:
     def _compare(self, answers: list[dict[str, Any]]) -> dict[str, Any]:
         problems = {rank: answer["problem"] for rank, answer in enumerate(answers) if "problem" in answer}
         if problems:
-            return {"problem": self._join(problems)}
+            texts = {rank: text for rank, (text, _) in problems.items()}
+            return {"problem": self._join(texts), "kinds": [kind for _, kind in problems.values()]}
         for name in answers[0]["facts"]:
             if name.startswith("_"):
                 continue

@@ -13,6 +13,7 @@ _NEEDS = {
     "lesson": ("yaml", "IPython"),
     "plots": ("matplotlib", "IPython"),
     "recorded": ("yaml", "IPython"),
+    "sliders": ("matplotlib", "IPython"),
     "tasks": ("transformers",),
 }
 

@@ -9,6 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from IPython.display import Image
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
@@ -296,8 +297,74 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Image:
     return show(fig, alt=f"Loss over steps of {', '.join(curves)}.")
 
 
+@in_look
+def layers(
+    ways: Mapping[str, Mapping[str, str]], *, above: Sequence[str], below: Sequence[str], alt: str
+) -> Image:
+    """Draw several programs side by side, between what they are all given and what they all call.
+
+    Args:
+        ways: By the name of a program, then of a layer: what the program has there. All have the same layers.
+        above, below: Bands over the whole width, from top to bottom.
+        alt: What the figure shows, for readers who do not see it.
+    """
+    names = list(next(iter(ways.values())))
+    rows = len(above) + 1 + len(names) + len(below)
+    fig, (axes,) = figure(width=9.0, height=0.42 * rows + 0.1)
+
+    def box(left: float, row: float, width: float, text: str, color: Any, *, bold: bool = False) -> None:
+        axes.barh(row, width - 0.02, left=left + 0.01, height=0.84, color=color)
+        weight = "bold" if bold else "normal"
+        axes.text(left + width / 2, row, text, ha="center", va="center", color=INK, fontsize=9, weight=weight)
+
+    for row, text in enumerate(above):
+        box(0, row, len(ways), text, FAINT)
+    for column, (way, has) in enumerate(ways.items()):
+        tint = _tint(_color(column))
+        box(column, len(above), 1, way, tint, bold=True)
+        for row, name in enumerate(names, len(above) + 1):
+            box(column, row, 1, has[name], tint)
+    for row, text in enumerate(below, rows - len(below)):
+        box(0, row, len(ways), text, FAINT)
+    _rows(axes, [*[""] * (len(above) + 1), *names, *[""] * len(below)])
+    axes.set(xlim=(0, len(ways)), ylim=(rows - 0.5, -0.5))
+    return show(fig, alt=alt)
+
+
+@in_look
+def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: str, alt: str) -> Image:
+    """Draw several amounts of the same programs, each in a panel with a scale of its own.
+
+    Args:
+        panels: By the title of a panel, then the name of a program, then of a part: its amount. The parts
+            of a program are laid end to end, and their sum is written after them.
+        unit: Unit of the amounts, such as "KiB".
+        alt: What the figure shows, for readers who do not see it.
+    """
+    names = list(next(iter(panels.values())))
+    fig, axes_of = figure(len(panels), width=9.0, height=0.34 * len(names) + 1.1)
+    colors: dict[str, str] = {}
+    for axes, (title, programs) in zip(axes_of, panels.items(), strict=True):
+        for row, parts in enumerate(programs.values()):
+            for part, (left, amount) in zip(parts, _side_by_side(list(parts.values())), strict=True):
+                color = colors.setdefault(part, _color(len(colors)))
+                axes.barh(row, amount, left=left, color=color, edgecolor=CARD, height=0.72)
+            axes.text(sum(parts.values()), row, f" {sum(parts.values()):,.0f}", va="center")
+        _rows(axes, names if axes is axes_of[0] else [""] * len(names))
+        axes.set(title=f"{title}, {unit}", ylim=(len(names) - 0.5, -0.5))
+        axes.margins(x=0.22)
+    handles = [Patch(color=color, label=part) for part, color in colors.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return show(fig, alt=alt)
+
+
 def _color(index: int) -> str:
     return RANK_COLORS[index % len(RANK_COLORS)]
+
+
+def _tint(color: str) -> tuple[float, ...]:
+    """A light shade of the color, on which dark letters can be read."""
+    return tuple(0.28 * part + 0.72 for part in to_rgb(color))
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:

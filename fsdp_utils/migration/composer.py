@@ -6,7 +6,7 @@ Source: https://docs.mosaicml.com/projects/composer/en/stable/notes/distributed_
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_utils.migration import reading
+from fsdp_utils.migration import reading, trainer
 from fsdp_utils.migration.reading import Key, Lost, Same, Words, fixed, if_on, is_on, read_section
 from fsdp_utils.migration.translation import FSDP2, GUIDE, STATE_DICT, TITAN, Row, Translation
 from fsdp_utils.migration.values import TranslationError, shown
@@ -19,13 +19,23 @@ NOTES = "https://docs.mosaicml.com/projects/composer/en/stable/notes/distributed
 
 def is_mine(config: Mapping[str, Any]) -> bool:
     """Whether this is what Composer's Trainer takes."""
-    return "distributed_type" not in config and ("parallelism_config" in config or "fsdp_config" in config)
+    ours = "parallelism_config" in config or "fsdp_config" in config
+    return ours and "distributed_type" not in config and not trainer.is_mine(config)
+
+
+def training(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The training's settings: those of a run on MosaicML's platform are in a section of their own."""
+    parameters = config.get("parameters")
+    return parameters if isinstance(parameters, Mapping) and "fsdp_config" in parameters else config
 
 
 def read(config: Mapping[str, Any]) -> Translation:
     """Translate the section of FSDP, and `precision`. All else in a training file is not about FSDP."""
     name, section = "fsdp_config", config.get("fsdp_config")
     parallelism = config.get("parallelism_config")
+    if section is None and parallelism is None:
+        row = Row("fsdp_config", None, "DistributedDataParallel: nothing is sharded", True, NOTES)
+        return Translation(NAME, ddp=True, rows=[row])
     if section is None:
         if not isinstance(parallelism, Mapping) or "fsdp" not in parallelism:
             found = shown(parallelism)
@@ -37,14 +47,15 @@ def read(config: Mapping[str, Any]) -> Translation:
         )
     translation = Translation(NAME, state_dict="full")  # Composer's default
     computing = _trainers(config)
-    mixed = Key(lambda value, t: _mixed_precision(value, computing, t), NOTES)
+    dtypes = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    mixed = Key(lambda value, t: _mixed_precision(value, computing, t), NOTES, inside=dtypes)
     read_section(section, {**FSDP, "mixed_precision": mixed}, translation, name=name, framework=NAME)
     others = {key: value for key, value in (parallelism or {}).items() if key != "fsdp"}
     read_section(others, {"tp": TENSOR}, translation, name="parallelism_config", framework=NAME)
     if "tp_config" in config:  # LLM Foundry's
         read_section({"tp_config": config["tp_config"]}, {"tp_config": TENSOR}, translation, framework=NAME)
     words: Words = Same("see mixed_precision")
-    if "mixed_precision" not in section:
+    if "mixed_precision" not in (section or {}):
         words = _mixed_precision("DEFAULT", computing, translation)
     row = Row("precision", config.get("precision"), str(words), isinstance(words, Same), NOTES)
     translation.rows.append(row)
@@ -53,8 +64,10 @@ def read(config: Mapping[str, Any]) -> Translation:
 
 def _trainers(config: Mapping[str, Any]) -> str | None:
     """What the Trainer computes in, if the config says it."""
+    if "${" in str(config.get("precision", "${")):  # not there, or to come from outside the file
+        return None
     try:
-        return reading.dtype(str(config["precision"]).removeprefix("amp_")) if "precision" in config else None
+        return reading.dtype(str(config["precision"]).removeprefix("amp_"))
     except TranslationError:
         found = config["precision"]
         raise TranslationError(
@@ -64,7 +77,6 @@ def _trainers(config: Mapping[str, Any]) -> str | None:
 
 def _mixed_precision(value: Any, computing: str | None, translation: Translation) -> Words:
     if isinstance(value, Mapping):
-        reading.only(value, ("param_dtype", "reduce_dtype", "buffer_dtype"))
         param = reading.dtype("fp32" if value.get("param_dtype") is None else value["param_dtype"])
         reduce = param if value.get("reduce_dtype") is None else reading.dtype(value["reduce_dtype"])
         return reading.precision(param, reduce, translation)
@@ -103,11 +115,15 @@ def _auto_wrap(value: Any, translation: Translation) -> Words:
     )
 
 
-OUTSIDE = Lost(
-    "not part of fully_shard, and left out of the code: all ranks share the data. parallelize_module over "
-    "one more dimension of the mesh, before fully_shard"
-)
-TENSOR = Key(lambda value, t: OUTSIDE if value else Same("nothing: none is asked for"), NOTES)
+def _tensor_parallel(value: Any, translation: Translation) -> Words:
+    if not value:
+        return Same("nothing: none is asked for")
+    if isinstance(value, Mapping) and "tensor_parallel_degree" in value:
+        return reading.tensor_parallel(value["tensor_parallel_degree"], translation)
+    return Lost(f"{reading.NOT_IN_CODE}parallelize_module over one more dimension of the mesh")
+
+
+TENSOR = Key(_tensor_parallel, NOTES)
 RANK0 = Same("set_model_state_dict with full_state_dict=True, broadcast_from_rank0=True")
 SAVE_ON_CPU = Lost("not part of fully_shard: torch.autograd.graph.save_on_cpu in the block's forward")
 FSDP = {
@@ -120,7 +136,7 @@ FSDP = {
     "activation_checkpointing_reentrant": if_on(Lost("checkpoint_wrapper is used without reentry"), CONFIG),
     "activation_cpu_offload": if_on(SAVE_ON_CPU, CONFIG),
     "cpu_offload": Key(lambda value, t: reading.offload(is_on(value), t), FSDP2),
-    "backward_prefetch": fixed(Same("nothing: by default as BACKWARD_PRE"), TITAN),
+    "backward_prefetch": Key(reading.backward_prefetch, TITAN),
     "backward_prefetch_limit": fixed(Same("set_modules_to_backward_prefetch, with that many"), FSDP2),
     "forward_prefetch": if_on(Same("set_modules_to_forward_prefetch, on each block"), FSDP2),
     "forward_prefetch_limit": fixed(Same("set_modules_to_forward_prefetch, with that many"), FSDP2),

@@ -1,4 +1,4 @@
-"""Read a section of a config key by key: no key is ignored, no value is guessed."""
+"""Read a section of a config key by key: each key gets a row, and no value is guessed."""
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
@@ -30,10 +30,17 @@ Words = Same | Lost
 
 
 class Key(NamedTuple):
-    """What to do with a key: `read(value, translation)` notes it and returns what to write instead."""
+    """What to do with a key.
+
+    Args:
+        read: `read(value, translation)` notes the setting and returns what to write instead.
+        source: where the key is documented.
+        inside: the keys that the value may have, if it is a section that `read` takes as a whole.
+    """
 
     read: Callable[[Any, Translation], Words]
     source: str
+    inside: Collection[str] = ()
 
 
 def read_section(
@@ -41,33 +48,69 @@ def read_section(
 ) -> None:
     """Read each key of a section, and add a row for it to the translation.
 
+    A comment, a key that is unknown, and a value that has to come from outside the file get a row too.
+
     Args:
         section: the settings.
-        keys: all keys that the section may have, in the order in which they are read.
+        keys: all keys that are known, in the order in which they are read.
         translation: where settings and rows are put.
         name: of the section, "" for the config itself.
-        framework: whose section it is, for the error.
+        framework: whose section it is, for the rows.
 
     Raises:
-        TranslationError: a key is unknown, or its value is none of those that it may have.
+        TranslationError: a value is none of those that its key may have.
     """
+    if section is None:
+        section = {}
     if not isinstance(section, Mapping):
         raise TranslationError(f"{name}: expected a section with keys, found {shown(section)}")
     prefix = f"{name}." if name else ""
-    for key in section:
-        if key not in keys:
-            close = ", ".join(difflib.get_close_matches(str(key)[:100], keys, n=3) or sorted(keys))
-            raise TranslationError(
-                f"{prefix}{named(key)}: expected a key of {framework}, such as {close}, found {shown(key)}"
-            )
-    for key, (read, source) in keys.items():
-        if key in section:
-            try:
-                words = read(section[key], translation)
-            except TranslationError as error:
-                raise TranslationError(f"{prefix}{key}: {error}") from None
-            row = Row(f"{prefix}{key}", section[key], str(words), isinstance(words, Same), source)
-            translation.rows.append(row)
+    for key, (read, source, inside) in keys.items():
+        if key not in section:
+            continue
+        value = section[key]
+        try:
+            words = _without_reading(value, f"{prefix}{key}") or read(value, translation)
+        except TranslationError as error:
+            raise TranslationError(f"{prefix}{key}: {error}") from None
+        translation.rows.append(Row(f"{prefix}{key}", value, str(words), isinstance(words, Same), source))
+        if inside and isinstance(value, Mapping):
+            _add_unknown(value, inside, translation, f"{prefix}{key}.", framework, source)
+    source = next((key.source for key in keys.values()), "")
+    _add_unknown(section, keys, translation, prefix, framework, source)
+
+
+def _without_reading(value: Any, name: str) -> Words | None:
+    """What to say of a value that is not set, or has to come from outside the file; None for any other."""
+    if value is None:
+        return Same("nothing: it is not set")
+    if isinstance(value, str) and "${" in value:
+        return Lost(f"its value comes from outside this file. Give it: given={{'{name}': ...}}")
+    return None
+
+
+def _add_unknown(
+    section: Mapping[Any, Any],
+    known: Collection[str],
+    translation: Translation,
+    prefix: str,
+    framework: str,
+    source: str,
+) -> None:
+    """Add a row for each key of a section that is not known."""
+    for key, value in section.items():
+        if key in known:
+            continue
+        if isinstance(key, str) and (key[:1] in ("_", "#", "/") or key.lower() in COMMENTS):
+            words: Words = Same("nothing: a comment")
+        else:
+            close = ", ".join(difflib.get_close_matches(str(key)[:100], known, n=3))
+            words = Lost(f"no key of {framework} that is known here{f': is {close} meant?' if close else ''}")
+        row = Row(f"{prefix}{named(key)}", value, str(words), isinstance(words, Same), source)
+        translation.rows.append(row)
+
+
+COMMENTS = ("comment", "comments", "description", "note", "notes")
 
 
 def fixed(words: Words, source: str) -> Key:
@@ -103,14 +146,6 @@ def at_least_one(value: Any) -> int:
     return value
 
 
-def only(section: Mapping[Any, Any], keys: Collection[str]) -> None:
-    """Refuse a key of a small section that is none of these."""
-    if unknown := [shown(key) for key in section if key not in keys]:
-        raise TranslationError(
-            f"expected keys among {', '.join(sorted(keys))}, found {', '.join(unknown[:20])}"
-        )
-
-
 def one_of(value: Any, names: tuple[str, ...]) -> str:
     """The value in upper case, if it is one of the names."""
     if str(value).upper() not in names:
@@ -125,7 +160,24 @@ def dtype(value: Any) -> str:
     return DTYPES[value]
 
 
-# --- settings that all three frameworks have, under one name or another -----------------------------
+OUTSIDE = (
+    "not part of fully_shard: the code gives the mesh its dimension, and takes a plan for parallelize_module "
+    "(tp_plan). The ranks that share a layer read the same batch"
+)
+NOT_IN_CODE = "not part of fully_shard, and left out of the code: all ranks share the data. "
+
+
+def tensor_parallel(size: Any, translation: Translation) -> Words:
+    """How many ranks share each layer."""
+    if at_least_one(size) == 1:
+        return Same("nothing: 1 is no dimension")
+    if translation.ddp:
+        return Lost(f"{NOT_IN_CODE}parallelize_module over one more dimension of the mesh, before DDP")
+    translation.tensor_parallel = size
+    return Lost(OUTSIDE)
+
+
+# --- settings that several frameworks have, under one name or another -----------------------------
 
 # FSDP1's, in the order of the numbers by which Accelerate names them too
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -160,7 +212,22 @@ def precision(param: str, reduce: str, translation: Translation) -> Words:
         return Lost(f"{words}{scaler}")
     translation.param_dtype, translation.reduce_dtype = param, reduce
     dtypes = f"param_dtype=torch.{param}, reduce_dtype=torch.{reduce}"
-    return Same(f"MixedPrecisionPolicy({dtypes}); buffers keep their dtype: cast them yourself{scaler}")
+    words = f"MixedPrecisionPolicy({dtypes}); buffers keep their dtype: cast them yourself{scaler}"
+    return Lost(f"{words}, in your loop: fully_shard has none") if scaler else Same(words)
+
+
+def backward_prefetch(value: Any, translation: Translation) -> Words:
+    """FSDP1's, by name or by number. FSDP2 has no setting for it."""
+    by_number = dict(zip("123", PREFETCHES, strict=True))
+    if one_of(by_number.get(str(value), value), (*PREFETCHES, "NONE")) == "BACKWARD_PRE":
+        return Same("nothing: by default as BACKWARD_PRE")
+    return Lost(
+        "not to be had: FSDP2 prefetches as BACKWARD_PRE. The result is the same, and one more unit is in "
+        "memory during backward"
+    )
+
+
+PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 
 
 def offload(on: bool, translation: Translation, *, pin_memory: bool = True) -> Words:
@@ -184,7 +251,9 @@ def checkpointing(value: Any, translation: Translation) -> Words:
 
 def state_dict(value: Any, translation: Translation) -> Words:
     """FULL, SHARDED or LOCAL, with or without _STATE_DICT."""
-    kind = one_of(str(value).upper().removesuffix("_STATE_DICT"), ("FULL", "SHARDED", "LOCAL"))
+    by_number = {"1": "FULL", "2": "LOCAL", "3": "SHARDED"}
+    name = by_number.get(str(value), str(value).upper().removesuffix("_STATE_DICT"))
+    kind = one_of(name, ("FULL", "SHARDED", "LOCAL"))
     translation.state_dict = "full" if kind == "FULL" else "sharded"
     if kind == "FULL":
         return Same("get_state_dict with StateDictOptions(full_state_dict=True, cpu_offload=True)")

@@ -46,6 +46,8 @@ class Translation:
         shard_size: how many ranks share one copy of the model: None for all of them, "host" for those of a
             host, else a number. Other than None it takes a 2-D mesh.
         copies: how many copies of the model there are, if that is what the config says; else None.
+        tensor_parallel: how many ranks share each layer; above 1 `shard_model` takes a plan for
+            `parallelize_module`.
         param_dtype, reduce_dtype: of the mixed precision, such as "bfloat16"; both None without one.
         offload: whether parameters, gradients and optimizer state lie in host memory.
         pin_memory: of the offloading.
@@ -61,6 +63,7 @@ class Translation:
     reshard_after_forward: bool | int = True
     shard_size: int | str | None = None
     copies: int | None = None
+    tensor_parallel: int = 1
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     offload: bool = False
@@ -89,7 +92,10 @@ class Translation:
         ]
 
     def code(self) -> str:
-        """The Python to write: a function `shard_model(model)`, called before the optimizer is built."""
+        """The Python to write: a function `shard_model(model)`, called before the optimizer is built.
+
+        With tensor parallelism it is `shard_model(model, tp_plan)`: the plan names a style for each layer.
+        """
         imports: set[str] = set()
         body = [] if self.ddp else self._options(imports)
         in_blocks = []
@@ -114,7 +120,8 @@ class Translation:
             body.append("return fully_shard(model, **options)  # the root, with what is left over")
         plain = sorted(line for line in imports if line.startswith("import"))
         others = sorted(imports - set(plain))
-        lines = [*plain, *others, "", "", "def shard_model(model):", *(f"    {line}" for line in body)]
+        arguments = "model, tp_plan" if self.tensor_parallel > 1 and not self.ddp else "model"
+        lines = [*plain, *others, "", "", f"def shard_model({arguments}):", *(f"    {line}" for line in body)]
         return "\n".join(lines) + "\n"
 
     def _names(self, imports: set[str]) -> str:
@@ -129,22 +136,8 @@ class Translation:
 
     def _options(self, imports: set[str]) -> list[str]:
         fsdp, lines = {"fully_shard"}, ["options = {}"]
-        if self.shard_size is not None or self.copies is not None:
-            imports |= {"import torch", "import torch.distributed as dist"}
-            imports.add("from torch.distributed.device_mesh import init_device_mesh")
-            size = f"size = {self.shard_size}  # ranks that share one copy"
-            if self.shard_size == HOST:
-                imports.add("import os")
-                size = 'size = int(os.environ["LOCAL_WORLD_SIZE"])  # the ranks of a host; torchrun sets it'
-            elif self.shard_size is None:
-                size = f"size = dist.get_world_size() // {self.copies}  # ranks that share one copy"
-            lines += [
-                size,
-                "shape = (dist.get_world_size() // size, size)",
-                'dims = ("replicate", "shard")',
-                'device_type = "cuda" if torch.cuda.is_available() else "cpu"',
-                'options["mesh"] = init_device_mesh(device_type, shape, mesh_dim_names=dims)',
-            ]
+        if self.shard_size is not None or self.copies not in (None, 1) or self.tensor_parallel > 1:
+            lines += self._mesh(imports)
         if self.param_dtype is not None:
             imports.add("import torch")
             fsdp.add("MixedPrecisionPolicy")
@@ -158,6 +151,46 @@ class Translation:
             lines.append(f'options["offload_policy"] = CPUOffloadPolicy({pinned})')
         imports.add(f"from torch.distributed.fsdp import {', '.join(sorted(fsdp))}")
         return lines
+
+    def _mesh(self, imports: set[str]) -> list[str]:
+        imports |= {"import torch", "import torch.distributed as dist"}
+        imports.add("from torch.distributed.device_mesh import init_device_mesh")
+        tp, lines, ranks = self.tensor_parallel, [], "dist.get_world_size()"
+        if tp > 1:
+            lines.append(f"tp = {tp}  # ranks that share each layer")
+            ranks = f"{ranks} // tp"
+        size = f"size = {self.shard_size}  # ranks that share one copy"
+        if self.shard_size == HOST:
+            imports.add("import os")
+            size = 'size = int(os.environ["LOCAL_WORLD_SIZE"])  # the ranks of a host; torchrun sets it'
+        elif self.shard_size is None:
+            part = f" // {self.copies}" if self.copies not in (None, 1) else ""
+            size = f"size = {ranks}{part}  # ranks that share one copy"
+        lines.append(size)
+        if self.copies is not None and isinstance(self.shard_size, int):
+            total = self.copies * self.shard_size * tp
+            lines.append(f"assert dist.get_world_size() == {total}  # what the config's sizes make")
+        shape, dims = ["size"], ['"shard"']
+        if self.copies not in (None, 1) or (self.copies is None and self.shard_size is not None):
+            shape, dims = [f"{ranks} // size", "size"], ['"replicate"', '"shard"']
+        sharded = ", ".join(dims)
+        if tp > 1:
+            shape, dims = [*shape, "tp"], [*dims, '"tp"']
+        lines += [
+            f"shape = ({', '.join(shape)})",
+            f"dims = ({', '.join(dims)})",
+            'device_type = "cuda" if torch.cuda.is_available() else "cpu"',
+        ]
+        mesh = "init_device_mesh(device_type, shape, mesh_dim_names=dims)"
+        if tp == 1:
+            return [*lines, f'options["mesh"] = {mesh}']
+        imports.add("from torch.distributed.tensor.parallel import parallelize_module")
+        return [
+            *lines,
+            f"mesh = {mesh}",
+            'parallelize_module(model, mesh["tp"], tp_plan)',
+            f'options["mesh"] = mesh[{sharded}]',
+        ]
 
     def __str__(self) -> str:
         width = max((len(row.key) for row in self.rows), default=0)

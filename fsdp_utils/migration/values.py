@@ -27,6 +27,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
+def elsewhere(name: str, value: Any) -> TranslationError:
+    """The error for settings in another file: which one is meant depends on where the training starts."""
+    return TranslationError(
+        f"{name}: expected the settings themselves, found the name of another file, {shown(value)}. "
+        "Translate that file: it holds them"
+    )
+
+
 def named(key: Any) -> str:
     """A key of a config for a message: as it is where it is a plain name, otherwise quoted."""
     return key if isinstance(key, str) and key.isidentifier() and len(key) <= 100 else shown(key)

@@ -77,7 +77,7 @@ def search(
         model: as for `plan`.
         world_sizes: numbers of GPUs to try.
         gpu: what they are.
-        batch_per_rank: samples of one rank.
+        batch_per_rank: samples of one rank in one micro-batch; ranks of tensor parallelism share theirs.
         batch_size: samples of all ranks together, the only batch to try; None tries `batch_per_rank`.
         strategies, checkpointing: as for `plan`.
         tokens_per_s, samples_per_s: of all ranks, to be reached; None asks only for what fits.
@@ -88,7 +88,7 @@ def search(
         A `SearchResult`.
 
     Raises:
-        ValueError: as `plan`; or there is nothing to try.
+        ValueError: as `plan`; or there is nothing to try; or tokens_per_s for a model that reads none.
         RuntimeError: as `plan`.
 
     Example::
@@ -104,7 +104,8 @@ def search(
     tried: list[Plan] = []
     for world_size in sorted(world_sizes):
         will_do: list[Plan] = []
-        batches = [batch_size] if batch_size is not None else [n * world_size for n in sorted(batch_per_rank)]
+        apart = world_size * options.get("micro_batches", 1) // options.get("tensor_parallel", 1)
+        batches = [batch_size] if batch_size is not None else [n * apart for n in sorted(batch_per_rank)]
         for strategy in strategies:
             for checkpoint in checkpointing:
                 for batch in batches:
@@ -117,6 +118,10 @@ def search(
                         checkpointing=checkpoint,
                         **options,
                     )
+                    if tokens_per_s is not None and found.tokens_per_s is None:
+                        raise ValueError(
+                            "search: expected samples_per_s, as the model reads no tokens, found tokens_per_s"
+                        )
                     tried.append(found)
                     if progress:
                         head = f"{_HEAD}\n" if len(tried) == 1 else ""

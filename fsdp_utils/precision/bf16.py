@@ -6,17 +6,18 @@
 prints the answer with its reasons and exits with 0 for yes, with 1 for no.
 """
 
-import argparse
+import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp_utils._commands import new_parser
 from fsdp_utils.distributed.agreement import agree, by_ranks
 from fsdp_utils.distributed.identity import get_local_rank
 from fsdp_utils.precision.facts import Compute, judge, judge_nccl, look
@@ -208,11 +209,11 @@ def _failed(error: Exception) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the answer; 0 for yes, 1 for no."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdp_utils.bf16", description="Can this machine train in bf16?"
-    )
+    parser = new_parser("fsdp_utils.bf16", "Can this machine train in bf16? Exits with 0 for yes, 1 for no.")
     parser.add_argument("--device", help="cuda, cpu, …; the accelerator by default, or the CPU without one")
-    device = parser.parse_args(arguments).device
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    options = parser.parse_args(arguments)
+    device = options.device
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     if launched:
         if device in (None, "cuda") and torch.cuda.is_available():
@@ -221,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         support = bf16_support(device)
         if not launched or dist.get_rank() == 0:
-            print(support)
+            print(json.dumps(asdict(support)) if options.json else support)
     finally:
         if launched:
             dist.destroy_process_group()

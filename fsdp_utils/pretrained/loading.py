@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_utils.checkpoint.collective import collective_call
-from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from fsdp_utils.checkpoint.files import open_regular
 from fsdp_utils.checkpoint.state import MODEL, Snapshot, has_fsdp1
 from fsdp_utils.distributed.agreement import WAIT_S, fingerprint
@@ -93,7 +93,7 @@ def load_pretrained(
         content = f"{len(found)} tensors, {fingerprint(specs)}"
         return {"content of the folder": content, "cast": cast, "ignore": ignore}
 
-    with collective_call("load_pretrained", model, None, facts, wait_s=wait_s) as ranks:
+    with collective_call("load_pretrained", model, (), facts, wait_s=wait_s) as ranks:
         wanted = Snapshot.take(model)
         chosen = ranks.each(lambda: _choose(path, wanted, found, cast=cast, ignore=ignore))
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
@@ -152,7 +152,7 @@ def _choose(
             )
         elif missing:
             lines.append("Was it tied to another when it was saved? Then tie it here before wrapping")
-        raise CheckpointError(f"{folder} is not of this model:\n  " + "\n  ".join(lines))
+        raise CheckpointMismatchError(f"{folder} is not of this model:\n  " + "\n  ".join(lines))
     return chosen
 
 

@@ -1,7 +1,7 @@
 """Find the transformer blocks of a model."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -10,8 +10,10 @@ from fsdp_utils.sharding.names import WRAPPED, plain_name
 from fsdp_utils.sharding.units import find_units, parameter_sizes, within
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# A repeated class with less than this share of the parameters in blocks is not worth units of its own.
+# A repeated class with less than this share of the parameters in blocks is not worth units of its own ...
 SMALL = 0.1
+# ... unless all of it, which the root's unit would keep gathered, is as large as this part of a block
+OF_A_BLOCK = 0.5
 
 
 def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
@@ -19,7 +21,8 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
 
     Candidates are the modules in a ModuleList, ModuleDict or Sequential. Where a transformers model names its
     blocks (`_no_split_modules`), these are taken; elsewhere the outermost repeated classes, if they hold at
-    least a tenth of all candidates' parameters. Single layers (nn.Linear in a Sequential) are not blocks.
+    least a tenth of all candidates' parameters, or half as many as one of the largest blocks (as a vision
+    tower does). Single layers (nn.Linear in a Sequential) are not blocks.
 
     Args:
         model: any module, sharded or not, on any device, "meta" too.
@@ -39,13 +42,17 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
     in_units, in_none = parameter_sizes(model, find_units(model, also_empty=True))
     parameters = {name: size for some in (*in_units.values(), in_none) for name, size in some.items()}
     sizes: Counter[type[nn.Module]] = Counter()
+    blocks: Counter[type[nn.Module]] = Counter()
     named = set()
     for name, block, is_named in _candidates(model):
         sizes[_class_of(block)] += sum(within(name, parameters).values())
+        blocks[_class_of(block)] += 1
         if is_named:
             named.add(_class_of(block))
     total = sum(sizes.values())
     classes = named | {cls for cls, size in sizes.items() if size > 0 and size >= SMALL * total}
+    largest = max((sizes[cls] / blocks[cls] for cls in classes), default=0)
+    classes |= {cls for cls, size in sizes.items() if size > 0 and size >= OF_A_BLOCK * largest}
     if not classes:
         raise ValueError(
             f"{_class_of(model).__name__}: found no transformer blocks. Expected a class that stands at "
@@ -115,11 +122,13 @@ def outermost(
             yield from outermost(child, classes, plain_name(prefix, name))
 
 
-def by_shared_parameters(blocks: list[nn.Module]) -> list[tuple[list[nn.Module], set[nn.Parameter]]]:
-    """The blocks in groups, with the parameters of each; no two groups share a parameter."""
+def by_shared_parameters(
+    blocks: list[nn.Module], *, ignored: Set[nn.Parameter] = frozenset()
+) -> list[tuple[list[nn.Module], set[nn.Parameter]]]:
+    """The blocks in groups, with the parameters of each but those ignored; no two groups share one."""
     groups: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
     for block in blocks:
-        modules, parameters = [block], set(block.parameters())
+        modules, parameters = [block], set(block.parameters()) - ignored
         for group in [group for group in groups if not group[1].isdisjoint(parameters)]:
             groups.remove(group)
             modules, parameters = group[0] + modules, group[1] | parameters

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
 from fsdp_utils.sharding.names import plain_name
@@ -23,8 +24,8 @@ def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         optimizer: the one that trains it.
 
     Returns:
-        A sentence or two for each problem and what to do about it; empty when nothing is wrong. Tied weights
-        are known of transformers models only.
+        A sentence or two for each problem and what to do about it; empty when nothing is wrong, and for a
+        model in DDP. Tied weights are known of transformers models only.
 
     Example::
 
@@ -33,6 +34,8 @@ def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         print(check_sharding(model, optimizer))  # []
     """
     units = find_units(model, also_empty=True)
+    if not units and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return []  # it is replicated on purpose
     if not units:
         return [
             "The model is not sharded: no module in it is an FSDP unit. Call shard(model), or fully_shard."

@@ -5,7 +5,7 @@ gathered one after the other, only a block or two hold full parameters at a time
 blocks, `checks.py` finds mistakes in the wrapping.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_utils.sharding.blocks import by_shared_parameters, outermost, transformer_block_classes
 from fsdp_utils.sharding.checks import check_sharding
 from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.scalars import keep_equal
 
 __all__ = ["check_sharding", "shard", "transformer_block_classes", "wrap_policy"]
 
@@ -69,28 +70,45 @@ def shard(
     strategy: str = "full",
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
+    ranks_per_host: int | None = None,
+    reshard_after_forward: int | None = None,
+    prefetch: int | None = None,
+    ignored_params: Set[nn.Parameter] = frozenset(),
 ) -> nn.Module:
     """Call fully_shard on each transformer block, then on the model.
 
     Build the optimizer after this call. Blocks that share a parameter become one unit; a block that shares
-    one with the rest of the model (tied weights) stays in the root's unit.
+    one with the rest of the model (tied weights) stays in the root's unit. Scalar parameters, which FSDP2
+    cannot shard, stay on each rank in full; their gradients are averaged in backward. Modules that are units
+    already, such as a large embedding that you gave to fully_shard, stay units.
 
     Args:
         model: changed in place.
-        mesh: 1-D, or for "hybrid" 2-D with named dimensions (replicate, shard). None is 1-D over all ranks.
+        mesh: 1-D, or for "hybrid" 2-D with named dimensions (replicate, shard). None is all ranks.
         strategy: "full": parameters are freed after a block's forward and gathered again in backward.
             "grad_op": they stay until backward. "hybrid": as "full" within the mesh's second dimension,
             replicated over the first. FSDP1's names ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD") and
             DeepSpeed's ("zero3", "zero2") mean the same.
         mp_policy: mixed precision, for every unit.
         offload_policy: CPUOffloadPolicy(...), for every unit.
+        ranks_per_host: for "hybrid" without a mesh: shards are split over that many ranks.
+        reshard_after_forward: after a block's forward each rank keeps 1/n of the block instead of its shard,
+            so that backward gathers it within n ranks, which stand next to each other (on a host). n divides
+            the number of ranks that share the shards.
+        prefetch: each block asks for the next n blocks in forward, and for the n before it in backward, in
+            the order in which they stand in the model. None leaves it to FSDP2, which prefetches one block
+            in backward.
+        ignored_params: of this model. They are left as they are: not sharded, not moved, their gradients not
+            averaged.
 
     Returns:
         The model. Each parameter is now a DTensor with its full shape, split along dimension 0 over the mesh.
 
     Raises:
-        ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
-            is sharded already, or has parameters that FSDP2 cannot shard. The model is unchanged then.
+        ValueError: the strategy is unknown or does not go with the mesh; a number does not fit the ranks or
+            the strategy; the model has no transformer blocks, is sharded already, or has parameters that
+            FSDP2 cannot shard. The model is unchanged then.
+        TypeError: a policy is none. The model is unchanged then.
         RuntimeError: there is no process group; this torch trains FSDP2 wrongly on ranks without a GPU.
 
     Example::
@@ -111,33 +129,99 @@ def shard(
             "shard: there is no process group. Start the program with torchrun and call "
             "torch.distributed.init_process_group(), or use run_on_ranks."
         )
-    if (found := 1 if mesh is None else mesh.ndim) != (expected := 2 if strategy == "hybrid" else 1):
-        raise ValueError(
-            f'shard: strategy "{strategy}" expects a {expected}-D mesh, found a {found}-D one. For "hybrid": '
-            'init_device_mesh(device_type, (hosts, ranks_per_host), mesh_dim_names=("replicate", "shard")).'
-        )
-    mesh = _all_ranks() if mesh is None else mesh
+    mesh = _mesh(mesh, strategy, ranks_per_host)
+    _refuse_numbers(mesh, strategy, reshard_after_forward, prefetch)
     _refuse_gloo_that_adds(mesh)
     options: dict[str, Any] = {"mesh": mesh}
-    if mp_policy is not None:
-        options["mp_policy"] = mp_policy
-    if offload_policy is not None:
-        options["offload_policy"] = offload_policy
+    for name, policy, expected in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        if policy is None:
+            continue
+        if not isinstance(policy, expected):
+            raise TypeError(f"shard: expected {name} to be a {expected.__name__}, found {policy!r}")
+        options[name] = policy
 
     blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
-    _refuse_what_fully_shard_refuses(model, blocks)
-    for unit in _group_blocks(model, blocks):
-        fully_shard(unit, reshard_after_forward=strategy != "grad_op", **options)
+    _refuse_what_fully_shard_refuses(model, blocks, ignored_params)
+    scalars = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 0 and parameter not in ignored_params
+    }
+    if ignored := {*ignored_params, *scalars.values()}:
+        options["ignored_params"] = ignored
+    after_forward = strategy != "grad_op" if reshard_after_forward is None else reshard_after_forward
+    units = _group_blocks(model, blocks, ignored)
+    for unit in units:
+        fully_shard(unit[0] if len(unit) == 1 else unit, reshard_after_forward=after_forward, **options)
     if strategy == "grad_op":
         options["reshard_after_forward"] = False  # else torch's default, which is the same for a root
     fully_shard(model, **options)
+    if prefetch is not None:
+        _prefetch([unit[0] for unit in units], prefetch)
+    if scalars:
+        keep_equal(model, scalars, mesh)
     return model
 
 
-def _all_ranks() -> DeviceMesh:
+def _mesh(mesh: DeviceMesh | None, strategy: str, ranks_per_host: int | None) -> DeviceMesh:
+    hybrid = strategy == "hybrid"
+    if ranks_per_host is not None and (mesh is not None or not hybrid):
+        raise ValueError(
+            f'shard: ranks_per_host is for strategy "hybrid" without a mesh, found strategy "{strategy}" and '
+            f"{'no' if mesh is None else 'a'} mesh"
+        )
+    if mesh is not None or (hybrid and ranks_per_host is None):
+        if (found := 1 if mesh is None else mesh.ndim) != (expected := 2 if hybrid else 1):
+            raise ValueError(
+                f'shard: strategy "{strategy}" expects a {expected}-D mesh, found a {found}-D one. For '
+                '"hybrid": ranks_per_host=8, or mesh=init_device_mesh(device_type, (hosts, ranks_per_host), '
+                'mesh_dim_names=("replicate", "shard")).'
+            )
+        assert mesh is not None
+        return mesh
     # By the backend, as gloo ranks may run on a machine that has a GPU.
     accelerator = None if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
-    return init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
+    device, world_size = "cpu" if accelerator is None else accelerator.type, dist.get_world_size()
+    if ranks_per_host is None:
+        return init_device_mesh(device, (world_size,))
+    if not _is_count(ranks_per_host) or world_size % ranks_per_host:
+        raise ValueError(
+            f"shard: expected ranks_per_host to divide the {world_size} ranks, found {ranks_per_host!r}"
+        )
+    shape = (world_size // ranks_per_host, ranks_per_host)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
+
+
+def _refuse_numbers(mesh: DeviceMesh, strategy: str, reshard_after_forward: Any, prefetch: Any) -> None:
+    ranks = mesh.size(mesh.ndim - 1)
+    if reshard_after_forward is not None:
+        if strategy == "grad_op":
+            raise ValueError(
+                'shard: strategy "grad_op" keeps the full parameters after forward; for '
+                'reshard_after_forward expected "full" or "hybrid"'
+            )
+        n = reshard_after_forward
+        if not _is_count(n) or ranks % n or n in (1, ranks):
+            raise ValueError(
+                f"shard: expected reshard_after_forward to divide the {ranks} ranks that share the shards, "
+                f"and to be neither 1 nor {ranks}, found {n!r}"
+            )
+    if prefetch is not None and not _is_count(prefetch):
+        raise ValueError(f"shard: expected prefetch to be a number of blocks from 1 on, found {prefetch!r}")
+
+
+def _prefetch(units: list[Any], ahead: int) -> None:
+    """Each asks for those that run after it, in the order in which they stand in the model."""
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(0, place - ahead) : place][::-1])
 
 
 def _refuse_gloo_that_adds(mesh: DeviceMesh) -> None:
@@ -150,7 +234,9 @@ def _refuse_gloo_that_adds(mesh: DeviceMesh) -> None:
         )
 
 
-def _group_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
+def _group_blocks(
+    model: nn.Module, blocks: list[nn.Module], ignored: Set[nn.Parameter]
+) -> list[list[nn.Module]]:
     """The blocks, grouped so that no two units share a parameter, nor one with what stays in the root."""
 
     def outside(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -159,14 +245,14 @@ def _group_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
             if child not in blocks:
                 yield from outside(child)
 
-    in_root = set(outside(model))
-    units = [
-        modules for modules, parameters in by_shared_parameters(blocks) if parameters.isdisjoint(in_root)
-    ]
-    return [modules[0] if len(modules) == 1 else modules for modules in units]
+    in_root = set(outside(model)) - ignored
+    groups = by_shared_parameters(blocks, ignored=ignored)
+    return [modules for modules, parameters in groups if parameters.isdisjoint(in_root)]
 
 
-def _refuse_what_fully_shard_refuses(model: nn.Module, blocks: list[nn.Module]) -> None:
+def _refuse_what_fully_shard_refuses(
+    model: nn.Module, blocks: list[nn.Module], ignored: Set[nn.Parameter]
+) -> None:
     """Check before anything is changed: fully_shard would raise after some blocks were sharded already."""
     for name, module in model.named_modules():
         where = plain_name(name) or "the model"
@@ -184,19 +270,20 @@ def _refuse_what_fully_shard_refuses(model: nn.Module, blocks: list[nn.Module]) 
             f"shard: expected a model with a forward, found a {type(model).__name__}. Give shard the module "
             "that calls the blocks."
         )
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    for problem, names, mend in (
-        (
-            "scalar parameters, which have no dimension to shard",
-            [name for name, p in parameters.items() if p.dim() == 0],
-            "Give each the shape (1,)",
-        ),
-        (
-            "parameters that are not contiguous",
-            [name for name, p in parameters.items() if p.dim() and not p.is_contiguous()],
-            "Assign nn.Parameter(p.detach().contiguous())",
-        ),
-    ):
-        if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ValueError(f"shard: FSDP2 takes no {problem}; found {shown}. {mend}. Nothing was changed.")
+    parameters = dict(model.named_parameters())
+    if strangers := ignored - set(parameters.values()):
+        raise ValueError(
+            f"shard: {len(strangers)} of the {len(ignored)} ignored_params are not parameters of this model. "
+            "Nothing was changed."
+        )
+    names = [
+        plain_name(name)
+        for name, parameter in parameters.items()
+        if parameter not in ignored and not parameter.is_contiguous()
+    ]
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ValueError(
+            f"shard: FSDP2 takes no parameters that are not contiguous; found {shown}. Assign "
+            "nn.Parameter(p.detach().contiguous()). Nothing was changed."
+        )

@@ -2,6 +2,7 @@
 
 import sys
 
+from fsdp_utils._commands import run
 from fsdp_utils.train.loop import main
 
-sys.exit(main())
+sys.exit(run(main))

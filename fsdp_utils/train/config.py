@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, is_dataclass
 from operator import attrgetter
 from typing import Any, Literal, get_args, get_type_hints
 
+from fsdp_utils._commands import VERSION
 from fsdp_utils._extras import need
 from fsdp_utils._safe_yaml import YamlError, check_yaml
 
@@ -176,12 +177,13 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
 
     Raises:
         ConfigError: an unknown setting, a value of another type, a value out of its range, a missing file.
-        SystemExit: for --help and --print_config, with 0.
+        SystemExit: for --help, --version and --print_config, with 0.
     """
     jsonargparse = need("jsonargparse", "train")
     arguments = sys.argv[1:] if arguments is None else arguments
     _set_guarded_loader(jsonargparse)
     parser = jsonargparse.ArgumentParser(prog="fsdp_utils.train", exit_on_error=False, parser_mode=_LOADER)
+    parser.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
     parser.add_argument("--config", action="config", help="a YAML file of the settings below")
     parser.add_class_arguments(TrainConfig)
     usage = io.StringIO()

@@ -443,7 +443,8 @@ print("Checked: 4 all-gathers, 4 reduce-scatters, and all units are complete at 
 # autograd runs the backward of the layer that produced `y`.
 #
 # Edit the next cell, then run it and the two folded cells below it. The target for the memory is one block,
-# 129.75 KiB.
+# 129.75 KiB. The error `out of bounds for storage of size 0` means that backward has used parameters which
+# were freed and not gathered again.
 #
 # <details><summary>Hint</summary>
 #
@@ -641,9 +642,46 @@ assert 1 <= fsdp2.whole_bytes[moment] / block_bytes < 1.05          # one block 
 print("Checked: collectives as by hand; two blocks at the peak, three where buffers are counted.")
 
 # %% [markdown]
+# To see the first difference, record one step of `fully_shard` and **replay** it. The order of the calls is
+# the recorded one. The times are invented: a block computes for 1 ms in forward and 2 ms in backward, and its
+# all-gather and its reduce-scatter take 0.5 ms each. As on a GPU, one stream computes while another sends.
+
+# %%
+# %%ranks
+from fsdp_utils import record_collectives
+
+with record_collectives(model) as trace:
+    measure(model, model.parameters())
+
+# %% jupyter={"source_hidden": true}
+from fsdp_utils.collectives import play
+
+trace = ranks.get("trace")[0]
+block_sent = max(event.sent_bytes for event in trace.collectives)
+replayed = trace.replay(
+    compute_s={"0": 1e-3, "1": 1e-3, "2": 1e-3, "3": 0.2e-3}, link_gib_s=block_sent / 2**30 / 0.5e-3
+)
+play({"replay: one step of fully_shard": replayed})
+
+# %% [markdown]
+# Press ▶, or ▶| to go from event to event; hover over a bar to read what it is. Above are the two streams,
+# below them what rank 0 holds of each layer: its shard, the full parameters for a while, its shard again. In
+# backward the all-gather of the next layer runs while the present one still computes, so two layers are
+# complete at once. Gradients are hatched: full until `reduce_scatter`, then a shard's.
+
+# %% tags=["check"]
+backward = {
+    (span.event.kind, span.event.module): span for span in replayed.spans if span.event.phase == "backward"
+}
+for present, following in [("2", "1"), ("1", "0")]:
+    gather, computing = backward["all_gather", following], backward["compute", present]
+    assert computing.start <= gather.start < gather.end <= computing.end
+print("Checked: in backward, the next block is gathered while the present one computes.")
+
+# %% [markdown]
 # ## What each rank holds
 #
-# Our unit cuts a flat tensor; where does `fully_shard` cut? To see it, fill each parameter of a block with
+# Our unit cuts a flat tensor. Where does `fully_shard` cut? To see it, fill each parameter of a block with
 # a different number, shard the block, and count which numbers each rank has got.
 
 # %%
@@ -816,7 +854,7 @@ def score_sum(all_reduce):
         return None
     dist.all_reduce(tensor)
     return {
-        "the sum, on every rank": torch.equal(summed, tensor),
+        "the sum, on every rank": isinstance(summed, torch.Tensor) and torch.equal(summed, tensor),
         "reduce_scatters": meter.reduce_scatters,
         "all_gathers": meter.all_gathers,
     }
@@ -830,7 +868,9 @@ turn(
     ranks.get("result"),
     {
         "the sum, on every rank": exactly(
-            True, otherwise="At least one rank has another result than the sum over all ranks."
+            True,
+            otherwise="At least one rank has another result than the sum over all ranks. Return one tensor, "
+            "as long as the one passed in, and no list of pieces.",
         ),
         "reduce_scatters": exactly(1, otherwise="Let one reduce_scatter do the adding up."),
         "all_gathers": exactly(1, otherwise="Let one all_gather bring the pieces of the sum to every rank."),
@@ -868,10 +908,33 @@ def my_all_reduce(tensor):
 
 result = score_sum(my_all_reduce)
 
+# %% tags=["wrong"] turn=2
+# %%ranks
+def my_all_reduce(tensor):                      # a list of pieces
+    mine = torch.empty_like(tensor[: len(tensor) // world])
+    dist.reduce_scatter(mine, list(tensor.chunk(world)))
+    pieces = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(pieces, mine)
+    return pieces
+
+
+result = score_sum(my_all_reduce)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def my_all_reduce(tensor):                      # this rank's piece alone
+    mine = torch.empty_like(tensor[: len(tensor) // world])
+    dist.reduce_scatter(mine, list(tensor.chunk(world)))
+    return mine
+
+
+result = score_sum(my_all_reduce)
+
 # %% [markdown]
 # With the usual ring algorithm, one `all_reduce` sends as much as one `all_gather` and one `reduce_scatter`
-# together. In this measure DDP sends two model sizes in each step, and FSDP three: it gathers twice and
-# reduces once. With `reshard_after_forward=False` it is two.
+# together: `(world - 1) / world` of the tensor in each of the two. In a step DDP sends that share of the
+# model twice, and FSDP three times: it gathers twice and reduces once. With `reshard_after_forward=False` it
+# is twice.
 
 # %% tags=["check"]
 try_answers(0)
@@ -918,10 +981,10 @@ Table(
 )
 
 # %% [markdown]
-# With AdamW the losses show nothing. AdamW divides each gradient by its own average size, so a factor of
-# four in all gradients cancels, except for AdamW's small `eps`. SGD takes steps that are four times as large
-# and diverges: its loss at step 20 is above a thousand. So compare losses over several steps, and with SGD
-# as well as with your own optimizer.
+# With AdamW the losses show nothing. AdamW divides an average of the gradients by their average size, so a
+# factor of four in all gradients cancels, except for AdamW's small `eps`. SGD takes steps that are four times
+# as large and diverges: its loss at step 20 is above a thousand. So compare losses over several steps, and
+# with SGD as well as with your own optimizer.
 #
 # What you see, why, and what helps:
 #
@@ -933,8 +996,8 @@ Table(
 #   look at the rank in your sampler. From the second step on: gradients are a sum, not a mean.
 # - **The program hangs.** One rank did not enter a collective in which the others wait. Call collectives on
 #   every rank; [lesson 3](03_full_state_dict.ipynb) shows how it happens.
-# - **The loss never changes.** The optimizer was made before the model was sharded. It holds the old
-#   parameters, which get no gradients, so `step` does nothing. Make the optimizer after sharding, as
+# - **The loss never changes.** The optimizer was made before `fully_shard`, which replaces the parameters. It
+#   holds the old ones, which get no gradients, so `step` does nothing. Make the optimizer after sharding, as
 #   [lesson 1](01_transformer_wrapper.ipynb) shows.
 
 # %% tags=["check"]
@@ -945,6 +1008,7 @@ def apart(optimizer):
 
 
 assert apart("AdamW") < 1e-3 < 0.05 < apart("SGD")
+assert world != 4 or compared["SGD, without the division"][-1] > 1000
 print("Checked: without the division, AdamW's losses are the same to 0.001, and SGD's are not to 0.05.")
 
 # %% [markdown]

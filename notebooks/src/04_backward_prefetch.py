@@ -741,6 +741,38 @@ for ratio in (2.0, 4.0, 8.0):
 print("Checked: 8 ms from twice a forward computation on; 17% at four times; the largest share between.")
 
 # %% [markdown]
+# Try it yourself. The first slider is the time of a collective, beside the 1 ms that a block computes in
+# forward: a link that is half as fast takes twice as long. The second is the time that the CPU takes to
+# issue the forward pass of a block, as in *A slow CPU* further down. Every number is a replay of an order
+# that was recorded on this page. A column higher than 40 ms is cut there.
+
+# %% jupyter={"source_hidden": true}
+from fsdp_utils.lessons.sliders import Axis, Point, Stack, explore
+
+
+def replayed_step(collective_ms, issue_ms, name):
+    run = replay(name, collective_ms, issue_s=issue_ms / 1e3)
+    step, computing, sending = (1e3 * s for s in (run.step_s, run.compute_s, run.exposed_s))
+    alone = 1e3 * replay("FSDP2", collective_ms, issue_s=issue_ms / 1e3).step_s
+    return Point(
+        [computing, sending, max(step - computing - sending, 0.0)],
+        [100 * (step / alone - 1), run.peak_units],
+        "replay of the order that was recorded on rank 0",
+    )
+
+
+explore(
+    "replay: one step of four blocks",
+    [Axis("a collective takes", ratios, "ms", start=3),
+     Axis("the CPU issues a block in", [0, 0.6, 1.2], "ms"), Axis("setting", list(traces), start=2)],
+    Stack("a step", "ms", {"something computes": plots.RANK_COLORS[0], "only sends": plots.RANK_COLORS[5],
+                           "neither": plots.FAINT}, upto=40),
+    replayed_step,
+    scalars={"longer than FSDP2": "%", "blocks complete at once": "blocks"},
+    over="setting",
+)
+
+# %% [markdown]
 # ## Your turn 2 · Blocks of different sizes
 #
 # Real models are not made of equal blocks. In this one, every other block is four times as large as its

@@ -544,6 +544,61 @@ Table(
 # 2 (H - 1) / H P under HYBRID_SHARD. So with two hosts of eight ranks the factor is 2.8, and with many hosts
 # it is 1.5.
 #
+# The sliders below go through hosts and ranks per host. The columns are what a rank sends on average, split
+# by the link that it takes in the ring; "leave a host" is the sum of its ranks, which share the link. The
+# numbers come from the formulas above, for all six strategies. A check below holds these formulas to the
+# bytes that were recorded here, and where you read "the rule" no such ranks ran.
+
+# %% jupyter={"source_hidden": true}
+from fsdp_utils.lessons.sliders import Axis, Point, Stack, explore
+
+# collectives over all ranks, then of those within a host, in full sizes; an all-reduce counts twice
+TIMES = {"DDP": (2, 0), "ZeRO-1": (3, 0), "ZeRO-2": (2, 0), "FULL_SHARD": (3, 0), "reshard to a host": (2, 1)}
+
+
+def by_the_rule(strategy, on_hosts, on_each):
+    """What a rank sends on average within its host, and what leaves a host, in units of P."""
+    if strategy == "HYBRID_SHARD":
+        return 3 * (on_each - 1) / on_each, 2 * (on_hosts - 1) / on_hosts
+    over_all, in_host = TIMES[strategy]
+    n = on_hosts * on_each
+    sent = over_all * (n - 1) / n
+    leave = sent if on_hosts > 1 else 0.0                       # the last rank of the host sends it
+    return sent - leave / on_each + in_host * (on_each - 1) / on_each, leave
+
+
+def sends(on_hosts, on_each, strategy):
+    inside, leave = by_the_rule(strategy, on_hosts, on_each)
+    ran = (on_hosts, on_each) == (hosts, per_host)
+    note = "recorded on this page, and the rule says the same"
+    return Point([inside, leave / on_each], [leave], note if ran else "by the rule: no such ranks ran here")
+
+
+explore(
+    "calculated: bytes that a rank sends in one step, in units of P",
+    [Axis("hosts", [1, 2, 4, 8, 16, 32], start=1), Axis("ranks per host", [1, 2, 4, 8], start=1),
+     Axis("strategy", [*TIMES, "HYBRID_SHARD"], start=3)],
+    Stack("sent by a rank, on average", "P",
+          {"to a rank of its host": plots.RANK_COLORS[0], "to another host": plots.RANK_COLORS[5]}, upto=3.2),
+    sends,
+    scalars={"leave a host": "P"},
+    over="strategy",
+)
+
+# %% tags=["check"]
+recorded_total = ranks.get("total")
+for name in crossing:
+    inside, leave = by_the_rule(name, hosts, per_host)
+    mean = sum(recorded_total[r][name] for r in range(per_host)) / per_host / P
+    exact = 64 % (hosts * per_host) == 0                        # else the shards are padded
+    assert abs(crossing[name] / P - leave) < 1e-3
+    assert abs(mean - inside - leave / per_host) < (1e-3 if exact else 0.12)
+print("Checked: the rule of the sliders gives the recorded bytes, for each strategy that ran.")
+
+# %% [markdown]
+# More ranks on a host change little of what a rank sends, but more of it stays on the host. Only what leaves
+# the host does not shrink: it is paid once for each host, however many ranks share the link.
+#
 # The next figure puts memory and link together. The best place would be the bottom left: little memory,
 # little on the link. No strategy is there.
 

@@ -150,16 +150,48 @@ def sharded(mesh, widths=(8, 8, 8)):
 
 # %% jupyter={"source_hidden": true}
 import linecache
+import os
 import re
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
 LIMIT_S = 2.5
+
+
+def hold(folder, began):
+    """Keep this rank until all ranks are done, or for a second after the limit."""
+    done = dist.FileStore(str(folder / "done"), WORLD)
+    done.add("ranks", 1)
+    while done.add("ranks", 0) < WORLD and time.monotonic() - began < LIMIT_S + 1:
+        time.sleep(0.02)
+
+
+def one_rank(program, folder, cells, debug, look, check):
+    """Run the program on this rank; its stderr goes to a file."""
+    linecache.cache.update(cells)
+    os.dup2(os.open(folder / f"stderr{dist.get_rank()}", os.O_WRONLY | os.O_CREAT), 2)
+    dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
+    group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+    found = {"result": None, "error": "", "seen": None}
+    if look is not None:
+        threading.Timer(1.8, lambda: found.update(seen=look())).start()
+    began = time.monotonic()
+    try:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        with check_in_step() if check else nullcontext():
+            found["result"] = program(mesh)
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    found["seconds"] = time.monotonic() - began
+    hold(folder, began)
+    dist.destroy_process_group(group)  # the others need not wait for this rank
+    return found
 
 
 def attempt(program, *, debug=False, look=None, check=False):
@@ -173,37 +205,9 @@ def attempt(program, *, debug=False, look=None, check=False):
     """
     cells = {name: lines for name, lines in linecache.cache.items() if "ipykernel" in name}
     folder = Path(tempfile.mkdtemp())
-
-    def on_rank():
-        import os
-
-        linecache.cache.update(cells)
-        os.dup2(os.open(folder / f"stderr{dist.get_rank()}", os.O_WRONLY | os.O_CREAT), 2)
-        dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
-        group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
-        found = {"result": None, "error": "", "seen": None}
-        if look is not None:
-            threading.Timer(1.8, lambda: found.update(seen=look())).start()
-        began = time.monotonic()
-        try:
-            mesh = DeviceMesh.from_group(group, "cpu")
-            if check:
-                with check_in_step():
-                    found["result"] = program(mesh)
-            else:
-                found["result"] = program(mesh)
-        except Exception as error:
-            found["error"] = f"{type(error).__name__}: {error}"
-        found["seconds"] = time.monotonic() - began
-        done = dist.FileStore(str(folder / "done"), WORLD)
-        done.add("ranks", 1)
-        while done.add("ranks", 0) < WORLD and time.monotonic() - began < LIMIT_S + 1:
-            time.sleep(0.02)
-        dist.destroy_process_group(group)  # the others need not wait for this rank
-        return found
-
     try:
-        return run_on_ranks(on_rank, world_size=WORLD, timeout=60)
+        settings = (program, folder, cells, debug, look, check)
+        return run_on_ranks(one_rank, *settings, world_size=WORLD, timeout=60)
     except RuntimeError as error:
         said = "".join(file.read_text() for file in sorted(folder.glob("stderr*")))
         ended = {"result": None, "error": f"{error}\n{said}", "seen": None, "seconds": 0.0}
@@ -404,11 +408,14 @@ looked = attempt(early_stop, look=stacks)
 
 
 # %% jupyter={"source_hidden": true}
+HELPERS = ("stacks", "hold", "one_rank", "<lambda>")
+
+
 def own_line(text):
     """Return the innermost line of a dump that is in a cell, without the folded helpers."""
     found = re.findall(r'File "([^"]*ipykernel_[^"]*)", line (\d+) in (\w+)', text)
     lines = [
-        (file, int(line), name) for file, line, name in found if name not in ("stacks", "on_rank", "<lambda>")
+        (file, int(line), name) for file, line, name in found if name not in HELPERS
     ]
     lines = [(name, linecache.getline(file, line).strip()) for file, line, name in lines]
     return next(
@@ -769,13 +776,26 @@ print("Checked: DETAIL misses both lies; check_in_step names the call and raises
 # that. A comparison from end to end does: **one step against one process**. Take the full gradients of one
 # step on all ranks, and those of one process with all samples. Compare gradients, not losses: AdamW hides a
 # factor in all gradients, as [lesson 0](00_fsdp_from_scratch.ipynb) showed.
+#
+# A folded cell has a small model and 12 samples for each rank. `build(seed)` makes the model, `fsdp(model)`
+# shards it, `sample_losses(model, rows)` gives one loss for each sample, `equal_rows()` says which samples
+# are this rank's, and `one_process()` returns the gradients of one process. The check itself is short:
 
-
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
 def build(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def fsdp(model):
+    mesh = init_device_mesh("cpu", (world,))
+    for part in [model[0], model[2], model]:
+        fully_shard(part, mesh=mesh)
+    return model
 
 
 torch.manual_seed(1)
@@ -790,14 +810,14 @@ def equal_rows():
     return torch.arange(12 * world).chunk(world)[rank]
 
 
-# %%
-# %%ranks
 def one_process(rows=None):
     model = build()
     sample_losses(model, torch.arange(12 * world) if rows is None else rows).mean().backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
+# %%
+# %%ranks
 def step_error(model, expected=None):
     """How far the gradients of a step are from those of one process: 0.1 is a tenth of the largest one."""
     expected, worst = expected or one_process(), torch.zeros(1)
@@ -812,20 +832,8 @@ def step_error(model, expected=None):
 
 
 # %% [markdown]
-# Below are six ways to compute the gradients of a step. The first one is right. The other five are: ranks
-# that start from different weights, a sum where a mean should be, FSDP2's gradient sync left off, DDP's
-# `no_sync` left on, and a mean of means over unequal shares.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-
-def fsdp(model):
-    mesh = init_device_mesh("cpu", (world,))
-    for part in [model[0], model[2], model]:
-        fully_shard(part, mesh=mesh)
-    return model
+# First a right step, and two wrong ones: ranks that start from different weights, and a mean of means over
+# unequal shares of the samples.
 
 
 # %%
@@ -842,6 +850,36 @@ def replicas_differ():
     return model
 
 
+def unequal_shares():
+    model = fsdp(build())
+    rows = torch.arange(12 * world)
+    mine = rows[: 11 * world + 1] if rank == 0 else rows[11 * world + rank :][:1]
+    sample_losses(model, mine).mean().backward()  # a mean of means
+    return model
+
+
+errors = {way.__name__: step_error(way()) for way in (right, replicas_differ, unequal_shares)}
+
+
+# %% jupyter={"source_hidden": true}
+def error_table(errors):
+    shown = {name: "0" if error < 1e-5 else f"{error:.2f}" for name, error in errors.items()}
+    rows = [[name.replace("_", " "), error] for name, error in shown.items()]
+    note = "Against one process; 1.00 is as much as the largest gradient of a parameter."
+    return Table(["one step", "error of the gradients"], rows, note=note)
+
+
+error_table(ranks.get("errors")[0])
+
+# %% [markdown]
+# No step raised an error. The right one agrees with one process up to rounding, the others are far off.
+#
+# Next, three mistakes with the gradients' reduction: a sum where a mean should be, FSDP2's gradient sync left
+# off, and DDP's `no_sync` left on.
+
+
+# %%
+# %%ranks
 def sum_for_mean():
     model = fsdp(build())
     for unit in (model[0], model[2], model):
@@ -865,68 +903,45 @@ def no_sync_left_on():
     return model
 
 
-def unequal_shares():
-    model = fsdp(build())
-    rows = torch.arange(12 * world)
-    mine = rows[: 11 * world + 1] if rank == 0 else rows[11 * world + rank :][:1]
-    sample_losses(model, mine).mean().backward()  # a mean of means
-    return model
-
-
 # %% [markdown]
 # The last lie is about clipping: each rank scales its gradients by the norm of *its own shards*, so every
-# rank scales by another factor. Both sides of the comparison clip to a norm of 0.1.
+# rank scales by another factor. A folded cell clips both sides of the comparison to a norm of 0.1.
 
 
 # %%
 # %%ranks
-def clipped(norm_of):
-    """The error after clipping, where the norm is computed by a function of the gradients."""
-    model, expected = right(), one_process()
-    for gradients in ([parameter.grad for parameter in model.parameters()], expected):
-        norm = norm_of(gradients) if gradients is not expected else full_norm(gradients)
-        for gradient in gradients:
-            gradient.mul_(0.1 / norm)
-    return step_error(model, expected)
-
-
-def full_norm(gradients):
-    return nn.utils.get_total_norm(gradients)
-
-
 def norm_of_shards(gradients):
     return nn.utils.get_total_norm([gradient.to_local() for gradient in gradients])
 
 
-def correct_norm(gradients):
-    return full_norm(gradients).full_tensor()  # of DTensors: over all ranks
+def full_norm(gradients):
+    return nn.utils.get_total_norm(gradients).full_tensor()  # of DTensors: over all ranks
 
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-ways = (right, replicas_differ, sum_for_mean, sync_left_off, no_sync_left_on, unequal_shares)
-errors = {way.__name__: step_error(way()) for way in ways}
-errors |= {
-    "clip by the full norm": clipped(correct_norm),
-    "clip by the norm of shards": clipped(norm_of_shards),
-}
+def clipped(norm_of):
+    """The error after clipping, where the norm is computed by a function of the gradients."""
+    model, expected = right(), one_process()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for some, norm in ((gradients, norm_of(gradients)), (expected, nn.utils.get_total_norm(expected))):
+        for gradient in some:
+            gradient.mul_(0.1 / norm)
+    return step_error(model, expected)
+
+
+errors |= {way.__name__: step_error(way()) for way in (sum_for_mean, sync_left_off, no_sync_left_on)}
+errors |= {"clip by the norm of shards": clipped(norm_of_shards), "clip by the full norm": clipped(full_norm)}
 
 # %% jupyter={"source_hidden": true}
 errors = ranks.get("errors")[0]
-Table(
-    ["one step", "raises", "error of the gradients"],
-    [
-        [name.replace("_", " "), "nothing", "0" if error < 1e-5 else f"{error:.2f}"]
-        for name, error in errors.items()
-    ],
-    note="Against one process; 1.00 is as much as the largest gradient of a parameter.",
-)
+error_table(dict(list(errors.items())[3:]))
 
 # %% [markdown]
-# None of the eight raises. Two are right up to rounding, and the check tells them from the rest. With a sum
-# in place of a mean, the gradients are too large by a factor of the number of ranks: the error is that
-# number less 1. With `set_requires_gradient_sync(False)` the sharded gradients are never written: the error
-# is 1.00, and the loss never changes.
+# None of these raises either, and only the last is right. With a sum in place of a mean, the gradients are
+# too large by a factor of the number of ranks: the error is that number less 1. With
+# `set_requires_gradient_sync(False)` the sharded gradients are never written: the error is 1.00, and the loss
+# never changes.
 
 # %% tags=["check"]
 assert errors["right"] < 1e-5

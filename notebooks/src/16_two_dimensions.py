@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 16 · Two dimensions: FSDP with tensor parallelism
 #
-# FSDP cuts what a rank *holds*. Tensor parallelism cuts what a rank *computes*: each rank multiplies with its
-# part of a weight matrix, and no rank gathers all of it. In this lesson you arrange four ranks in a mesh of
-# two rows and two columns, use one dimension for each of the two, and count what travels along each.
+# Under FSDP a rank *holds* a part of each layer, and gathers the rest to compute. Under tensor parallelism it
+# also *computes* with its part alone: it multiplies with some rows or columns of a weight matrix, and nobody
+# gathers the matrix. In this lesson you arrange four ranks in a mesh of two rows and two columns, use one
+# dimension for each of the two, and count what travels along each.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -19,7 +20,8 @@
 
 # %% [markdown]
 # **The question of this lesson:** under FSDP every rank computes with samples of its own, and gathers every
-# layer in full for it. What if there are more ranks than samples, or less time than a gather takes?
+# layer in full for that. What if there are more ranks than samples, or if a rank gathers a layer for longer
+# than it computes with it?
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -57,14 +59,14 @@ plots.show(fig, alt="Two ranks: each has half of up's rows and of down's columns
 
 # %% [markdown]
 # The drawing shows the two weight matrices of an MLP, `up` and `down`, on two ranks. Each rank computes half
-# of the hidden activations, and from them its summand of the output. One all_reduce adds the two. No weight
-# is sent.
+# of the hidden activations, and from them a summand of the output. One all_reduce adds the two summands. No
+# weight is sent.
 #
 # ## In your own code
 #
-# This script trains with both. Save it as `train.py` and start it with `torchrun --nproc-per-node 4
-# train.py`. The order matters: first tensor parallelism cuts the matrices, then `fully_shard` shards the
-# parts.
+# This script trains with FSDP and tensor parallelism. Save it as `train.py` and start it with `torchrun
+# --nproc-per-node 4 train.py`. The order matters: first tensor parallelism cuts the matrices, then
+# `fully_shard` shards the parts.
 #
 # ```python
 # import torch
@@ -154,12 +156,12 @@ Table(
 # ## Your turn 1 · An MLP in four parts
 #
 # Write tensor parallelism by hand, over all four ranks. `my_parts` gets the full weights (`up` is f32[256,
-# 64], `down` f32[64, 256]), a place from 0 to 3 and the number of ranks. It returns what the rank at this
-# place keeps of each. `my_mlp` computes `F.linear(F.gelu(F.linear(x, up)), down)` from these parts; every
+# 64], `down` f32[64, 256]), a place from 0 to 3 and the world size. It returns what the rank at this place
+# keeps of each. `my_mlp` computes `F.linear(F.gelu(F.linear(x, up)), down)` from these parts; every
 # rank has the same `x`, f32[8, 64], and has to get the full output.
 #
-# A folded cell counts what a rank keeps and what `my_mlp` sends. Edit the next cell, then run it and the two
-# folded cells below it.
+# A folded cell counts what a rank keeps and what `my_mlp` passes to collectives; a wait ends after ten
+# seconds. Edit the next cell, then run it and the two folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -171,7 +173,7 @@ Table(
 
 # %% tags=["exercise"]
 # %%ranks
-def my_parts(up, down, place, ranks):
+def my_parts(up, down, place, world):
     return None                                 # your lines here; return (part_of_up, part_of_down)
 
 
@@ -180,7 +182,10 @@ def my_mlp(x, part_of_up, part_of_down):
 
 
 # %% jupyter={"source_hidden": true}
-# %%ranks
+# %%ranks --timeout 10
+result = None
+
+
 def score_mlp(parts, mlp):
     """Run what was written on all ranks, and count its collectives."""
     generator = torch.Generator().manual_seed(0)
@@ -244,8 +249,8 @@ turn(
 
 # %% tags=["solution"] turn=1
 # %%ranks
-def my_parts(up, down, place, ranks):
-    return up.chunk(ranks)[place], down.chunk(ranks, dim=1)[place]
+def my_parts(up, down, place, world):
+    return up.chunk(world)[place], down.chunk(world, dim=1)[place]
 
 
 def my_mlp(x, part_of_up, part_of_down):
@@ -258,8 +263,8 @@ result = score_mlp(my_parts, my_mlp)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_parts(up, down, place, ranks):
-    return up.chunk(ranks)[place], down.chunk(ranks)[place]
+def my_parts(up, down, place, world):
+    return up.chunk(world)[place], down.chunk(world)[place]
 
 
 def my_mlp(x, part_of_up, part_of_down):
@@ -272,8 +277,8 @@ result = score_mlp(my_parts, my_mlp)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_parts(up, down, place, ranks):
-    return up.chunk(ranks)[place], down.chunk(ranks, dim=1)[place]
+def my_parts(up, down, place, world):
+    return up.chunk(world)[place], down.chunk(world, dim=1)[place]
 
 
 def my_mlp(x, part_of_up, part_of_down):
@@ -284,8 +289,8 @@ result = score_mlp(my_parts, my_mlp)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_parts(up, down, place, ranks):
-    return up.chunk(ranks, dim=1)[place], down.chunk(ranks)[place]
+def my_parts(up, down, place, world):
+    return up.chunk(world, dim=1)[place], down.chunk(world)[place]
 
 
 def my_mlp(x, part_of_up, part_of_down):
@@ -300,8 +305,8 @@ result = score_mlp(my_parts, my_mlp)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_parts(up, down, place, ranks):
-    return up.chunk(ranks)[place], down.chunk(ranks)[place]
+def my_parts(up, down, place, world):
+    return up.chunk(world)[place], down.chunk(world)[place]
 
 
 def my_mlp(x, part_of_up, part_of_down):
@@ -317,7 +322,7 @@ result = score_mlp(my_parts, my_mlp)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_parts(up, down, place, ranks):
+def my_parts(up, down, place, world):
     return up[64 * place : 64 * (place + 1)], down[:, 64 * place : 64]
 
 
@@ -331,15 +336,15 @@ result = score_mlp(my_parts, my_mlp)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_parts(up, down, place, ranks):
-    return up.chunk(ranks)[place]
+def my_parts(up, down, place, world):
+    return up.chunk(world)[place]
 
 
 result = score_mlp(my_parts, my_mlp)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_parts(up, down, place, ranks):
+def my_parts(up, down, place, world):
     return up, down
 
 
@@ -355,13 +360,14 @@ result = score_mlp(my_parts, my_mlp)
 # the *rows* of `weight`, and `RowwiseParallel` its columns.
 #
 # Attention is cut in the same way. Rows of the query, key and value matrices belong to heads, so each rank
-# computes some of the heads, and the output matrix is cut by columns. The number of heads has to be divisible
-# by the number of ranks. (Where several query heads share keys and values, the number of those, too.)
+# computes some of the heads, and the output matrix is cut by columns. With such a plan the number of heads
+# has to be divisible by the ranks along "tp". (Where several query heads share a key and a value head, the
+# number of key and value heads, too.)
 #
 # ## The model, and a plan for it
 #
-# A small Llama-like model. It never names the number of heads in its forward pass: `unflatten(-1, (-1, 16))`
-# takes as many as are there. That is all that it does for tensor parallelism.
+# The model is small and Llama-like. One line of it is written for tensor parallelism: the forward pass does
+# not name the number of heads, `unflatten(-1, (-1, 16))` takes as many heads of 16 as the rank has.
 
 # %%
 # %%ranks
@@ -429,8 +435,9 @@ def batch(number, part=0, of=1):
 # (A folded cell defines `Block`, with an RMSNorm before each of the two, and `Model`: an embedding, four
 # blocks, a norm and a head.)
 #
-# A **plan** says for each module how it is cut. The inputs of attention are prepared once, for its three
-# matrices; what that saves is under "When it goes wrong".
+# A **plan** says for each module how it is cut. `PrepareModuleInput` says how a module's input is laid out
+# (`input_layouts`) and how the module wants it (`desired_input_layouts`). Here it prepares the input of
+# attention once for its three matrices; "When it goes wrong" counts what that saves.
 
 # %%
 # %%ranks
@@ -445,13 +452,14 @@ tensor_plan = {
 }
 
 # %% [markdown]
-# `Replicate()` means: every rank of the dimension has all of it. So under this plan both ranks of a row
-# compute the same norms, the same embedding and the same loss, twice.
+# `Replicate()` means: every rank of the dimension has all of it. What the plan does not name is not cut: both
+# ranks of a row hold the same embedding, norms and head, and compute the same with them.
 #
-# **Sequence parallelism** mends that: between the cut matrices, each rank has its part of the *tokens*
-# (`Shard(1)`: cut along dimension 1, the sequence) and computes the norm of those alone. The all_reduce after
-# `down` becomes a reduce_scatter, and an all_gather stands before `up`. `loss_parallel` cuts the loss, too:
-# each rank has the logits of its part of the vocabulary, and they are never gathered.
+# **Sequence parallelism** cuts that work, too. Between the cut matrices, each rank has its part of the
+# *tokens* (`Shard(1)`: cut along dimension 1, the sequence) and computes the norms of these tokens alone. The
+# all_reduce after `down` becomes a reduce_scatter, and an all_gather stands before `up`. The embedding and
+# the head are cut by the vocabulary. With `loss_parallel` the logits stay cut like that: no rank gathers
+# them, and the loss takes small all_reduces instead.
 
 # %%
 # %%ranks
@@ -498,9 +506,8 @@ def fsdp_alone(model=None):
 all_four = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
 
 # %% [markdown]
-# (Why no function of this library around the two? A plan belongs to a model, and PyTorch's two calls are
-# already short. `fsdp_utils.shard(model, mesh=mesh["fsdp"])` can take the place of the loop with
-# `fully_shard`.)
+# (`fsdp_utils.shard(model, mesh=mesh["fsdp"])` can take the place of the loop with
+# `fully_shard`. For the plan this library has no function of its own: a plan belongs to a model.)
 #
 # ## The same losses
 #
@@ -562,8 +569,8 @@ Table(
 )
 
 # %% [markdown]
-# All four rows are the same training. Tensor parallelism, too, changes where numbers are computed, and not
-# which.
+# All four rows agree in the digits shown: as with FSDP, tensor parallelism changes where the numbers are
+# computed, and the result by rounding only.
 
 # %% tags=["check"]
 # %%ranks 0
@@ -574,8 +581,8 @@ print("Checked: the losses of all ways are those of one process, to 0.01%.")
 # %% [markdown]
 # ## What each rank holds
 #
-# Fill each weight with the numbers of its elements, cut it in each way, and ask every rank which numbers it
-# has got.
+# The next cell fills each weight with the numbers of its elements, 0, 1, 2 and so on, cuts it in each way,
+# and asks every rank which numbers it has. The figure draws each weight in the colours of the ranks.
 
 # %%
 # %%ranks
@@ -622,9 +629,9 @@ plots.show(fig, alt="Which rank holds which rows and columns of three weights: F
 # %% [markdown]
 # Under FSDP every rank holds a quarter of the rows of each weight. On the mesh, "tp" cuts first. Of `up`,
 # ranks 0 and 2 have the upper half of the rows, because their place along "tp" is 0, and FSDP gives each of
-# the two half of that. (So the order from above is 0, 2, 1, 3. PyTorch calls this placement `_StridedShard`.)
-# Of `down`, "tp" has cut the columns and FSDP the rows. In each way a rank holds a quarter. (The norms are
-# not cut along "tp": both ranks of a row hold the same half of them.)
+# the two half of that. (So the order from above is 0, 2, 1, 3. PyTorch calls the placement along "fsdp"
+# `_StridedShard`.) Of `down`, "tp" has cut the columns and FSDP the rows. In each of the six drawings a rank
+# holds a quarter. (The norms are not cut along "tp": both ranks of a row hold the same half of them.)
 
 # %% tags=["check"]
 for owner in owners.values():
@@ -637,9 +644,10 @@ print("Checked: a quarter on each rank; up by rows in the order 0, 2, 1, 3; down
 
 # %% [markdown]
 # What changes is what a rank holds *within* a step. FSDP gathers a unit along "fsdp" only, so a rank never
-# has more of a cut matrix than its half. And its activations are others:
+# has more of a cut matrix than its half. And its activations are others. The folded cell measures both: the
+# largest all_gather of a block, and the bytes that autograd keeps from the forward pass for backward.
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 def local(tensor):
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -678,13 +686,14 @@ kept, gathered = ranks.get("(kept, gathered)")[0]
 Table(
     ["on rank 0", "KiB of a gathered block", "KiB of activations", "samples it computes with"],
     [[n, round(gathered[n] / 1024), round(kept[n] / 1024), 2 if "FSDP" in n else 4] for n in kept],
+    note="Activations: what autograd keeps of the model's forward pass, without weights and loss.",
 )
 
 # %% [markdown]
 # A gathered block is half as large on the mesh. With the tensor plan alone the activations grow by a third: a
 # rank computes with twice the samples, and only what is inside attention and the MLP is cut in two. With
-# sequence parallelism the rest is cut, too. What is left of the difference are the tokens that are gathered
-# before attention, the MLP and the head: autograd keeps them for backward.
+# sequence parallelism the rest is cut, too, and an eighth more is left: the tokens that are gathered before
+# attention, the MLP and the head, which autograd keeps for backward.
 
 # %% tags=["check"]
 assert 0.5 <= gathered["2 x 2, tensor"] / gathered["FSDP, 4 ranks"] < 0.51
@@ -697,8 +706,9 @@ print("Checked: half a block is gathered; activations grow by a third, with sequ
 # %% [markdown]
 # ## What is sent along each dimension
 #
-# Each recorded collective says its dimension of the mesh, by its name. So the bytes can be counted by it. As
-# in [lesson 6](06_sharding_strategies.ipynb) they are the least that a rank has to send.
+# `record_collectives` notes for each collective the name of its dimension of the mesh, so the bytes can be
+# counted by it. As in [lesson 6](06_sharding_strategies.ipynb) they are the least that a rank has to send:
+# what a ring sends, whatever gloo or NCCL does.
 
 # %% tags=["dimensions"]
 # %%ranks
@@ -733,14 +743,16 @@ plots.show(fig, alt="Bytes sent in a step along the dimensions fsdp and tp, for 
 
 # %% [markdown]
 # - **Along "fsdp"** a rank sends parts of parameters: how much depends on the model and not on the samples.
-#   On the mesh it is a third of FSDP alone: a rank gathers half of each matrix, and has half of that instead
-#   of a quarter. (With the tensor plan, embedding and head are not cut, and are gathered in full.)
+#   On the mesh it is about a third of FSDP alone: half of each matrix is gathered, by two ranks instead of
+#   four. Half of a half travels, instead of three quarters of the matrix. (With the tensor plan, embedding
+#   and head are not cut, and are gathered in full.)
 # - **Along "tp"** it sends activations: for each block four all_reduces of `samples x length x width`
-#   numbers, two in forward and two in backward. How much depends on the tokens, and not on how wide the MLP
-#   is.
-# - **Sequence parallelism** sends the same bytes for a block: an all_reduce *is* a reduce_scatter and an
-#   all_gather. Here they are done at different places. What is more is for the embedding and the head, which
-#   are cut now.
+#   numbers, two in forward and two in backward. How much depends on the tokens of a row and on the width, and
+#   not on how wide the MLP is inside.
+# - **Sequence parallelism** sends the same bytes for a block: an all_reduce around a ring is a reduce_scatter
+#   and an all_gather, and here the two are done at different places. What is more is for the embedding and
+#   the head, which are cut now. The twelve small all_reduces are for the gradients of the nine norms, since
+#   each rank has seen only its tokens, and three for the loss.
 
 # %% tags=["check"]
 BLOCK, NORMS, ROOT, ACTIVATIONS = 12 * 64 * 64 * 4, 2 * 64 * 4, 2 * 128 * 64 * 4 + 64 * 4, 4 * 16 * 64 * 4
@@ -766,12 +778,16 @@ print("Checked, to the byte: along fsdp by the parameters, along tp by the activ
 # %% [markdown]
 # ## Which dimension belongs on the fast link?
 #
-# Ranks 0 and 1 are one host, 2 and 3 another. **A replay** takes the recorded order with the sizes of a large
-# model (as in [lesson 4](04_backward_prefetch.ipynb), on streams of computation and communication): a width
-# of 4,096, so that a block has 201 million parameters; bf16; 16,384 tokens in a step; 400 TFLOP/s on each
-# rank. A rank sends 300 GiB/s within a host and 40 between hosts. What is sent along "tp" has a stream of its
-# own, and **the computation after it waits for it**; gathers of FSDP run beside the computation of the unit
-# before.
+# Ranks 0 and 1 are one host, 2 and 3 another. **A replay**, as in [lesson 4](04_backward_prefetch.ipynb),
+# calculates how long a step of a large model takes on such hosts. From the recording it takes the order of
+# all collectives. The rest is assumed:
+#
+# - a width of 4,096, so that a block has 201 million parameters; bf16; 16,384 tokens in a step;
+# - 400 TFLOP/s on each rank, for the products with weight matrices (those inside attention are left out);
+# - a rank sends 300 GiB/s within a host and 40 GiB/s between hosts, and collectives that run at the same time
+#   do not slow each other down;
+# - what is sent along "tp" is waited for by **the computation after it**, while FSDP gathers a unit beside
+#   the computation of the unit before.
 
 # %%
 # %%ranks
@@ -784,7 +800,8 @@ def imagine(trace, tokens, of_ranks=4, change=lambda event: {}):
     activations = 2 * 4096 * tokens / (4 * WIDTH * SAMPLES * LENGTH)
     events = []
     for e in trace.events:
-        e = replace(e, bytes_in=round(e.bytes * (weights if e.module else activations)), bytes_out=0)
+        larger = weights if e.module else activations
+        e = replace(e, bytes_in=round(e.bytes_in * larger), bytes_out=round(e.bytes_out * larger))
         events.append(replace(e, **change(e)))
     block_s = 2 * 12 * 4096**2 * tokens / of_ranks / FLOPS      # a multiplication and an addition each
     seconds = {**{f"blocks.{i}": block_s for i in range(BLOCKS)}, "(root)": block_s / 3}
@@ -792,8 +809,9 @@ def imagine(trace, tokens, of_ranks=4, change=lambda event: {}):
 
 
 # %% [markdown]
-# (The embedding and the head count for a third of a block, as in the recorded model.) The same mesh can be
-# laid over the hosts in two ways:
+# (The embedding and the head count for a third of a block, as in the recorded model.) The replay compares
+# FSDP alone with the same mesh laid over the hosts in two ways: with a row on one host, and with a row over
+# both.
 
 # %%
 # %%ranks
@@ -815,20 +833,26 @@ Table(
     [[name, f"{1e3 * r.step_s:.1f}", f"{1e3 * r.exposed_s:.1f}"] for name, r in replays.items()],
 )
 
-# %% jupyter={"source_hidden": true}
-from IPython.display import display
+# %% [markdown]
+# All three compute equally long, 54 ms; the second number says why they differ. FSDP alone waits for its
+# gathers over the slow link. With "tp" within the hosts, a third of these bytes goes over the slow link,
+# behind the computation, and what is sent along "tp" over the fast link is short. With "tp" between the
+# hosts, the slow link carries what every block has to wait for.
+#
+# The player shows the three steps on one time axis. Press ▶, or ▶| to go from event to event. What is sent
+# along "tp" is in the lane "in the model". Below the lanes stands what rank 0 holds of each
+# block. At its highest that is the full block under FSDP alone, and on the mesh the half that "tp" leaves it.
 
-longest = max(r.step_s for r in replays.values())
-for name, run in replays.items():
-    display(plots.show(run.plot(title=f"replay: {name}", until=longest), alt=f"One replayed step: {name}."))
+# %%
+from fsdp_utils.collectives import play
+
+play({f"replay: {name}": run for name, run in replays.items()})
 
 # %% [markdown]
-# All three compute equally long. FSDP alone waits for its gathers over the slow link. With "tp" within the
-# hosts, a third of the bytes goes over the slow link, behind the computation, and what is sent along "tp" is
-# short. With "tp" between the hosts, the slow link carries what every block has to wait for.
-#
-# (In backward the recording has a block's computation in one piece, so the figures show what is sent along
-# "tp" after it. In truth it is sent in between, which takes as long.)
+# Look at the gaps in the lane of computation. Those of FSDP alone are under its own gathers and reductions;
+# those of the other two are under the lane "in the model". (The recording has a block's backward pass in one
+# piece, so the player shows what is sent along "tp" after it. On a GPU it is sent in between; all of it is
+# waited for in either case.)
 
 # %% tags=["check"]
 alone_s, within_s, between_s = replays.values()
@@ -851,7 +875,7 @@ print("Checked: tp within hosts is the fastest of the three by a fifth or more."
 #
 # <details><summary>Hint</summary>
 #
-# What may not go over the slow link? Then which ranks belong into one row?
+# Which of the two dimensions should stay on the fast link? Then which ranks belong in one row?
 #
 # </details>
 
@@ -920,7 +944,9 @@ turn(
     ranks.get("result"),
     {
         "each rank once, in rows of equal length": exactly(
-            True, otherwise="A mesh is a list of rows of equal length in which each rank stands once."
+            True,
+            otherwise="A mesh is a list of rows of equal length in which each rank stands once. That has to "
+            "hold for other hosts, too, such as four hosts with two ranks each.",
         ),
         "the losses of one process": exactly(
             True, otherwise="The mesh trains something else: are the samples those of its place along fsdp?"
@@ -937,12 +963,10 @@ turn(
 )
 
 # %% jupyter={"source_hidden": true}
-runs = {"target": run_solution(16, 2)[0]["replay"]}
+runs = {"replay: target": run_solution(16, 2)[0]["replay"]}
 if ranks.get("result is not None and 'replay' in result")[0]:
-    runs["yours"] = ranks.get("result['replay']")[0]
-longest = max(run.step_s for run in runs.values())
-for name, run in runs.items():
-    display(plots.show(run.plot(title=f"replay: {name}", until=longest), alt=f"One replayed step: {name}."))
+    runs["replay: yours"] = ranks.get("result['replay']")[0]
+play(runs)
 
 # %% tags=["solution"] turn=2
 # %%ranks
@@ -1002,11 +1026,12 @@ try_answers(16)
 #
 # Now let the cluster grow, while the step keeps its 256 samples of 4,096 tokens: a larger batch does not
 # always train as well. Hosts have eight ranks. Each rank has less and less to compute, but under FSDP it
-# still gathers every block in full. And with more than 256 ranks some have no sample at all: **a batch per
-# rank below one**.
+# still gathers every block in full. And with more than 256 ranks some have no sample at all: **the batch per
+# rank falls below one**.
 #
-# The replay takes the recorded orders with that many ranks. With tensor parallelism a row is one host, so
-# "tp" is 8 and FSDP has an eighth of the ranks.
+# A folded cell replays the recorded orders with that many ranks. With tensor parallelism a row is one host,
+# so "tp" is 8 and FSDP has an eighth of the ranks along it. In brackets are the ms in which a rank only
+# sends.
 
 # %% tags=["scale"] jupyter={"source_hidden": true}
 # %%ranks
@@ -1019,9 +1044,11 @@ def at_scale(way, size, tp):
             return {}
         if event.dimension == "tp":
             part = 1 if event.module else 2 / fsdp              # of the samples; a recorded row has half
-            return {"bytes_in": round(event.bytes * part), "ranks": tuple(range(tp)), "link": "within a host"}
-        part = recorded_tp / tp                                 # of a unit
-        return {"bytes_in": round(event.bytes * part), "ranks": tuple(range(fsdp)), "link": "between hosts"}
+            place = {"ranks": tuple(range(tp)), "link": "within a host"}
+        else:
+            part = recorded_tp / tp                             # of a unit
+            place = {"ranks": tuple(range(fsdp)), "link": "between hosts"}
+        return {"bytes_in": round(event.bytes * part), "bytes_out": 0, **place}
 
     return imagine(results[way][1], 256 * 4096, size, change)
 
@@ -1067,22 +1094,16 @@ axes.legend()
 plots.show(fig, alt="Step time against ranks: FSDP alone flattens and ends at 256, with tp it falls on.")
 
 # %% [markdown]
-# - On **few ranks** there is much to compute, FSDP hides its gathers behind it, and tensor parallelism only
-#   costs: what goes along "tp" is not hidden. Do not use it where FSDP is not exposed.
+# - On **few ranks** there is much to compute. FSDP hides its gathers behind it, and tensor parallelism only
+#   costs time, because what goes along "tp" is not hidden: half as much again on 32 ranks.
 # - From some size on, FSDP alone **hardly gets faster**: a step takes as long as its gathers and reductions,
-#   which do not shrink. Here twice the ranks, 256 for 128, save an eighth of a step.
-# - FSDP alone **ends** at one sample for each rank. With "tp" of 8, a *row* needs a sample, so it goes on to
-#   eight times as many ranks, and gathers an eighth.
+#   which do not shrink. Here twice the ranks, 256 instead of 128, save an eighth of a step.
+# - FSDP alone **ends** at one sample for each rank. With "tp" of 8, each *row* needs a sample, so it goes on
+#   to eight times as many ranks, and each rank gathers an eighth of a block.
 #
-# Two more limits are not in this replay. Each collective also has a latency, which grows with the ranks of
-# its group where bytes travel around a ring. And `fully_shard` cuts along the first dimension of a parameter,
-# so with more ranks than rows some hold nothing of it.
-#
-# Is there no other way? HYBRID_SHARD of [lesson 6](06_sharding_strategies.ipynb) keeps the gathers within a
-# host, too; it needs a model whose shards fit on one host, and still a sample for each rank. And
-# `torch.compile` can hide a part of what goes along "tp", on GPUs, by sending a product in pieces while the
-# next piece is computed (*async tensor parallelism*). For a model of your own, `plan(…, tensor_parallel=8)`
-# of [lesson 14](14_plan_before_you_rent.ipynb) puts memory and time side by side.
+# So use tensor parallelism where FSDP's sending is no longer hidden or the samples have run out. There is a
+# third reason, memory: where the activations of a single sample, or one gathered unit, do not fit on a rank,
+# tensor and sequence parallelism divide them.
 
 # %% tags=["check"]
 fsdp_ms, tp_ms = ({n: 1e3 * run.step_s for n, run in runs.items()} for runs in scaled.values())
@@ -1092,12 +1113,72 @@ assert fsdp_ms[256] > tp_ms[256] > tp_ms[512] > tp_ms[1024] > tp_ms[2048]
 print("Checked: FSDP alone is faster on up to 128 ranks, slower on 256, and then ends.")
 
 # %% [markdown]
+# ## When shards are too small
+#
+# The replay counts bytes only. But around a ring of `n` ranks an all_gather takes `n - 1` hops, and each hop
+# sends one shard. Besides the time for its bytes, a hop takes a latency, here assumed to be 5 µs. The more
+# ranks, the smaller the shard and the more hops, until the gather is mostly latency.
+
+# %%
+HOP_S = 5e-6
+
+
+def ring(numel, n):
+    """KiB of a shard in bf16, ms of its all_gather over n ranks, and the part of it that is latency."""
+    shard = 2 * numel / n
+    seconds = (n - 1) * (HOP_S + shard / (40 * 2**30))
+    return shard / 1024, 1e3 * seconds, (n - 1) * HOP_S / seconds
+
+
+blocks = {"width 1,024": 12 * 1024**2, "width 4,096": 12 * 4096**2}
+
+# %% jupyter={"source_hidden": true}
+gathers = {(name, n): ring(numel, n) for name, numel in blocks.items() for n in (32, 256, 2048)}
+Table(
+    ["a block of", "ranks", "KiB of a shard", "ms of its all_gather", "of these, latency"],
+    [[name, n, f"{kib:,.0f}", f"{ms:.2f}", f"{part:.0%}"] for (name, n), (kib, ms, part) in gathers.items()],
+)
+
+# %% [markdown]
+# For a width of 4,096 on 2,048 ranks, half of the gather is latency; with a width of 1,024 that is so at
+# about 128 ranks. Beyond that, twice the ranks make each gather nearly twice as long. With "tp" of 8 the
+# shard of a rank is as small, but the ring has an eighth of the hops. (NCCL chooses between several
+# algorithms, some with fewer hops, so measure on your own cluster before you believe a number of this table.)
+#
+# A parameter also has a smallest part: by default `fully_shard` cuts along the first dimension. Of a matrix
+# with three rows, four ranks get this many elements:
+
+# %%
+# %%ranks
+small = fully_shard(nn.Linear(8, 3, bias=False), mesh=all_four["fsdp"])
+elements = small.weight.to_local().numel()
+
+# %% jupyter={"source_hidden": true}
+Table(["rank", "elements of a 3 x 8 matrix"], list(enumerate(ranks.get("elements"))))
+
+# %% [markdown]
+# The last rank holds nothing. It still takes part in each collective, which is padded to four rows.
+#
+# **Is there no other way?** HYBRID_SHARD of [lesson 6](06_sharding_strategies.ipynb) keeps the gathers within
+# a host, too; it needs a model whose shards fit on one host, and still a sample for each rank. And
+# `torch.compile` can hide a part of what goes along "tp", on GPUs, by sending a product in pieces while the
+# next piece is computed (*async tensor parallelism*). For a model of your own, `plan(…, tensor_parallel=8)`
+# of [lesson 14](14_plan_before_you_rent.ipynb) puts memory and time side by side.
+
+# %% tags=["check"]
+assert ranks.get("elements") == [8, 8, 8, 0]
+assert 0.5 < gathers["width 4,096", 2048][2] < 0.55
+assert 0.4 < ring(blocks["width 1,024"], 128)[2] < 0.6
+assert gathers["width 1,024", 256][1] < gathers["width 1,024", 2048][1]
+print("Checked: with more ranks latency takes half of the gather, and a rank may hold nothing.")
+
+# %% [markdown]
 # ## Checkpoints from one mesh to another
 #
 # A checkpoint of `save_distributed` (which writes PyTorch's DCP format, as in [lesson
 # 8](08_local_state_dict_and_distributed_checkpoints.ipynb)) knows which rows and columns each rank has saved.
-# So it can be loaded on any other mesh: here from 2 x 2 to four ranks of FSDP alone, and to a model that is
-# not sharded, which every rank loads in full.
+# So it can be loaded on another mesh: here from 2 x 2 to four ranks of FSDP alone (4 x 1), and to a model
+# that is not sharded, which every rank loads in full (1 x 1). Each goes on with steps 3 and 4.
 
 # %% tags=["checkpoints"]
 # %%ranks
@@ -1132,7 +1213,7 @@ print("Checked: all three go on with the losses of the run that was never stoppe
 # %% [markdown]
 # ## More dimensions
 #
-# A mesh can have more dimensions. Each of these cuts something else, and is a lesson of its own:
+# A mesh can have more dimensions. Each of these cuts something else:
 #
 # - **Pipeline parallelism** cuts the model between its layers: each rank has some of the blocks and passes
 #   activations on to the next. It sends little, so it suits slow links, but ranks wait for each other at the
@@ -1148,9 +1229,8 @@ print("Checked: all three go on with the losses of the run that was never stoppe
 #
 # ## When it goes wrong
 #
-# The worst mistake raises no error: to give the ranks of a row *different* samples, as a sampler does that
-# knows only `rank` and `world`. The plan says `Replicate()` of the inputs, and nobody looks whether they are
-# the same.
+# The worst mistake raises no error: the ranks of a row get *different* samples, from a sampler that knows
+# only `rank` and `world`. The plan says that inputs are `Replicate()`, and PyTorch does not compare them.
 
 # %%
 # %%ranks
@@ -1179,9 +1259,9 @@ Table(
 
 # %% [markdown]
 # The losses look like losses, and are wrong from the first step on: the all_reduce adds up activations of
-# different samples. Compare the first step with one process, as above.
+# different samples. Compare the first step with one process, as [lesson 15](15_when_it_hangs.ipynb) does.
 #
-# Others raise errors, whose text does not always say the cause:
+# Other mistakes raise errors, whose text does not always say the cause:
 
 # %%
 # %%ranks
@@ -1237,12 +1317,12 @@ errors = {mistake.__name__: error_of(mistake) for mistake in mistakes}
 Table(["mistake", "what PyTorch says"], [[name, text] for name, text in ranks.get("errors")[0].items()])
 
 # %% [markdown]
-# - **`shard_first`**: `fully_shard` came before `parallelize_module`. Turn them round.
+# - **`shard_first`**: `fully_shard` came before `parallelize_module`. Call `parallelize_module` first.
 # - **`whole_mesh`** and **`no_mesh`**: `fully_shard` takes its own dimension, `mesh["fsdp"]`, of the mesh
 #   whose "tp" the model is on.
-# - **`clip`**: the plan leaves some parameters alone (here the norms, the embedding and the head), so they
-#   are on one dimension and the others on two, and no norm can be taken over both. Put every module into the
-#   plan, as the sequence plan does.
+# - **`clip`**: the tensor plan leaves some parameters out (the norms, the embedding and the head). They are
+#   on a mesh of one dimension and the others on a mesh of two, and `clip_grad_norm_` cannot stack the norms
+#   of both. Put every module that has parameters into the plan, as the sequence plan does.
 # - **`four_heads`**: the forward pass names the number of heads, and a rank has fewer. Let it take as many as
 #   are there: `-1`.
 # - **More all_reduces in backward than two for each block.** Each of `q`, `k` and `v` turns its input into a
@@ -1251,6 +1331,9 @@ Table(["mistake", "what PyTorch says"], [[name, text] for name, text in ranks.ge
 
 # %% tags=["check"]
 # %%ranks
+import logging
+
+
 def backward_reductions(plan):
     model = build()
     for block in model.blocks:
@@ -1267,6 +1350,13 @@ counts = backward_reductions(tensor_plan), backward_reductions(without)
 assert counts == (2 * BLOCKS, 4 * BLOCKS)
 assert all(abs(a - b) > 1e-3 for a, b in zip(mixed["other samples within a row"], alone))
 assert "no error" not in errors.values()
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+model = two_dimensions(mesh, True)
+step(model, 0, mesh, True)
+norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+one = build()
+step(one, 0, None)
+torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(one.parameters(), 1.0), rtol=1e-4, atol=1e-6)
 if rank == 0:
     print("Checked: two reductions a block in backward, four without PrepareModuleInput; each mistake shows.")
 
@@ -1294,14 +1384,15 @@ lesson.claims(
 # %% [markdown]
 # ## Takeaways
 #
-# - Tensor parallelism cuts the computation: rows of the first matrix, columns of the second, one all_reduce.
-#   FSDP cuts what is held, and sends parameters.
+# - Tensor parallelism cuts the computation: rows of the first weight, columns of the second, one all_reduce
+#   of activations. FSDP cuts what is held between the computations, and sends parameters and gradients.
 # - First `parallelize_module` on `mesh["tp"]`, then `fully_shard` on `mesh["fsdp"]`. The ranks of a "tp"
 #   group get the same samples.
 # - Along "fsdp" the bytes go with the parameters, and hide behind computation. Along "tp" they go with the
 #   tokens, and the computation waits for them: "tp" belongs on the fast link, within a host.
-# - Use it when FSDP alone is exposed or has run out of samples; before that it only costs.
-# - A checkpoint of one mesh loads on any other.
+# - Use tensor parallelism where FSDP's sending is no longer hidden, where the samples have run out, or where
+#   one sample does not fit on a rank. Elsewhere it costs time.
+# - A checkpoint of one mesh loads on another.
 #
 # ## Next
 #

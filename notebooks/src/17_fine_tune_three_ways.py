@@ -3,8 +3,9 @@
 #
 # Your model comes from transformers, and there are several programs that would train it: a loop of your own,
 # this library's `fsdp_utils.train`, and transformers' `Trainer`. In this lesson all three fine-tune the same
-# model on the same samples, once with all of its parameters and once with LoRA. You lay their losses over
-# each other, count what a rank holds and sends, and see where the three differ.
+# model on the same samples, once with all of its parameters and once with LoRA, which trains a few percent
+# of them. You lay the losses over each other, count what a rank holds and sends, and see where the three
+# differ.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -18,21 +19,44 @@
 
 # %% [markdown]
 # **The question of this lesson:** three programs get the same weights, the same samples in the same order and
-# the same learning rate. Are their losses equal? And where they are, what else should make you choose one?
+# the same learning rate. Are their losses equal? If they are, what else should make you choose one?
+
+# %% jupyter={"source_hidden": true}
+from fsdp_utils.lessons import lesson, plots
+
+layers = {
+    "a loop of your own": ["the loop", "your loop", "you, by shard(model)", "you, by torch's DCP"],
+    "fsdp_utils.train": ["settings", "the program", "the program", "the program"],
+    "Trainer": ["TrainingArguments", "Trainer", "Accelerate", "Trainer and Accelerate"],
+}
+names = ["you write", "runs each step", "calls fully_shard", "saves checkpoints"]
+plots.layers(
+    {way: dict(zip(names, has)) for way, has in layers.items()},
+    above=["the same weights, samples, AdamW and clipping"],
+    below=["torch's fully_shard (FSDP2): the same collectives and the same gradients?"],
+    alt="Three programs between what they are given and torch's fully_shard, which all three call.",
+)
+
+# %% [markdown]
+# The drawing shows the three programs in columns. The grey bands are what they share: the input above, and
+# FSDP2 below. The rows in between say who does the work. DCP is `torch.distributed.checkpoint`, which you
+# know from [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb). Accelerate is the library
+# under `Trainer` that decides how to distribute.
 #
 # ## In your own code
 #
 # The script below fine-tunes a Llama with LoRA under FSDP2. Save it as `train.py` and start it with
 # `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none, and prints a loss that falls. For real
-# weights, replace the line with the configuration by `LlamaForCausalLM.from_pretrained(...)`.
+# weights, replace `LlamaForCausalLM(config)` by `LlamaForCausalLM.from_pretrained(..., dtype=torch.float32)`.
 #
 # ```python
-# import torch, torch.distributed as dist
+# import warnings, torch, torch.distributed as dist
 # from peft import LoraConfig, get_peft_model
 # from torch.distributed.device_mesh import init_device_mesh
 # from torch.distributed.fsdp import fully_shard
 # from transformers import LlamaConfig, LlamaForCausalLM
 #
+# warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")     # peft 0.21 reads an old name
 # device = "cuda" if torch.cuda.is_available() else "cpu"
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
@@ -44,7 +68,8 @@
 # for part in [*model.to(device).get_base_model().model.layers, model]:     # adapters are in the blocks
 #     fully_shard(part, mesh=mesh)
 # optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-# ids = torch.randint(256, (8, 32), device=device)      # your data, other rows on each rank
+# torch.manual_seed(dist.get_rank())                    # other samples on each rank
+# ids = torch.randint(256, (8, 32), device=device)      # your data
 # for step in range(10):
 #     loss = model(input_ids=ids, labels=ids).loss
 #     loss.backward()
@@ -57,9 +82,9 @@
 #
 # ## The model and the task
 #
-# No model hub is needed here. The next cell, which is folded, makes a small Llama from a configuration and
-# teaches it, in one process, to write dates in digits: `7 march 1998>1998-03-07`. It saves the weights and a
-# tokenizer as the folder `base`, in the same format as a model on the hub.
+# No model hub is needed here. The folded cells below start the ranks, make a small Llama from a
+# configuration, and teach it on rank 0 to write dates in digits: `7 march 1998>1998-03-07`. The weights and
+# a tokenizer are saved as the folder `base`, in the same format as a model on the hub.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -67,7 +92,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.lessons.tables import Table
 from fsdp_utils.lessons.turns import at_most, exactly, try_answers, turn
 from fsdp_utils.notebook import ranks
@@ -75,8 +99,6 @@ from fsdp_utils.notebook import ranks
 home, folder = Path.cwd(), Path(tempfile.mkdtemp())
 os.chdir(folder)                                # the ranks find finetune.py and base/ there
 os.environ["OMP_NUM_THREADS"] = "1"             # as torchrun sets it
-
-# %%
 ranks.start()
 
 # %% jupyter={"source_hidden": true}
@@ -184,7 +206,7 @@ def lora_task():
 # `full` and `lora` build the two models. LoRA freezes the base model and adds to each chosen layer a product
 # of two thin matrices, its **adapter**, which alone is trained; you wrote one in
 # [lesson 9](09_child_tuning.ipynb). The second factor begins at zero, so at the first step both models
-# compute the same.
+# compute the same. Labels of -100 are left out of the loss, so only answers count.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -244,8 +266,8 @@ Table(
 # Answers differ in length (`7 may 1998`, `30 september 2000`), so the ranks have unequal numbers of labels.
 # This matters for the loss, as you will see in turn 2.
 #
-# All three ways train on 24 samples in a step, in the order of `order`, with AdamW, a constant learning rate
-# and gradients clipped at norm 1.
+# All three ways train for twelve steps of 24 samples, with AdamW, a constant learning rate and gradients
+# clipped at norm 1.
 #
 # ## Way 1: a loop of your own
 #
@@ -274,9 +296,10 @@ def plain_step(model, optimizer, parts):
 
 
 # %% [markdown]
-# transformers' models divide the sum of the losses by `num_items_in_batch`, if they are given one, and by the
-# labels of their own batch if not. So with the count over all ranks, each rank's loss is its part of the mean
-# over all labels. FSDP averages gradients over the ranks, and the parts must be added up: hence `world`.
+# A Llama of transformers divides the sum of its losses by `num_items_in_batch`. Without that argument it
+# divides by the labels of its own batch. Given the count over all ranks, each rank's loss is its part of the
+# mean over all labels. FSDP averages gradients over the ranks, but these parts must be added up, so the loss
+# is multiplied by `world`. `clip_grad_norm_` sees sharded gradients and computes the norm over all ranks.
 
 # %%
 # %%ranks
@@ -285,103 +308,20 @@ def adamw(model):
     return torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=0.0)
 
 
-def by_hand(model, steps=STEPS, policy=None, out=None):
+def by_hand(model, steps=STEPS, policy=None):
     shard(model.to(device), mp_policy=policy)
     optimizer = adamw(model)
-    begin = load(model, optimizer, out) if out and Path(out).exists() else 0
-    curve = [plain_step(model, optimizer, share(step)) for step in range(begin, steps)]
-    if out and not begin:
-        save(model, optimizer, steps, out)
-    return curve
+    return [plain_step(model, optimizer, share(step)) for step in range(steps)]
 
 
 # %% [markdown]
-# The checkpoint is `torch.distributed.checkpoint`'s. `ignore_frozen_params` leaves out what is not trained.
-
-# %%
-# %%ranks
-trained_only = StateDictOptions(ignore_frozen_params=True, strict=False)
-
-
-def save(model, optimizer, step, out):
-    weights, moments = get_state_dict(model, optimizer, options=trained_only)
-    dcp.save({"model": weights, "optimizer": moments, "step": step}, checkpoint_id=out)
-
-
-def load(model, optimizer, out):
-    weights, moments = get_state_dict(model, optimizer, options=trained_only)
-    state = {"model": weights, "optimizer": moments, "step": 0}
-    dcp.load(state, checkpoint_id=out)                          # on any number of ranks
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-                   options=trained_only)                        # fmt: skip
-    return state["step"]
-
-
-# %% [markdown]
-# ## Way 2: `fsdp_utils.train`
-#
-# In a terminal, [lesson 10](10_end_to_end.ipynb)'s program would be started like this:
-#
-# ```sh
-# torchrun --nproc-per-node 4 -m fsdp_utils.train --out runs/lora --data.source finetune:lora_task \
-#     --optim.lr 0.003 --optim.decay none --optim.weight_decay 0 --steps 12
-# ```
-#
-# Here its function `train` runs on the ranks that are there already. Its log goes to a file, and so do the
-# losses.
-
-# %%
-# %%ranks
-def by_program(how, model, steps=STEPS, precision="fp32", out=None):
-    out = out or f"program-{how}"
-    optim = settings.OptimConfig(lr=LR, betas=BETAS, weight_decay=0.0, decay="none", clip=CLIP)
-    source = settings.DataConfig(source=f"finetune:{how}_task", batch_size=BATCH)
-    place = settings.ParallelConfig(precision=precision, device="auto" if on_gpu else "cpu")
-    config = settings.TrainConfig(out=out, steps=steps, data=source, optim=optim, parallel=place)
-    with patch.object(finetune, how, lambda: model), contextlib.redirect_stderr(program_log):
-        train_program(config)                   # builds its model by finetune.full or finetune.lora
-    dist.barrier()                              # rank 0 has written the file
-    lines = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
-    return [(line["loss"], line["norm"]) for line in lines if "loss" in line]
-
-
-# %% [markdown]
-# `patch.object` hands the program a model that this lesson holds too, so that its bytes can be counted. The
-# program shards it in place.
-#
-# ## Way 3: `Trainer`
-#
-# `Trainer` leaves sharding to Accelerate, the library under it, and passes the setting `fsdp=True` on.
-# Accelerate looks at the type of the devices first. The branch that switches FSDP on (in
-# `AcceleratorState.__init__`, file `accelerate/state.py`) lists GPUs and other accelerators, and leaves out
-# `MULTI_CPU`. On CPU ranks the setting is dropped, without an error:
-
-# %%
-# %%ranks
-from accelerate.state import AcceleratorState, GradientState
-from transformers import PrinterCallback, Trainer, TrainingArguments
-
-
-def by_trainer(model, steps=STEPS, kind=Trainer, parts=1, resume=None, **more):
-    forget()                                                    # Accelerate keeps one state per process
-    args = TrainingArguments(
-        fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}, use_cpu=not on_gpu, max_steps=steps,
-        per_device_train_batch_size=BATCH // world // parts, gradient_accumulation_steps=parts,
-        train_sampling_strategy="sequential", learning_rate=LR,                 # in the order of the rows
-        lr_scheduler_type="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1], max_grad_norm=CLIP,
-        logging_steps=1, report_to=[], disable_tqdm=True, **{"save_strategy": "no", **more},
-    )                                                           # fmt: skip
-    rows = [{name: tensor[row] for name, tensor in data.items()} for row in order.tolist()]
-    trainer = kind(model=model, args=args, train_dataset=rows)
-    trainer.remove_callback(PrinterCallback)                    # it prints what log_history holds
-    trainer.train(resume_from_checkpoint=resume)
-    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log], trainer
-
+# The folded cell wraps each run in a probe, which counts bytes at the same moments of every run. The counts
+# are for later; first the losses:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 def forget():
-    """A new Accelerator in this process: without what the last one has left in its classes and variables."""
+    """Clear what the last Accelerator has left in this process: its classes and environment variables."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
@@ -438,6 +378,133 @@ class Probe:
         return [*self.held, self.sent("all_gather"), self.sent("reduce_scatter"), self.meter.peak_whole_bytes]
 
 
+WAYS = ["a loop of your own", "fsdp_utils.train", "Trainer"]
+
+
+def run(way, how, half=False, steps=STEPS):
+    """One run under a probe: the losses and norms of its steps, and the probe. half: in bf16."""
+    out = f"{WAYS.index(way)}-{how}-{half}"
+    with Probe(model := getattr(finetune, how)()) as probe:
+        if way == "a loop of your own":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None
+            curve = by_hand(model, steps, policy=policy)
+        elif way == "fsdp_utils.train":
+            curve = by_program(how, model, steps, precision="bf16" if half else "fp32", out=out)
+        else:
+            saves = {"save_strategy": "steps", "save_steps": STEPS, "output_dir": out}
+            curve, _ = by_trainer(model, steps, kind=TrainerOnCpus, bf16=half, **saves)
+    return curve, probe
+
+
+# %%
+# %%ranks
+runs = {(WAYS[0], how): run(WAYS[0], how) for how in ("full", "lora")}
+
+# %% jupyter={"source_hidden": true}
+ways, curves_so_far = ranks.get("WAYS")[0], "{key: curve for key, (curve, _) in runs.items()}"
+
+
+def lay_over(ways, curves):
+    """The losses of these ways over each other, with all parameters and with LoRA."""
+    fig, panels = plots.figure(2, width=9.0, height=2.8)
+    looks = [
+        {"color": plots.FAINT, "linewidth": 9, "solid_capstyle": "round"},
+        {"color": plots.RANK_COLORS[0], "linewidth": 2},
+        {"color": plots.RANK_COLORS[5], "linewidth": 2, "linestyle": ":"},
+    ]
+    for axes, (how, title) in zip(panels, {"full": "all parameters", "lora": "LoRA"}.items()):
+        for way, look in zip(ways, looks):
+            losses = [loss for loss, _ in curves[way, how]]
+            axes.plot(range(1, len(losses) + 1), losses, label=way, **look)
+        axes.set(title=title, xlabel="step", ylabel="loss", ylim=(0, 8.4))
+    panels[0].legend(frameon=False)
+    return plots.show(fig, alt=f"Losses over twelve steps, all parameters and LoRA: {', '.join(ways)}.")
+
+
+lay_over(ways[:1], ranks.get(curves_so_far)[0])
+
+# %% [markdown]
+# At the first step the loss is above ln 64 = 4.2, that of a model that knows nothing: the base model is sure
+# that digits follow. LoRA learns more slowly here, because it trains 4% of the parameters at the learning
+# rate that suits all of them. The other two programs must reproduce these curves.
+#
+# ## Way 2: `fsdp_utils.train`
+#
+# In a terminal, [lesson 10](10_end_to_end.ipynb)'s program would be started like this:
+#
+# ```sh
+# torchrun --nproc-per-node 4 -m fsdp_utils.train --out runs/lora --data.source finetune:lora_task \
+#     --optim.lr 0.003 --optim.decay none --optim.weight_decay 0 --steps 12
+# ```
+#
+# Here its function `train` runs on the ranks that are there already. Its log goes to a file, and so do the
+# losses.
+
+# %%
+# %%ranks
+def by_program(how, model, steps=STEPS, precision="fp32", out=None):
+    out = out or f"program-{how}"
+    optim = settings.OptimConfig(lr=LR, betas=BETAS, weight_decay=0.0, decay="none", clip=CLIP)
+    source = settings.DataConfig(source=f"finetune:{how}_task", batch_size=BATCH)
+    place = settings.ParallelConfig(precision=precision, device="auto" if on_gpu else "cpu")
+    config = settings.TrainConfig(out=out, steps=steps, data=source, optim=optim, parallel=place)
+    with patch.object(finetune, how, lambda: model), contextlib.redirect_stderr(program_log):
+        train_program(config)                   # builds its model by finetune.full or finetune.lora
+    dist.barrier()                              # rank 0 has written the file
+    lines = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["norm"]) for line in lines if "loss" in line]
+
+
+# %% [markdown]
+# `patch.object` hands the program a model that this lesson holds too, so that its bytes can be counted. The
+# program shards it in place.
+
+# %%
+# %%ranks
+runs |= {(WAYS[1], how): run(WAYS[1], how) for how in ("full", "lora")}
+
+# %% jupyter={"source_hidden": true}
+curves = ranks.get(curves_so_far)[0]
+Table(
+    ["loss at steps 1, 6 and 12", *ways[:2]],
+    [
+        [how, *(", ".join(f"{curves[way, how][step][0]:.3f}" for step in (0, 5, 11)) for way in ways[:2])]
+        for how in ("full", "lora")
+    ],
+)
+
+# %% [markdown]
+# The losses are those of your loop.
+#
+# ## Way 3: `Trainer`
+#
+# `Trainer` leaves sharding to Accelerate, the library under it, and passes the setting `fsdp=True` on.
+# Accelerate looks at the type of the devices first. The branch that switches FSDP on (in
+# `AcceleratorState.__init__`, file `accelerate/state.py`) lists GPUs and other accelerators, and leaves out
+# `MULTI_CPU`. On CPU ranks the setting is dropped, without an error:
+
+# %%
+# %%ranks
+from accelerate.state import AcceleratorState, GradientState
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+
+def by_trainer(model, steps=STEPS, kind=Trainer, parts=1, resume=None, **more):
+    forget()                                                    # Accelerate keeps one state per process
+    args = TrainingArguments(
+        fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}, use_cpu=not on_gpu, max_steps=steps,
+        per_device_train_batch_size=BATCH // world // parts, gradient_accumulation_steps=parts,
+        train_sampling_strategy="sequential", learning_rate=LR,                 # in the order of the rows
+        lr_scheduler_type="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1], max_grad_norm=CLIP,
+        logging_steps=1, report_to=[], disable_tqdm=True, **{"save_strategy": "no", **more},
+    )                                                           # fmt: skip
+    rows = [{name: tensor[row] for name, tensor in data.items()} for row in order.tolist()]
+    trainer = kind(model=model, args=args, train_dataset=rows)
+    trainer.remove_callback(PrinterCallback)                    # it prints what log_history holds
+    trainer.train(resume_from_checkpoint=resume)
+    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log], trainer
+
+
 # %%
 # %%ranks
 with Probe(model := finetune.full()) as unsharded:
@@ -463,11 +530,9 @@ Table(
 # does switch FSDP2 on; what suffers is a test on CPUs, which then tests something else. Look at
 # `trainer.is_fsdp_enabled`, or at the class of the model, rather than at your settings.
 #
-# What the skipped branch would have done is a few assignments. `Trainer` has a method in which they can be
-# made in the open; the rest of `Trainer` and Accelerate then runs as on GPUs. The type is kept in two places:
-# `AcceleratorState` copies it from `PartialState` whenever it is asked for. With the first alone, the model
-# would be sharded, but Accelerate's `no_sync` would do nothing, and gradients would be reduced after each
-# micro-batch.
+# What the skipped branch would have done is a few assignments. `Trainer` has a method in which you can make
+# them yourself; the rest of `Trainer` and Accelerate then runs as on GPUs. The type must be set in two
+# places, because a new `AcceleratorState` copies it from `PartialState`.
 
 # %%
 # %%ranks
@@ -487,60 +552,25 @@ class TrainerOnCpus(Trainer):
             state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
 
-# %% [markdown]
-# ## Six runs
-#
-# Each way trains both models for twelve steps and saves a checkpoint at the end. The folded cell wraps each
-# run in a probe, which counts bytes at the same moments of every run.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-WAYS = ["a loop of your own", "fsdp_utils.train", "Trainer"]
-
-
-def run(way, how, half=False, steps=STEPS):
-    """One run under a probe: the losses and norms of its steps, and the probe. half: in bf16."""
-    out = f"{WAYS.index(way)}-{how}-{half}"
-    with Probe(model := getattr(finetune, how)()) as probe:
-        if way == "a loop of your own":
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None
-            curve = by_hand(model, steps, policy=policy, out=out)
-        elif way == "fsdp_utils.train":
-            curve = by_program(how, model, steps, precision="bf16" if half else "fp32", out=out)
-        else:
-            saves = {"save_strategy": "steps", "save_steps": STEPS, "output_dir": out}
-            curve, _ = by_trainer(model, steps, kind=TrainerOnCpus, bf16=half, **saves)
-    return curve, probe
-
-
 # %%
 # %%ranks
-runs = {(way, how): run(way, how) for how in ("full", "lora") for way in WAYS}
-
-# %% jupyter={"source_hidden": true}
-curves = ranks.get("{key: curve for key, (curve, _) in runs.items()}")[0]
-ways = ranks.get("WAYS")[0]
-fig, panels = plots.figure(2, width=9.0, height=3.0)
-looks = [
-    {"color": plots.FAINT, "linewidth": 9, "solid_capstyle": "round"},
-    {"color": plots.RANK_COLORS[0], "linewidth": 2},
-    {"color": plots.RANK_COLORS[5], "linewidth": 2, "linestyle": ":"},
-]
-for axes, (how, title) in zip(panels, {"full": "all parameters", "lora": "LoRA"}.items()):
-    for way, look in zip(ways, looks):
-        losses = [loss for loss, _ in curves[way, how]]
-        axes.plot(range(1, len(losses) + 1), losses, label=way, **look)
-    axes.set(title=title, xlabel="step", ylabel="loss", ylim=(0, None))
-panels[0].legend(frameon=False)
-plots.show(fig, alt="Losses of the three ways over twelve steps, with all parameters and with LoRA.")
+runs |= {(WAYS[2], how): run(WAYS[2], how) for how in ("full", "lora")}
 
 # %% [markdown]
-# Three curves lie on each other in each panel. They agree within 0.0001 at every step: what differs is the
-# order in which float32 numbers are added up. The norms of the gradients agree too, so all three clip by
-# the norm of the whole gradient and not by that of a rank's shard.
+# ## Three ways, one curve
+
+# %% jupyter={"source_hidden": true}
+curves = ranks.get(curves_so_far)[0]
+lay_over(ways, curves)
+
+# %% [markdown]
+# Three curves lie on each other in each panel. They agree within 0.0001 at every step; the rest is rounding.
 #
-# (At the first step the loss is above that of a model that knows nothing, because the base model is sure that
-# digits follow. LoRA learns more slowly here: 4% of the parameters, at the learning rate of the others.)
+# **Clipping** is part of this. The norms of the gradients, taken before clipping, are above 1 at most steps,
+# so every run was clipped, and they agree within 0.001. Hence all three take the norm of the whole gradient.
+# A norm of a rank's own shard would be smaller, and another one on each rank. Each uses a function that
+# understands sharded gradients: torch's `clip_grad_norm_` in your loop, torch's `get_total_norm` in
+# `fsdp_utils.train`, and `Accelerator.clip_grad_norm_` in `Trainer`.
 
 # %% tags=["check"]
 def apart(how, column):
@@ -553,37 +583,50 @@ for how in ("full", "lora"):
     assert len(curves["Trainer", how]) == 12
     assert apart(how, 0) < 1e-4, apart(how, 0)
     assert apart(how, 1) < 1e-3, apart(how, 1)
+    assert sum(norm > 1 for _, norm in curves["Trainer", how]) > 6, curves["Trainer", how]
     assert curves["Trainer", how][-1][0] < 0.9 * curves["Trainer", how][0][0]
 print("Checked: losses within 0.0001 and norms within 0.001 of each other, full and LoRA.")
 
 # %% [markdown]
 # ## What a rank holds and sends
 #
-# The table counts, on rank 0: bytes of parameters, gradients and AdamW's two averages after a step; then of
-# one whole step, the bytes that the all-gathers produce and that the reduce-scatters take in, as
-# `record_collectives` sees them; last, the most full parameters that rank 0 had at once.
+# **Predict:** LoRA trains 4% of the parameters. By how much do the bytes at rest shrink, and by how much
+# those that are sent?
 
 # %% tags=["held"] jupyter={"source_hidden": true}
 rows = ranks.get("{key: probe.row() for key, (_, probe) in runs.items()}")[0]
-names = ["parameters", "gradients", "averages", "gathered in a step", "reduced in a step", "full at once"]
-Table(
-    ["KiB on rank 0", *names],
-    [[f"{way}, {how}", *(round(nbytes / 2**10, 1) for nbytes in rows[way, how])] for way, how in rows],
+labels = {"full": "all parameters", "lora": "LoRA"}
+kib = {f"{way}, {labels[how]}": [n / 2**10 for n in rows[way, how]] for how in labels for way in ways}
+plots.amounts(
+    {
+        "at rest": {
+            run: {"parameters": row[0], "gradients": row[1], "AdamW's averages": row[2]}
+            for run, row in kib.items()
+        },
+        "in one step": {run: {"gathered": row[3], "reduced": row[4]} for run, row in kib.items()},
+        "full at once": {run: {"full parameters": row[5]} for run, row in kib.items()},
+    },
+    unit="KiB",
+    alt="What rank 0 holds at rest, gathers and reduces in a step, and has in full at once, in six runs.",
 )
 
 # %% [markdown]
-# Read the rows of LoRA against those above them:
+# The figure counts bytes of rank 0. **At rest** are its shards, counted after a step of the optimizer.
+# **In one step** are the bytes that the all-gathers produce and those that the reduce-scatters take in.
+# **Full at once** are the most full parameters at one moment, without the buffers of the all-gathers.
 #
-# - **Gradients, averages and what is reduced** shrink to a few percent, as only the adapters have gradients.
-#   FSDP2 reduces the gradients of parameters that require one, and no others.
+# Compare LoRA with all parameters:
+#
+# - **Gradients, averages and what is reduced** shrink to 4%, because FSDP2 reduces the gradients of
+#   parameters that require one, and of no others.
 # - **Parameters and what is gathered** grow a little. Frozen weights are sharded, and are gathered for
-#   forward and for backward as before. So under FSDP, LoRA saves three quarters of the bytes at rest, and a
-#   third of those on the links.
+#   forward and for backward as before. So under FSDP, LoRA saves 71% of the bytes at rest, and 30% of those
+#   that the collectives handle.
 #
-# And the ways against each other: what is at rest is equal. What is gathered differs by 1%, as the ways
-# choose their units differently. Accelerate makes the embedding a unit of its own, which is gathered twice
-# and freed in between. `shard` leaves it in the model's own unit, which is gathered once and kept until
-# backward ends.
+# And compare the ways: at rest they are equal. `Trainer` gathers 1% more and has 7% less in full at once,
+# because Accelerate chooses its units differently. It makes the embedding a unit of its own, which is
+# gathered twice and freed in between. `shard` leaves the embedding in the model's own unit, which is gathered
+# once and kept until backward ends.
 
 # %% tags=["check"]
 for way in ways:
@@ -806,14 +849,40 @@ def to_save(model):
 result = score_adapters(prepare, to_save)
 
 # %% [markdown]
-# Only the first half needs FSDP's attention: `requires_grad` decides what is reduced. The optimizer's filter
-# alone would change nothing, as AdamW keeps no averages of parameters without a gradient.
+# `requires_grad` decides what FSDP2 reduces. What the optimizer is given does not: with the adapters alone
+# in the optimizer, and no parameter frozen, all gradients are still computed and reduced.
 #
 # ## Checkpoints
 #
-# Each run has saved a checkpoint. The table counts the bytes of the tensors in them. Then each way starts
-# again from its checkpoint of the LoRA run and trains two steps more; the loop of your own has also trained
-# fourteen steps without a stop.
+# `fsdp_utils.train` and `Trainer` have saved their last step. Your loop needs a few lines with
+# `torch.distributed.checkpoint`. `ignore_frozen_params` leaves out what is not trained.
+
+# %%
+# %%ranks
+trained_only = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+def save(model, optimizer, step, out):
+    weights, moments = get_state_dict(model, optimizer, options=trained_only)
+    dcp.save({"model": weights, "optimizer": moments, "step": step}, checkpoint_id=out)
+
+
+def load(model, optimizer, out):
+    weights, moments = get_state_dict(model, optimizer, options=trained_only)
+    state = {"model": weights, "optimizer": moments, "step": 0}
+    dcp.load(state, checkpoint_id=out)                          # on any number of ranks
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+                   options=trained_only)                        # fmt: skip
+    return state["step"]
+
+
+for how in ("full", "lora"):
+    probe = runs[WAYS[0], how][1]                               # holds the model and the optimizer of the run
+    save(probe.model, probe.optimizer, STEPS, f"0-{how}-False")
+
+# %% [markdown]
+# Each way now starts again from its checkpoint of the LoRA run and trains two steps more. For comparison,
+# your loop also trains fourteen steps without a stop.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -842,10 +911,17 @@ dist.barrier()                                  # before a resumed run writes in
 
 # %%
 # %%ranks
+def resume_by_hand(model, steps, out):
+    shard(model.to(device))
+    optimizer = adamw(model)
+    begin = load(model, optimizer, out)
+    return [plain_step(model, optimizer, share(step)) for step in range(begin, steps)]
+
+
 without_stop = by_hand(finetune.lora(), 14)
 newest = "2-lora-False/checkpoint-12"
 resumed = {
-    "a loop of your own": by_hand(finetune.lora(), 14, out="0-lora-False"),
+    "a loop of your own": resume_by_hand(finetune.lora(), 14, "0-lora-False"),
     "fsdp_utils.train": by_program("lora", finetune.lora(), 14, out="1-lora-False"),
     "Trainer": by_trainer(finetune.lora(), 14, TrainerOnCpus, resume=newest, save_steps=12)[0],
 }
@@ -853,7 +929,7 @@ resumed = {
 # %% jupyter={"source_hidden": true}
 saved, resumed, without_stop = ranks.get("(saved, resumed, without_stop)")[0]
 Table(
-    ["", "full, KiB", "LoRA, KiB", "losses of steps 13 and 14"],
+    ["", "KiB saved, full", "KiB saved, LoRA", "LoRA: losses of steps 13 and 14"],
     [
         [
             way,
@@ -866,15 +942,15 @@ Table(
 )
 
 # %% [markdown]
-# All three go on as if nothing had happened: averages, position in the data and losses are restored. What
-# they write for LoRA differs by a factor of ten. `Trainer` and the loop above save the adapters and their two
-# averages. `fsdp_utils.train` saves the frozen base model too, in each checkpoint: such a checkpoint needs no
-# other file, and is as large as the model.
+# All three continue as if they had not stopped: weights, averages and the position in the data are restored.
+# The table counts the tensors of one checkpoint. For LoRA they differ by a factor of ten: `Trainer` and your
+# loop save the adapters and their two averages, while `fsdp_utils.train` saves the frozen base model as well.
+# Such a checkpoint needs no base model beside it, and is at least as large as the model.
 #
-# `Trainer` writes what each rank holds because of the setting `SHARDED_STATE_DICT`, in the format of
-# `torch.distributed.checkpoint`. Its default is one file on rank 0, `FULL_STATE_DICT`, whose limits
-# [lesson 3](03_full_state_dict.ipynb) measures. To begin anew from the middle of the data, `Trainer` skips
-# the batches before that one, and `fsdp_utils.train` computes the position from the count of samples.
+# `Trainer` lets each rank write its shards because of the setting `SHARDED_STATE_DICT`. Its default,
+# `FULL_STATE_DICT`, gathers everything on rank 0, which [lesson 3](03_full_state_dict.ipynb) measures. To
+# resume in the middle of the data, `Trainer` goes through the batches before that point and skips them;
+# `fsdp_utils.train` computes the position from the count of samples.
 
 # %% tags=["check"]
 for way in ways:
@@ -938,7 +1014,7 @@ print("Checked: gathered in bf16 by all; reduced in bf16 by Trainer, in float32 
 # ## What nobody asked for
 #
 # The losses agree because every setting above was given. The table shows what the three do when a setting is
-# left out, read from the installed versions.
+# left out, read from the installed versions; the loop's column is `torch.optim.AdamW` with its defaults.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -971,8 +1047,8 @@ versions = [f"{module.__name__} {module.__version__}" for module in (transformer
 Table(["if left out", *ways], ranks.get("defaults")[0])
 
 # %% [markdown]
-# A pair of runs that you want to compare needs all of these lines. The one that is easiest to miss is in the
-# middle: `Trainer` exempts norms and biases from weight decay, and the other two don't.
+# Set every one of these before you compare two programs. The fifth row is the easiest to miss: once weight
+# decay is on, `Trainer` exempts norms and biases, and the other two don't.
 #
 # ## Your turn 2 · Accumulate as Trainer does
 #
@@ -1156,8 +1232,8 @@ print("Checked: Trainer has the same losses with one and with two micro-batches,
 # %% [markdown]
 # ## When it goes wrong
 #
-# Accelerate keeps its state in class attributes: one for the process, in which every later `Trainer` finds
-# it. A second one in the same notebook that wants something else is refused:
+# Accelerate keeps its state in class attributes and environment variables of the process. `TrainingArguments`
+# clears the classes for its own run. An `Accelerator` that you make yourself meets what the last run left:
 
 # %%
 # %%ranks
@@ -1167,12 +1243,15 @@ try:
     Accelerator(cpu=not on_gpu, mixed_precision="bf16")         # the state is that of the last run above
 except ValueError as error:
     print(str(error).partition(",")[0])
+print("ACCELERATE_USE_FSDP is still", os.environ.get("ACCELERATE_USE_FSDP"))
 
 # %% [markdown]
 # What you see, why, and what helps:
 #
-# - **`AcceleratorState has already been initialized`.** As above. Restart the process, or do what the folded
-#   `forget()` of this lesson does.
+# - **`AcceleratorState has already been initialized`.** As above: the last run had another precision. Start a
+#   new process, or do what the folded `forget()` of this lesson does.
+# - **A run without `fsdp=True` is sharded, after one with it.** On GPUs, `ACCELERATE_USE_FSDP` switches FSDP
+#   on, and an earlier run in this process has set it. The cure is the same.
 # - **`fsdp=True`, and each rank holds the whole model.** Accelerate has switched FSDP off for this type of
 #   device, without a message. Look at `trainer.is_fsdp_enabled`.
 # - **Losses differ from step 1 on.** Other samples: `Trainer` shuffles with its own seed unless
@@ -1180,6 +1259,20 @@ except ValueError as error:
 # - **Losses differ from step 2 on, a little.** Weight decay on norms, betas, or a schedule that was left out.
 # - **LoRA, and the links are as busy as before.** The frozen weights are still gathered twice in each step.
 #   If they fit, keep them after forward with `reshard_after_forward=False`, or use DDP.
+#
+# ## Which one?
+#
+# | | a loop of your own | `fsdp_utils.train` | `Trainer` |
+# |:--|:--|:--|:--|
+# | losses and gradients | equal | equal | equal |
+# | bytes at rest | equal | equal | equal |
+# | bytes gathered | equal | equal | 1% more, with 7% less in full at once |
+# | clipping | if you call it; by the whole norm | at 1; by the whole norm | at 1; by the whole norm |
+# | checkpoint of LoRA | what you choose; here adapters | adapters and base | adapters |
+# | bf16: gradients are added up in | what you choose; here float32 | float32 | bf16 |
+# | on CPU ranks | FSDP2 | FSDP2 | DDP, until you add a few lines |
+#
+# So the losses are no reason to prefer one. Choose by who should maintain the loop, and by the last rows.
 #
 # ## Claims, then and now
 
@@ -1201,13 +1294,13 @@ lesson.claims(
 #
 # - Three programs have the same losses if they get the same samples, the same settings and the same
 #   denominator: the labels of all micro-batches on all ranks.
-# - `Trainer` trains with FSDP2 if Accelerate says so. On CPU ranks it takes a few lines; without them it is
-#   DDP, and nothing tells you.
+# - `Trainer` trains with FSDP2 where Accelerate knows the device. On CPU ranks that takes a few lines of your
+#   own; without them it trains with DDP, and no message says so.
 # - Under FSDP, LoRA shrinks gradients, averages, what is reduced and what is saved. It does not shrink what
 #   is gathered.
 # - A loop of your own shows everything, and you maintain it. `fsdp_utils.train` adds what
-#   [lesson 10](10_end_to_end.ipynb) shows: it survives being killed. `Trainer` brings its callbacks and the
-#   models of the hub. All three are FSDP2 underneath.
+#   [lesson 10](10_end_to_end.ipynb) shows: started again, it resumes by itself. `Trainer` has callbacks. All
+#   three train models of transformers, and all three are FSDP2 underneath.
 
 # %% jupyter={"source_hidden": true}
 os.chdir(home)

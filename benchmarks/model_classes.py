@@ -1,0 +1,110 @@
+"""Which model classes of transformers does shard take, at the sizes of their default configurations?
+
+    python benchmarks/model_classes.py                # all that build: some 20 minutes on 2 cores
+    python benchmarks/model_classes.py --only Llama   # those with that in their name
+
+Each is built on the meta device, so that it takes no memory, and sharded in a fake process group of eight
+ranks. It is sharded, refused in words (ValueError of shard), not built (its default configuration or another
+package is missing), or failed. Exits with 1 if any failed.
+"""
+
+import argparse
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import describe, table
+
+RANKS = 8
+LIMIT_S = 120
+SHARDED, REFUSED, NOT_BUILT, FAILED = "sharded", "refused", "not built", "failed"
+
+
+def classes(part: str) -> list[str]:
+    import transformers
+
+    found = []
+    for name in sorted(dir(transformers)):
+        cls = getattr(transformers, name, None) if part in name else None
+        shared = name.endswith("PreTrainedModel")  # by the classes of a family; it has no forward
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and not shared:
+            found.append(name)
+    return found
+
+
+def start() -> None:
+    """In each worker: quiet, and one of eight ranks that do not exist."""
+    import torch.distributed as dist
+    import transformers
+
+    from fsdp_utils.torch_internals.groups import fake_store
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=RANKS)
+    signal.signal(signal.SIGALRM, _too_long)
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError(f"took longer than {LIMIT_S} s")
+
+
+def sharded(name: str) -> tuple[str, str, str]:
+    """The class, how it ended, and why."""
+    import torch
+    import transformers
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from fsdp_utils import check_sharding, shard
+
+    cls = getattr(transformers, name)
+    signal.alarm(LIMIT_S)
+    try:
+        with torch.device("meta"):
+            model = cls(cls.config_class())
+    except Exception as error:
+        return name, NOT_BUILT, f"{type(error).__name__}: {error}"
+    try:
+        shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+        return name, SHARDED, " ".join(check_sharding(model))
+    except ValueError as error:
+        refused = str(error).startswith("shard: ") or "found no transformer blocks" in str(error)
+        return name, REFUSED if refused else FAILED, str(error)
+    except Exception as error:
+        return name, FAILED, f"{type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", default="", metavar="PART", help="classes with that in their name")
+    chosen = parser.parse_args()
+    print(describe("transformers"))
+    start_s = time.monotonic()
+    # spawned: a fork has this process's threads' locks; few classes each: some leave memory behind
+    with ProcessPoolExecutor(
+        2, mp_context=get_context("spawn"), initializer=start, max_tasks_per_child=100
+    ) as pool:
+        outcomes = list(pool.map(sharded, classes(chosen.only)))
+    counts = Counter(outcome for _, outcome, _ in outcomes)
+    print(table(["model classes", *counts], [[len(outcomes), *counts.values()]]))
+    problems = [name for name, outcome, said in outcomes if outcome == SHARDED and said]
+    print(f"check_sharding finds a problem in {len(problems)} that are sharded: {', '.join(problems[:20])}")
+    for name, outcome, said in outcomes:
+        if outcome in (REFUSED, FAILED):
+            print(f"{outcome}: {name}: {said[:200]}")
+    print(f"{time.monotonic() - start_s:.0f} s")
+    return int(counts[FAILED] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

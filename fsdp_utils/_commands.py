@@ -1,0 +1,44 @@
+"""What the command lines have in common: their names, `--version`, and the word on a missing package."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_utils import __version__
+
+# name after `python -m fsdp_utils` -> the module that runs it, and what it is for
+COMMANDS = {
+    "bf16": ("fsdp_utils.bf16", "can this machine, and its network, train in bf16?"),
+    "checkpoint": ("fsdp_utils.checkpoint", "list, inspect, verify and export checkpoints"),
+    "planner": ("fsdp_utils.planner", "memory and time of a training on GPUs that you do not have"),
+    "train": ("fsdp_utils.train", "the training program; torchrun starts it"),
+    "translate": (
+        "fsdp_utils.migration",
+        "a config of Accelerate, transformers, Composer or DeepSpeed in FSDP2",
+    ),
+}
+VERSION = f"fsdp_utils {__version__}"
+
+
+def new_parser(module: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser with `--version`, whose description keeps its lines."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
+    parser.add_argument("--version", action="version", version=VERSION)
+    return parser
+
+
+def run(main: Callable[[], int]) -> int:
+    """Return the exit code of a command; 2 with one sentence where a package of an extra is missing."""
+    try:
+        return main()
+    except ModuleNotFoundError as error:
+        if "pip install 'fsdp_utils[" not in str(error):
+            raise
+        print(error, file=sys.stderr)
+        return 2

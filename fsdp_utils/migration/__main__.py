@@ -1,0 +1,65 @@
+"""Translate a config of Accelerate, transformers, axolotl, Composer or DeepSpeed to FSDP2.
+
+    python -m fsdp_utils.migration default_config.yaml
+    python -m fsdp_utils.migration ds_config.json --given bf16.enabled=true
+
+Prints what became of each key (! has no counterpart in FSDP2), then the Python to write. Exits with 2 if the
+file cannot be translated.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from fsdp_utils._commands import new_parser, run
+from fsdp_utils.migration import READERS, TranslationError, translate
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit code: 0, or 2 where there is no translation."""
+    parser = new_parser("fsdp_utils.migration", __doc__)
+    parser.add_argument("file", metavar="FILE", help="the config: .json, .yaml or .yml")
+    parser.add_argument(
+        "--framework",
+        choices=READERS,
+        help="whose config it is; transformers stands for axolotl too. Without it the file's keys tell",
+    )
+    parser.add_argument(
+        "--given",
+        action="append",
+        default=[],
+        type=_given,
+        metavar="KEY=VALUE",
+        help='a value that the file leaves open ("auto", ${...}), by the key in the table; may be repeated',
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--code", action="store_true", help="print the Python alone")
+    what.add_argument("--json", action="store_true", help="print settings, rows and Python as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        found = translate(options.file, framework=options.framework, given=dict(options.given))
+    except (TranslationError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        content = {**dataclasses.asdict(found), "without_counterpart": found.without_counterpart}
+        print(json.dumps({**content, "code": found.code()}, default=str))
+    else:
+        print(found.code() if options.code else f"{found}\n\n{found.code()}", end="")
+    return 0
+
+
+def _given(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

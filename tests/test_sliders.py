@@ -1,0 +1,187 @@
+"""Sliders: what they store held against what was given, and their script in Chromium."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fsdp_utils.lessons.sliders import Axis, Point, Sliders, Stack, explore
+from tools.build_book import CHROMIUM
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "fsdp_utils/lessons/sliders.js"
+
+
+def example(title: str = "calculated") -> Sliders:
+    """Two axes: parts n and 10 m, the number n m; nothing for n = 3 and m = 2."""
+
+    def at(n: int, m: int) -> Point | str:
+        if (n, m) == (3, 2):
+            return "three does not go with two"
+        return Point([n, 10 * m], [n * m], "measured" if m == 1 else "calculated")
+
+    return explore(
+        title,
+        [Axis("ranks", [1, 2, 3]), Axis("batch", [1, 2], "samples", start=1)],
+        Stack("memory", "GiB", {"shards": "#0072B2", "activations": "#009E73"}, 20, 15, "limit"),
+        at,
+        scalars={"product": "s"},
+    )
+
+
+def test_the_grid_lies_in_rows_with_the_last_axis_fastest():
+    data = example().data
+    assert data["columns"] == [[1, 1, 2, 2, 3, None], [10, 20, 10, 20, 10, None], [1, 2, 2, 4, 3, None]]
+    notes = [data["notes"][i] for i in data["note"]]
+    assert notes[:2] == notes[2:4] == ["measured", "calculated"]
+    assert notes[4:] == ["measured", "three does not go with two"]
+
+
+def test_numbers_are_stored_with_as_many_digits_as_asked_for():
+    for digits, stored in (4, [0.1235, 0.2469]), (3, [0.123, 0.247]):
+        stack = Stack("m", "GiB", {"a": "#000", "b": "#111"}, 1)
+        sliders = explore(
+            "t", [Axis("n", [1, 2])], stack, lambda n: Point([n * 0.123456789, 1e-15]), digits=digits
+        )
+        assert sliders.data["columns"] == [stored, [0, 0]]
+
+
+def test_the_text_says_what_can_be_set_and_the_numbers_at_the_start():
+    assert repr(example()).splitlines() == [
+        "calculated",
+        "  ranks: 1 | 2 | 3",
+        "  batch: 1 | 2 samples",
+        "at 1, 2",
+        "  shards: 1 GiB",
+        "  activations: 20 GiB",
+        "  product: 2 s",
+        "  calculated",
+    ]
+
+
+def test_what_does_not_go_together_is_said():
+    stack = Stack("m", "GiB", {"a": "#000"}, 1)
+    with pytest.raises(ValueError, match="expected 1 numbers at \\(1,\\), found 2"):
+        explore("t", [Axis("n", [1])], stack, lambda n: Point([1, 2]))
+    with pytest.raises(ValueError, match="expected 1 to 10000 combinations of values, found 1000000"):
+        explore("t", [Axis(name, range(1000)) for name in "ab"], stack, lambda *_: Point([1]))
+    with pytest.raises(ValueError, match="expected over to be one of n, found 'x'"):
+        explore("t", [Axis("n", [1])], stack, lambda n: Point([1]), over="x")
+
+
+def test_the_same_grid_gives_the_same_output_and_the_script_is_small():
+    first, second = (example()._repr_mimebundle_() for _ in range(2))
+    assert first == second
+    assert SCRIPT.stat().st_size < 12 * 1024
+    assert not re.search(r"https?://(?!www\.w3\.org)|fetch\(|import\(|XMLHttp", SCRIPT.read_text())
+
+
+def test_a_title_cannot_leave_the_script():
+    html = example("</script><b>bold</b>")._repr_mimebundle_()["text/html"]
+    assert html.count("</script>") == 1
+    assert "<b>" not in html.split("<script>")[0]
+
+
+ACTIONS = """
+<script>
+const [root, twice] = document.querySelectorAll("[data-sliders]"), seen = [];
+const told = () => root.querySelector(".told").textContent;
+const [ranks, batch] = root.querySelectorAll("input");
+const bars = () => [...root.querySelectorAll("rect.part")];
+const heights = () => bars().map((bar) => Math.round(bar.getAttribute("height")));
+const slide = (input, place) => { input.value = place; input.dispatchEvent(new Event("input")); };
+const ticks = () => [...root.querySelectorAll("svg line")].map((line) => line.getAttribute("y1")).join();
+const before = heights().join(), axis = ticks();
+seen.push(told(), root.querySelector(".note").textContent);
+slide(batch, 0);
+seen.push(told(), heights().join() !== before, ticks() === axis, batch.getAttribute("aria-valuetext"));
+seen.push(root.querySelector(".note").textContent);
+slide(ranks, 2); seen.push(told());
+slide(batch, 1); seen.push(told(), root.querySelector(".note").textContent);
+root.querySelectorAll("g.column")[1].dispatchEvent(new Event("click"));
+seen.push(told(), ranks.value, [...root.querySelectorAll(".total")].map((label) => label.textContent));
+seen.push(twice.dataset.ready, document.querySelectorAll("img").length);
+batch.focus(); seen.push(document.activeElement === batch);
+const node = Object.assign(document.createElement("pre"), {id: "seen", textContent: JSON.stringify(seen)});
+document.body.append(node);
+</script>
+"""
+
+
+EVERY_SLIDER = """
+<script>
+const root = document.querySelector("[data-sliders]"), seen = [], limits = [];
+const figure = () => root.querySelector("svg").outerHTML;
+const axis = () => [...root.querySelectorAll("svg > line")].map((line) => line.getAttribute("y1")).join();
+for (const input of root.querySelectorAll("input")) {
+  const before = figure(), own = input.value, ticks = axis();
+  for (let place = 0; place <= Number(input.max); place++) {
+    input.value = place;
+    input.dispatchEvent(new Event("input"));
+    limits.push(axis() === ticks && !/NaN|undefined/.test(root.outerHTML));
+  }
+  seen.push(figure() !== before);
+  input.value = own;
+  input.dispatchEvent(new Event("input"));
+}
+const text = JSON.stringify([seen, limits.every(Boolean)]);
+document.body.append(Object.assign(document.createElement("pre"), {id: "seen", textContent: text}));
+</script>
+"""
+
+
+def in_chromium(html: str, folder: Path) -> list:
+    """What the page has written into #seen, once nothing was said on the console."""
+    page = folder / "page.html"
+    page.write_text(f"<meta charset=utf-8><body>{html}</body>", encoding="utf-8")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/c"]
+    done = subprocess.run(
+        [*command, "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    (seen,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
+    return json.loads(seen.replace("&amp;", "&"))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.parametrize(("lesson", "sliders"), [("04", 3), ("06", 3), ("14", 7)])
+def test_every_slider_of_a_lesson_changes_its_figure(lesson: str, sliders: int, tmp_path: Path):
+    (path,) = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
+    outputs = [
+        "".join(output["data"]["text/html"])
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        for output in cell.get("outputs", [])
+        if "data-sliders" in "".join(output.get("data", {}).get("text/html", ""))
+    ]
+    assert len(outputs) == 1
+    assert len(outputs[0]) < 260 * 1024
+    assert in_chromium(outputs[0] + EVERY_SLIDER, tmp_path) == [[True] * sliders, True]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_sliding_draws_the_figure_anew_on_the_same_axis(tmp_path: Path):
+    html = example()._repr_mimebundle_()["text/html"]
+    # twice, as JupyterLab shows an output in a second view
+    assert in_chromium(html + html + ACTIONS, tmp_path) == [
+        "21 GiB of 15 GiB · product: 2 s",
+        "calculated",
+        "11 GiB of 15 GiB · product: 1 s",
+        True,
+        True,
+        "1 samples",
+        "measured",
+        "13 GiB of 15 GiB · product: 3 s",
+        "no result",
+        "three does not go with two",
+        "22 GiB of 15 GiB · product: 4 s",
+        "1",
+        ["▲ 21", "▲ 22", "none"],
+        "yes",
+        0,
+        True,
+    ]
