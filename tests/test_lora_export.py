@@ -1,5 +1,6 @@
 """LoRA adapters, trained under FSDP2: exported alone and merged, then read by peft and transformers."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from fsdp_utils import CheckpointError, export_safetensors, save_distributed, save_full, shard
 from fsdp_utils.checkpoint import save
 from fsdp_utils.checkpoint.__main__ import main
+from fsdp_utils.integrations.transformers import CheckpointCallback
 from fsdp_utils.pretrained import lora
 from tests.sharded import HandWritten, TwoRanks
-from tests.trainers import llama
+from tests.trainers import llama, trainer_of
 
 pytestmark = [
     # a property of transformers 5.23 that peft 0.21 reads
@@ -108,6 +110,29 @@ def test_an_adapter_trained_under_fsdp_is_exported_for_peft_and_merged(
         reference = with_peft.merge_and_unload().state_dict()
         for key, tensor in merged.state_dict().items():
             torch.testing.assert_close(tensor, reference[key], rtol=1e-6, atol=1e-7)
+
+
+def trained_by_trainer(folder: Path, resume: bool) -> Tensor:
+    trainer = trainer_of(
+        "fsdp2", folder / "own", lora_of("plain"), max_steps=4, save_strategy="steps", save_steps=2
+    )
+    checkpoints = CheckpointCallback(trainer, folder / "run", ignore_frozen_params=True)
+    trainer.train(resume_from_checkpoint=checkpoints.newest() if resume else None)
+    return logits(trainer.model)
+
+
+def test_adapters_that_a_trainer_saved_without_their_base_are_resumed_and_exported(
+    two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    expected, _ = two_ranks(trained_by_trainer, tmp_path, False)
+    shutil.rmtree(next((tmp_path / "run").glob("*step-4")))
+    resumed, _ = two_ranks(trained_by_trainer, tmp_path, True)
+    assert torch.equal(resumed, expected)
+    export_safetensors(tmp_path / "run", tmp_path / "alone", adapter_only=True)
+    with_peft = peft.PeftModel.from_pretrained(base_of("plain"), tmp_path / "alone")
+    torch.testing.assert_close(logits(with_peft), expected)
+    with pytest.raises(CheckpointError, match="and the weight that they are added to, found"):
+        export_safetensors(tmp_path / "run", tmp_path / "merged")
 
 
 def test_the_command_exports_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,7 @@ class CheckpointCallback(TrainerCallback):
         trainer: gets this callback.
         directory: as for `save_distributed`.
         asynchronous: write in the background.
+        ignore_frozen_params: save what is trained, such as the adapters of a peft model, and not the rest.
 
     Raises:
         ValueError: the Trainer is to load its best model at the end or to upload what it saves, which it can
@@ -103,7 +104,12 @@ class CheckpointCallback(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: "Trainer", directory: str | os.PathLike[str], *, asynchronous: bool = False
+        self,
+        trainer: "Trainer",
+        directory: str | os.PathLike[str],
+        *,
+        asynchronous: bool = False,
+        ignore_frozen_params: bool = False,
     ) -> None:
         if found := _needs_own_checkpoints(trainer):
             raise ValueError(
@@ -112,7 +118,7 @@ class CheckpointCallback(TrainerCallback):
             )
         self._trainer: Any = trainer
         self._directory = Path(directory).absolute()
-        self._asynchronous = asynchronous
+        self._asynchronous, self._trained_only = asynchronous, ignore_frozen_params
         self._save_in_flight: Save | None = None
         self._resuming: tempfile.TemporaryDirectory[str] | None = None
         self._rng: dict[str, Any] | None = None  # to be restored before the first step
@@ -157,7 +163,9 @@ class CheckpointCallback(TrainerCallback):
     ) -> None:
         if self._resuming is None:
             return
-        saved = load_distributed(self._directory, model, optimizer, step=self._step)
+        saved = load_distributed(
+            self._directory, model, optimizer, step=self._step, ignore_frozen_params=self._trained_only
+        )
         lr_scheduler.load_state_dict(saved["scheduler"])
         if saved["scaler"] is not None:
             self._trainer.accelerator.scaler.load_state_dict(saved["scaler"])
@@ -197,6 +205,7 @@ class CheckpointCallback(TrainerCallback):
             step=trainer.state.global_step,
             keep=trainer.args.save_total_limit,
             asynchronous=self._asynchronous,
+            ignore_frozen_params=self._trained_only,
             scheduler=trainer.lr_scheduler.state_dict(),
             scaler=scaler and scaler.state_dict(),
             trainer=text[0],
