@@ -50,9 +50,14 @@ ALONE = {
 }
 # an example that continues another one, with its variables and its files
 GOES_ON = {
+    "CheckpointDamagedError": "save_distributed",
     "CheckpointError": "save_distributed",
+    "CheckpointMismatchError": "save_distributed",
+    "LoadedState": "save_distributed",
     "Replay": "record_collectives",
+    "checkpoints": "save_distributed",
     "export_safetensors": "save_distributed",
+    "latest_step": "save_distributed",
     "load_distributed": "save_distributed",
     "load_full": "save_full",
     "play": "record_collectives",
@@ -192,6 +197,7 @@ def around(name: str) -> dict[str, Any]:
         "epoch": 3,
         "dataclasses": dataclasses,
         "dist": dist,
+        "nn": nn,
         "torch": torch,
         **{thing.__name__: thing for thing in (DataLoader, Path, Transformer)},
         "FullyShardedDataParallel": fsdp1,  # told the device, without which FSDP1 expects a GPU
@@ -239,13 +245,16 @@ def train_step(batch):  # the ranks reduce on different lines
         dist.all_reduce(batch)
 """,
 }
-# what happens to the files before the example runs
-FAULTS = {
-    "CheckpointError": """
+# what has happened before the example runs
+_CUT = """
 import os
 for file in Path("run").rglob("*.distcp"):
     os.truncate(file, 100)
-""",
+"""
+FAULTS = {
+    "CheckpointDamagedError": _CUT,
+    "CheckpointError": _CUT,
+    "CheckpointMismatchError": "optimizer = torch.optim.SGD(model.parameters())",
 }
 
 

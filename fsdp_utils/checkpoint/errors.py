@@ -50,6 +50,6 @@ class CheckpointMismatchError(CheckpointError):
 
         try:
             load_distributed("run", model, optimizer)
-        except CheckpointMismatchError:  # it has another head
-            load_distributed("run", model, strict=False)
+        except CheckpointMismatchError:  # of another optimizer
+            load_distributed("run", model)
     """

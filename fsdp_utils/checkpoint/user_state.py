@@ -43,7 +43,7 @@ class LoadedState(dict[str, Any]):
 
     Example::
 
-        model.head = nn.Linear(8, 32)
+        model.score = nn.Linear(8, 2)
         loaded = load_distributed("run", model, strict=False)
         print("start anew:", loaded.missing_keys)
     """
