@@ -17,7 +17,7 @@
 # ranks: jobs of 4, 3 and 1 ranks, on the CPU. With `FSDP_RANKS=3` or 2 the first has as many.
 # takes: a minute to run on 2 cores (AMD EPYC) · 30 minutes to read
 # video: '[LOCAL_STATE_DICT](https://www.loom.com/share/be15a814a28145b9aebbaac683a44e3b), 2022. Since then:
-#   sharded state dicts are made of DTensors, and load on any number of ranks.'
+#   sharded state dicts of FSDP2 are made of DTensors, and load on any number of ranks.'
 
 # %% [markdown]
 # **The question of this lesson:** four ranks have saved a weight, each its own rows. Three ranks want to load
@@ -68,7 +68,7 @@ draw_cuts(512, 4, 3)
 # PyTorch's own way is `torch.distributed.checkpoint`, in short **DCP**. Save this as `train.py` and start it
 # with `torchrun --nproc-per-node 4 train.py`. Start it again, with another number, and it goes on where it
 # stopped: each start trains ten more steps. It needs as many GPUs as ranks, or none. `averages` is the
-# optimizer's state, which for AdamW is two running averages per weight.
+# optimizer's state: for AdamW two running averages per weight, and a count of steps.
 #
 # ```python
 # from pathlib import Path
@@ -88,8 +88,8 @@ draw_cuts(512, 4, 3)
 # optimizer = torch.optim.AdamW(model.parameters())
 # folder = Path(__file__).with_name("checkpoints")                  # on a disk that all hosts see
 # done = max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
-# weights, averages = get_state_dict(model, optimizer)              # DTensors: nothing is gathered
 # if done:
+#     weights, averages = get_state_dict(model, optimizer)          # DTensors: nothing is gathered
 #     dcp.load({"model": weights, "optimizer": averages}, checkpoint_id=folder / str(done))
 #     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=averages)
 # for step in range(done, done + 10):
@@ -103,6 +103,10 @@ draw_cuts(512, 4, 3)
 #
 # `.metadata` is the file that DCP writes last, so a directory without it is a save that was interrupted. Each
 # save has a directory of its own: a save over an older one destroys it, as you will see in a later section.
+#
+# `get_state_dict` is not called before the first training step of all. It gives an optimizer without state
+# one, by a step with learning rate 0, and AdamW counts that step: the first real one would be its second, and
+# of another size.
 #
 # ## Jobs
 #
@@ -148,6 +152,7 @@ folder = Path(tempfile.mkdtemp())
 # `evaluate` are in the next cell, which is folded, as they contain nothing about checkpoints. `train(model,
 # optimizer, steps)` returns the loss of each step as the mean over the ranks.
 
+
 # %% jupyter={"source_hidden": true}
 class Block(nn.Module):
     def __init__(self, width):
@@ -155,7 +160,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x):                                           # f32[batch, width]
+    def forward(self, x):  # f32[batch, width]
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
@@ -166,11 +171,11 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.head = nn.Linear(width, 10)
 
-    def forward(self, x):                                           # f32[batch, 64]
+    def forward(self, x):  # f32[batch, 64]
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)                                         # f32[batch, 10]
+        return self.head(x)  # f32[batch, 10]
 
 
 def build(seed):
@@ -189,8 +194,8 @@ def adam(model):
 
 
 torch.manual_seed(0)
-labels = torch.randint(10, (1600,))                                  # i64[1600]
-inputs = torch.randn(10, 64)[labels] + 2 * torch.randn(1600, 64)     # f32[1600, 64]
+labels = torch.randint(10, (1600,))  # i64[1600]
+inputs = torch.randn(10, 64)[labels] + 2 * torch.randn(1600, 64)  # f32[1600, 64]
 
 
 def train(model, optimizer, steps):
@@ -227,7 +232,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 
 def save(path, model, optimizer):
-    weights, averages = get_state_dict(model, optimizer)                    # no gathering: DTensors
+    weights, averages = get_state_dict(model, optimizer)  # no gathering: DTensors
     dcp.save({"model": weights, "optimizer": averages}, checkpoint_id=path)
 
 
@@ -235,6 +240,7 @@ def save(path, model, optimizer):
 # `dcp.load` gets such a state dict too: its names say what to read, and its tensors are filled in place.
 # `NotingReader` only notes which files are read, for a table below. In your code, pass `checkpoint_id=path`
 # instead of `storage_reader=reader`.
+
 
 # %%
 class NotingReader(dcp.FileSystemReader):
@@ -249,9 +255,9 @@ class NotingReader(dcp.FileSystemReader):
 
 
 def load(path, model, optimizer):
-    weights, averages = get_state_dict(model, optimizer)                    # what is wanted, and where to
+    weights, averages = get_state_dict(model, optimizer)  # what is wanted, and where to
     reader = NotingReader(path)
-    dcp.load({"model": weights, "optimizer": averages}, storage_reader=reader)       # fills the tensors
+    dcp.load({"model": weights, "optimizer": averages}, storage_reader=reader)  # fills the tensors
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=averages)
     return reader.notes
 
@@ -259,9 +265,10 @@ def load(path, model, optimizer):
 # %% [markdown]
 # Here is the job. It trains some steps, from newly initialised weights or from a checkpoint.
 
+
 # %%
 def job(steps, load_from=None, save_to=None):
-    model = shard(build(seed=1 if load_from else 0))                        # NOTE: other weights to load into
+    model = shard(build(seed=1 if load_from else 0))  # NOTE: other weights to load into
     optimizer = adam(model)
     notes = load(load_from, model, optimizer) if load_from else []
     losses = train(model, optimizer, steps)
@@ -291,7 +298,7 @@ def job(steps, load_from=None, save_to=None):
 # %% tags=["files"]
 first = run_on_ranks(job, range(4), None, folder / "a", world_size=world)
 
-complete = 3 * 4 * sum(p.numel() for p in build(0).parameters())                    # bytes
+complete = 3 * 4 * sum(p.numel() for p in build(0).parameters())  # bytes
 files = {path.name: path.stat().st_size for path in sorted((folder / "a").iterdir())}
 data_files = {name: size for name, size in files.items() if name.endswith(".distcp")}
 Table(
@@ -312,7 +319,7 @@ second = run_on_ranks(job, range(4, 8), folder / "a", folder / "b", world_size=f
 
 # %% jupyter={"source_hidden": true}
 WEIGHT = "model.blocks.0.up.weight"
-described = dcp.FileSystemReader(folder / "a").read_metadata()                      # reads .metadata
+described = dcp.FileSystemReader(folder / "a").read_metadata()  # reads .metadata
 chunks = described.state_dict_metadata[WEIGHT].chunks
 saved_rows = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks]
 found_in = [sorted({file for name, file in result["notes"] if name == WEIGHT}) for result in second]
@@ -328,6 +335,10 @@ Table(
 
 # %% tags=["check"]
 assert len(data_files) == world
+untrained = nn.Linear(2, 2)
+untouched = adam(untrained)
+get_state_dict(untrained, untouched)
+assert all(state["step"] == 1 for state in untouched.state.values())  # as the script's text says
 assert all(0.9 < size / (complete / world) < 1.2 for size in data_files.values())
 assert sorted(saved_rows) == cut(512, world)
 assert [result["rows"] for result in second] == [stop - first for first, stop in cut(512, fewer)]
@@ -381,7 +392,7 @@ plots.losses({f"{world} ranks, unbroken": unbroken, f"{world}, then {fewer}, the
 # </details>
 
 # %%
-ranks.start(device="cpu")           # on CPUs as the jobs are, also where there are GPUs
+ranks.start(device="cpu")  # on CPUs as the jobs are, also where there are GPUs
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -423,7 +434,7 @@ class Saved:
 
     def read(self, index, first, stop):
         with (self.folder / f"{index}").open("rb") as file:
-            file.seek(16 * first)                                     # 4 numbers of 4 bytes in a row
+            file.seek(16 * first)  # 4 numbers of 4 bytes in a row
             data = file.read(16 * (stop - first))
         self.opened.append(index)
         self.bytes_read += len(data)
@@ -435,7 +446,7 @@ class Saved:
 # %% tags=["exercise"]
 # %%ranks
 def my_rows(saved, rank, world):
-    return None     # your lines here; begin with first, stop = cut(saved.rows, world)[rank]
+    return None  # your lines here; begin with first, stop = cut(saved.rows, world)[rank]
 
 
 # %% jupyter={"source_hidden": true}
@@ -497,6 +508,7 @@ turn(
     },
 )
 
+
 # %% tags=["solution"] turn=1
 # %%ranks
 def my_rows(saved, rank, world):
@@ -511,9 +523,10 @@ def my_rows(saved, rank, world):
 
 result = score_rows(my_rows)
 
+
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_rows(saved, rank, world):                    # everything, and then cut
+def my_rows(saved, rank, world):  # everything, and then cut
     first, stop = cut(saved.rows, world)[rank]
     pieces = [saved.read(i, 0, end - begin) for i, (begin, end) in enumerate(saved.files)]
     return torch.cat(pieces)[first:stop]
@@ -521,9 +534,10 @@ def my_rows(saved, rank, world):                    # everything, and then cut
 
 result = score_rows(my_rows)
 
+
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_rows(saved, rank, world):                    # one file too many where the rank holds nothing
+def my_rows(saved, rank, world):  # one file too many where the rank holds nothing
     first, stop = cut(saved.rows, world)[rank]
     piece = -(-saved.rows // len(saved.files))
     parts = []
@@ -535,9 +549,10 @@ def my_rows(saved, rank, world):                    # one file too many where th
 
 result = score_rows(my_rows)
 
+
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_rows(saved, rank, world):                    # rows of the weight, not of the file
+def my_rows(saved, rank, world):  # rows of the weight, not of the file
     first, stop = cut(saved.rows, world)[rank]
     parts = [torch.empty(0, 4)]
     for index, (begin, end) in enumerate(saved.files):
@@ -549,9 +564,10 @@ def my_rows(saved, rank, world):                    # rows of the weight, not of
 
 result = score_rows(my_rows)
 
+
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_rows(saved, rank, world):                    # its own file, as LOCAL_STATE_DICT
+def my_rows(saved, rank, world):  # its own file, as LOCAL_STATE_DICT
     if rank >= len(saved.files):
         return torch.empty(0, 4)
     begin, end = saved.files[rank]
@@ -560,9 +576,10 @@ def my_rows(saved, rank, world):                    # its own file, as LOCAL_STA
 
 result = score_rows(my_rows)
 
+
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_rows(saved, rank, world):                    # the next file, but no third
+def my_rows(saved, rank, world):  # the next file, but no third
     first, stop = cut(saved.rows, world)[rank]
     parts = [torch.empty(0, 4)]
     for index, (begin, end) in enumerate(saved.files[rank : rank + 2], rank):
@@ -581,9 +598,43 @@ result = score_rows(my_rows)
 # ## The way of 2022: LOCAL_STATE_DICT
 #
 # FSDP1, `FullyShardedDataParallel`, joins all parameters of a unit into one flat parameter and shards that.
-# It has two state dicts that are not gathered. `LOCAL_STATE_DICT`, the video's, holds this rank's shards of
-# the flat parameters; `SHARDED_STATE_DICT` holds shards by parameter. `save_2022` and `load_2022` take
-# either.
+# It has two state dicts of which each rank keeps a part. `LOCAL_STATE_DICT`, the video's, holds this rank's
+# shards of the flat parameters. `SHARDED_STATE_DICT` holds this rank's rows of each parameter. (To cut these
+# rows FSDP1 gathers each unit for a moment; FSDP2 holds them already.) As a sketch, for a unit of three
+# parameters:
+
+
+# %% jupyter={"source_hidden": true}
+@plots.in_look
+def draw_kinds(parameters, ranks):
+    """The rows of a unit in the two state dicts, a colour for the rank that keeps them."""
+    fig, (axes,) = plots.figure(width=7.5, height=2.3)
+    total = sum(parameters.values())
+    for index, (first, stop) in enumerate(cut(total, ranks)):
+        axes.barh(0, stop - first, left=first, height=0.5, color=plots.RANK_COLORS[index])
+    start = 0
+    for name, rows in parameters.items():
+        for index, (first, stop) in enumerate(cut(rows, ranks)):
+            label = f"rank {index}" if start == 0 else None
+            color = plots.RANK_COLORS[index]
+            axes.barh(1, stop - first, left=start + first, height=0.5, color=color, label=label)
+        for row in (0, 1):
+            axes.barh(row, rows, left=start, height=0.5, fill=False, edgecolor=plots.INK, linewidth=1.5)
+        axes.text(start + rows / 2, 0.5, name, ha="center", va="center", size=8)
+        start += rows
+    axes.set_yticks([0, 1], ["LOCAL: one entry,\nthe flat parameter", "SHARDED: an entry\nper parameter"])
+    axes.set(ylim=(1.4, -0.4), xticks=[])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    fig.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=ranks)
+    return plots.show(fig, alt="LOCAL cuts a unit once, across its parameters; SHARDED cuts each parameter.")
+
+
+draw_kinds({"up.weight": 8, "up.bias": 4, "down.weight": 8}, 4)
+
+# %% [markdown]
+# The black frames are the parameters. A local state dict cuts the unit once, without regard to them, and has
+# the single name `_flat_param`. `save_2022` and `load_2022` take either kind.
 
 # %% jupyter={"source_hidden": true}
 from torch.distributed.checkpoint.api import CheckpointException
@@ -595,7 +646,7 @@ LOCAL, SHARDED = StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DIC
 
 
 def fsdp1(model, use_orig_params):
-    warnings.simplefilter("ignore")                                  # FSDP1 is deprecated, as we know
+    warnings.simplefilter("ignore")  # FSDP1 is deprecated, as we know
     device = torch.device("cpu")
     policy = ModuleWrapPolicy({Block})
     return FSDP(model, auto_wrap_policy=policy, device_id=device, use_orig_params=use_orig_params)
@@ -619,13 +670,13 @@ def load_2022(path, kind, use_orig_params=False, grad=True):
             state = model.state_dict()
             dcp.load(state, checkpoint_id=path)
             model.load_state_dict(state)
-    except CheckpointException as error:                             # a BaseException, not an Exception
-        cause, _ = error.failures[min(error.failures)]               # of the lowest rank that failed
+    except CheckpointException as error:  # a BaseException, not an Exception
+        cause, _ = error.failures[min(error.failures)]  # of the lowest rank that failed
         return str(cause).split(". ")[0].rstrip(".")
     return evaluate(model)
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def save_three_ways():
     return (
         save_2022(folder / "local", LOCAL, range(4)),
@@ -636,19 +687,8 @@ def save_three_ways():
 
 local, sharded, _ = run_on_ranks(save_three_ways, world_size=world)[0]
 
-# %% jupyter={"source_hidden": true}
-Table(
-    ["state dict", "entries", "the last of them", "its class"],
-    [
-        [title, len(saved["names"]), *list(saved["names"].items())[-1]]
-        for title, saved in (("LOCAL", local), ("SHARDED", sharded))
-    ],
-)
-
 # %% [markdown]
-# A local state dict has no parameters, only `_flat_param`: one per unit, all of the unit's parameters laid
-# end to end and cut by the number of ranks. A sharded state dict has names and shapes. (`DTensor` has taken
-# the place of `ShardedTensor` since.) Neither holds the optimizer's state, which FSDP1 gives by another call.
+# Neither kind holds the optimizer's state, which FSDP1 gives by another call.
 #
 # Load them on the same number of ranks, on one rank less and on a single rank. Two rows are our additions:
 # the video's code under `torch.no_grad()`, and with FSDP1's later option `use_orig_params=True`.
@@ -669,6 +709,7 @@ def load_each_way():
 
 found = {size: run_on_ranks(load_each_way, world_size=size)[0] for size in sizes}
 
+
 # %% jupyter={"source_hidden": true}
 def right(result):
     return isinstance(result, float) and abs(result - local["loss"]) < 1e-4
@@ -676,45 +717,41 @@ def right(result):
 
 Table(
     ["", *(f"on {size}" for size in sizes)],
-    [
-        [name, *("loads" if right(found[size][name]) else "fails" for size in sizes)] for name in attempts
-    ],
+    [[name, *("loads" if right(found[size][name]) else "fails" for size in sizes)] for name in attempts],
 )
-
-# %% [markdown]
-# These are the errors of the loads that fail:
-
-# %% jupyter={"source_hidden": true}
-failed = [(name, size) for name in attempts for size in sizes if not right(found[size][name])]
-Table(["", "on", "error"], [[name, str(size), found[size][name]] for name, size in failed])
 
 # %% tags=["check"]
 assert not any("exp_avg" in name for saved in (local, sharded) for name in saved["names"])
+assert [name.split(".")[-1] for name in local["names"]] == ["_flat_param"] * 3  # two blocks and the root
+assert len(sharded["names"]) == len(build(0).state_dict())
 assert right(found[world]["LOCAL, as in the video"])
+assert "Missing key" in found[1]["LOCAL, as in the video"]
+assert "Size mismatch" in found[world]["LOCAL, use_orig_params"]
 assert not right(found[world]["LOCAL, use_orig_params"])
 assert not any(right(result) for name, result in found[1].items() if name != "SHARDED")
 assert all(right(found[size]["SHARDED"]) for size in sizes)
 if fewer > 1:
-    assert not right(found[fewer]["LOCAL, as in the video"])
+    assert "A view was created in no_grad mode" in found[fewer]["LOCAL, as in the video"]
     assert right(found[fewer]["LOCAL, under no_grad"])
 print("Checked: which way loads on how many ranks; what loads has the loss that was saved.")
 
 # %% [markdown]
 # So in PyTorch 2.13, row by row:
 #
-# - The video's code loads on as many ranks as have saved, and on no others. On three ranks the error is about
-#   views, which is an accident: DCP writes to parts of a shard that needs a gradient. Under `no_grad` DCP
-#   reshards the flat parameters too. On a single rank FSDP1 does not shard, and its state dict then has the
-#   names of the parameters, which the checkpoint lacks.
+# - The video's code loads on as many ranks as have saved, and on no others. On three ranks DCP reshards the
+#   flat parameters, but writes to views of a shard that needs a gradient: `A view was created in no_grad mode
+#   …`. Under `no_grad` it loads. On a single rank FSDP1 does not shard, and its state dict has the names of
+#   the parameters: `Missing key in checkpoint state_dict`.
 # - With `use_orig_params=True`, which keeps the model's own parameters, a local state dict does not even load
 #   on the ranks that have saved it. It also holds pieces of parameters, which have the same name but
-#   different sizes on different ranks.
+#   different sizes on different ranks: `Size mismatch between saved … and current`.
 # - The sharded state dict loads on all of them. `get_state_dict` gives you this kind today, with FSDP2.
 #
 # ## Every save overwrites the last
 #
 # The video ends with a note: be careful to use a new directory each time. What if you forget? The next job
 # saves step 8 over the checkpoint of step 4, and then saves once more with `overwrite=False`.
+
 
 # %% tags=["overwrite"]
 def save_over(path):
@@ -756,17 +793,44 @@ assert over["warning"].startswith("Detected an existing checkpoint")
 print("Checked: the default warns and overwrites every file; overwrite=False refuses.")
 
 # %% [markdown]
-# By default DCP warns and goes on. The files have the same names, so the first checkpoint is gone. Worse:
-# *while* the second is written, there is no complete checkpoint at all, only a mixture of two. Keep that in
-# mind for the damage below. With `overwrite=False` DCP raises an error before it writes anything. (The
-# complete warning says that this becomes the default after version 2.5. In 2.13 it is not.)
+# By default DCP warns and goes on. As many ranks write files of the same names, so the first checkpoint is
+# gone. Worse: *while* the second is written, there is no complete checkpoint at all, only a mixture of two.
+# With `overwrite=False` DCP raises an error before it writes a file. (The complete warning says that this
+# becomes the default after version 2.5. In 2.13 it is not.)
 #
 # ## `save_distributed` and `load_distributed`
 #
 # `save_distributed` of `fsdp_utils` saves with DCP. Each checkpoint gets a directory of its own. It is
 # written under a temporary name, and **renamed** when all ranks are done and all files are on the disk: the
-# checkpoint is there completely, or not at all. With `keep=2` it then deletes all but the two newest. What
-# else training needs, such as the number of samples seen, is passed by name.
+# checkpoint is there completely, or not at all.
+
+
+# %% jupyter={"source_hidden": true}
+def draw_saves():
+    """What a load would find while step 8 is saved: over step 4, or beside it and then renamed."""
+    fig, (axes,) = plots.figure(width=7.5, height=1.9)
+    found = {
+        "saved over the last": ("step 4", "a mixture of 4 and 8"),
+        "renamed at the end": ("step 4", "step 4"),
+    }
+    colors = {"step 4": plots.RANK_COLORS[4], "step 8": plots.RANK_COLORS[2]}
+    for row, states in enumerate(found.values()):
+        for (left, right), state in zip(((0, 2), (2, 6), (6, 8)), (*states, "step 8")):
+            axes.barh(row, right - left, left=left, height=0.6, color=colors.get(state, plots.RANK_COLORS[5]))
+            axes.text((left + right) / 2, row, state, ha="center", va="center", fontweight="bold")
+    axes.set_yticks([0, 1], found)
+    axes.set_xticks([2, 6], ["the save of step 8 begins", "and ends"])
+    axes.set(ylim=(1.5, -0.5), title="What does a load find?")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return plots.show(fig, alt="A save over the last leaves a mixture while it runs; a rename never does.")
+
+
+draw_saves()
+
+# %% [markdown]
+# With `keep=2` it then deletes all but the two newest. What else training needs, such as the number of
+# samples seen, is passed by name.
 
 # %% tags=["keep"]
 from fsdp_utils import CheckpointError, load_distributed, save_distributed, verify_checkpoint
@@ -808,30 +872,33 @@ Table(
 )
 
 # %% [markdown]
-# Every way has the same loss, and the same next step. What is in such a checkpoint? `inspect` lists its
-# tensors, of which the next cell prints the first eight, and says when and by what it was saved (left out
-# here: the date and your version of PyTorch).
+# Every number of ranks has the same loss, and the same loss of the next step. What is in such a checkpoint?
+# `inspect` lists its tensors, of which the next cell prints the first three, and says when and by what it was
+# saved (left out here: the date and your version of PyTorch).
 
 # %% tags=["inspect"]
 command = [sys.executable, "-m", "fsdp_utils.checkpoint", "inspect", "run"]
 said = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
 lines = [line for line in said.stdout.splitlines() if not line.startswith(("saved_at:", "torch:"))]
 print("$ python -m fsdp_utils.checkpoint inspect run")
-print(*lines[:8], "...", *lines[lines.index("") :], sep="\n")
+print(*lines[:3], "...", *lines[lines.index("") :], sep="\n")
 
 # %% [markdown]
-# `verify` in place of `inspect` reads every byte, and `export` writes safetensors. And the directory
-# itself:
+# `verify` in place of `inspect` reads every byte, and `export` writes safetensors. Beside DCP's files the
+# directory has a `manifest.json` with the size and a BLAKE3 hash of each of them. A load compares them, as
+# you will see in the section *Damage*.
 
-# %%
+# %% tags=["check"]
+for there in resumed.values():
+    torch.testing.assert_close(there["loss"], ours["loss"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(there["next"], ours["next"], rtol=1e-4, atol=1e-4)
+assert resumed[world]["next"] == ours["next"]
 checkpoint = sorted((folder / "run").iterdir())[-1]
 manifest = json.loads((checkpoint / "manifest.json").read_text())
-print(*sorted(path.name for path in checkpoint.iterdir()))
-print("the manifest knows of each file:", ", ".join(next(iter(manifest["files"].values()))))
-
-# %% [markdown]
-# The manifest has the size and a BLAKE3 hash of each file. A load compares them, as you will see in the
-# section *Damage*.
+assert {"manifest.json", *manifest["files"]} == {path.name for path in checkpoint.iterdir()}
+assert all(set(about) == {"bytes", "blake3"} for about in manifest["files"].values())
+verify_checkpoint(folder / "run")  # raises unless every byte is right
+print("Checked: resumed losses are those of the run that was saved, exactly on as many ranks.")
 
 # %% [markdown]
 # ## Your turn 2 · A save that is there completely, or not at all
@@ -880,7 +947,7 @@ def latest(folder):
 # %% tags=["exercise"]
 # %%ranks
 def my_save(folder, step, state):
-    return None     # your lines here; at the end folder / f"step-{step}" is there, on every rank
+    return None  # your lines here; at the end folder / f"step-{step}" is there, on every rank
 
 
 # %% jupyter={"source_hidden": true}
@@ -1001,29 +1068,32 @@ turn(
     },
 )
 
+
 # %% tags=["solution"] turn=2
 # %%ranks
 def my_save(folder, step, state):
     unfinished = folder / f"unfinished-{step}"
-    dcp.save(state, checkpoint_id=unfinished)               # returns when all ranks have written
+    dcp.save(state, checkpoint_id=unfinished)  # returns when all ranks have written
     if rank == 0:
         unfinished.rename(folder / f"step-{step}")
-    dist.barrier()                                          # the others wait for rank 0
+    dist.barrier()  # the others wait for rank 0
 
 
 result = score_save(my_save)
 
+
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(folder, step, state):                           # under its name from the beginning
+def my_save(folder, step, state):  # under its name from the beginning
     dcp.save(state, checkpoint_id=folder / f"step-{step}")
 
 
 result = score_save(my_save)
 
+
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(folder, step, state):                           # nobody waits for rank 0
+def my_save(folder, step, state):  # nobody waits for rank 0
     dcp.save(state, checkpoint_id=folder / f"unfinished-{step}")
     if rank == 0:
         (folder / f"unfinished-{step}").rename(folder / f"step-{step}")
@@ -1031,18 +1101,20 @@ def my_save(folder, step, state):                           # nobody waits for r
 
 result = score_save(my_save)
 
+
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(folder, step, state):                           # every rank renames
+def my_save(folder, step, state):  # every rank renames
     dcp.save(state, checkpoint_id=folder / f"unfinished-{step}")
     (folder / f"unfinished-{step}").rename(folder / f"step-{step}")
 
 
 result = score_save(my_save)
 
+
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(folder, step, state):                           # another directory on each rank
+def my_save(folder, step, state):  # another directory on each rank
     unfinished = Path(tempfile.mkdtemp(dir=folder))
     dcp.save(state, checkpoint_id=unfinished)
     if rank == 0:
@@ -1065,11 +1137,12 @@ ranks.stop()
 # A save must keep the next step from changing the state before it is written. A copy in memory is enough for
 # that: training stops while the copy is made, and the writing goes on in the background. PyTorch's call for
 # it is `dcp.async_save`; ours is `save_distributed(..., asynchronous=True)`. The background has collectives
-# of its own. With NCCL for training they go through gloo. Here training uses gloo as well, so
-# `dcp.async_save` gets a group of its own.
+# of its own. With NCCL for training they go through gloo, which is why the script at the beginning asks for
+# `cpu:gloo,cuda:nccl`. Here training uses gloo as well, so `dcp.async_save` gets a group of its own.
 #
 # We save 48 MiB per rank, on two ranks, and measure how long each call blocks the training. Your times will
 # differ.
+
 
 # %% jupyter={"source_hidden": true}
 def timed(call):
@@ -1102,22 +1175,21 @@ def seconds_blocked(directory):
         return dcp.async_save(state, checkpoint_id=directory / name, process_group=group)
 
     def ours(step, asynchronous=False):
-        return save_distributed(
-            directory / "ours", model, optimizer, step=step, asynchronous=asynchronous
-        )
+        return save_distributed(directory / "ours", model, optimizer, step=step, asynchronous=asynchronous)
 
     step()
+    save(directory / "first", model, optimizer)  # not timed: work that is done only once
     seconds = {}
     seconds["dcp.save"], _ = timed(lambda: save(directory / "plain", model, optimizer))
     seconds["dcp.async_save"], saving = timed(lambda: save_async("async"))
-    step()                                                       # while the checkpoint is written
-    saving.result()                                              # waits for the end of the writing
+    step()  # while the checkpoint is written
+    saving.result()  # waits for the end of the writing
     seconds["save_distributed"], _ = timed(lambda: ours(1))
-    for name, number in {"asynchronous, the first time": 2, "asynchronous, the second time": 3}.items():
-        before = [p.to_local().clone() for p in model.parameters()]
-        seconds[name], saving = timed(lambda number=number: ours(number, asynchronous=True))
-        step()
-        saving.wait()
+    ours(2, asynchronous=True).wait()  # the memory of its copy is used again
+    before = [p.to_local().clone() for p in model.parameters()]
+    seconds["save_distributed, asynchronous"], saving = timed(lambda: ours(3, asynchronous=True))
+    step()
+    saving.wait()
     load_distributed(directory / "ours", model, optimizer, step=3)
     same = all(torch.equal(p.to_local(), saved) for p, saved in zip(model.parameters(), before))
     return seconds, same
@@ -1126,27 +1198,28 @@ def seconds_blocked(directory):
 # %% tags=["async", "nbval-ignore-output"]
 timings = run_on_ranks(seconds_blocked, folder / "async", world_size=2)
 blocked = {name: max(seconds[name] for seconds, _ in timings) for name in timings[0][0]}
-Table(
-    ["call", "training is blocked for, s"],
-    [[name, f"{seconds:.2f}"] for name, seconds in blocked.items()],
+plots.amounts(
+    {"training is blocked for": {name: {"one call": 1000 * s} for name, s in blocked.items()}},
+    unit="ms",
+    alt="Milliseconds for which each kind of save blocks the training; the asynchronous ones block for less.",
 )
 
 # %% tags=["check"]
 assert all(same for _, same in timings)
-assert blocked["asynchronous, the second time"] < 0.7 * blocked["save_distributed"]
+assert blocked["save_distributed, asynchronous"] < 0.7 * blocked["save_distributed"]
 print("Checked: asynchronous blocks for less than 0.7 of the time, and saves the state of the call.")
 
 # %% [markdown]
-# `save_distributed` takes longer than `dcp.save`, because it also hashes the files and renames the directory.
-# An asynchronous save blocks the training mostly for the copy. Of our two asynchronous saves the second is
-# the usual case: it uses the memory of the first one's copy again. An error in the background is raised by
-# `wait()`, or by the next save or load. The check compares the loaded weights with those at the moment of the
-# call, though the training has changed the weights meanwhile.
+# The asynchronous saves block for much less: mostly for the copy. (`save_distributed` also hashes the files
+# and renames the directory.) An error in the background is raised by `wait()`, or by the next save or load.
+# The check compares the loaded weights with those at the moment of the call, though the training has changed
+# the weights meanwhile.
 #
 # ## Damage
 #
 # Disks fail, and copies are cut short. Here we damage a checkpoint of plain DCP and one of
 # `save_distributed`, and load them. First, two checkpoints of each kind: after 4 steps and after 8.
+
 
 # %% jupyter={"source_hidden": true}
 def two_checkpoints():
@@ -1167,6 +1240,7 @@ pairs = {"plain": (folder / "plain" / "4", folder / "plain" / "8"), "ours": (old
 # Five kinds of damage follow. The last one is an attack: `.metadata` is a pickle, and a pickle may name any
 # function to be called when it is read. This one only makes an empty directory.
 
+
 # %%
 def flip(path, bit):
     """One bit of one weight, in the byte with its sign and the first seven bits of its exponent."""
@@ -1174,7 +1248,7 @@ def flip(path, bit):
     for file in path.glob("*.distcp"):
         data = bytearray(file.read_bytes())
         if (at := data.find(weights)) >= 0:
-            data[at + 4 * 100 + 3] ^= bit                            # of weight 100
+            data[at + 4 * 100 + 3] ^= bit  # of weight 100
             file.write_bytes(data)
 
 
@@ -1193,7 +1267,8 @@ def truncated(path, older):
 
 def two_steps(path, older):
     """As if the machine had stopped when all ranks but rank 0 had overwritten their files."""
-    shutil.copy(older / "__0_0.distcp", path)
+    for name in ("__0_0.distcp", ".metadata"):  # .metadata is overwritten last
+        shutil.copy(older / name, path)
 
 
 # %%
@@ -1220,6 +1295,7 @@ for kind, (older, path) in pairs.items():
 # %% [markdown]
 # Now load them all, each by its own way: `dcp.load` or `load_distributed`.
 
+
 # %% jupyter={"source_hidden": true}
 def load_plain(path):
     model = shard(build(seed=1))
@@ -1239,15 +1315,15 @@ def load_ours(directory):
     try:
         load_distributed(directory, model, adam(model), step=8)
     except CheckpointError as error:
-        return str(error), evaluate(model) == before                 # is the model as it was?
+        return str(error), evaluate(model) == before  # is the model as it was?
     return evaluate(model), False
 
 
 def load_damaged():
-    logging.disable(logging.CRITICAL)                                # DCP logs what it raises
+    logging.disable(logging.CRITICAL)  # DCP logs what it raises
     plain = [load_plain(path) for path in damaged["plain"]]
     dist.barrier()
-    ran = marker.exists()                                            # has the attack's function been called?
+    ran = marker.exists()  # has the attack's function been called?
     dist.barrier()
     if dist.get_rank() == 0 and ran:
         marker.rmdir()
@@ -1289,6 +1365,7 @@ print("Checked: plain DCP loads three of five, load_distributed none, and leaves
 # These are the errors of `load_distributed`; the folder, the hashes and the sizes of `.metadata` are left
 # out.
 
+
 # %% tags=["words"]
 def shortened(text):
     text = re.sub(r"\b[0-9a-f]{64}\b", "…", text.replace(f"{folder}/damaged/ours/", ""))
@@ -1309,7 +1386,7 @@ forged = damaged["ours"][-1]
 evil = (forged / ".metadata").read_bytes()
 manifest = json.loads((forged / "manifest.json").read_text())
 manifest["files"][".metadata"] = {"bytes": len(evil), "blake3": blake3(evil).hexdigest()}
-del manifest["blake3"]                                               # of all the rest
+del manifest["blake3"]  # of all the rest
 manifest["blake3"] = blake3(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 (forged / "manifest.json").write_text(json.dumps(manifest))
 
@@ -1323,7 +1400,8 @@ assert not marker.exists()
 print("Checked: each refusal names a file; with a forged manifest too, the attack's function is not called.")
 
 # %% [markdown]
-# Still, load checkpoints only from people whose code you would run: `.metadata` is not the only way in.
+# With plain DCP, load checkpoints only from people whose code you would run. `.metadata` is not the only way
+# in: entries that are not tensors, such as the learning rate, are pickles too.
 #
 # ## A part of a checkpoint
 #
@@ -1331,9 +1409,10 @@ print("Checked: each refusal names a file; with a forged manifest too, the attac
 # without the optimizer, or one bias. It needs no ranks either. A state dict with a name that the checkpoint
 # lacks is refused, unless you say that this is meant.
 
+
 # %%
 def load_part(tensors, **options):
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process, on purpose
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, on purpose
     reader = NotingReader(folder / "a")
     planner = dcp.DefaultLoadPlanner(**options)
     dcp.load({"model": tensors}, storage_reader=reader, planner=planner)
@@ -1374,6 +1453,7 @@ print("Checked: as many pieces as ranks that hold rows of the bias; what is not 
 # the optimizer. Users of a model want `from_pretrained`, and that reads safetensors. A small Llama is trained
 # on two ranks and saved.
 
+
 # %%
 def train_llama(directory):
     from fsdp_utils import shard
@@ -1388,9 +1468,9 @@ def train_llama(directory):
         optimizer.step()
         optimizer.zero_grad()
     save_distributed(directory, model, optimizer, step=2)
-    ids = task.batch(2, size=4)["input_ids"]                         # i64[4, length], the same on all ranks
+    ids = task.batch(2, size=4)["input_ids"]  # i64[4, length], the same on all ranks
     with torch.no_grad():
-        return ids, model(input_ids=ids).logits                     # f32[4, length, 64]
+        return ids, model(input_ids=ids).logits  # f32[4, length, 64]
 
 
 ids, logits = run_on_ranks(train_llama, folder / "llama", world_size=2)[0]
@@ -1400,7 +1480,7 @@ ids, logits = run_on_ranks(train_llama, folder / "llama", world_size=2)[0]
 # writes several files and an index, as large models have.
 
 # %% tags=["export"]
-warnings.filterwarnings("ignore", message="IProgress")             # about bars that we do not show
+warnings.filterwarnings("ignore", message="IProgress")  # about bars that we do not show
 import transformers
 
 from fsdp_utils import export_safetensors
@@ -1436,21 +1516,6 @@ Table(
 # - **The last checkpoint of a job is missing.** The save was asynchronous, and the job ended before it. Call
 #   `wait()` (or `.result()` for DCP) at the end.
 #
-# ## Proof
-#
-# Everything that this lesson loaded, once more against runs that never stopped: DCP by hand over three sizes,
-# and `load_distributed`, exactly on as many ranks as have saved and within rounding on others.
-
-# %% tags=["check", "equality"]
-for there in resumed.values():
-    torch.testing.assert_close(there["loss"], ours["loss"], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(there["next"], ours["next"], rtol=1e-4, atol=1e-4)
-assert resumed[world]["next"] == ours["next"]
-torch.testing.assert_close(broken, unbroken, rtol=1e-4, atol=1e-4)
-verify_checkpoint(folder / "run")                                    # raises unless every byte is right
-print("Checked: resumed losses are those of runs that never stopped, equal on as many ranks.")
-
-# %% [markdown]
 # ## Claims, then and now
 
 # %% jupyter={"source_hidden": true}
@@ -1467,8 +1532,8 @@ lesson.claims(
         "elastic": f"Saved by {world}: SHARDED and DCP load on {', '.join(map(str, sizes))} ranks. LOCAL, as "
         f"in the video: {local_rows}.",
         "quick-shards": f"Each rank wrote {max(data_files.values()) / complete:.0%} of model and optimizer "
-        "at most, and none gathered any of it.",
-        "async-downtime": "The second asynchronous save blocked training for less than 0.7 of the time of a "
+        "at most. With FSDP2 none gathered any of it.",
+        "async-downtime": "An asynchronous save blocked training for less than 0.7 of the time of a "
         "synchronous one, asserted on this CPU; see the seconds above.",
     },
 )

@@ -118,9 +118,9 @@ from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers
 
 home = Path.cwd()
 folder = Path(tempfile.mkdtemp())
-os.chdir(folder)                                # the ranks and programs of this lesson find sums.py there
+os.chdir(folder)  # the ranks and programs of this lesson find sums.py there
 sys.path.insert(0, str(folder))
-os.environ["OMP_NUM_THREADS"] = "1"             # as torchrun would set it, with a warning
+os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun would set it, with a warning
 
 # %% jupyter={"source_hidden": true}
 # %%writefile decoder.py
@@ -138,7 +138,7 @@ class Block(nn.Module):
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    def forward(self, x, mask):                                             # f32[batch, length, width]
+    def forward(self, x, mask):  # f32[batch, length, width]
         y = self.norm(x)
         x = x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
         return x + self.mlp(x)
@@ -174,7 +174,7 @@ import torch
 from decoder import Decoder
 
 
-class Output(NamedTuple):               # FSDP2 finds the tensors in tuples, lists, dicts and dataclasses
+class Output(NamedTuple):  # FSDP2 finds the tensors in tuples, lists, dicts and dataclasses
     loss: torch.Tensor
 
 
@@ -190,9 +190,9 @@ def build():
 
 def sums():
     texts = [f"{a:02}+{b:02}={a + b:03}" for a in range(0, 100, 3) for b in range(0, 100, 4)]
-    tokens = torch.tensor([list(text.encode()) for text in texts])      # i64[850, 9]
-    labels = tokens.masked_fill(torch.arange(9) < 6, -100)              # only what stands after the "="
-    test = torch.arange(len(tokens)) % 12 == 11                         # 70 sums that it never trains on
+    tokens = torch.tensor([list(text.encode()) for text in texts])  # i64[850, 9]
+    labels = tokens.masked_fill(torch.arange(9) < 6, -100)  # only what stands after the "="
+    test = torch.arange(len(tokens)) % 12 == 11  # 70 sums that it never trains on
     train = {"input_ids": tokens[~test], "labels": labels[~test]}
     test = {"input_ids": tokens[test], "labels": labels[test]}
     return SimpleNamespace(train=train, test=test, predicts_next=True, build=build)
@@ -252,6 +252,7 @@ Table(["argument", "the program says"], [[" ".join(argument), refusal(*argument)
 # ```sh
 # torchrun --standalone --nproc-per-node 1 -m fsdp_utils.train --config run.yaml --out runs/a
 # ```
+
 
 # %% jupyter={"source_hidden": true}
 def start(out, ranks, *arguments):
@@ -321,8 +322,8 @@ source(loop._step)
 # Four things in it are easily missed:
 #
 # - `set_requires_gradient_sync`: ranks reduce their gradients once, after the last micro-batch.
-# - `get_total_norm` gives the norm of the whole gradient, because under FSDP2 gradients are DTensors. All
-#   ranks get the same number. If it is NaN, all of them stop at the same step.
+# - `get_total_norm` and `full_tensor` give the norm of the whole gradient, because under FSDP2 gradients are
+#   DTensors. All ranks get the same number. If it is NaN or infinite, all of them stop at the same step.
 # - `_seed`: the random numbers of dropout follow from the seed of the run, the step and the rank. The
 #   learning rate follows from the step alone. Neither needs to be saved.
 # - The samples of a step follow from how many samples were seen before. So the checkpoint has to hold one
@@ -362,6 +363,7 @@ on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 samples = {name: tensor.to(device) for name, tensor in sums.sums().train.items()}
 
+
 # %%
 # %%ranks
 def with_gradients(wrap):
@@ -389,7 +391,8 @@ Table(
 # %% [markdown]
 # In the second row each rank has the norm of its own piece only, and would scale its gradients by a factor of
 # its own. The squares of these norms add up to the square of the right norm. FSDP1's own method, and
-# `nn.utils.clip_grad_norm_` under FSDP2, give the norm that one process has.
+# `nn.utils.clip_grad_norm_` under FSDP2, give the norm that one process has. (Under FSDP2 the result is a
+# DTensor, and `full_tensor()` turns it into the number.)
 
 # %% tags=["check"]
 alone, pieces, own, fsdp2 = zip(*(norms.values() for norms in by_rank))
@@ -403,7 +406,7 @@ print("Checked: under FSDP1 the squares of the ranks' norms add up to the square
 #
 # There are 70 test samples, and four ranks that take at most 6 samples at a time. 70 cannot be divided
 # evenly. Under FSDP each forward pass gathers parameters from all ranks, so **every rank must run equally
-# many forward passes**, or some ranks wait for ever.
+# many forward passes**. Otherwise some ranks wait for the others until a timeout ends the run.
 #
 # Write the evaluation. `test` holds the numbers of all test samples (i64[n], the same on every rank), and
 # `mean_loss(samples)` runs one forward pass and returns the mean loss of these samples, which is NaN for an
@@ -420,10 +423,11 @@ print("Checked: under FSDP1 the squares of the ranks' norms add up to the square
 #
 # </details>
 
+
 # %% tags=["exercise"]
 # %%ranks
 def my_evaluate(mean_loss, test, size):
-    return None                                 # your lines here
+    return None  # your lines here
 
 
 # %% jupyter={"source_hidden": true}
@@ -465,7 +469,7 @@ turn(
     ranks.get("result"),
     {
         "test sets with unequal forwards": exactly(
-            0, otherwise="Some rank runs fewer forward passes than others, which would wait for it for ever."
+            0, otherwise="Some rank runs fewer forward passes than others, which would wait for it."
         ),
         "test sets with a wrong mean": exactly(
             0,
@@ -479,13 +483,14 @@ turn(
     },
 )
 
+
 # %% tags=["solution"] turn=1
 # %%ranks
 def my_evaluate(mean_loss, test, size):
-    total = torch.zeros(2, dtype=torch.float64)                 # the sum of the losses, and their number
+    total = torch.zeros(2, dtype=torch.float64)  # the sum of the losses, and their number
     for start in range(0, len(test), size * world):
         mine = test[start : start + size * world][rank::world]
-        loss = mean_loss(mine if len(mine) else test[:1])       # every rank runs, even for nothing
+        loss = mean_loss(mine if len(mine) else test[:1])  # every rank runs, even for nothing
         if len(mine):
             total += torch.tensor([loss * len(mine), len(mine)])
     dist.all_reduce(total)
@@ -494,9 +499,10 @@ def my_evaluate(mean_loss, test, size):
 
 result = score_evaluation(my_evaluate)
 
+
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_evaluate(mean_loss, test, size):                         # stops when its own samples are used up
+def my_evaluate(mean_loss, test, size):  # stops when its own samples are used up
     total = torch.zeros(2, dtype=torch.float64)
     for mine in test[rank::world].split(size):
         if len(mine):
@@ -507,9 +513,10 @@ def my_evaluate(mean_loss, test, size):                         # stops when its
 
 result = score_evaluation(my_evaluate)
 
+
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_evaluate(mean_loss, test, size):                         # pads, and counts the padding
+def my_evaluate(mean_loss, test, size):  # pads, and counts the padding
     test = torch.cat([test] * (world * size))[: -(-len(test) // (size * world)) * size * world]
     losses = [mean_loss(mine) for mine in test[rank::world].split(size)]
     total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
@@ -519,9 +526,10 @@ def my_evaluate(mean_loss, test, size):                         # pads, and coun
 
 result = score_evaluation(my_evaluate)
 
+
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_evaluate(mean_loss, test, size):                         # a mean of means
+def my_evaluate(mean_loss, test, size):  # a mean of means
     means = []
     for start in range(0, len(test), size * world):
         mine = test[start : start + size * world][rank::world]
@@ -533,17 +541,19 @@ def my_evaluate(mean_loss, test, size):                         # a mean of mean
 
 result = score_evaluation(my_evaluate)
 
+
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_evaluate(mean_loss, test, size):                         # every rank computes everything
+def my_evaluate(mean_loss, test, size):  # every rank computes everything
     return sum(mean_loss(mine) * len(mine) for mine in test.split(size)) / len(test)
 
 
 result = score_evaluation(my_evaluate)
 
+
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_evaluate(mean_loss, test, size):                         # all at once
+def my_evaluate(mean_loss, test, size):  # all at once
     total = torch.zeros(2, dtype=torch.float64)
     mine = test[rank::world]
     loss = mean_loss(mine if len(mine) else test[:1])
@@ -554,6 +564,7 @@ def my_evaluate(mean_loss, test, size):                         # all at once
 
 
 result = score_evaluation(my_evaluate)
+
 
 # %% jupyter={"source_hidden": true}
 @plots.in_look
@@ -686,9 +697,9 @@ plots.show(fig, alt="The loss of a run, killed and resumed on fewer ranks, lies 
 
 # %% tags=["check"]
 assert [event["world_size"] for event in starts] == [world, fewer]
-assert resumed_at in range(10, before[-1][0] + 1, 10)               # the step of a checkpoint
+assert resumed_at in range(10, before[-1][0] + 1, 10)  # the step of a checkpoint
 assert [step for step, _ in reference] == [step for step, _ in resumed] == list(range(1, 41))
-assert reference[-1][1] < 0.6 * reference[0][1]                     # it has learned
+assert reference[-1][1] < 0.6 * reference[0][1]  # it has learned
 assert max(differences) < 1e-3
 assert max(abs(a - b) / b for (_, a), (_, b) in zip(before, reference)) < 1e-3
 evaluated, expected = metrics("killed", "eval_loss"), metrics("undisturbed", "eval_loss")
@@ -700,7 +711,7 @@ print("Checked: no step is missing or there twice; losses and evaluations differ
 # Here is the sketch from the beginning again, now with the measured times of this run.
 
 # %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
-ready = [event["time"] for event in starts]         # loaded, and ready to train
+ready = [event["time"] for event in starts]  # loaded, and ready to train
 second_start = {"ranks": fewer, "begun": restarted, "ended": ended_at, "killed": None}
 second_start["points"] = [point for point in seen if point[0] > ready[1]]
 for lived, when, step in zip((first_start, second_start), ready, (0, resumed_at)):
@@ -749,14 +760,15 @@ plots.life_of_a_run(
 #
 # </details>
 
+
 # %% tags=["exercise"]
 # %%ranks
-def my_save(disk, step, shard):                 # every rank calls it, with its own shard
-    return None                                 # your lines here
+def my_save(disk, step, shard):  # every rank calls it, with its own shard
+    return None  # your lines here
 
 
-def my_load(disk):                              # every rank calls it; returns (step, shard) or None
-    return None                                 # your lines here
+def my_load(disk):  # every rank calls it; returns (step, shard) or None
+    return None  # your lines here
 
 
 # %% jupyter={"source_hidden": true}
@@ -777,7 +789,7 @@ def apply(files, operation):
 class Disk:
     def __init__(self, files=(), *, waits=True):
         self.files, self.waits = dict(files), waits
-        self.own, self.phases = [], []          # operations since the last barrier; those of all ranks before
+        self.own, self.phases = [], []  # operations since the last barrier; those of all ranks before
 
     def do(self, *operation):
         self.own.append(operation)
@@ -803,7 +815,7 @@ class Disk:
         return copy.deepcopy(self.files[name])
 
     def barrier(self):
-        if not self.waits:                      # after a kill: all ranks load from the same files
+        if not self.waits:  # after a kill: all ranks load from the same files
             return
         everyone = [None] * world
         dist.all_gather_object(everyone, self.own)
@@ -843,7 +855,7 @@ def score_save(save, load):
         model(**{name: tensor[24 * step + rank :][:2] for name, tensor in samples.items()}).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        disk.barrier()                          # the step's collectives: no rank is ahead of another
+        disk.barrier()  # the step's collectives: no rank is ahead of another
         if step % 2 == 0:
             shards[step] = [p.to_local().detach().cpu().clone() for p in model.parameters()]
             save(disk, step, copy.deepcopy(shards[step]))
@@ -907,14 +919,15 @@ turn(
     },
 )
 
+
 # %% tags=["solution"] turn=2
 # %%ranks
 def my_save(disk, step, shard):
-    disk.write(f"{step}/{rank}", shard)         # under a new name: the save before stays
-    disk.barrier()                              # now all shards of this step are complete
+    disk.write(f"{step}/{rank}", shard)  # under a new name: the save before stays
+    disk.barrier()  # now all shards of this step are complete
     if rank == 0:
         disk.write("newest.part", step)
-        disk.rename("newest.part", "newest")    # from here on this save counts
+        disk.rename("newest.part", "newest")  # from here on this save counts
 
 
 def my_load(disk):
@@ -926,9 +939,10 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
+
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):                 # overwrites the only copy
+def my_save(disk, step, shard):  # overwrites the only copy
     disk.write(f"shard-{rank}", (step, shard))
 
 
@@ -938,9 +952,10 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
+
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):                 # each rank by itself: renamed, but no agreement
+def my_save(disk, step, shard):  # each rank by itself: renamed, but no agreement
     disk.write(f"part-{rank}", (step, shard))
     disk.rename(f"part-{rank}", f"shard-{rank}")
 
@@ -951,9 +966,10 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
+
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):                 # no barrier
+def my_save(disk, step, shard):  # no barrier
     disk.write(f"{step}/{rank}", shard)
     if rank == 0:
         disk.write("newest.part", step)
@@ -969,9 +985,10 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
+
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):                 # the pointer is overwritten in place
+def my_save(disk, step, shard):  # the pointer is overwritten in place
     disk.write(f"{step}/{rank}", shard)
     disk.barrier()
     if rank == 0:
@@ -987,9 +1004,10 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
+
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):                 # one rank's shard for all
+def my_save(disk, step, shard):  # one rank's shard for all
     disk.barrier()
     if rank == 0:
         disk.write("part", (step, shard))
@@ -1002,17 +1020,19 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
+
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):                 # saves well ...
+def my_save(disk, step, shard):  # saves well ...
     disk.write(f"{step}/{rank}", shard)
 
 
-def my_load(disk):                              # ... and begins anew all the same
+def my_load(disk):  # ... and begins anew all the same
     return None
 
 
 result = score_save(my_save, my_load)
+
 
 # %% jupyter={"source_hidden": true}
 @plots.in_look
@@ -1068,9 +1088,7 @@ if fewer > 1:
     assert any("all_gather" in name for name in by_name)
     assert any("reduce_scatter" in name for name in by_name)
 longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:10]
-Table(
-    ["operation", "times", "ms in all"], [[name[:60], len(ms), round(sum(ms), 2)] for name, ms in longest]
-)
+Table(["operation", "times", "ms in all"], [[name[:60], len(ms), round(sum(ms), 2)] for name, ms in longest])
 
 # %% [markdown]
 # An operation contains those that it calls, so the times do not add up to the step. `FSDP::` marks FSDP2's
@@ -1080,7 +1098,7 @@ Table(
 #
 # - **The scheduler.** At SIGTERM, or SIGUSR1 from `sbatch --signal`, a rank sets a flag. At the end of the
 #   step the ranks exchange their flags, and if one is set, all of them save and leave with exit code 75.
-# - **NaN.** The norm of the gradient shows it on every rank before the optimizer has used it. The error
+# - **NaN.** The norm of the gradient shows it on every rank before the optimizer uses the gradient. The error
 #   names the step, and the rank and samples whose loss it was.
 # - **A hang.** A thread on each rank publishes where its rank is. If a rank does not move for `hang_s`
 #   seconds, all ranks that still answer write their stacks and end. On their own host they also end those
@@ -1123,52 +1141,95 @@ Table(
 #
 # ## Beyond one machine
 #
-# The program does not change. What changes is who starts its ranks, and who starts them again.
+# The program does not change. What changes is who starts its ranks, and who starts them again. Here are four
+# ways for two hosts. A dot is a rank; orange is what starts the ranks again when one of them dies.
+
+
+# %% jupyter={"source_hidden": true}
+@plots.in_look
+def draw_starts():
+    """Who starts the ranks on two hosts, from top to bottom; orange starts them again."""
+    ways = {
+        "a few hosts:\ntorchrun, static": ("you, on each host", "torchrun", "top"),
+        "hosts that fail:\ntorchrun, elastic": ("you, on each host", "torchrun", "middle"),
+        "a cluster:\nSlurm": ("sbatch, once", "torchrun", "middle"),
+        "ranks of a notebook:\nprofile": ("ranks.start, once", "ssh", "top"),
+    }
+    fig, panels = plots.figure(len(ways), width=9.6, height=2.9)
+    for axes, (title, (top, middle, again)) in zip(panels, ways.items()):
+        colors = {
+            level: plots.RANK_COLORS[1] if level == again else plots.FAINT for level in ("top", "middle")
+        }
+        box = {"boxstyle": "round,pad=0.4", "edgecolor": plots.INK}
+        for host, x in enumerate((1, 3)):
+            axes.barh(0.75, 1.8, left=x - 0.9, height=2.0, color="none", edgecolor=plots.FAINT, linewidth=2)
+            axes.text(x, -0.12, f"host {host + 1}", ha="center", va="center", size=8)
+            axes.plot([2, x, x], [2.6, 1.3, 0.5], color=plots.INK, linewidth=0.8, zorder=1)
+            axes.text(x, 1.3, middle, ha="center", va="center", size=8, bbox={**box, "fc": colors["middle"]})
+            spots = [x - 0.6, x - 0.2, x + 0.2, x + 0.6]
+            axes.plot(spots, [0.4] * 4, "o", color=plots.RANK_COLORS[0], markersize=7)
+        axes.text(2, 2.6, top, ha="center", va="center", size=8, bbox={**box, "fc": colors["top"]})
+        axes.set(title=title, xlim=(0, 4), ylim=(-0.5, 3.1), xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+    return plots.show(
+        fig, alt="Static and notebook: you start the ranks again. Elastic and Slurm: torchrun does."
+    )
+
+
+draw_starts()
+
+# %% [markdown]
+# All hosts must see the directory of the run. `GLOO_SOCKET_IFNAME` and, for NCCL, `NCCL_SOCKET_IFNAME` name
+# the network interface between the hosts.
 #
-# | you have | use | when a rank dies |
-# |:--|:--|:--|
-# | a few hosts that you log in to | torchrun, static | all ranks end; started again by you, the run goes on |
-# | hosts that fail, a run nobody watches | torchrun, elastic | torchrun starts all ranks again |
-# | a cluster with Slurm | `sbatch examples/train.sbatch` | the same; at the end of its time it queues again |
-# | a notebook here, ranks elsewhere | `ranks.start(8, profile="hosts")` | the cell reports it; start again |
+# ### torchrun, static
 #
-# **Static**: the same command on each host, with the number of the host. All meet at an address of the
-# first one. All hosts must see the directory of the run. `GLOO_SOCKET_IFNAME` and, for NCCL,
-# `NCCL_SOCKET_IFNAME` name the network interface between the hosts.
+# The same command on each host, with the number of the host. All meet at an address of the first one. When a
+# rank dies all ranks end; you start them again, and the run goes on.
 #
 # ```sh
 # torchrun --nnodes=2 --node-rank=0 --master-addr=10.77.0.1 --master-port=29400 --nproc-per-node=8 \
 #     -m fsdp_utils.train --config run.yaml --out runs/a     # on the second host: --node-rank=1
 # ```
 #
-# **Elastic**: hosts have no numbers, and torchrun starts all ranks again, up to `--max-restarts` times.
+# ### torchrun, elastic
+#
+# Hosts have no numbers, and torchrun starts all ranks again, up to `--max-restarts` times. `--nnodes=1:2`
+# means at least one host and at most two: if a host is lost, the run resumes on the ranks of the other one.
 #
 # ```sh
 # torchrun --nnodes=1:2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29500 \
 #     --rdzv-id=run1 --max-restarts=3 -m fsdp_utils.train --config run.yaml --out runs/a
 # ```
 #
-# `--nnodes=1:2` means at least one host and at most two. If a host is lost, torchrun goes on with the other
-# one, and the program resumes on half of the ranks. With `--nnodes=2` it would wait for a second host, and
-# end with `RendezvousTimeoutError` if none comes. The exception is the host of the endpoint, on which the
-# hosts meet: without it the run ends in either form, and you start it again.
+# <details><summary>Details: the host of the endpoint, names and addresses, how ranks are ended</summary>
 #
-# If a host's name does not resolve to its address, give the address with `--local-addr=10.77.0.2`; on the
-# host of the endpoint also give `--rdzv-conf=is_host=1`. `tests/test_train_hosts.py` runs the static and the
-# elastic form on two hosts made of network namespaces, kills a rank in the elastic one, and compares the
-# losses.
+# - With `--nnodes=2` torchrun would wait for a second host, and end with `RendezvousTimeoutError` if none
+#   comes.
+# - The host of the endpoint is the one on which the hosts meet. Without it the run ends in either form, and
+#   you start it again.
+# - If a host's name does not resolve to its address, give the address with `--local-addr=10.77.0.2`; on the
+#   host of the endpoint also give `--rdzv-conf=is_host=1`.
+# - When one rank has failed, torchrun sends SIGTERM to the others of its host, and kills after 30 s those
+#   that are still there. A rank that is stopped (SIGSTOP) does not handle SIGTERM, so the ranks of its host
+#   that detect the hang end it.
+# - When torchrun itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, 30 unless you
+#   set it. Set it to more than a save takes.
+# - `tests/test_train_hosts.py` runs the static and the elastic form on two hosts made of network namespaces,
+#   kills a rank in the elastic one, and compares the losses.
 #
-# When one rank has failed, torchrun sends SIGTERM to the others of its host, and kills after 30 s those that
-# are still there. A rank that is stopped (SIGSTOP) does not handle SIGTERM, so the ranks of its host that
-# detect the hang end it. When torchrun itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`
-# seconds, 30 unless you set it. Set it to more than a save takes.
+# </details>
 #
-# **Slurm**: `examples/train.sbatch` starts the elastic form on every node.
+# ### Slurm
+#
+# `examples/train.sbatch` starts the elastic form on every node. At the end of its time the job saves and
+# queues again; `scancel` saves and ends it.
 #
 # ```sh
 # sbatch --nodes=2 --gpus-per-node=8 examples/train.sbatch --config run.yaml --out runs/a
-# scancel JOB      # saves a checkpoint and ends
 # ```
+#
+# <details><summary>Details: how the end of the time becomes a save</summary>
 #
 # `#SBATCH --signal=B:USR1@300` sends SIGUSR1 to the script 300 s before the time is over. The script passes
 # it on as SIGTERM. The ranks agree on a step, save it and leave with exit code 75; then the script calls
@@ -1176,7 +1237,11 @@ Table(
 # after SIGTERM torchrun ends with 1, whatever its ranks end with. `tests/test_train_slurm.py` does all this
 # in a Slurm of one node.
 #
-# **From a notebook**: `ipython profile create hosts --parallel`, and in its `ipcluster_config.py`
+# </details>
+#
+# ### From a notebook
+#
+# Run `ipython profile create hosts --parallel`, and write into its `ipcluster_config.py`:
 #
 # ```python
 # c.Cluster.engine_launcher_class = "ssh"
@@ -1185,16 +1250,17 @@ Table(
 # c.SSHLauncher.remote_python = "/the/same/python/there"
 # ```
 #
-# Then `%%ranks` cells run there as they do here. Three things differ: a rank that dies is not replaced, its
-# exit code is known on its host only, and files that a cell opens are those of its host.
-# `tests/test_ranks_hosts.py` runs it over SSH between this machine and a namespace that plays a second host.
-# ipyparallel has a launcher for Slurm, too, which we have not tried.
+# After `ranks.start(8, profile="hosts")` the `%%ranks` cells run there as they do here. Three things differ:
+# a rank that dies is not replaced, so you start again; its exit code is known on its host only; and files
+# that a cell opens are those of its host. `tests/test_ranks_hosts.py` runs it over SSH between this machine
+# and a namespace that plays a second host.
 #
 # ## When it goes wrong
 #
 # The commonest mistake raises no error: something is missing from the checkpoint. Train ten
 # steps on the ranks, stop, and go on for ten more in three ways: with everything, without the optimizer's
 # state, and with the data from their beginning.
+
 
 # %%
 # %%ranks
@@ -1208,7 +1274,7 @@ def train(model, optimizer, steps, *, data_from=0):
         optimizer.step()
         optimizer.zero_grad()
         losses[index] = loss.detach() / world
-    dist.all_reduce(losses)                                         # the sum over the ranks
+    dist.all_reduce(losses)  # the sum over the ranks
     return losses.tolist()
 
 
@@ -1278,7 +1344,8 @@ lesson.claims(
 #
 # - Weigh losses by the labels of the whole batch. Then, without dropout, the number of ranks and of
 #   micro-batches changes nothing but the order in which numbers are added.
-# - What follows from the number of the step (rate, samples) needs no saving and resumes exactly.
+# - The learning rate follows from the step, the data from the number of samples seen. So two numbers in the
+#   checkpoint are enough to continue both exactly.
 # - Ranks must agree: on the number of batches in an evaluation, on the step at which they stop, and on the
 #   checkpoint from which they go on.
 # - A save is complete when one rank says so, by a rename, after all ranks have written.
