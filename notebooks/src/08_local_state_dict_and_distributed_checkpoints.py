@@ -123,8 +123,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -152,7 +150,6 @@ folder = Path(tempfile.mkdtemp())
 # `evaluate` are in the next cell, which is folded, as they contain nothing about checkpoints. `train(model,
 # optimizer, steps)` returns the loss of each step as the mean over the ranks.
 
-
 # %% jupyter={"source_hidden": true}
 class Block(nn.Module):
     def __init__(self, width):
@@ -160,7 +157,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x):  # f32[batch, width]
+    def forward(self, x):                                           # f32[batch, width]
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
@@ -171,11 +168,11 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.head = nn.Linear(width, 10)
 
-    def forward(self, x):  # f32[batch, 64]
+    def forward(self, x):                                           # f32[batch, 64]
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)  # f32[batch, 10]
+        return self.head(x)                                         # f32[batch, 10]
 
 
 def build(seed):
@@ -194,8 +191,8 @@ def adam(model):
 
 
 torch.manual_seed(0)
-labels = torch.randint(10, (1600,))  # i64[1600]
-inputs = torch.randn(10, 64)[labels] + 2 * torch.randn(1600, 64)  # f32[1600, 64]
+labels = torch.randint(10, (1600,))                                  # i64[1600]
+inputs = torch.randn(10, 64)[labels] + 2 * torch.randn(1600, 64)     # f32[1600, 64]
 
 
 def train(model, optimizer, steps):
@@ -232,7 +229,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 
 def save(path, model, optimizer):
-    weights, averages = get_state_dict(model, optimizer)  # no gathering: DTensors
+    weights, averages = get_state_dict(model, optimizer)                    # no gathering: DTensors
     dcp.save({"model": weights, "optimizer": averages}, checkpoint_id=path)
 
 
@@ -240,7 +237,6 @@ def save(path, model, optimizer):
 # `dcp.load` gets such a state dict too: its names say what to read, and its tensors are filled in place.
 # `NotingReader` only notes which files are read, for a table below. In your code, pass `checkpoint_id=path`
 # instead of `storage_reader=reader`.
-
 
 # %%
 class NotingReader(dcp.FileSystemReader):
@@ -255,9 +251,9 @@ class NotingReader(dcp.FileSystemReader):
 
 
 def load(path, model, optimizer):
-    weights, averages = get_state_dict(model, optimizer)  # what is wanted, and where to
+    weights, averages = get_state_dict(model, optimizer)                    # what is wanted, and where to
     reader = NotingReader(path)
-    dcp.load({"model": weights, "optimizer": averages}, storage_reader=reader)  # fills the tensors
+    dcp.load({"model": weights, "optimizer": averages}, storage_reader=reader)       # fills the tensors
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=averages)
     return reader.notes
 
@@ -265,10 +261,9 @@ def load(path, model, optimizer):
 # %% [markdown]
 # Here is the job. It trains some steps, from newly initialised weights or from a checkpoint.
 
-
 # %%
 def job(steps, load_from=None, save_to=None):
-    model = shard(build(seed=1 if load_from else 0))  # NOTE: other weights to load into
+    model = shard(build(seed=1 if load_from else 0))                        # NOTE: other weights to load into
     optimizer = adam(model)
     notes = load(load_from, model, optimizer) if load_from else []
     losses = train(model, optimizer, steps)
@@ -298,7 +293,7 @@ def job(steps, load_from=None, save_to=None):
 # %% tags=["files"]
 first = run_on_ranks(job, range(4), None, folder / "a", world_size=world)
 
-complete = 3 * 4 * sum(p.numel() for p in build(0).parameters())  # bytes
+complete = 3 * 4 * sum(p.numel() for p in build(0).parameters())                    # bytes
 files = {path.name: path.stat().st_size for path in sorted((folder / "a").iterdir())}
 data_files = {name: size for name, size in files.items() if name.endswith(".distcp")}
 Table(
@@ -319,7 +314,7 @@ second = run_on_ranks(job, range(4, 8), folder / "a", folder / "b", world_size=f
 
 # %% jupyter={"source_hidden": true}
 WEIGHT = "model.blocks.0.up.weight"
-described = dcp.FileSystemReader(folder / "a").read_metadata()  # reads .metadata
+described = dcp.FileSystemReader(folder / "a").read_metadata()                      # reads .metadata
 chunks = described.state_dict_metadata[WEIGHT].chunks
 saved_rows = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks]
 found_in = [sorted({file for name, file in result["notes"] if name == WEIGHT}) for result in second]
@@ -392,7 +387,7 @@ plots.losses({f"{world} ranks, unbroken": unbroken, f"{world}, then {fewer}, the
 # </details>
 
 # %%
-ranks.start(device="cpu")  # on CPUs as the jobs are, also where there are GPUs
+ranks.start(device="cpu")           # on CPUs as the jobs are, also where there are GPUs
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -434,7 +429,7 @@ class Saved:
 
     def read(self, index, first, stop):
         with (self.folder / f"{index}").open("rb") as file:
-            file.seek(16 * first)  # 4 numbers of 4 bytes in a row
+            file.seek(16 * first)                                     # 4 numbers of 4 bytes in a row
             data = file.read(16 * (stop - first))
         self.opened.append(index)
         self.bytes_read += len(data)
@@ -446,7 +441,7 @@ class Saved:
 # %% tags=["exercise"]
 # %%ranks
 def my_rows(saved, rank, world):
-    return None  # your lines here; begin with first, stop = cut(saved.rows, world)[rank]
+    return None     # your lines here; begin with first, stop = cut(saved.rows, world)[rank]
 
 
 # %% jupyter={"source_hidden": true}
@@ -468,14 +463,20 @@ def score_rows(my_rows):
 
 
 def count_rows(my_rows, folder):
-    wrong = read = needless = 0
+    errors = wrong = read = needless = 0
     for rows in (1, 3, 10, 33):
         weight = torch.arange(4.0 * rows).view(rows, 4)
         for saved_by in range(1, 6):
             for wanted_by in range(1, 6):
                 for reader, (first, stop) in enumerate(cut(rows, wanted_by)):
                     saved = Saved(folder / f"{rows} by {saved_by}", rows, saved_by)
-                    part = my_rows(saved, reader, wanted_by)
+                    try:
+                        part = my_rows(saved, reader, wanted_by)
+                    except Exception as error:
+                        if not errors:
+                            print(f"rank {reader} of {wanted_by} wants {rows=} [{first}:{stop}]: {error}")
+                        errors += 1
+                        continue
                     if part is None and not saved.opened:
                         return None
                     right = isinstance(part, torch.Tensor) and torch.equal(part, weight[first:stop])
@@ -483,7 +484,12 @@ def count_rows(my_rows, folder):
                     holders = {i for i, (a, b) in enumerate(saved.files) if max(a, first) < min(b, stop)}
                     needless += len(saved.opened) - len(holders & set(saved.opened))
                     read += saved.bytes_read
-    return {"wrong parts": wrong, "bytes read": read, "files opened for nothing": needless}
+    return {
+        "calls that raise": errors,
+        "wrong parts": wrong,
+        "bytes read": read,
+        "files opened for nothing": needless,
+    }
 
 
 result = score_rows(my_rows)
@@ -493,6 +499,11 @@ turn(
     1,
     ranks.get("result"),
     {
+        "calls that raise": exactly(
+            0,
+            otherwise="Some calls raised an error, of which the first is printed above. A rank that wants no "
+            "rows gets an empty tensor.",
+        ),
         "wrong parts": exactly(
             0,
             otherwise="Some rows are missing or others than wanted: `read` counts from the file's own first "
@@ -508,7 +519,6 @@ turn(
     },
 )
 
-
 # %% tags=["solution"] turn=1
 # %%ranks
 def my_rows(saved, rank, world):
@@ -523,10 +533,23 @@ def my_rows(saved, rank, world):
 
 result = score_rows(my_rows)
 
+# %% tags=["wrong"] turn=1
+# %%ranks
+def my_rows(saved, rank, world):                    # nothing to put together where a rank wants no rows
+    first, stop = cut(saved.rows, world)[rank]
+    parts = []
+    for index, (begin, end) in enumerate(saved.files):
+        left, right = max(first, begin), min(stop, end)
+        if left < right:
+            parts.append(saved.read(index, left - begin, right - begin))
+    return torch.cat(parts)
+
+
+result = score_rows(my_rows)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_rows(saved, rank, world):  # everything, and then cut
+def my_rows(saved, rank, world):                    # everything, and then cut
     first, stop = cut(saved.rows, world)[rank]
     pieces = [saved.read(i, 0, end - begin) for i, (begin, end) in enumerate(saved.files)]
     return torch.cat(pieces)[first:stop]
@@ -534,10 +557,9 @@ def my_rows(saved, rank, world):  # everything, and then cut
 
 result = score_rows(my_rows)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_rows(saved, rank, world):  # one file too many where the rank holds nothing
+def my_rows(saved, rank, world):                    # one file too many where the rank holds nothing
     first, stop = cut(saved.rows, world)[rank]
     piece = -(-saved.rows // len(saved.files))
     parts = []
@@ -549,10 +571,9 @@ def my_rows(saved, rank, world):  # one file too many where the rank holds nothi
 
 result = score_rows(my_rows)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_rows(saved, rank, world):  # rows of the weight, not of the file
+def my_rows(saved, rank, world):                    # rows of the weight, not of the file
     first, stop = cut(saved.rows, world)[rank]
     parts = [torch.empty(0, 4)]
     for index, (begin, end) in enumerate(saved.files):
@@ -564,10 +585,9 @@ def my_rows(saved, rank, world):  # rows of the weight, not of the file
 
 result = score_rows(my_rows)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_rows(saved, rank, world):  # its own file, as LOCAL_STATE_DICT
+def my_rows(saved, rank, world):                    # its own file, as LOCAL_STATE_DICT
     if rank >= len(saved.files):
         return torch.empty(0, 4)
     begin, end = saved.files[rank]
@@ -576,10 +596,9 @@ def my_rows(saved, rank, world):  # its own file, as LOCAL_STATE_DICT
 
 result = score_rows(my_rows)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_rows(saved, rank, world):  # the next file, but no third
+def my_rows(saved, rank, world):                    # the next file, but no third
     first, stop = cut(saved.rows, world)[rank]
     parts = [torch.empty(0, 4)]
     for index, (begin, end) in enumerate(saved.files[rank : rank + 2], rank):
@@ -646,7 +665,7 @@ LOCAL, SHARDED = StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DIC
 
 
 def fsdp1(model, use_orig_params):
-    warnings.simplefilter("ignore")  # FSDP1 is deprecated, as we know
+    warnings.simplefilter("ignore")                                  # FSDP1 is deprecated, as we know
     device = torch.device("cpu")
     policy = ModuleWrapPolicy({Block})
     return FSDP(model, auto_wrap_policy=policy, device_id=device, use_orig_params=use_orig_params)
@@ -670,8 +689,8 @@ def load_2022(path, kind, use_orig_params=False, grad=True):
             state = model.state_dict()
             dcp.load(state, checkpoint_id=path)
             model.load_state_dict(state)
-    except CheckpointException as error:  # a BaseException, not an Exception
-        cause, _ = error.failures[min(error.failures)]  # of the lowest rank that failed
+    except CheckpointException as error:                             # a BaseException, not an Exception
+        cause, _ = error.failures[min(error.failures)]               # of the lowest rank that failed
         return str(cause).split(". ")[0].rstrip(".")
     return evaluate(model)
 
@@ -709,7 +728,6 @@ def load_each_way():
 
 found = {size: run_on_ranks(load_each_way, world_size=size)[0] for size in sizes}
 
-
 # %% jupyter={"source_hidden": true}
 def right(result):
     return isinstance(result, float) and abs(result - local["loss"]) < 1e-4
@@ -717,7 +735,9 @@ def right(result):
 
 Table(
     ["", *(f"on {size}" for size in sizes)],
-    [[name, *("loads" if right(found[size][name]) else "fails" for size in sizes)] for name in attempts],
+    [
+        [name, *("loads" if right(found[size][name]) else "fails" for size in sizes)] for name in attempts
+    ],
 )
 
 # %% tags=["check"]
@@ -753,7 +773,7 @@ print("Checked: which way loads on how many ranks; what loads has the loss that 
 # saves step 8 over the checkpoint of step 4, and then saves once more with `overwrite=False`.
 
 
-# %% tags=["overwrite"]
+# %% tags=["overwrite"] jupyter={"source_hidden": true}
 def save_over(path):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -872,21 +892,10 @@ Table(
 )
 
 # %% [markdown]
-# Every number of ranks has the same loss, and the same loss of the next step. What is in such a checkpoint?
-# `inspect` lists its tensors, of which the next cell prints the first three, and says when and by what it was
-# saved (left out here: the date and your version of PyTorch).
-
-# %% tags=["inspect"]
-command = [sys.executable, "-m", "fsdp_utils.checkpoint", "inspect", "run"]
-said = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
-lines = [line for line in said.stdout.splitlines() if not line.startswith(("saved_at:", "torch:"))]
-print("$ python -m fsdp_utils.checkpoint inspect run")
-print(*lines[:3], "...", *lines[lines.index("") :], sep="\n")
-
-# %% [markdown]
-# `verify` in place of `inspect` reads every byte, and `export` writes safetensors. Beside DCP's files the
-# directory has a `manifest.json` with the size and a BLAKE3 hash of each of them. A load compares them, as
-# you will see in the section *Damage*.
+# Every number of ranks has the same loss, and the same loss of the next step. Beside DCP's files the
+# directory has a `manifest.json` with the size and a BLAKE3 hash of each of them, which a load compares. In a
+# terminal, `python -m fsdp_utils.checkpoint inspect run` lists what is in a checkpoint; `verify` in place of
+# `inspect` reads every byte, and `export` writes safetensors.
 
 # %% tags=["check"]
 for there in resumed.values():
@@ -947,7 +956,7 @@ def latest(folder):
 # %% tags=["exercise"]
 # %%ranks
 def my_save(folder, step, state):
-    return None  # your lines here; at the end folder / f"step-{step}" is there, on every rank
+    return None     # your lines here; at the end folder / f"step-{step}" is there, on every rank
 
 
 # %% jupyter={"source_hidden": true}
@@ -1068,32 +1077,29 @@ turn(
     },
 )
 
-
 # %% tags=["solution"] turn=2
 # %%ranks
 def my_save(folder, step, state):
     unfinished = folder / f"unfinished-{step}"
-    dcp.save(state, checkpoint_id=unfinished)  # returns when all ranks have written
+    dcp.save(state, checkpoint_id=unfinished)               # returns when all ranks have written
     if rank == 0:
         unfinished.rename(folder / f"step-{step}")
-    dist.barrier()  # the others wait for rank 0
+    dist.barrier()                                          # the others wait for rank 0
 
 
 result = score_save(my_save)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(folder, step, state):  # under its name from the beginning
+def my_save(folder, step, state):                           # under its name from the beginning
     dcp.save(state, checkpoint_id=folder / f"step-{step}")
 
 
 result = score_save(my_save)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(folder, step, state):  # nobody waits for rank 0
+def my_save(folder, step, state):                           # nobody waits for rank 0
     dcp.save(state, checkpoint_id=folder / f"unfinished-{step}")
     if rank == 0:
         (folder / f"unfinished-{step}").rename(folder / f"step-{step}")
@@ -1101,20 +1107,18 @@ def my_save(folder, step, state):  # nobody waits for rank 0
 
 result = score_save(my_save)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(folder, step, state):  # every rank renames
+def my_save(folder, step, state):                           # every rank renames
     dcp.save(state, checkpoint_id=folder / f"unfinished-{step}")
     (folder / f"unfinished-{step}").rename(folder / f"step-{step}")
 
 
 result = score_save(my_save)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(folder, step, state):  # another directory on each rank
+def my_save(folder, step, state):                           # another directory on each rank
     unfinished = Path(tempfile.mkdtemp(dir=folder))
     dcp.save(state, checkpoint_id=unfinished)
     if rank == 0:
@@ -1142,7 +1146,6 @@ ranks.stop()
 #
 # We save 48 MiB per rank, on two ranks, and measure how long each call blocks the training. Your times will
 # differ.
-
 
 # %% jupyter={"source_hidden": true}
 def timed(call):
@@ -1175,15 +1178,17 @@ def seconds_blocked(directory):
         return dcp.async_save(state, checkpoint_id=directory / name, process_group=group)
 
     def ours(step, asynchronous=False):
-        return save_distributed(directory / "ours", model, optimizer, step=step, asynchronous=asynchronous)
+        return save_distributed(
+            directory / "ours", model, optimizer, step=step, asynchronous=asynchronous
+        )
 
     step()
     save(directory / "first", model, optimizer)  # not timed: work that is done only once
     seconds = {}
     seconds["dcp.save"], _ = timed(lambda: save(directory / "plain", model, optimizer))
     seconds["dcp.async_save"], saving = timed(lambda: save_async("async"))
-    step()  # while the checkpoint is written
-    saving.result()  # waits for the end of the writing
+    step()                                                       # while the checkpoint is written
+    saving.result()                                              # waits for the end of the writing
     seconds["save_distributed"], _ = timed(lambda: ours(1))
     ours(2, asynchronous=True).wait()  # the memory of its copy is used again
     before = [p.to_local().clone() for p in model.parameters()]
@@ -1220,7 +1225,6 @@ print("Checked: asynchronous blocks for less than 0.7 of the time, and saves the
 # Disks fail, and copies are cut short. Here we damage a checkpoint of plain DCP and one of
 # `save_distributed`, and load them. First, two checkpoints of each kind: after 4 steps and after 8.
 
-
 # %% jupyter={"source_hidden": true}
 def two_checkpoints():
     model = shard(build(seed=0))
@@ -1240,7 +1244,6 @@ pairs = {"plain": (folder / "plain" / "4", folder / "plain" / "8"), "ours": (old
 # Five kinds of damage follow. The last one is an attack: `.metadata` is a pickle, and a pickle may name any
 # function to be called when it is read. This one only makes an empty directory.
 
-
 # %%
 def flip(path, bit):
     """One bit of one weight, in the byte with its sign and the first seven bits of its exponent."""
@@ -1248,7 +1251,7 @@ def flip(path, bit):
     for file in path.glob("*.distcp"):
         data = bytearray(file.read_bytes())
         if (at := data.find(weights)) >= 0:
-            data[at + 4 * 100 + 3] ^= bit  # of weight 100
+            data[at + 4 * 100 + 3] ^= bit                            # of weight 100
             file.write_bytes(data)
 
 
@@ -1295,7 +1298,6 @@ for kind, (older, path) in pairs.items():
 # %% [markdown]
 # Now load them all, each by its own way: `dcp.load` or `load_distributed`.
 
-
 # %% jupyter={"source_hidden": true}
 def load_plain(path):
     model = shard(build(seed=1))
@@ -1315,15 +1317,15 @@ def load_ours(directory):
     try:
         load_distributed(directory, model, adam(model), step=8)
     except CheckpointError as error:
-        return str(error), evaluate(model) == before  # is the model as it was?
+        return str(error), evaluate(model) == before                 # is the model as it was?
     return evaluate(model), False
 
 
 def load_damaged():
-    logging.disable(logging.CRITICAL)  # DCP logs what it raises
+    logging.disable(logging.CRITICAL)                                # DCP logs what it raises
     plain = [load_plain(path) for path in damaged["plain"]]
     dist.barrier()
-    ran = marker.exists()  # has the attack's function been called?
+    ran = marker.exists()                                            # has the attack's function been called?
     dist.barrier()
     if dist.get_rank() == 0 and ran:
         marker.rmdir()
@@ -1362,9 +1364,8 @@ print("Checked: plain DCP loads three of five, load_distributed none, and leaves
 # bit flipped the loss is `nan`, with the low bit it does not change to three decimals, and the mixture of two
 # steps looks like a checkpoint of a step in between.
 #
-# These are the errors of `load_distributed`; the folder, the hashes and the sizes of `.metadata` are left
-# out.
-
+# Here are three of the errors of `load_distributed`; the folder, the hashes and the sizes of `.metadata` are
+# left out.
 
 # %% tags=["words"]
 def shortened(text):
@@ -1372,7 +1373,7 @@ def shortened(text):
     return re.sub(r"(metadata: expected) \d+ bytes, found \d+", r"\1 … bytes, found …", text)
 
 
-for by_ours, _ in safe:
+for by_ours, _ in (safe[1], safe[2], safe[4]):                       # low_bit, truncated, attack
     print(shortened(by_ours))
 
 # %% [markdown]
@@ -1386,7 +1387,7 @@ forged = damaged["ours"][-1]
 evil = (forged / ".metadata").read_bytes()
 manifest = json.loads((forged / "manifest.json").read_text())
 manifest["files"][".metadata"] = {"bytes": len(evil), "blake3": blake3(evil).hexdigest()}
-del manifest["blake3"]  # of all the rest
+del manifest["blake3"]                                               # of all the rest
 manifest["blake3"] = blake3(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 (forged / "manifest.json").write_text(json.dumps(manifest))
 
@@ -1409,10 +1410,9 @@ print("Checked: each refusal names a file; with a forged manifest too, the attac
 # without the optimizer, or one bias. It needs no ranks either. A state dict with a name that the checkpoint
 # lacks is refused, unless you say that this is meant.
 
-
 # %%
 def load_part(tensors, **options):
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, on purpose
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process, on purpose
     reader = NotingReader(folder / "a")
     planner = dcp.DefaultLoadPlanner(**options)
     dcp.load({"model": tensors}, storage_reader=reader, planner=planner)
@@ -1453,7 +1453,6 @@ print("Checked: as many pieces as ranks that hold rows of the bias; what is not 
 # the optimizer. Users of a model want `from_pretrained`, and that reads safetensors. A small Llama is trained
 # on two ranks and saved.
 
-
 # %%
 def train_llama(directory):
     from fsdp_utils import shard
@@ -1468,9 +1467,9 @@ def train_llama(directory):
         optimizer.step()
         optimizer.zero_grad()
     save_distributed(directory, model, optimizer, step=2)
-    ids = task.batch(2, size=4)["input_ids"]  # i64[4, length], the same on all ranks
+    ids = task.batch(2, size=4)["input_ids"]                         # i64[4, length], the same on all ranks
     with torch.no_grad():
-        return ids, model(input_ids=ids).logits  # f32[4, length, 64]
+        return ids, model(input_ids=ids).logits                     # f32[4, length, 64]
 
 
 ids, logits = run_on_ranks(train_llama, folder / "llama", world_size=2)[0]
@@ -1480,7 +1479,7 @@ ids, logits = run_on_ranks(train_llama, folder / "llama", world_size=2)[0]
 # writes several files and an index, as large models have.
 
 # %% tags=["export"]
-warnings.filterwarnings("ignore", message="IProgress")  # about bars that we do not show
+warnings.filterwarnings("ignore", message="IProgress")             # about bars that we do not show
 import transformers
 
 from fsdp_utils import export_safetensors

@@ -118,9 +118,9 @@ from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers
 
 home = Path.cwd()
 folder = Path(tempfile.mkdtemp())
-os.chdir(folder)  # the ranks and programs of this lesson find sums.py there
+os.chdir(folder)                                # the ranks and programs of this lesson find sums.py there
 sys.path.insert(0, str(folder))
-os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun would set it, with a warning
+os.environ["OMP_NUM_THREADS"] = "1"             # as torchrun would set it, with a warning
 
 # %% jupyter={"source_hidden": true}
 # %%writefile decoder.py
@@ -138,7 +138,7 @@ class Block(nn.Module):
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    def forward(self, x, mask):  # f32[batch, length, width]
+    def forward(self, x, mask):                                             # f32[batch, length, width]
         y = self.norm(x)
         x = x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
         return x + self.mlp(x)
@@ -174,7 +174,7 @@ import torch
 from decoder import Decoder
 
 
-class Output(NamedTuple):  # FSDP2 finds the tensors in tuples, lists, dicts and dataclasses
+class Output(NamedTuple):               # FSDP2 finds the tensors in tuples, lists, dicts and dataclasses
     loss: torch.Tensor
 
 
@@ -190,9 +190,9 @@ def build():
 
 def sums():
     texts = [f"{a:02}+{b:02}={a + b:03}" for a in range(0, 100, 3) for b in range(0, 100, 4)]
-    tokens = torch.tensor([list(text.encode()) for text in texts])  # i64[850, 9]
-    labels = tokens.masked_fill(torch.arange(9) < 6, -100)  # only what stands after the "="
-    test = torch.arange(len(tokens)) % 12 == 11  # 70 sums that it never trains on
+    tokens = torch.tensor([list(text.encode()) for text in texts])      # i64[850, 9]
+    labels = tokens.masked_fill(torch.arange(9) < 6, -100)              # only what stands after the "="
+    test = torch.arange(len(tokens)) % 12 == 11                         # 70 sums that it never trains on
     train = {"input_ids": tokens[~test], "labels": labels[~test]}
     test = {"input_ids": tokens[test], "labels": labels[test]}
     return SimpleNamespace(train=train, test=test, predicts_next=True, build=build)
@@ -252,7 +252,6 @@ Table(["argument", "the program says"], [[" ".join(argument), refusal(*argument)
 # ```sh
 # torchrun --standalone --nproc-per-node 1 -m fsdp_utils.train --config run.yaml --out runs/a
 # ```
-
 
 # %% jupyter={"source_hidden": true}
 def start(out, ranks, *arguments):
@@ -363,7 +362,6 @@ on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 samples = {name: tensor.to(device) for name, tensor in sums.sums().train.items()}
 
-
 # %%
 # %%ranks
 def with_gradients(wrap):
@@ -423,11 +421,10 @@ print("Checked: under FSDP1 the squares of the ranks' norms add up to the square
 #
 # </details>
 
-
 # %% tags=["exercise"]
 # %%ranks
 def my_evaluate(mean_loss, test, size):
-    return None  # your lines here
+    return None                                 # your lines here
 
 
 # %% jupyter={"source_hidden": true}
@@ -483,14 +480,13 @@ turn(
     },
 )
 
-
 # %% tags=["solution"] turn=1
 # %%ranks
 def my_evaluate(mean_loss, test, size):
-    total = torch.zeros(2, dtype=torch.float64)  # the sum of the losses, and their number
+    total = torch.zeros(2, dtype=torch.float64)                 # the sum of the losses, and their number
     for start in range(0, len(test), size * world):
         mine = test[start : start + size * world][rank::world]
-        loss = mean_loss(mine if len(mine) else test[:1])  # every rank runs, even for nothing
+        loss = mean_loss(mine if len(mine) else test[:1])       # every rank runs, even for nothing
         if len(mine):
             total += torch.tensor([loss * len(mine), len(mine)])
     dist.all_reduce(total)
@@ -499,10 +495,9 @@ def my_evaluate(mean_loss, test, size):
 
 result = score_evaluation(my_evaluate)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_evaluate(mean_loss, test, size):  # stops when its own samples are used up
+def my_evaluate(mean_loss, test, size):                         # stops when its own samples are used up
     total = torch.zeros(2, dtype=torch.float64)
     for mine in test[rank::world].split(size):
         if len(mine):
@@ -513,10 +508,9 @@ def my_evaluate(mean_loss, test, size):  # stops when its own samples are used u
 
 result = score_evaluation(my_evaluate)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_evaluate(mean_loss, test, size):  # pads, and counts the padding
+def my_evaluate(mean_loss, test, size):                         # pads, and counts the padding
     test = torch.cat([test] * (world * size))[: -(-len(test) // (size * world)) * size * world]
     losses = [mean_loss(mine) for mine in test[rank::world].split(size)]
     total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
@@ -526,10 +520,9 @@ def my_evaluate(mean_loss, test, size):  # pads, and counts the padding
 
 result = score_evaluation(my_evaluate)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_evaluate(mean_loss, test, size):  # a mean of means
+def my_evaluate(mean_loss, test, size):                         # a mean of means
     means = []
     for start in range(0, len(test), size * world):
         mine = test[start : start + size * world][rank::world]
@@ -541,19 +534,17 @@ def my_evaluate(mean_loss, test, size):  # a mean of means
 
 result = score_evaluation(my_evaluate)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_evaluate(mean_loss, test, size):  # every rank computes everything
+def my_evaluate(mean_loss, test, size):                         # every rank computes everything
     return sum(mean_loss(mine) * len(mine) for mine in test.split(size)) / len(test)
 
 
 result = score_evaluation(my_evaluate)
 
-
 # %% tags=["wrong"] turn=1
 # %%ranks
-def my_evaluate(mean_loss, test, size):  # all at once
+def my_evaluate(mean_loss, test, size):                         # all at once
     total = torch.zeros(2, dtype=torch.float64)
     mine = test[rank::world]
     loss = mean_loss(mine if len(mine) else test[:1])
@@ -564,7 +555,6 @@ def my_evaluate(mean_loss, test, size):  # all at once
 
 
 result = score_evaluation(my_evaluate)
-
 
 # %% jupyter={"source_hidden": true}
 @plots.in_look
@@ -629,14 +619,16 @@ first_start["points"] = [*seen, (max(killed_at, seen[-1][0]), before[-1][0])]
 # stands for signal 9, SIGKILL. The program helps torchrun to find it: a rank whose error may only be a
 # consequence of another rank's end waits two seconds before it reports its error.
 #
-# With `--max-restarts 3` torchrun would now start all ranks again by itself. On torch 2.13 that needs more
-# than the flag. The ranks find each other through a key-value store of torchrun's, which outlives them. The
-# restarted ranks may read there the addresses of the dead ones, and then fail to connect
-# (`Gloo connectFullMesh failed`;
-# [PyTorch issue 135712](https://github.com/pytorch/pytorch/issues/135712) reports the same of NCCL). The
-# environment variable `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` avoids it. The program needs no such variable:
-# at each start it uses a part of the store that nobody has used before (`fresh_store` in
-# `fsdp_utils.train.group`).
+# <details><summary>And with <code>--max-restarts 3</code>?</summary>
+#
+# torchrun would now start all ranks again by itself. On torch 2.13 that needs more than the flag. The ranks
+# find each other through a key-value store of torchrun's, which outlives them. The restarted ranks may read
+# there the addresses of the dead ones, and then fail to connect (`Gloo connectFullMesh failed`; [PyTorch
+# issue 135712](https://github.com/pytorch/pytorch/issues/135712) reports the same of NCCL). The environment
+# variable `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` avoids it. The program needs no such variable: at each start
+# it uses a part of the store that nobody has used before (`fresh_store` in `fsdp_utils.train.group`).
+#
+# </details>
 
 # %% tags=["check"]
 assert exit_code != 0
@@ -697,9 +689,9 @@ plots.show(fig, alt="The loss of a run, killed and resumed on fewer ranks, lies 
 
 # %% tags=["check"]
 assert [event["world_size"] for event in starts] == [world, fewer]
-assert resumed_at in range(10, before[-1][0] + 1, 10)  # the step of a checkpoint
+assert resumed_at in range(10, before[-1][0] + 1, 10)               # the step of a checkpoint
 assert [step for step, _ in reference] == [step for step, _ in resumed] == list(range(1, 41))
-assert reference[-1][1] < 0.6 * reference[0][1]  # it has learned
+assert reference[-1][1] < 0.6 * reference[0][1]                     # it has learned
 assert max(differences) < 1e-3
 assert max(abs(a - b) / b for (_, a), (_, b) in zip(before, reference)) < 1e-3
 evaluated, expected = metrics("killed", "eval_loss"), metrics("undisturbed", "eval_loss")
@@ -711,7 +703,7 @@ print("Checked: no step is missing or there twice; losses and evaluations differ
 # Here is the sketch from the beginning again, now with the measured times of this run.
 
 # %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
-ready = [event["time"] for event in starts]  # loaded, and ready to train
+ready = [event["time"] for event in starts]         # loaded, and ready to train
 second_start = {"ranks": fewer, "begun": restarted, "ended": ended_at, "killed": None}
 second_start["points"] = [point for point in seen if point[0] > ready[1]]
 for lived, when, step in zip((first_start, second_start), ready, (0, resumed_at)):
@@ -760,15 +752,14 @@ plots.life_of_a_run(
 #
 # </details>
 
-
 # %% tags=["exercise"]
 # %%ranks
-def my_save(disk, step, shard):  # every rank calls it, with its own shard
-    return None  # your lines here
+def my_save(disk, step, shard):                 # every rank calls it, with its own shard
+    return None                                 # your lines here
 
 
-def my_load(disk):  # every rank calls it; returns (step, shard) or None
-    return None  # your lines here
+def my_load(disk):                              # every rank calls it; returns (step, shard) or None
+    return None                                 # your lines here
 
 
 # %% jupyter={"source_hidden": true}
@@ -789,7 +780,7 @@ def apply(files, operation):
 class Disk:
     def __init__(self, files=(), *, waits=True):
         self.files, self.waits = dict(files), waits
-        self.own, self.phases = [], []  # operations since the last barrier; those of all ranks before
+        self.own, self.phases = [], []          # operations since the last barrier; those of all ranks before
 
     def do(self, *operation):
         self.own.append(operation)
@@ -815,7 +806,7 @@ class Disk:
         return copy.deepcopy(self.files[name])
 
     def barrier(self):
-        if not self.waits:  # after a kill: all ranks load from the same files
+        if not self.waits:                      # after a kill: all ranks load from the same files
             return
         everyone = [None] * world
         dist.all_gather_object(everyone, self.own)
@@ -855,7 +846,7 @@ def score_save(save, load):
         model(**{name: tensor[24 * step + rank :][:2] for name, tensor in samples.items()}).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        disk.barrier()  # the step's collectives: no rank is ahead of another
+        disk.barrier()                          # the step's collectives: no rank is ahead of another
         if step % 2 == 0:
             shards[step] = [p.to_local().detach().cpu().clone() for p in model.parameters()]
             save(disk, step, copy.deepcopy(shards[step]))
@@ -919,15 +910,14 @@ turn(
     },
 )
 
-
 # %% tags=["solution"] turn=2
 # %%ranks
 def my_save(disk, step, shard):
-    disk.write(f"{step}/{rank}", shard)  # under a new name: the save before stays
-    disk.barrier()  # now all shards of this step are complete
+    disk.write(f"{step}/{rank}", shard)         # under a new name: the save before stays
+    disk.barrier()                              # now all shards of this step are complete
     if rank == 0:
         disk.write("newest.part", step)
-        disk.rename("newest.part", "newest")  # from here on this save counts
+        disk.rename("newest.part", "newest")    # from here on this save counts
 
 
 def my_load(disk):
@@ -939,10 +929,9 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):  # overwrites the only copy
+def my_save(disk, step, shard):                 # overwrites the only copy
     disk.write(f"shard-{rank}", (step, shard))
 
 
@@ -952,10 +941,9 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):  # each rank by itself: renamed, but no agreement
+def my_save(disk, step, shard):                 # each rank by itself: renamed, but no agreement
     disk.write(f"part-{rank}", (step, shard))
     disk.rename(f"part-{rank}", f"shard-{rank}")
 
@@ -966,10 +954,9 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):  # no barrier
+def my_save(disk, step, shard):                 # no barrier
     disk.write(f"{step}/{rank}", shard)
     if rank == 0:
         disk.write("newest.part", step)
@@ -985,10 +972,9 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):  # the pointer is overwritten in place
+def my_save(disk, step, shard):                 # the pointer is overwritten in place
     disk.write(f"{step}/{rank}", shard)
     disk.barrier()
     if rank == 0:
@@ -1004,10 +990,9 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):  # one rank's shard for all
+def my_save(disk, step, shard):                 # one rank's shard for all
     disk.barrier()
     if rank == 0:
         disk.write("part", (step, shard))
@@ -1020,19 +1005,17 @@ def my_load(disk):
 
 result = score_save(my_save, my_load)
 
-
 # %% tags=["wrong"] turn=2
 # %%ranks
-def my_save(disk, step, shard):  # saves well ...
+def my_save(disk, step, shard):                 # saves well ...
     disk.write(f"{step}/{rank}", shard)
 
 
-def my_load(disk):  # ... and begins anew all the same
+def my_load(disk):                              # ... and begins anew all the same
     return None
 
 
 result = score_save(my_save, my_load)
-
 
 # %% jupyter={"source_hidden": true}
 @plots.in_look
@@ -1088,7 +1071,9 @@ if fewer > 1:
     assert any("all_gather" in name for name in by_name)
     assert any("reduce_scatter" in name for name in by_name)
 longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:10]
-Table(["operation", "times", "ms in all"], [[name[:60], len(ms), round(sum(ms), 2)] for name, ms in longest])
+Table(
+    ["operation", "times", "ms in all"], [[name[:60], len(ms), round(sum(ms), 2)] for name, ms in longest]
+)
 
 # %% [markdown]
 # An operation contains those that it calls, so the times do not add up to the step. `FSDP::` marks FSDP2's
@@ -1195,7 +1180,8 @@ draw_starts()
 # ### torchrun, elastic
 #
 # Hosts have no numbers, and torchrun starts all ranks again, up to `--max-restarts` times. `--nnodes=1:2`
-# means at least one host and at most two: if a host is lost, the run resumes on the ranks of the other one.
+# means at least one host and at most two: if a host other than that of the endpoint is lost, the run resumes
+# on the ranks of the one that is left.
 #
 # ```sh
 # torchrun --nnodes=1:2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29500 \
@@ -1261,7 +1247,6 @@ draw_starts()
 # steps on the ranks, stop, and go on for ten more in three ways: with everything, without the optimizer's
 # state, and with the data from their beginning.
 
-
 # %%
 # %%ranks
 def train(model, optimizer, steps, *, data_from=0):
@@ -1274,7 +1259,7 @@ def train(model, optimizer, steps, *, data_from=0):
         optimizer.step()
         optimizer.zero_grad()
         losses[index] = loss.detach() / world
-    dist.all_reduce(losses)  # the sum over the ranks
+    dist.all_reduce(losses)                                         # the sum over the ranks
     return losses.tolist()
 
 
