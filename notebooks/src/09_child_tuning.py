@@ -83,6 +83,7 @@ def part(tensor):
 #     fully_shard(part, mesh=mesh)
 # trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 # optimizer = ChildTuningAdamW(trained, lr=1e-3, reserve_p=0.3, seed=0)    # the same seed on all ranks
+# torch.manual_seed(dist.get_rank())                                  # other samples on each rank
 # for step in range(10):
 #     x = torch.randn(32, 256, device=device)                         # your data
 #     loss = model(x).square().mean()
@@ -381,7 +382,8 @@ result = score_step(my_step)
 # ranks hold copies of the same shards, the copies would drift apart. Here each draw is a function of three
 # numbers: the seed, the step, and the element's place in the *unsharded* model. So the masks are those of the
 # unsharded model, on any number of ranks, without communication, and independent of PyTorch's random number
-# generators.
+# generators. (That holds where the place is known: with FSDP2's usual cut along the first dimension, and with
+# FSDP1 and `use_orig_params=True`.)
 #
 # To see it, train the model for five steps in both modes, unsharded, with FSDP2 and with FSDP1. For mode D
 # `fisher_mask` finds the mask on the sharded model.
@@ -450,21 +452,25 @@ numel = torch.tensor([float(one.numel()) for one in mask.values()])
 
 # %% jupyter={"source_hidden": true}
 names, kept, numel = ranks.get("(list(mask), kept.tolist(), numel.tolist())")[0]
-kinds = ["norm.weight", "up.weight", "up.bias", "down.weight", "down.bias"]
-rows = []
-for kind in kinds:
-    which = [i for i, name in enumerate(names) if name.endswith(kind)]
-    count = sum(numel[i] for i in which)
-    rows.append([kind, int(count), f"{sum(kept[i] for i in which) / count:.0%}"])
-rows.append(["all", int(sum(numel)), f"{sum(kept) / sum(numel):.0%}"])
-Table(["parameters of", "weights", "kept"], rows)
+fractions_kept = {}
+for kind in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias", "4."):
+    which = [i for i, name in enumerate(names) if kind in name]
+    fractions_kept[kind] = 100 * sum(kept[i] for i in which) / sum(numel[i] for i in which)
+fractions_kept["the last layer"] = fractions_kept.pop("4.")
+fig, (axes,) = plots.figure(height=2.4)
+axes.barh(list(fractions_kept), fractions_kept.values(), color=plots.RANK_COLORS[0])
+axes.axvline(30, color=plots.INK, linestyle="--", linewidth=0.8)
+axes.set(xlabel="% of their elements that are kept; dashed: of all weights together", ylim=(6.5, -0.5))
+plots.show(fig, alt="The kept fraction by kind of parameter: most of the last layer, few of up.")
 
 # %% [markdown]
-# Most biases of `down` are kept, and few parameters of `up`. But how is such a threshold found if each rank
-# has only its shard?
+# Most of the last layer and most biases of `down` are kept, and few parameters of `up`. But how is such a
+# threshold found if each rank has only its shard?
 
 # %% tags=["check"]
 assert abs(sum(kept) / sum(numel) - 0.3) < 1e-4
+assert min(fractions_kept["down.bias"], fractions_kept["the last layer"]) > 50
+assert max(fractions_kept["up.weight"], fractions_kept["up.bias"]) < 20
 print("Checked: 30% of all weights are kept.")
 
 # %% [markdown]
@@ -773,7 +779,7 @@ Table(
 )
 
 # %% [markdown]
-# An eighth of the parameters is trained, and the losses are those of the unsharded model.
+# About an eighth of the parameters is trained, and the losses are those of the unsharded model.
 
 # %% tags=["check"]
 # %%ranks
@@ -990,9 +996,10 @@ assert best["mode D"] < 2 * best["AdamW"]
 Table(["step", "milliseconds"], [[name, f"{1e3 * seconds:.1f}"] for name, seconds in best.items()])
 
 # %% [markdown]
-# A step of mode F takes up to a few times as long as AdamW's, and less than sampling with `torch.bernoulli`
-# alone. Mode D's takes about as long as AdamW's: `ChildTuningAdamW` sets the second average of each masked
-# weight to infinity. AdamW divides by its root, so AdamW's own kernel does not move the weight.
+# On this CPU a step of mode F takes up to a few times as long as AdamW's, and less than sampling with
+# `torch.bernoulli` alone. Mode D's takes about as long as AdamW's: `ChildTuningAdamW` sets the second average
+# of each masked weight to infinity. AdamW divides by its root, so AdamW's own kernel does not move the
+# weight.
 
 # %% tags=["check"]
 try_answers(9)

@@ -321,8 +321,8 @@ source(loop._step)
 # Four things in it are easily missed:
 #
 # - `set_requires_gradient_sync`: ranks reduce their gradients once, after the last micro-batch.
-# - `get_total_norm` gives the norm of the whole gradient, because under FSDP2 gradients are DTensors. All
-#   ranks get the same number. If it is NaN, all of them stop at the same step.
+# - `get_total_norm` and `full_tensor` give the norm of the whole gradient, because under FSDP2 gradients are
+#   DTensors. All ranks get the same number. If it is NaN or infinite, all of them stop at the same step.
 # - `_seed`: the random numbers of dropout follow from the seed of the run, the step and the rank. The
 #   learning rate follows from the step alone. Neither needs to be saved.
 # - The samples of a step follow from how many samples were seen before. So the checkpoint has to hold one
@@ -389,7 +389,8 @@ Table(
 # %% [markdown]
 # In the second row each rank has the norm of its own piece only, and would scale its gradients by a factor of
 # its own. The squares of these norms add up to the square of the right norm. FSDP1's own method, and
-# `nn.utils.clip_grad_norm_` under FSDP2, give the norm that one process has.
+# `nn.utils.clip_grad_norm_` under FSDP2, give the norm that one process has. (Under FSDP2 the result is a
+# DTensor, and `full_tensor()` turns it into the number.)
 
 # %% tags=["check"]
 alone, pieces, own, fsdp2 = zip(*(norms.values() for norms in by_rank))
@@ -403,7 +404,7 @@ print("Checked: under FSDP1 the squares of the ranks' norms add up to the square
 #
 # There are 70 test samples, and four ranks that take at most 6 samples at a time. 70 cannot be divided
 # evenly. Under FSDP each forward pass gathers parameters from all ranks, so **every rank must run equally
-# many forward passes**, or some ranks wait for ever.
+# many forward passes**. Otherwise some ranks wait for the others until a timeout ends the run.
 #
 # Write the evaluation. `test` holds the numbers of all test samples (i64[n], the same on every rank), and
 # `mean_loss(samples)` runs one forward pass and returns the mean loss of these samples, which is NaN for an
@@ -465,7 +466,7 @@ turn(
     ranks.get("result"),
     {
         "test sets with unequal forwards": exactly(
-            0, otherwise="Some rank runs fewer forward passes than others, which would wait for it for ever."
+            0, otherwise="Some rank runs fewer forward passes than others, which would wait for it."
         ),
         "test sets with a wrong mean": exactly(
             0,
@@ -618,14 +619,16 @@ first_start["points"] = [*seen, (max(killed_at, seen[-1][0]), before[-1][0])]
 # stands for signal 9, SIGKILL. The program helps torchrun to find it: a rank whose error may only be a
 # consequence of another rank's end waits two seconds before it reports its error.
 #
-# With `--max-restarts 3` torchrun would now start all ranks again by itself. On torch 2.13 that needs more
-# than the flag. The ranks find each other through a key-value store of torchrun's, which outlives them. The
-# restarted ranks may read there the addresses of the dead ones, and then fail to connect
-# (`Gloo connectFullMesh failed`;
-# [PyTorch issue 135712](https://github.com/pytorch/pytorch/issues/135712) reports the same of NCCL). The
-# environment variable `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` avoids it. The program needs no such variable:
-# at each start it uses a part of the store that nobody has used before (`fresh_store` in
-# `fsdp_utils.train.group`).
+# <details><summary>And with <code>--max-restarts 3</code>?</summary>
+#
+# torchrun would now start all ranks again by itself. On torch 2.13 that needs more than the flag. The ranks
+# find each other through a key-value store of torchrun's, which outlives them. The restarted ranks may read
+# there the addresses of the dead ones, and then fail to connect (`Gloo connectFullMesh failed`; [PyTorch
+# issue 135712](https://github.com/pytorch/pytorch/issues/135712) reports the same of NCCL). The environment
+# variable `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` avoids it. The program needs no such variable: at each start
+# it uses a part of the store that nobody has used before (`fresh_store` in `fsdp_utils.train.group`).
+#
+# </details>
 
 # %% tags=["check"]
 assert exit_code != 0
@@ -1080,7 +1083,7 @@ Table(
 #
 # - **The scheduler.** At SIGTERM, or SIGUSR1 from `sbatch --signal`, a rank sets a flag. At the end of the
 #   step the ranks exchange their flags, and if one is set, all of them save and leave with exit code 75.
-# - **NaN.** The norm of the gradient shows it on every rank before the optimizer has used it. The error
+# - **NaN.** The norm of the gradient shows it on every rank before the optimizer uses the gradient. The error
 #   names the step, and the rank and samples whose loss it was.
 # - **A hang.** A thread on each rank publishes where its rank is. If a rank does not move for `hang_s`
 #   seconds, all ranks that still answer write their stacks and end. On their own host they also end those
@@ -1123,52 +1126,96 @@ Table(
 #
 # ## Beyond one machine
 #
-# The program does not change. What changes is who starts its ranks, and who starts them again.
+# The program does not change. What changes is who starts its ranks, and who starts them again. Here are four
+# ways for two hosts. A dot is a rank; orange is what starts the ranks again when one of them dies.
+
+
+# %% jupyter={"source_hidden": true}
+@plots.in_look
+def draw_starts():
+    """Who starts the ranks on two hosts, from top to bottom; orange starts them again."""
+    ways = {
+        "a few hosts:\ntorchrun, static": ("you, on each host", "torchrun", "top"),
+        "hosts that fail:\ntorchrun, elastic": ("you, on each host", "torchrun", "middle"),
+        "a cluster:\nSlurm": ("sbatch, once", "torchrun", "middle"),
+        "ranks of a notebook:\nprofile": ("ranks.start, once", "ssh", "top"),
+    }
+    fig, panels = plots.figure(len(ways), width=9.6, height=2.9)
+    for axes, (title, (top, middle, again)) in zip(panels, ways.items()):
+        colors = {
+            level: plots.RANK_COLORS[1] if level == again else plots.FAINT for level in ("top", "middle")
+        }
+        box = {"boxstyle": "round,pad=0.4", "edgecolor": plots.INK}
+        for host, x in enumerate((1, 3)):
+            axes.barh(0.75, 1.8, left=x - 0.9, height=2.0, color="none", edgecolor=plots.FAINT, linewidth=2)
+            axes.text(x, -0.12, f"host {host + 1}", ha="center", va="center", size=8)
+            axes.plot([2, x, x], [2.6, 1.3, 0.5], color=plots.INK, linewidth=0.8, zorder=1)
+            axes.text(x, 1.3, middle, ha="center", va="center", size=8, bbox={**box, "fc": colors["middle"]})
+            spots = [x - 0.6, x - 0.2, x + 0.2, x + 0.6]
+            axes.plot(spots, [0.4] * 4, "o", color=plots.RANK_COLORS[0], markersize=7)
+        axes.text(2, 2.6, top, ha="center", va="center", size=8, bbox={**box, "fc": colors["top"]})
+        axes.set(title=title, xlim=(0, 4), ylim=(-0.5, 3.1), xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+    return plots.show(
+        fig, alt="Static and notebook: you start the ranks again. Elastic and Slurm: torchrun does."
+    )
+
+
+draw_starts()
+
+# %% [markdown]
+# All hosts must see the directory of the run. `GLOO_SOCKET_IFNAME` and, for NCCL, `NCCL_SOCKET_IFNAME` name
+# the network interface between the hosts.
 #
-# | you have | use | when a rank dies |
-# |:--|:--|:--|
-# | a few hosts that you log in to | torchrun, static | all ranks end; started again by you, the run goes on |
-# | hosts that fail, a run nobody watches | torchrun, elastic | torchrun starts all ranks again |
-# | a cluster with Slurm | `sbatch examples/train.sbatch` | the same; at the end of its time it queues again |
-# | a notebook here, ranks elsewhere | `ranks.start(8, profile="hosts")` | the cell reports it; start again |
+# ### torchrun, static
 #
-# **Static**: the same command on each host, with the number of the host. All meet at an address of the
-# first one. All hosts must see the directory of the run. `GLOO_SOCKET_IFNAME` and, for NCCL,
-# `NCCL_SOCKET_IFNAME` name the network interface between the hosts.
+# The same command on each host, with the number of the host. All meet at an address of the first one. When a
+# rank dies all ranks end; you start them again, and the run goes on.
 #
 # ```sh
 # torchrun --nnodes=2 --node-rank=0 --master-addr=10.77.0.1 --master-port=29400 --nproc-per-node=8 \
 #     -m fsdp_utils.train --config run.yaml --out runs/a     # on the second host: --node-rank=1
 # ```
 #
-# **Elastic**: hosts have no numbers, and torchrun starts all ranks again, up to `--max-restarts` times.
+# ### torchrun, elastic
+#
+# Hosts have no numbers, and torchrun starts all ranks again, up to `--max-restarts` times. `--nnodes=1:2`
+# means at least one host and at most two: if a host other than that of the endpoint is lost, the run resumes
+# on the ranks of the one that is left.
 #
 # ```sh
 # torchrun --nnodes=1:2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29500 \
 #     --rdzv-id=run1 --max-restarts=3 -m fsdp_utils.train --config run.yaml --out runs/a
 # ```
 #
-# `--nnodes=1:2` means at least one host and at most two. If a host is lost, torchrun goes on with the other
-# one, and the program resumes on half of the ranks. With `--nnodes=2` it would wait for a second host, and
-# end with `RendezvousTimeoutError` if none comes. The exception is the host of the endpoint, on which the
-# hosts meet: without it the run ends in either form, and you start it again.
+# <details><summary>Details: the host of the endpoint, names and addresses, how ranks are ended</summary>
 #
-# If a host's name does not resolve to its address, give the address with `--local-addr=10.77.0.2`; on the
-# host of the endpoint also give `--rdzv-conf=is_host=1`. `tests/test_train_hosts.py` runs the static and the
-# elastic form on two hosts made of network namespaces, kills a rank in the elastic one, and compares the
-# losses.
+# - With `--nnodes=2` torchrun would wait for a second host, and end with `RendezvousTimeoutError` if none
+#   comes.
+# - The host of the endpoint is the one on which the hosts meet. Without it the run ends in either form, and
+#   you start it again.
+# - If a host's name does not resolve to its address, give the address with `--local-addr=10.77.0.2`; on the
+#   host of the endpoint also give `--rdzv-conf=is_host=1`.
+# - When one rank has failed, torchrun sends SIGTERM to the others of its host, and kills after 30 s those
+#   that are still there. A rank that is stopped (SIGSTOP) does not handle SIGTERM, so the ranks of its host
+#   that detect the hang end it.
+# - When torchrun itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, 30 unless you
+#   set it. Set it to more than a save takes.
+# - `tests/test_train_hosts.py` runs the static and the elastic form on two hosts made of network namespaces,
+#   kills a rank in the elastic one, and compares the losses.
 #
-# When one rank has failed, torchrun sends SIGTERM to the others of its host, and kills after 30 s those that
-# are still there. A rank that is stopped (SIGSTOP) does not handle SIGTERM, so the ranks of its host that
-# detect the hang end it. When torchrun itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`
-# seconds, 30 unless you set it. Set it to more than a save takes.
+# </details>
 #
-# **Slurm**: `examples/train.sbatch` starts the elastic form on every node.
+# ### Slurm
+#
+# `examples/train.sbatch` starts the elastic form on every node. At the end of its time the job saves and
+# queues again; `scancel` saves and ends it.
 #
 # ```sh
 # sbatch --nodes=2 --gpus-per-node=8 examples/train.sbatch --config run.yaml --out runs/a
-# scancel JOB      # saves a checkpoint and ends
 # ```
+#
+# <details><summary>Details: how the end of the time becomes a save</summary>
 #
 # `#SBATCH --signal=B:USR1@300` sends SIGUSR1 to the script 300 s before the time is over. The script passes
 # it on as SIGTERM. The ranks agree on a step, save it and leave with exit code 75; then the script calls
@@ -1176,7 +1223,11 @@ Table(
 # after SIGTERM torchrun ends with 1, whatever its ranks end with. `tests/test_train_slurm.py` does all this
 # in a Slurm of one node.
 #
-# **From a notebook**: `ipython profile create hosts --parallel`, and in its `ipcluster_config.py`
+# </details>
+#
+# ### From a notebook
+#
+# Run `ipython profile create hosts --parallel`, and write into its `ipcluster_config.py`:
 #
 # ```python
 # c.Cluster.engine_launcher_class = "ssh"
@@ -1185,10 +1236,10 @@ Table(
 # c.SSHLauncher.remote_python = "/the/same/python/there"
 # ```
 #
-# Then `%%ranks` cells run there as they do here. Three things differ: a rank that dies is not replaced, its
-# exit code is known on its host only, and files that a cell opens are those of its host.
-# `tests/test_ranks_hosts.py` runs it over SSH between this machine and a namespace that plays a second host.
-# ipyparallel has a launcher for Slurm, too, which we have not tried.
+# After `ranks.start(8, profile="hosts")` the `%%ranks` cells run there as they do here. Three things differ:
+# a rank that dies is not replaced, so you start again; its exit code is known on its host only; and files
+# that a cell opens are those of its host. `tests/test_ranks_hosts.py` runs it over SSH between this machine
+# and a namespace that plays a second host.
 #
 # ## When it goes wrong
 #
@@ -1278,7 +1329,8 @@ lesson.claims(
 #
 # - Weigh losses by the labels of the whole batch. Then, without dropout, the number of ranks and of
 #   micro-batches changes nothing but the order in which numbers are added.
-# - What follows from the number of the step (rate, samples) needs no saving and resumes exactly.
+# - The learning rate follows from the step, the data from the number of samples seen. So two numbers in the
+#   checkpoint are enough to continue both exactly.
 # - Ranks must agree: on the number of batches in an evaluation, on the step at which they stop, and on the
 #   checkpoint from which they go on.
 # - A save is complete when one rank says so, by a rename, after all ranks have written.
