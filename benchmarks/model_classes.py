@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import TimeoutError as PoolTimeoutError
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ SHARDED, REFUSED, NOT_BUILT, FAILED = "sharded", "refused", "not built", "failed
 def classes(part: str) -> list[str]:
     import transformers
 
+    transformers.logging.set_verbosity_error()
     found = []
     for name in sorted(dir(transformers)):
         cls = getattr(transformers, name, None) if part in name else None
@@ -90,11 +91,17 @@ def main() -> int:
     chosen = parser.parse_args()
     print(describe("transformers"))
     start_s = time.monotonic()
+    names, outcomes = classes(chosen.only), []
     # spawned: a fork has this process's threads' locks; few classes each: some leave memory behind
-    with ProcessPoolExecutor(
-        2, mp_context=get_context("spawn"), initializer=start, max_tasks_per_child=100
-    ) as pool:
-        outcomes = list(pool.map(sharded, classes(chosen.only)))
+    with get_context("spawn").Pool(2, initializer=start, maxtasksperchild=50) as pool:
+        waiting = pool.imap(sharded, names)
+        for name in names:
+            try:
+                outcomes.append(waiting.next(timeout=2 * LIMIT_S))
+            except PoolTimeoutError:  # its process has died: the pool would wait for it for ever
+                outcomes.append((name, FAILED, "its process died"))
+            if sys.stderr.isatty():
+                print(f"\r{len(outcomes)} of {len(names)}: {name:60}", end="", file=sys.stderr)
     counts = Counter(outcome for _, outcome, _ in outcomes)
     print(table(["model classes", *counts], [[len(outcomes), *counts.values()]]))
     problems = [name for name, outcome, said in outcomes if outcome == SHARDED and said]
