@@ -55,7 +55,9 @@ def run_together(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     try:
         with listen_to_calls(listen):
             value = function(*args)
-    except Exception as error:
+    except BaseException as error:  # such as PyTorch's CheckpointException
+        if isinstance(error, KeyboardInterrupt):
+            raise
         if parted:
             return None, parted
         exchange(_ERROR, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
