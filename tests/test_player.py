@@ -33,6 +33,15 @@ def test_what_a_rank_holds_of_a_unit():
     assert held(early.spans, "b", 0.75).parameters == 1.0  # in use while it is gathered once more
 
 
+def test_a_gather_of_no_bytes_can_be_played():
+    trace = backward(NONE)
+    empty = [replace(e, bytes_in=0, bytes_out=0) if e.kind == "all_gather" else e for e in trace.events]
+    trace.events = empty
+    run = trace.replay(compute_s=1.0, link_gib_s=1.0)
+    assert held(run.spans, "b", 1.0).parameters == 1.0
+    assert data_of(play({"empty": run}))["runs"][0]["held"]["b"]["parameters"]
+
+
 def test_the_player_has_the_times_and_the_memory_of_the_replay():
     data = data_of(play({"one": replayed(NONE), "two": replayed(PRE)}))
     assert (data["until"], data["time_unit"]) == (6.0, "s")
@@ -89,6 +98,8 @@ const scrub = root.querySelector("input");
 scrub.value = 1000; scrub.dispatchEvent(new Event("input")); seen.push(told());
 root.querySelector("rect.span").dispatchEvent(new Event("mouseenter")); seen.push(told());
 seen.push(twice.dataset.ready, document.querySelectorAll("img").length);
+const widths = [...root.querySelectorAll("rect.span")].map((bar) => Number(bar.getAttribute("width")));
+seen.push(Math.min(...widths) >= 2);
 const before = head();
 playing.click();  // from the end: it begins anew
 setTimeout(() => {
@@ -102,7 +113,11 @@ setTimeout(() => {
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_the_player_in_a_browser(tmp_path: Path):
-    html = play({"one": replayed(NONE)})._repr_mimebundle_()["text/html"]
+    run = replayed(NONE)
+    thin = max(run.spans, key=lambda span: span.end)  # of a thousandth of the step: it has 2 pixels
+    short = replace(thin, start=thin.end - 0.006)
+    run = replace(run, spans=[short if span is thin else span for span in run.spans])
+    html = play({"one": run})._repr_mimebundle_()["text/html"]
     page = tmp_path / "page.html"
     # twice, as JupyterLab shows an output in a second view
     page.write_text(f"<meta charset=utf-8><body>{html}{html}{ACTIONS}</body>", encoding="utf-8")
@@ -131,6 +146,7 @@ def test_the_player_in_a_browser(tmp_path: Path):
         "all-gather b · backward · 1.0 GiB · 0.00 s to 0.50 s",
         "yes",
         0,
+        True,
         True,
         "❚❚",
     ]

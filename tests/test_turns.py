@@ -65,6 +65,13 @@ def test_a_value_that_is_missing_misses_its_target(result: dict) -> None:
     assert not Verdict([result], GOALS).solved
 
 
+def test_what_could_not_be_measured_is_one_sentence() -> None:
+    verdict = Verdict([{"problem": "A rank waits."}, {"problem": "A rank waits."}], GOALS)
+    assert not verdict.solved
+    assert verdict.advice == ["A rank waits."]
+    assert verdict.rows[0] == ["gathers", "·", "8", "·"]
+
+
 def test_nothing_written_is_not_yet() -> None:
     verdict = turn(1, [None, None], GOALS)
     assert not verdict.solved

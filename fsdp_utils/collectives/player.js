@@ -75,7 +75,7 @@
       for (const span of run.spans) {
         const bar = add(svg, "rect", {
           class: "span", x: x(span.start), y: top + span.lane * LANE + 2, height: LANE - 4,
-          width: Math.max(x(span.end) - x(span.start), 0.8),
+          width: Math.max(x(span.end) - x(span.start), 2),
           fill: span.gradients ? hatch(span.unit) : color(span.unit), tabindex: -1,
         });
         for (const event of ["mouseenter", "focus", "click"]) bar.addEventListener(event, () => tell(words(span)));
@@ -89,7 +89,7 @@
         add(svg, "rect", { ...place, width: wide - 8, fill: "none", stroke: color(unit) });
         const parameters = add(svg, "rect", { ...place, width: 0, fill: color(unit) });
         const gradients = add(svg, "rect", { ...place, y: top + 14, height: 6, width: 0, fill: hatch(unit) });
-        add(svg, "text", { x: place.x, y: top + 30, fill: QUIET, "font-size": 10 }, unit);
+        add(svg, "text", { x: place.x + 4, y: top + 30, fill: QUIET, "font-size": 10 }, unit);
         held.push({ parameters, gradients, points: run.held[unit], wide: wide - 8 });
       });
       top += MEMORY;

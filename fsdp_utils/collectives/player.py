@@ -157,7 +157,7 @@ def held(spans: Sequence[Span], unit: str, moment: float) -> Held:
         event = span.event
         if event.module != unit:
             continue
-        if event.kind == "all_gather":
+        if event.kind == "all_gather" and event.bytes_out:  # a unit without elements gathers no bytes
             shard = shard or event.bytes_in / event.bytes_out
         begun = span.start <= moment
         done = float(begun)

@@ -51,7 +51,8 @@ class Verdict(Table):
 
     def __init__(self, results: Sequence[Mapping[str, Any] | None], goals: Mapping[str, Goal]) -> None:
         missing = [rank for rank, result in enumerate(results) if result is None]
-        self.advice: list[str] = []
+        problems = [result["problem"] for result in results if result and result.get("problem")]
+        self.advice: list[str] = [] if missing else problems[:1]
         shown = next((result for result in results if result is not None), {})
         marks = []
         for name, goal in goals.items():
@@ -60,10 +61,10 @@ class Verdict(Table):
                 for rank, result in enumerate(results)
                 if result is not None and not goal.meets(result.get(name))
             ]
-            if missed and not missing:
+            if missed and not missing and not problems:
                 self.advice.append(goal.otherwise)
                 shown = {**shown, name: (results[missed[0]] or {}).get(name)}
-            marks.append("·" if missing else "✗" if missed else "✓")
+            marks.append("·" if missing or problems else "✗" if missed else "✓")
         if missing:
             verdict = (
                 "Not yet: there is nothing to measure."
@@ -76,7 +77,7 @@ class Verdict(Table):
         super().__init__(
             ["", "yours", "target", ""],
             [
-                [name, "·" if missing else _text(shown.get(name)), goal.wanted, mark]
+                [name, "·" if missing or problems else _text(shown.get(name)), goal.wanted, mark]
                 for (name, goal), mark in zip(goals.items(), marks, strict=True)
             ],
             note=verdict,
@@ -89,6 +90,7 @@ def turn(number: int, results: Sequence[Mapping[str, Any] | None], goals: Mappin
     Args:
         number: of the turn in its lesson; `try_answers` uses the same goals again.
         results: by rank, the measured values by name (`ranks.get("result")`). None: nothing was written yet.
+            `{"problem": sentence}`: nothing could be measured, for this reason.
         goals: by the same names, what they should be.
     """
     _goals[number] = goals

@@ -841,6 +841,11 @@ def my_trial(step, batch_size):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from fsdp_utils.lessons.together import run_together
+
+result = None
+
+
 def score_trial(trial):
     """Judge five batch sizes: 4 fits, at 5 one rank runs out, at 6 one has retries, 7 and 8 fail on all."""
 
@@ -849,9 +854,12 @@ def score_trial(trial):
             raise torch.OutOfMemoryError("simulated")
         return {6: 2 if rank == 0 else 0, 8: 1}.get(size, 0)
 
-    verdicts = [trial(step, size) for size in (4, 5, 6, 7, 8)]
-    if None in verdicts:
-        return None
+    verdicts = []
+    for size in (4, 5, 6, 7, 8):
+        verdict, parted = run_together(trial, step, size)
+        if verdict is None:
+            return {"problem": parted} if parted else None
+        verdicts.append(verdict)
     everyone = [None] * world
     dist.all_gather_object(everyone, [bool(verdict) for verdict in verdicts])
     right = [True, False, False, False, False]
@@ -913,6 +921,20 @@ def my_trial(step, batch_size):                 # retries do not count
     except torch.OutOfMemoryError:
         failed += 1
     dist.all_reduce(failed)
+    return failed.item() == 0
+
+
+result = score_trial(my_trial)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def my_trial(step, batch_size):                 # the collective in the try: not every rank calls it
+    failed = torch.zeros(1, device=device)
+    try:
+        failed += step(batch_size) > 0
+        dist.all_reduce(failed)
+    except torch.OutOfMemoryError:
+        return False
     return failed.item() == 0
 
 

@@ -943,6 +943,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fsdp_utils.lessons.together import run_together
+
+result = None
 warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
 mesh = init_device_mesh("cpu", (world,))
 
@@ -1013,27 +1016,41 @@ def score_save(my_save):
 
 def three_saves(my_save, folder):
     raised = missing = 0
+    problem = ""
+
+    def saved(step):
+        my_save(folder, step, weight(step))
+        return (folder / f"step-{step}").is_dir()               # at once: run_together waits for all ranks
+
+    def save(step):                                             # without the wait for a call that others lack
+        nonlocal problem
+        there, parted = run_together(saved, step)
+        problem = problem or (parted if " raised " not in parted else "")
+        return there
 
     def attempt(step):
         nonlocal raised, missing
-        error = None
+        error = there = None
         try:
-            my_save(folder, step, weight(step))
+            there = save(step)
         except (OSError, CheckpointException) as failure:
             error = failure
-        there = (folder / f"step-{step}").is_dir()
         raised += on_ranks(error is not None)
-        missing += on_ranks(error is None and not there)
+        missing += on_ranks(there is False)
 
     attempt(1)
+    if problem:
+        return {"problem": problem}
     if on_ranks(any(folder.iterdir())) == 0:
         return None
     with mock.patch.object(dcp, "save", interrupted(dcp.save)), contextlib.suppress(Interrupted):
-        my_save(folder, 2, weight(2))
+        save(2)
     dist.barrier()
     after_interruption = latest(folder)
     dist.barrier()
     attempt(3)
+    if problem:
+        return {"problem": problem}
     state, name = weight(0), latest(folder)
     try:
         dcp.load(state, checkpoint_id=folder / name)
@@ -1103,6 +1120,17 @@ def my_save(folder, step, state):                           # nobody waits for r
     dcp.save(state, checkpoint_id=folder / f"unfinished-{step}")
     if rank == 0:
         (folder / f"unfinished-{step}").rename(folder / f"step-{step}")
+
+
+result = score_save(my_save)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def my_save(folder, step, state):                           # the barrier on rank 0 alone
+    dcp.save(state, checkpoint_id=folder / f"unfinished-{step}")
+    if rank == 0:
+        (folder / f"unfinished-{step}").rename(folder / f"step-{step}")
+        dist.barrier()
 
 
 result = score_save(my_save)

@@ -577,7 +577,7 @@ Table(
 # has called less has the text `"nothing"` there: `3, {"reduce 1": [0, 1, 2], "nothing": [3]}`. If all lists
 # are equal, return `0, {}`. Every rank returns the same.
 #
-# Edit the next cell, then run it and the two folded cells below it. A wait ends after five seconds.
+# Edit the next cell, then run it and the two folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -606,7 +606,9 @@ def who_parts(calls):
 
 
 # %% jupyter={"source_hidden": true}
-# %%ranks --timeout 5
+# %%ranks
+from fsdp_utils.lessons.together import run_together
+
 result = None
 
 
@@ -617,9 +619,12 @@ def score_parts(who_parts):
     other = [*plain[:2], "all_reduce", plain[3]] if rank == last else plain
     shorter = plain[:3] if rank == last else plain
     first = ["barrier", *plain] if rank == 0 else plain
-    found = [who_parts(list(calls)) for calls in (other, shorter, plain, first)]
-    if any(one is None for one in found):
-        return None
+    found = []
+    for calls in (other, shorter, plain, first):
+        answer, parted = run_together(who_parts, list(calls))
+        if answer is None:
+            return {"problem": parted} if parted else None
+        found.append(answer)
     return {
         "the last rank calls something else": found[0] == (3, {"reduce 1": others, "all_reduce": [last]}),
         "the last rank calls less": found[1] == (4, {"reduce 0": others, "nothing": [last]}),
@@ -979,7 +984,7 @@ def loss_of(losses):  # f32[n] -> f32[]
 
 
 # %% jupyter={"source_hidden": true}
-# %%ranks --timeout 5
+# %%ranks
 result = None
 
 
@@ -992,10 +997,12 @@ def score_loss(loss_of):
     for name, shares in ways.items():
         mine = shares[rank]
         model = fsdp(build())
-        loss = loss_of(sample_losses(model, mine))
+        loss, parted = run_together(loss_of, sample_losses(model, mine))
         if loss is None:
-            return None
-        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            return {"problem": parted} if parted else None
+        fine = [isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad] * world
+        dist.all_gather_object(fine, fine[rank])
+        if not all(fine):
             right[name] = "no number with a gradient"
             continue
         loss.backward()
@@ -1049,6 +1056,30 @@ def loss_of(losses):
     samples = torch.tensor(float(len(losses)))
     dist.all_reduce(samples)
     return losses.sum() / samples
+
+
+result = score_loss(loss_of)
+
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def loss_of(losses):  # a rank without samples leaves before the collective
+    if len(losses) == 0:
+        return losses.sum()
+    samples = torch.tensor(float(len(losses)))
+    dist.all_reduce(samples)
+    return losses.sum() * world / samples
+
+
+result = score_loss(loss_of)
+
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def loss_of(losses):  # a rank without samples has no gradient
+    samples = torch.tensor(float(len(losses)))
+    dist.all_reduce(samples)
+    return losses.sum() * world / samples if len(losses) else torch.tensor(0.0)
 
 
 result = score_loss(loss_of)

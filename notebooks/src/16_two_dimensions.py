@@ -132,6 +132,7 @@ from torch.distributed.tensor.parallel import (
 from fsdp_utils import load_distributed, record_collectives, save_distributed
 from fsdp_utils.collectives.c10d_hooks import listen_to_calls
 from fsdp_utils.collectives.replay import replay
+from fsdp_utils.lessons.together import run_together
 
 rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -160,8 +161,8 @@ Table(
 # keeps of each. `my_mlp` computes `F.linear(F.gelu(F.linear(x, up)), down)` from these parts; every
 # rank has the same `x`, f32[8, 64], and has to get the full output.
 #
-# A folded cell counts what a rank keeps and what `my_mlp` passes to collectives; a wait ends after ten
-# seconds. Edit the next cell, then run it and the two folded cells below it.
+# A folded cell counts what a rank keeps and what `my_mlp` passes to collectives. Edit the next cell, then run
+# it and the two folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -182,7 +183,7 @@ def my_mlp(x, part_of_up, part_of_down):
 
 
 # %% jupyter={"source_hidden": true}
-# %%ranks --timeout 10
+# %%ranks
 result = None
 
 
@@ -190,34 +191,38 @@ def score_mlp(parts, mlp):
     """Run what was written on all ranks, and count its collectives."""
     generator = torch.Generator().manual_seed(0)
     up, down, x = (torch.randn(size, generator=generator) / 8 for size in ((256, 64), (64, 256), (8, 64)))
-    kept = parts(up.clone(), down.clone(), rank, world)
+    kept, parted = run_together(parts, up.clone(), down.clone(), rank, world)
     if kept is None:
-        return None
-    if not (isinstance(kept, tuple | list) and [type(part) for part in kept] == [torch.Tensor] * 2):
-        return {"the output of the full MLP": "my_parts should return two tensors"}
-    nbytes, shapes = sum(part.nbytes for part in kept), [None] * world
-    dist.all_gather_object(shapes, [part.shape for part in kept])
-    if any(shape != shapes[0] for shape in shapes):                 # one rank would wait for the others
-        return {"the output of the full MLP": "the ranks keep parts of different shapes"}
-    calls = []
+        return {"problem": parted} if parted else None
+    two = isinstance(kept, tuple | list) and [type(part) for part in kept] == [torch.Tensor] * 2
+    shapes = [None] * world
+    dist.all_gather_object(shapes, [part.shape for part in kept] if two else None)
+    if None in shapes:
+        return {"problem": "`my_parts` should return two tensors."}
+    if any(shape != shapes[0] for shape in shapes):
+        return {"problem": "The ranks keep parts of different shapes."}
+    nbytes, calls = sum(part.nbytes for part in kept), []
 
     def listen(call, issue):
         calls.append(call)
         return issue()
 
-    problem = ""
-    with listen_to_calls(listen):
-        try:
-            output = mlp(x.clone(), *(part.clone() for part in kept))
-        except (RuntimeError, TypeError, ValueError) as error:      # such as parts that do not fit together
-            output, problem = None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    if output is None and not problem:
-        return None
+    def heard():
+        with listen_to_calls(listen):
+            return mlp(x.clone(), *(part.clone() for part in kept))
+
+    try:
+        output, parted = run_together(heard)
+    except (RuntimeError, TypeError, ValueError) as error:          # such as parts that do not fit together
+        output, parted = None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if output is None:
+        return {"problem": parted} if parted else None
     right = F.linear(F.gelu(F.linear(x, up)), down)
-    same = problem or (output.shape == right.shape and torch.allclose(output, right, atol=1e-4))
     return {
         "KiB of weights kept": nbytes / 1024,
-        "the output of the full MLP": same,
+        "the output of the full MLP": torch.allclose(output, right, atol=1e-4)
+        if isinstance(output, torch.Tensor) and output.shape == right.shape
+        else "no tensor of the output's shape",
         "collectives of one forward pass": ", ".join(call.kind for call in calls) or "none",
         "KiB passed to them": sum(call.bytes_in for call in calls) / 1024,
     }
@@ -329,6 +334,21 @@ def my_parts(up, down, place, world):
 def my_mlp(x, part_of_up, part_of_down):
     output = F.linear(F.gelu(F.linear(x, part_of_up)), part_of_down)
     dist.all_reduce(output)
+    return output
+
+
+result = score_mlp(my_parts, my_mlp)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def my_parts(up, down, place, world):
+    return up.chunk(world)[place], down.chunk(world, dim=1)[place]
+
+
+def my_mlp(x, part_of_up, part_of_down):        # only one rank calls the collective
+    output = F.linear(F.gelu(F.linear(x, part_of_up)), part_of_down)
+    if rank == 0:
+        dist.all_reduce(output)
     return output
 
 

@@ -673,15 +673,18 @@ def to_save(model):                             # sharded, after some steps
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from fsdp_utils.lessons.together import run_together
+
+result = None
 adapters_probe, adapters_curve = runs[WAYS[0], "lora"][1], runs[WAYS[0], "lora"][0]
 
 
 def score_adapters(prepare, to_save):
     """Four steps with what `prepare` made, then the checkpoint."""
     model = finetune.lora().to(device).requires_grad_(True)
-    optimizer = prepare(model)
+    optimizer, parted = run_together(prepare, model)
     if optimizer is None:
-        return None
+        return {"problem": parted} if parted else None
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     result = {"the model is sharded": isinstance(model, FSDPModule), "tensors trained": len(trained)}
     if not (result["the model is sharded"] and trained):
@@ -689,7 +692,10 @@ def score_adapters(prepare, to_save):
     with Probe(model) as probe:
         losses = [plain_step(model, optimizer, share(step))[0] for step in range(4)]
     wanted = {name: p.full_tensor() for name, p in model.named_parameters() if "lora_" in name}
-    saved = to_save(model) or {}
+    saved, parted = run_together(to_save, model)
+    if parted:
+        return {"problem": parted}
+    saved = saved or {}
     short = {name.replace(".default", ""): tensor for name, tensor in saved.items()}
     pairs = [(tensor, short.get(name.replace(".default", ""))) for name, tensor in wanted.items()]
     return result | {
@@ -1073,6 +1079,7 @@ def accumulate(model, parts):
 
 # %% tags=["accumulate"] jupyter={"source_hidden": true}
 # %%ranks
+result = None
 with Probe(model := finetune.full()) as accumulated:
     trainers, _ = by_trainer(model, 4, TrainerOnCpus, parts=2)
 
@@ -1084,9 +1091,9 @@ def score_accumulate(accumulate):
     optimizer, curve = adamw(model), []
     with Probe(model) as probe:
         for step in range(4):
-            part = accumulate(model, share(step, parts=2))
+            part, parted = run_together(accumulate, model, share(step, parts=2))
             if part is None:
-                return None
+                return {"problem": parted} if parted else None
             loss = torch.as_tensor(part, dtype=torch.float32).detach().clone()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             norm = norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()

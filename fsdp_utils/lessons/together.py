@@ -1,0 +1,96 @@
+"""Run a reader's function on all ranks: a collective that not all of them call ends in a sentence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
+from fsdp_utils.distributed.agreement import rank_names
+
+_PAIRED = {"send", "recv"}  # between two ranks, so not every rank has one
+_SAME_IN, _SAME_OUT = {"all_reduce", "reduce", "broadcast", "reduce_scatter"}, {"all_gather"}
+_CALL, _END, _NOTHING, _ERROR = "call", "end", "nothing", "error"
+
+
+class Parted(RuntimeError):
+    """A collective that another rank does not call; it was not begun."""
+
+
+def run_together(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """Call a function on all ranks, and begin only those collectives that every rank calls.
+
+    Before each collective of all ranks, and at the end, the ranks exchange what they are about to do. A rank
+    whose call the others do not make would wait until the time-out, which leaves the process group unusable
+    for later cells. Here no rank waits, and the group stays as it was.
+
+    Args:
+        function: called with args on each rank.
+        args: its arguments.
+
+    Returns:
+        What the function has returned, and "". Or None and a sentence, the same on all ranks: they called
+        different collectives, some of them raised an error, or some of them returned None.
+
+    Raises:
+        Exception: what the function raised on this rank. The other ranks return the sentence.
+    """
+    parted = ""
+
+    def exchange(state: str, text: str = "") -> None:
+        nonlocal parted
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (state, text))
+        parted = _how_they_part(everyone)
+
+    def listen(call: Call, issue: Callable[[], Any]) -> Any:
+        if call.kind in _PAIRED or call.group.size() < dist.get_world_size():
+            return issue()
+        if not parted:
+            exchange(_CALL, _words(call))
+        if parted:
+            raise Parted(parted)
+        return issue()
+
+    try:
+        with listen_to_calls(listen):
+            value = function(*args)
+    except BaseException as error:  # such as PyTorch's CheckpointException
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if parted:
+            return None, parted
+        exchange(_ERROR, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        raise
+    if not parted:
+        exchange(_NOTHING if value is None else _END)
+    return (None if parted else value), parted
+
+
+def _words(call: Call) -> str:
+    """Such as "all_reduce of 2,048 bytes"; the bytes only where all ranks need as many."""
+    if call.kind in _SAME_IN | _SAME_OUT:
+        return f"{call.kind} of {call.bytes_out if call.kind in _SAME_OUT else call.bytes_in:,} bytes"
+    return call.kind
+
+
+def _how_they_part(everyone: list[tuple[str, str]]) -> str:
+    """The sentence for what all ranks are about to do; "" where that is the same."""
+    if len(set(everyone)) == 1 and everyone[0][0] != _ERROR:
+        return ""
+    of: dict[str, list[int]] = {}
+    calls: dict[str, list[int]] = {}
+    for rank, (state, text) in enumerate(everyone):
+        of.setdefault(state, []).append(rank)
+        if state == _CALL:
+            calls.setdefault(text, []).append(rank)
+    if _ERROR in of:
+        first = of[_ERROR][0]
+        return f"Rank {first} raised {everyone[first][1]}."
+    called = "; ".join(f"{text} on {rank_names(ranks)}" for text, ranks in calls.items())
+    if len(calls) > 1:
+        return f"The ranks call different collectives: {called}. Each would wait for the others."
+    if calls:
+        absent = sorted({*range(len(everyone))} - {*of[_CALL]})
+        return f"A rank would wait for ever: {called}, and no such call on {rank_names(absent)}."
+    return f"The function returns None on {rank_names(of[_NOTHING])}, and something on the others."
