@@ -102,7 +102,8 @@ def shard(
             averaged.
 
     Returns:
-        The model. Each parameter is now a DTensor with its full shape, split along dimension 0 over the mesh.
+        The model. Each parameter, but scalars and ignored ones, is now a DTensor with its full shape, split
+        along dimension 0 over the mesh.
 
     Raises:
         ValueError: the strategy is unknown or does not go with the mesh; a number does not fit the ranks or
