@@ -73,6 +73,6 @@ def nothing(folder: Path, quick: bool) -> None:
 
 def test_what_gets_through_is_counted(tmp_path: Path) -> None:
     examples = Attack("examples", nothing, one_after_the_other, len(CASES), len(CASES))
-    report = run(examples, tmp_path / "x", quick=True, limit_s=5)
+    report = run(examples, tmp_path / "x", quick=True, limit_s=10)
     found = dict(report.outcomes)
     assert found == {kind: sum(kind == one for _, one in CASES) for _, kind in CASES}, report.failures

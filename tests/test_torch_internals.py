@@ -73,6 +73,7 @@ def an_fsdp2_net() -> Iterator[Any]:
 EXEMPT = ("torch.utils._pytree", "torch.utils._python_dispatch")
 # Not torch's: of Python, of transformers, and (an operator under torch.ops) of saved programs.
 OTHERS = {
+    "_asdict",
     "_current_frames",
     "_exit",
     "_getframe",
@@ -80,8 +81,10 @@ OTHERS = {
     "_attn_implementation",
     "_from_config",
     "_init_weights",
+    "_load_from_checkpoint",
     "_model_mapping",
     "_no_split_modules",
+    "_save_checkpoint",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 }
