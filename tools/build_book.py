@@ -38,6 +38,8 @@ def copy_sources(sources: Path) -> None:
     for pattern in ("*.md", "*.txt", "*.yml", "LICENSE", "Makefile"):
         for path in ROOT.glob(pattern):
             shutil.copy(path, sources)
+    for page in sources.glob("*.md"):  # the book's own pages stand beside these
+        page.write_text(page.read_text(encoding="utf-8").replace("](book/", "]("), encoding="utf-8")
 
 
 def write_help(folder: Path) -> None:
