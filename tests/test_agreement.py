@@ -103,6 +103,29 @@ def test_with_a_short_wait_ranks_that_come_in_time_connect(two_ranks: TwoRanks) 
     assert two_ranks(fn) == [True, True]
 
 
+def test_no_rank_goes_on_before_all_are_connected(two_ranks: TwoRanks) -> None:
+    """One that closed its group at once would cut off those that still connect."""
+
+    def fn() -> bool:
+        store, connect = library_store("test_connected"), dist.new_group
+
+        def connect_slowly(**options: Any) -> Any:
+            made = connect(**options)
+            if rank() == 1:
+                time.sleep(0.3)
+                store.set("rank 1", "connected")
+            return made
+
+        with patch.object(dist, "new_group", connect_slowly):
+            ranks = entered()
+        assert isinstance(ranks, Ranks)
+        connected = store.check(["rank 1"])
+        ranks.close()
+        return connected
+
+    assert two_ranks(fn) == [True, True]
+
+
 def test_a_rank_that_leaves_is_noticed_at_once(two_ranks: TwoRanks) -> None:
     def fn() -> tuple[str, float]:
         ranks = agree("enter", dict, error=RoomError, topic="test", wait_s=60)

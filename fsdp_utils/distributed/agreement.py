@@ -372,6 +372,8 @@ class Ranks:
             limit = timedelta(seconds=max(wait_s, _DECISION_S))
             made = dist.new_group(backend="gloo", timeout=limit)
             assert isinstance(made, dist.ProcessGroup)
+            # Gloo connects a rank before its peers are done: one that closes at once would fail them.
+            dist.all_reduce(torch.zeros(1), group=made)
             set_group_timeout(made, collective_s)
             connection.group, group = weakref.ref(made), made
         self.group = group
