@@ -40,12 +40,13 @@ from fsdp_utils import (
     save_full,
     verify_checkpoint,
 )
-from fsdp_utils.checkpoint import manifest
+from fsdp_utils.checkpoint import commit, manifest
 from fsdp_utils.checkpoint import save as save_module
 from fsdp_utils.checkpoint.__main__ import main
+from fsdp_utils.checkpoint.commit import begin
 from fsdp_utils.checkpoint.files import Lock, NewFile
 from fsdp_utils.checkpoint.full import _seal
-from fsdp_utils.checkpoint.manifest import ALGORITHM, MANIFEST, begin, write_manifest
+from fsdp_utils.checkpoint.manifest import ALGORITHM, MANIFEST, write_manifest
 from fsdp_utils.checkpoint.metadata import read_metadata
 from fsdp_utils.checkpoint.reader import Item, find_bytes
 from fsdp_utils.checkpoint.safe_pickle import Refused
@@ -573,7 +574,7 @@ def test_two_programs_do_not_save_into_one_directory(tmp_path: Path, monkeypatch
     other.start()
     assert ready.wait(60)
     (theirs,) = tmp_path.glob(".saving-*-step-7")
-    monkeypatch.setattr(manifest, "_LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr(commit, "_LOCK_WAIT_S", 0.2)
     with pytest.raises(
         CheckpointError, match=rf"only program that saves there, found process {other.pid} on"
     ):

@@ -83,6 +83,10 @@ def lightning_callback():
     from fsdp_utils.integrations.lightning import MemoryCallback
     MemoryCallback()
 
+def url():
+    from fsdp_utils import latest_step
+    latest_step("memory://runs/a")
+
 def ranks():
     from types import SimpleNamespace
     from fsdp_utils.notebook.local_cluster import LocalCluster
@@ -124,6 +128,7 @@ ASKING = [  # what is called, which package it then misses, and the extra that h
     ("recorded", "IPython", "notebooks"),
     ("trainer_callback", "transformers", "train"),
     ("lightning_callback", "lightning", "lightning"),
+    ("url", "upath", "remote"),
     ("ranks", "ipyparallel", "notebooks"),
     ("digits", "sklearn", "notebooks"),
 ]

@@ -24,6 +24,7 @@ from fsdp_utils.checkpoint.files import readable
 from fsdp_utils.checkpoint.full import read_full
 from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, find, read_manifest, tensor_specs
 from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
+from fsdp_utils.checkpoint.remote import located
 from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan
 from fsdp_utils.checkpoint.verify import bytes_of, checkpoints_in, newest, verify_checkpoint
 from fsdp_utils.pretrained.export import export_safetensors, open_model
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
-            "checkpoint", type=Path, help="a file, a checkpoint, or a directory of checkpoints"
+            "checkpoint", help="a file, a checkpoint, or a directory of checkpoints; a path or a URL"
         )
         command.add_argument("--json", action="store_true", help="print the result as JSON")
         if name != "list":
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     run_command = {"list": _list, "inspect": _inspect, "verify": _verify, "export": _export}[options.command]
     try:
+        options.checkpoint = located(options.checkpoint)
         with readable(options.checkpoint):
             if getattr(options, "step", None) is not None:
                 options.checkpoint = find(options.checkpoint, options.step)

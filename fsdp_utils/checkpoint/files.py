@@ -12,26 +12,36 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from fsdp_utils.checkpoint.remote import is_remote
 
 # On POSIX, opening a pipe then returns at once; a regular file is read as ever.
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Open a regular file for reading, without a buffer.
+    """Open a regular file for reading, without a buffer. (Behind a URL: fsspec's file, with its buffer.)
 
     Raises:
         CheckpointError: it is no regular file.
         OSError: it cannot be opened.
     """
+    if is_remote(path):
+        return cast(io.FileIO, path.open("rb"))
     descriptor = os.open(path, os.O_RDONLY | _AT_ONCE)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointDamagedError(f"{path}: expected a file, found a directory, a pipe or a device")
     return io.FileIO(descriptor, "rb")
+
+
+def size_of(file: io.FileIO) -> int:
+    """Bytes of an open file, which is left at its begin."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return size
 
 
 def is_plain_name(name: str) -> bool:
@@ -61,10 +71,21 @@ def read_regular(path: Path, *, at_most: int | None = None) -> bytes:
         OSError: it cannot be read.
     """
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = size_of(file)
         if at_most is not None and size > at_most:
             raise CheckpointDamagedError(f"{path}: expected at most {at_most} bytes, found {size}")
-        return file.readall()
+        return file.read()
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. (Windows has no such call, and does not need it.)"""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # ---- a lock between programs ------------------------------------------------------------------------

@@ -21,15 +21,15 @@ from fsdp_utils.checkpoint.collective import (
     has_state,
 )
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
-from fsdp_utils.checkpoint.files import NewFile, open_regular
+from fsdp_utils.checkpoint.files import NewFile, open_regular, size_of, sync_directory
 from fsdp_utils.checkpoint.manifest import (
     FORMAT,
     KNOWN,
     Progress,
     algorithm_of,
     hash_file,
-    sync_directory,
 )
+from fsdp_utils.checkpoint.remote import located_file
 from fsdp_utils.checkpoint.restore import (
     optimizer_buffers,
     restore_model,
@@ -107,7 +107,8 @@ def save_full(
 
         save_full("model.pt", model, optimizer, state={"scheduler": scheduler, "step": step})
     """
-    path, copies, model = Path(path).absolute(), WholeParams(model), without_unsharded_wrappers(model)
+    path = located_file(path, "save_full").absolute()
+    copies, model = WholeParams(model), without_unsharded_wrappers(model)
 
     taken, optimizers = StateToSave(state, more_state), listed(optimizer)
     created: list[NewFile] = []  # on rank 0
@@ -214,7 +215,8 @@ def load_full(
         state = load_full("model.pt", model, optimizer, state={"scheduler": scheduler})
         print(state["step"])  # 7
     """
-    path, model, objects = Path(path).absolute(), without_unsharded_wrappers(model), StateToLoad(state)
+    path = located_file(path, "load_full").absolute()
+    model, objects = without_unsharded_wrappers(model), StateToLoad(state)
     optimizers, ignored = listed(optimizer), IgnoredParams(model, ignore_frozen_params)
 
     def facts() -> dict[str, Any]:
@@ -358,7 +360,7 @@ def verify_file(path: Path, *, progress: Progress = lambda count: None) -> None:
     """
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = size_of(file)
             file.seek(max(0, size - 1024))
             tail = file.read(1024)
     except OSError as error:

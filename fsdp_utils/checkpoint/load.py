@@ -23,6 +23,7 @@ from fsdp_utils.checkpoint.manifest import (
 )
 from fsdp_utils.checkpoint.metadata import read_described, reduced
 from fsdp_utils.checkpoint.reader import TensorReads, read_plain
+from fsdp_utils.checkpoint.remote import located, refreshed
 from fsdp_utils.checkpoint.restore import (
     optimizer_buffers,
     restore_model,
@@ -102,8 +103,9 @@ def load_distributed(
         torch.set_rng_state(state["rng"])
         print(state["step"], state["epoch"])  # 7 3
     """
-    home, model, objects = Path(directory).absolute(), without_unsharded_wrappers(model), StateToLoad(state)
-    optimizers, ignored = listed(optimizer), IgnoredParams(model, ignore_frozen_params)
+    home, model = located(directory).absolute(), without_unsharded_wrappers(model)
+    objects, optimizers = StateToLoad(state), listed(optimizer)
+    ignored = IgnoredParams(model, ignore_frozen_params)
 
     def facts() -> dict[str, Any]:
         if step != "latest" and not is_int(step):
@@ -176,7 +178,7 @@ def load_distributed(
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    if not checkpoint.is_dir():
+    if not refreshed(checkpoint).is_dir():
         raise CheckpointError(
             f"{checkpoint}: expected the directory that rank 0 sees, found none: it is not shared between "
             "the hosts"

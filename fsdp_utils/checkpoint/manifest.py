@@ -1,16 +1,13 @@
-"""Checkpoint directories: find them, verify their files, commit and delete them. Each has a manifest.
+"""Checkpoint directories: find them, and verify their files. Each has a manifest.
 
-A checkpoint is committed by renaming its directory, when all its files and then its manifest are on disk. The
-names begin with the number of the commit, so the latest checkpoint is the one with the highest number, and no
-pointer can be wrong. Directories that are being saved or deleted have names that begin with a dot.
+Their names begin with the number of the commit, so the latest checkpoint is the one with the highest number,
+and no pointer can be wrong.
 """
 
 import hashlib
 import json
 import os
 import re
-import shutil
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,19 +17,11 @@ import torch
 from blake3 import blake3
 
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
-from fsdp_utils.checkpoint.files import (
-    ABANDONED_S,
-    PREFIX,
-    Lock,
-    LockTaken,
-    is_plain_name,
-    open_regular,
-    read_regular,
-)
+from fsdp_utils.checkpoint.files import is_plain_name, open_regular, read_regular, size_of, sync_directory
+from fsdp_utils.checkpoint.remote import is_remote, located, refreshed
 
 MANIFEST = "manifest.json"
 DESCRIPTION = ".metadata"
-LOCK = ".saving-lock"
 FORMAT = 1
 # By the name under which a hash stands in a manifest. Older checkpoints have SHA-256, which takes longer.
 ALGORITHMS = {"blake3": blake3, "sha256": hashlib.sha256}
@@ -52,9 +41,7 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
     "tensors": (dict,),
 }
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_NAME = re.compile(r"(\d{6,})-step-(\d+)")
-# For a program before this one that is about to end; its workers keep its lock for up to 5 s after its death.
-_LOCK_WAIT_S = 10.0
+NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _BLOCK = 1 << 17  # bytes read at a time; few enough to stay in the processor's cache
 
 Progress = Callable[[int], None]  # is told of each piece of work, in bytes
@@ -68,10 +55,15 @@ class Committed(NamedTuple):
 
 def committed(directory: Path) -> list[Committed]:
     """List the committed checkpoints in the order in which they were saved."""
-    if not directory.is_dir():
+    if not refreshed(directory).is_dir():
         return []
-    found = [(_NAME.fullmatch(path.name), path) for path in directory.iterdir()]
+    found = [(NAME.fullmatch(path.name), path) for path in directory.iterdir() if is_committed(path)]
     return sorted(Committed(int(match[1]), int(match[2]), path) for match, path in found if match)
+
+
+def is_committed(path: Path) -> bool:
+    """Whether all of it is there: behind a URL the manifest says so, which is written last."""
+    return not is_remote(path) or (path / MANIFEST).exists()
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> dict[int, Path]:
@@ -92,7 +84,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> dict[int, Path]:
             verify_checkpoint(path)
     """
     found: dict[int, Path] = {}
-    for one in committed(Path(directory).absolute()):
+    for one in committed(located(directory).absolute()):
         found.pop(one.step, None)
         found[one.step] = one.path
     return found
@@ -145,6 +137,9 @@ def write_manifest(directory: Path, content: dict[str, Any]) -> None:
             f"{directory / MANIFEST}: expected a manifest of at most {_MOST_BYTES} bytes, found "
             f"{len(whole)}, for {len(content['tensors'])} tensors in {len(content['files'])} files"
         )
+    if is_remote(directory):
+        (directory / MANIFEST).write_text(whole)
+        return
     with (directory / MANIFEST).open("w") as file:
         file.write(whole)
         file.flush()
@@ -242,7 +237,7 @@ def check_sizes(checkpoint: Path, manifest: dict[str, Any]) -> None:
         path = checkpoint / name
         try:
             with open_regular(path) as file:
-                found = os.fstat(file.fileno()).st_size
+                found = size_of(file)
         except OSError as error:
             raise CheckpointDamagedError(
                 f"{path}: expected a file of {entry['bytes']} bytes, found none ({error.strerror})"
@@ -295,7 +290,7 @@ def hash_file(
     """Hash a file, or its first `length` bytes and `end`."""
     hashed, block = ALGORITHMS[algorithm](), memoryview(bytearray(_BLOCK))
     with open_regular(path) as file:
-        left = os.fstat(file.fileno()).st_size if length is None else length
+        left = size_of(file) if length is None else length
         while left and (count := file.readinto(block[: min(left, _BLOCK)])):
             hashed.update(block[:count])
             progress(count)
@@ -317,85 +312,6 @@ def share(files: dict[str, dict[str, Any]], rank: int, world_size: int) -> list[
         if reader == rank:
             mine.append(name)
     return mine
-
-
-# ---- committing and deleting -----------------------------------------------------------------------
-
-
-# on the directories that this process saves into now; the other ranks hold none
-_locks: dict[Path, Lock] = {}
-
-
-def begin(directory: Path, step: int) -> tuple[Path, Path]:
-    """Make a new directory to save into, and choose the name that will commit it.
-
-    Nobody else can save into the same directory until end() or abandon(), or until this process ends.
-
-    Raises:
-        CheckpointError: another program is saving there.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    end(directory)  # a save of this process that failed before anybody could abandon it
-    try:
-        lock = _locks[directory] = Lock(directory / LOCK, wait_s=_LOCK_WAIT_S)
-    except LockTaken as error:
-        raise CheckpointError(
-            f"{directory}: expected to be the only program that saves there, found {error}, which is saving "
-            "now. Give each training a directory of its own"
-        ) from error
-    for leftover in directory.glob(".*-step-*"):  # of saves and deletions that were cut short
-        if leftover.name.startswith((PREFIX, ".deleting-")) and (lock.held or _is_old(leftover)):
-            shutil.rmtree(leftover, ignore_errors=True)
-    commit = max((one.commit for one in committed(directory)), default=0) + 1
-    name = f"{commit:06d}-step-{step}"
-    unfinished = directory / f"{PREFIX}{os.urandom(4).hex()}-{name}"
-    unfinished.mkdir()
-    return unfinished, directory / name
-
-
-def commit(unfinished: Path, final: Path) -> None:
-    """Make the checkpoint the latest, durably."""
-    unfinished.rename(final)
-    sync_directory(final.parent)
-
-
-def end(directory: Path) -> None:
-    """Release the lock on the directory."""
-    if (lock := _locks.pop(directory, None)) is not None:
-        lock.release()
-
-
-def abandon(unfinished: Path) -> None:
-    """Delete what was not committed, and release the lock."""
-    shutil.rmtree(unfinished, ignore_errors=True)
-    end(unfinished.parent)
-
-
-def _is_old(path: Path) -> bool:
-    try:
-        return time.time() - path.stat().st_mtime > ABANDONED_S
-    except OSError:
-        return False
-
-
-def keep_last(directory: Path, count: int) -> None:
-    """Delete all but the last checkpoints. Each is renamed first, so that none is found half deleted."""
-    for one in committed(directory)[:-count]:
-        doomed = one.path.with_name(f".deleting-{one.path.name}")
-        one.path.rename(doomed)
-        sync_directory(directory)
-        shutil.rmtree(doomed)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. (Windows has no such call, and does not need it.)"""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hash(text: str, algorithm: str = ALGORITHM) -> str:

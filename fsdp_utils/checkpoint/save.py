@@ -24,9 +24,11 @@ from fsdp_utils.checkpoint.collective import (
     has_state,
     optimizer_names,
 )
+from fsdp_utils.checkpoint.commit import abandon, begin, commit, end, has_begun, keep_last
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.manifest import FORMAT, abandon, begin, commit, end, keep_last, write_manifest
+from fsdp_utils.checkpoint.manifest import FORMAT, write_manifest
 from fsdp_utils.checkpoint.metadata import specs
+from fsdp_utils.checkpoint.remote import located
 from fsdp_utils.checkpoint.state import (
     MODEL,
     PLAIN,
@@ -64,8 +66,12 @@ def save_distributed(
     manifest with their hashes is added and the directory gets its name, `<commit>-step-<step>`. Until then a
     crash leaves the checkpoints that were there before.
 
+    Behind a URL there is no rename: the files have their final names at once, the manifest is written last,
+    and what has none is no checkpoint. There is no lock either, so keep other programs out of the directory.
+
     Args:
         directory: where the checkpoints of one training are, the same for all ranks. Made if it is not there.
+            A URL, such as "s3://bucket/run", is opened by fsspec and takes `fsdp_utils[remote]`.
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
         optimizer: one, or several over different parameters, as a sequence or the values of a mapping; they
             are told apart by their parameters, not by order or name. Left out of the checkpoint when None.
@@ -97,7 +103,7 @@ def save_distributed(
         state = {"scheduler": scheduler, "epoch": epoch, "rng": torch.get_rng_state()}
         save_distributed("run", model, optimizer, step=step, keep=3, state=state)
     """
-    home, copies, model = Path(directory).absolute(), WholeParams(model), without_unsharded_wrappers(model)
+    home, copies, model = located(directory).absolute(), WholeParams(model), without_unsharded_wrappers(model)
 
     def facts() -> dict[str, Any]:
         if not is_int(step) or step < 0:
@@ -218,7 +224,7 @@ def _plain_tensors(snapshot: Snapshot, state: StateToSave, ranks: Ranks) -> dict
 def _must_see(unfinished: Path) -> None:
     """Check that this rank sees the directory that rank 0 has just made, under a random name."""
     limit = time.monotonic() + _SHARED_WAIT_S
-    while not unfinished.is_dir():
+    while not has_begun(unfinished):
         if time.monotonic() > limit:
             raise CheckpointError(
                 f"{unfinished.parent}: expected the directory that rank 0 writes to, found another one: it "

@@ -16,6 +16,7 @@ from fsdp_utils.checkpoint.manifest import (
     read_manifest,
 )
 from fsdp_utils.checkpoint.metadata import read_described
+from fsdp_utils.checkpoint.remote import located
 from fsdp_utils.checkpoint.validate import read_state
 
 
@@ -34,7 +35,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
 
         verify_checkpoint("run")  # all checkpoints in the directory
     """
-    path = Path(path)
+    path = located(path)
     with readable(path):
         if not path.is_dir():
             verify_file(path, progress=progress)

@@ -1,5 +1,6 @@
 """A storage writer for DCP that hashes every file while it writes it."""
 
+import errno
 import io
 import os
 import pickle
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_utils.checkpoint.manifest import ALGORITHM, ALGORITHMS
+from fsdp_utils.checkpoint.remote import is_remote
 from fsdp_utils.torch_internals.names import StorageInfo
 from fsdp_utils.torch_internals.runtime import write_archive
 
@@ -157,13 +159,16 @@ class HashingFile(io.RawIOBase):
         super().__init__()
         self._path = path
         # With half a block as its buffer, a whole block is written without another copy.
-        if descriptor is None:
+        self._local = not is_remote(path)
+        if not self._local:
+            self._file = cast(io.BufferedWriter, path.open("wb"))
+        elif descriptor is None:
             self._file = path.open("xb", buffering=_BLOCK // 2)
         else:
             self._file = os.fdopen(descriptor, "wb", buffering=_BLOCK // 2)
         self._hash = ALGORITHMS[ALGORITHM]()
         self._bytes = self._synced = 0
-        self._error: OSError | None = None
+        self._error: Exception | None = None  # an OSError, or of the package behind a URL
         self._syncing: Task[None] | None = None
 
     def writable(self) -> bool:
@@ -180,14 +185,14 @@ class HashingFile(io.RawIOBase):
                 try:
                     self._file.write(block)
                     self._sync_sometimes()
-                except OSError as error:
+                except Exception as error:
                     self._error = error
             self._hash.update(block)
             self._bytes += len(block)
         return len(whole)
 
     def _sync_sometimes(self) -> None:
-        if self._bytes - self._synced < _SYNC_BYTES:
+        if not self._local or self._bytes - self._synced < _SYNC_BYTES:
             return
         if self._syncing is not None:
             if not self._syncing.done():
@@ -197,7 +202,7 @@ class HashingFile(io.RawIOBase):
         self._syncing = Task(lambda: _sync_data(self._file.fileno()))
 
     def finish(self) -> dict[str, Any]:
-        """Wait until everything is on disk.
+        """Wait until everything is on disk, or has been sent.
 
         Returns:
             {"bytes": length, "blake3": hex digest}
@@ -210,13 +215,16 @@ class HashingFile(io.RawIOBase):
                 self._file.flush()
                 if self._syncing is not None:
                     self._syncing.result()
-                os.fsync(self._file.fileno())
-        except OSError as error:
+                if self._local:
+                    os.fsync(self._file.fileno())
+        except Exception as error:
             self._error = error
         finally:
             self.abandon()
         if self._error is not None:
-            raise OSError(self._error.errno, self._error.strerror, str(self._path)) from self._error
+            number = getattr(self._error, "errno", None) or errno.EIO
+            words = getattr(self._error, "strerror", None) or f"{type(self._error).__name__}: {self._error}"
+            raise OSError(number, words, str(self._path)) from self._error
         return {"bytes": self._bytes, ALGORITHM: self._hash.hexdigest()}
 
     def __exit__(self, *_: object) -> None:
@@ -228,7 +236,7 @@ class HashingFile(io.RawIOBase):
             if self._syncing is not None:
                 self._syncing.result()
             self._file.close()  # which flushes
-        except OSError as error:
+        except Exception as error:
             self._error = self._error or error
 
     def close(self) -> None:

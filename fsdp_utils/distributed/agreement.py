@@ -367,16 +367,15 @@ class Ranks:
         """Make the ranks' own group, or take that of the call before: all ranks are known to be here."""
         self._collective_s = collective_s
         connection = _connection(self._topic)
-        group = connection.group()
-        if group is None or group not in process_groups():
+        self.group = connection.group()
+        if self.group is None or self.group not in process_groups():
             limit = timedelta(seconds=max(wait_s, _DECISION_S))
             made = dist.new_group(backend="gloo", timeout=limit)
             assert isinstance(made, dist.ProcessGroup)
-            # Gloo connects a rank before its peers are done: one that closes at once would fail them.
-            dist.all_reduce(torch.zeros(1), group=made)
+            connection.group, self.group = weakref.ref(made), made
+            # Gloo connects a rank before its peers are done: one that closes at once would cut them off.
+            self.numbers(0)
             set_group_timeout(made, collective_s)
-            connection.group, group = weakref.ref(made), made
-        self.group = group
 
 
 def agree(

@@ -21,6 +21,7 @@ from fsdp_utils.checkpoint.full import read_full
 from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, read_manifest, tensor_specs
 from fsdp_utils.checkpoint.metadata import read_any_metadata, read_described, specs
 from fsdp_utils.checkpoint.reader import read_tensor
+from fsdp_utils.checkpoint.remote import located
 from fsdp_utils.checkpoint.state import MODEL
 from fsdp_utils.checkpoint.user_state import view
 from fsdp_utils.checkpoint.verify import newest, verify_checkpoint
@@ -86,8 +87,9 @@ def export_safetensors(
     """
     if not 0 < shard_gib < float("inf"):
         raise CheckpointError(f"expected shard_gib to be above 0, and finite, found {shard_gib}")
-    with readable(Path(checkpoint)):
-        source = open_model(newest(Path(checkpoint)), verify=verify, adapter_only=adapter_only)
+    checkpoint = located(checkpoint)
+    with readable(checkpoint):
+        source = open_model(newest(checkpoint), verify=verify, adapter_only=adapter_only)
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     if adapter_only:

@@ -10,7 +10,6 @@ Source of the format: https://huggingface.co/docs/safetensors
 import io
 import json
 import math
-import os
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.files import is_plain_name, open_regular, read_regular
+from fsdp_utils.checkpoint.files import is_plain_name, open_regular, read_regular, size_of
 from fsdp_utils.checkpoint.reader import fill
 from fsdp_utils.pretrained.export import DTYPE_NAMES, INDEX, ONE_FILE
 
@@ -91,7 +90,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
     """
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = size_of(file)
             start = file.read(_LENGTH.size)
             length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
             if length > min(size - _LENGTH.size, _MOST_BYTES):
