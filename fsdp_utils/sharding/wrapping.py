@@ -79,8 +79,12 @@ def shard(
 
     Build the optimizer after this call. Blocks that share a parameter become one unit; a block that shares
     one with the rest of the model (tied weights) stays in the root's unit. Scalar parameters, which FSDP2
-    cannot shard, stay on each rank in full; their gradients are averaged in backward. Modules that are units
-    already, such as a large embedding that you gave to fully_shard, stay units.
+    cannot shard, stay on each rank in full; their gradients are averaged in backward.
+
+    Embedding, last norm and head stay in the root's unit, which is held in full for the whole step: a loss
+    that is fused with the head reads its weight without calling it. Where they are large and your loss calls
+    the head, give fully_shard the embedding, and then [norm, head], before. Modules that are units already
+    stay units.
 
     Args:
         model: changed in place.
