@@ -264,6 +264,7 @@ def check_ranges(config: TrainConfig) -> None:
         ("optim.weight_decay", lambda value: value >= 0, "at least 0"),
         ("seed", lambda value: -(2**63) <= value < 2**63, "a number of 64 bits, from -2^63 to 2^63 - 1"),
         ("out", bool, "the name of a directory"),
+        ("out", lambda out: "://" not in out, "a directory (what is beside the checkpoints needs locks)"),
         ("data.held_out optim.min_lr", lambda value: 0 <= value <= 1, "from 0 to 1"),
         ("optim.warmup", lambda value: 0 <= value <= config.steps, f"from 0 to steps ({config.steps})"),
         ("optim.reserve_p", lambda value: 0 < value <= 1, "greater than 0 and at most 1"),
