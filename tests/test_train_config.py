@@ -43,6 +43,7 @@ def refusal(arguments: list[str]) -> str:
         (GOOD + "optim: {lr: null}\n", r"expected optim\.lr to have a value, found null"),
         ("out: null\ndata: {source: x}\n", "expected out to have a value|required: out"),
         ("out: ''\ndata: {source: x}\n", "expected out to be the name of a directory"),
+        ("out: s3://a/b\ndata: {source: x}\n", "expected out to be a directory .what is beside"),
         (GOOD + "seed: 9999999999999999999999\n", "expected seed to be a number of 64 bits.*999"),
         (GOOD + "hang_s: .inf\n", "expected hang_s to be finite, found inf"),
         (GOOD + "timeout_s: 1e9\n", "expected timeout_s to be at most 1000000, found 1000000000"),
