@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 from fsdp_utils._extras import need
 from fsdp_utils.collectives.events import COMPUTE, FREE, Span
+from fsdp_utils.collectives.interactive import Interactive
 from fsdp_utils.collectives.replay import Replay
 from fsdp_utils.sharding.units import ROOT
 
@@ -24,30 +22,10 @@ class Held(NamedTuple):
     gradients: float
 
 
-class Player:
-    """Replayed steps on one time axis, to play, step and scrub. See `play`.
+class Player(Interactive):
+    """Replayed steps on one time axis, to play, step and scrub. See `play`."""
 
-    A notebook shows it as HTML with a script of its own, which asks no server for anything. Where scripts do
-    not run, such as on a code host, the still picture is shown.
-    """
-
-    def __init__(self, data: dict[str, Any], picture: bytes) -> None:
-        self._data, self._picture = data, picture
-
-    def __repr__(self) -> str:
-        return self._data["alt"]
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        picture = base64.b64encode(self._picture).decode()
-        return {"text/html": self._html(picture), "image/png": picture, "text/plain": repr(self)}
-
-    def _html(self, picture: str) -> str:
-        script = files("fsdp_utils.collectives").joinpath("player.js").read_text(encoding="utf-8")
-        # "</" would end the script
-        data = json.dumps(self._data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
-        still = f'<img alt="{escape(self._data["alt"])}" src="data:image/png;base64,{picture}">'
-        place = f'<div data-player="{self._data["id"]}">{still}</div>'
-        return f"{place}\n<script>{script.rstrip()}({data});</script>"
+    SCRIPT = "fsdp_utils.collectives", "player.js"
 
 
 def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
@@ -100,7 +78,7 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
     plot.timelines({title: _running(run) for title, run in runs.items()}, units, until=until).savefig(
         buffer, format="png", dpi=80
     )
-    return Player(data, buffer.getvalue())
+    return Player(data, data["alt"], buffer.getvalue())
 
 
 def _running(run: Replay) -> list[Span]:

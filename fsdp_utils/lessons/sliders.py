@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
-from importlib.resources import files
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 from matplotlib.ticker import MaxNLocator
 
+from fsdp_utils.collectives.interactive import Interactive
 from fsdp_utils.lessons import plots
 
 MOST_POINTS = 10_000
@@ -70,30 +68,10 @@ class Point(NamedTuple):
     note: str = ""
 
 
-class Sliders:
-    """A grid of results. See `explore`.
+class Sliders(Interactive):
+    """A grid of results, drawn anew as sliders are moved. See `explore`."""
 
-    A notebook shows it as HTML with a script of its own, which asks no server for anything. Where scripts do
-    not run, such as on a code host, the still picture of the first setting is shown.
-    """
-
-    def __init__(self, data: dict[str, Any], text: str, picture: bytes) -> None:
-        self.data, self._text, self._picture = data, text, picture
-
-    def __repr__(self) -> str:
-        return self._text
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        picture = base64.b64encode(self._picture).decode()
-        return {"text/html": self._html(picture), "image/png": picture, "text/plain": repr(self)}
-
-    def _html(self, picture: str) -> str:
-        script = files("fsdp_utils.lessons").joinpath("sliders.js").read_text(encoding="utf-8")
-        # "</" would end the script
-        data = json.dumps(self.data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
-        still = f'<img alt="{escape(self._text)}" src="data:image/png;base64,{picture}">'
-        place = f'<div data-sliders="{self.data["id"]}">{still}</div>'
-        return f"{place}\n<script>{script.rstrip()}({data});</script>"
+    SCRIPT = "fsdp_utils.lessons", "sliders.js"
 
 
 def explore(
