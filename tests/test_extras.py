@@ -35,7 +35,7 @@ def replay():
     from fsdp_utils.collectives.replay import Replay
     Replay.plot(None)
 
-def film():
+def player():
     from fsdp_utils.collectives import play
     play({})
 
@@ -114,7 +114,7 @@ ASKING = [  # what is called, which package it then misses, and the extra that h
     ("report", "matplotlib", "notebooks"),
     ("collectives", "matplotlib", "notebooks"),
     ("replay", "matplotlib", "notebooks"),
-    ("film", "matplotlib", "notebooks"),
+    ("player", "matplotlib", "notebooks"),
     ("planned", "matplotlib", "notebooks"),
     ("plots", "matplotlib", "notebooks"),
     ("tasks", "transformers", "notebooks"),
