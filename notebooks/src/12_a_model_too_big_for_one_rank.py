@@ -79,10 +79,10 @@ plots.show(fig, alt="What each of four ranks holds while it loads, for three way
 #     model = build()                                   # shapes, and no memory
 # for part in [*model, model]:
 #     fully_shard(part, mesh=mesh)
-# model.to_empty(device=device)                         # memory for this rank's shards, and no values
+# model.to_empty(device=device)                         # memory for the shards, no values
 # state = torch.load(file, mmap=True) if dist.get_rank() == 0 else {}
 # options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-# set_model_state_dict(model, state, options=options)   # on ALL ranks; then the buffers: see the trap
+# set_model_state_dict(model, state, options=options)   # ALL ranks; buffers: see the trap
 # dist.destroy_process_group()
 # ```
 #
@@ -90,6 +90,8 @@ plots.show(fig, alt="What each of four ranks holds while it loads, for three way
 # memory, give memory to the shards, and give them their values. `mmap=True` **maps** the file into memory
 # instead of reading it: the system reads a tensor when rank 0 first uses it. For a folder of safetensors that
 # every rank can see, `load_pretrained` of `fsdp_utils` does steps two and three without rank 0.
+#
+# ## How much host memory?
 #
 # **Predict before you go on.** A host has 8 GPUs, so it runs 8 ranks. Each loads the 70B model in fp32 before
 # the model is sharded.
@@ -233,10 +235,10 @@ expected = test_loss(right)
 print(f"loss of the saved model on dates that it has not seen: {expected:.1f}")
 
 # %% [markdown]
-# Now the way that tutorials show. Build on meta and shard. Call `to_empty`, which gives memory to all that is
-# on meta: the shards, and whatever else the model holds. Then load: rank 0 reads the file, and
-# `broadcast_from_rank0` sends one tensor after the other, as in [lesson 3](03_full_state_dict.ipynb).
-# (`shard` of `fsdp_utils` calls `fully_shard` on each block, then on the model.)
+# Now the way that tutorials show. Build on meta and shard. Call `to_empty`, which gives every tensor of the
+# model new memory: shards and buffers. Then load: rank 0 reads the file, and `broadcast_from_rank0` sends one
+# tensor after the other, as in [lesson 3](03_full_state_dict.ipynb). (`shard` of `fsdp_utils` calls
+# `fully_shard` on each block, then on the model.)
 
 # %%
 # %%ranks
@@ -352,9 +354,9 @@ Table(
 # embedding turns nothing: attention does not see how far apart two words are. (Only the causal mask still
 # tells it something about their order.)
 #
-# The Distributed Training Guide, chapter 4, fell into this trap from January to October 2025. FSDP1 calls
-# `reset_parameters()` after `to_empty`, and raises an error for a module that has no such method. The guide
-# gave the module one that does nothing:
+# The Distributed Training Guide, chapter 4, was in this trap from January to October 2025. FSDP1 calls
+# `to_empty`, then `reset_parameters()`, on each module on meta that has tensors of its own, and raises an
+# error where there is no such method. The guide gave the module one that does nothing:
 #
 # ```python
 # LlamaRotaryEmbedding.reset_parameters = lambda _: None
@@ -430,7 +432,9 @@ def score_mend(mend):
         with torch.no_grad():
             mend(model)
     except Exception as error:                  # the reader's own code: whatever it raises
-        problem = f"my_mend raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        problem = f"my_mend raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}."
+        if "second_rotary" in problem:
+            problem += " This model has two modules more than the saved one: see the task."
     if on_any_rank(problem):
         return {"problem": problem or "my_mend raises an error on another rank."}
     changed = sum(not torch.equal(here(t), before[name]) for name, t in model.state_dict().items())
@@ -795,6 +799,8 @@ def score_load(load):
             _, problem = run_together(load, model, read)    # no rank waits for a call that another lacks
     except Exception as error:                  # the reader's own code: whatever it raises
         problem = f"Rank {rank} raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}."
+    if "DTensor" in problem or "meta tensors" in problem:
+        problem += " A parameter is a DTensor: send plain tensors, and fill parameter.to_local()."
     if problem:
         return {"problem": problem}
     if not on_any_rank(reads or any((shard != -7.0).any().item() for shard in shards)):
@@ -963,7 +969,7 @@ if all(ranks.get("'curve' in (result or {})")):
 fig, panels = plots.figure(len(curves), width=3.1 * len(curves) + 0.6, height=2.6)
 for axes, (title, by_rank) in zip(panels, curves.items()):
     for r in reversed(range(min(2, len(by_rank)))):
-        axes.plot(by_rank[r], color=plots.RANK_COLORS[r], linewidth=1.8, label=f"rank {r}")
+        axes.plot(by_rank[r], color=plots.RANK_COLORS[r], linewidth=1.6 + 1.8 * r, label=f"rank {r}")
     axes.axhline(100, color=plots.INK, linestyle="--", linewidth=0.8)
     axes.set(title=title, ylim=(0, 140), xticks=[], xlabel="operations of the load")
     axes.set_yticks([0, 50, 100] if axes is panels[0] else [])
@@ -1111,10 +1117,10 @@ Markdown(f"<details><summary>All that load_pretrained says</summary>\n\n```text\
 #   call it, the others with an empty dict ([lesson 3](03_full_state_dict.ipynb)).
 # - **All is loaded, and the GPU runs out of memory in the first step.** The shards fit, but gradients, the
 #   optimizer's state, gathered blocks and activations come on top.
-#   [Lesson 14](14_plan_before_you_rent.ipynb) calculates them for any model and number of GPUs. More GPUs
-#   make the shards smaller. Without more GPUs, **CPU offload** (`offload_policy=CPUOffloadPolicy()` of
-#   `fully_shard`, and `load_pretrained(…, device="cpu")`) keeps shards, their gradients and the optimizer's
-#   state in host memory; copies between host and GPU make each step slower.
+#   [Lesson 14](14_plan_before_you_rent.ipynb) calculates them before you rent. More GPUs make the shards
+#   smaller. Without more GPUs, **CPU offload** (`offload_policy=CPUOffloadPolicy()` of `fully_shard`, and
+#   `load_pretrained(…, device="cpu")`) keeps shards, their gradients and the optimizer's state in host
+#   memory; copies between host and GPU make each step slower.
 
 # %% tags=["refused", "check"]
 # %%ranks
@@ -1162,7 +1168,7 @@ lesson.claims(
     {
         "all-ranks-2tb": f"Calculated: {8 * host_gb['70B'] / 1000:.1f} TB for 70B. Measured on a small one: "
         "every rank owns the complete model.",
-        "rank-0-peak": f"Rank 0 owned {own_peaks[loads][0]:.1f} models, the others less than half of one "
+        "rank-0-peak": "Rank 0 owned more than a complete model, the others less than half of one "
         f"above their shard. 7B in fp32 are {4 * numbers['7B'] / 1e9:.0f} GB, so 1506 MB are hardly more "
         "than a process with PyTorch.",
         "monolith-rank-0": "As when rank 0 loads, then sends: the others do not read the file. With "
