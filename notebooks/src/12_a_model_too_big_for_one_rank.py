@@ -170,7 +170,7 @@ del models
 print("Checked: almost 2 TB of parameters on meta, less than half a gigabyte of memory.")
 
 # %% [markdown]
-# ## Step 2: memory without values
+# ## Step 2: memory without values, and a trap
 #
 # To notice whether what was loaded is right, we need a model that has learned something. Folded cells let
 # rank 0 train a small Llama for 40 steps to write dates as numbers, and save it as models are stored on the
@@ -235,10 +235,11 @@ expected = test_loss(right)
 print(f"loss of the saved model on dates that it has not seen: {expected:.1f}")
 
 # %% [markdown]
-# Now the way that tutorials show. Build on meta and shard. Call `to_empty`, which gives every tensor of the
-# model new memory: shards and buffers. Then load: rank 0 reads the file, and `broadcast_from_rank0` sends one
-# tensor after the other, as in [lesson 3](03_full_state_dict.ipynb). (`shard` of `fsdp_utils` calls
-# `fully_shard` on each block, then on the model.)
+# Now the way that tutorials show. Build on meta and shard. Call `to_empty`, which gives new memory to the
+# shard of every parameter, and to every **buffer**: a tensor of the model that is not trained. Then load:
+# rank 0 reads the file, and `broadcast_from_rank0` sends one tensor after the other, as in
+# [lesson 3](03_full_state_dict.ipynb). (`shard` of `fsdp_utils` calls `fully_shard` on each block, then on
+# the model.)
 
 # %%
 # %%ranks
@@ -328,10 +329,9 @@ def not_saved(model):
 print(", ".join(not_saved(model)))
 
 # %% [markdown]
-# A model has parameters and **buffers**: tensors that are not trained. A buffer that is registered with
-# `persistent=False` is not saved. These two hold the frequencies of the rotary position embedding. They are
-# computed when the module is built, and on meta nothing is computed. No file holds them, so no key is
-# missing.
+# These two buffers hold the frequencies of the rotary position embedding. They are computed when the module
+# is built, and on meta nothing is computed. They are registered with `persistent=False`, so they are not
+# saved. No file holds them, so no key is missing.
 #
 # NaN would be lucky, because the loss is NaN at once. But memory that comes fresh from the operating system
 # is full of zeros. What if the frequencies are zeros?
