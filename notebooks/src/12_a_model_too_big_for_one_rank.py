@@ -553,12 +553,6 @@ print(f"the file: {whole / 2**20:.0f} MiB")
 
 # %%
 # %%ranks
-def compute_buffers(model):                                          # before loading, so nothing is lost
-    for module in model.modules():
-        if any(True for _ in module.buffers(recurse=False)):
-            model._init_weights(module)
-
-
 def each_rank_all(name):
     config = LlamaConfig.from_pretrained(folder / name)
     model = LlamaForCausalLM(config)                                 # all of it, in memory
@@ -573,6 +567,12 @@ def each_rank_all(name):
 
 # %%
 # %%ranks
+def compute_buffers(model):                                          # before loading, so nothing is lost
+    for module in model.modules():
+        if any(True for _ in module.buffers(recurse=False)):
+            model._init_weights(module)
+
+
 def rank_0_sends(name, state):
     model = sharded_on_meta(name)
     model.to_empty(device="cpu")
