@@ -145,7 +145,8 @@ plots.show(fig, alt="The weights that move at two steps: others in mode F, the s
 
 # %% [markdown]
 # Blue weights move. With *p* = 0.5, mode F draws about half of the weights, others at the second step than at
-# the first; mode D keeps the half with the largest squared gradients. `ChildTuningAdamW` does not change `p.grad` itself: it masks on the way to AdamW.
+# the first; mode D keeps the half with the largest squared gradients. `ChildTuningAdamW` does not change
+# `p.grad` itself: it masks on the way to AdamW.
 
 # %% tags=["check"]
 # %%ranks 0
@@ -787,8 +788,9 @@ def my_mask(squares, keep):                          # the places of the largest
 result = score_mask(my_mask)
 
 # %% [markdown]
-# `fisher_mask` works in a similar way. It counts how many squares fall into each of many ranges and adds up
-# these counts over the ranks, so that it needs few collectives instead of thirty.
+# `fisher_mask` works in a similar way. It counts how many squares fall into each of 65,536 ranges and adds up
+# these counts over the ranks, then does the same within the range that holds the threshold. So it needs few
+# collectives instead of thirty, the largest of 512 KiB, whatever the size of the model.
 #
 # ## Does child tuning help?
 #
