@@ -850,6 +850,8 @@ def score_sum(all_reduce):
     given = tensor.clone()
     with Meter() as meter:
         summed = all_reduce(given)
+    if summed is None and not torch.equal(given, tensor):
+        return {"problem": "Your function changes its tensor and returns nothing: end it with `return`."}
     if summed is None:
         return None
     dist.all_reduce(tensor)
@@ -926,6 +928,16 @@ def my_all_reduce(tensor):                      # this rank's piece alone
     mine = torch.empty_like(tensor[: len(tensor) // world])
     dist.reduce_scatter(mine, list(tensor.chunk(world)))
     return mine
+
+
+result = score_sum(my_all_reduce)
+
+# %% tags=["wrong"] turn=2
+# %%ranks
+def my_all_reduce(tensor):                      # in place, without a result
+    mine = torch.empty_like(tensor[: len(tensor) // world])
+    dist.reduce_scatter(mine, list(tensor.chunk(world)))
+    dist.all_gather(list(tensor.chunk(world)), mine)
 
 
 result = score_sum(my_all_reduce)
