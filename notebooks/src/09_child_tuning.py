@@ -167,7 +167,7 @@ print("Checked: F draws anew and gives AdamW gradient / p where it keeps; D move
 # %%
 # %%ranks 0
 def path(**options):
-    """1,000 weights before the first step and after each of ten: f32[11, 1000]. When was each one kept?"""
+    """1,000 weights before and after each of ten steps, f32[11, 1000]; which are kept, bool[10, 1000]."""
     p = nn.Parameter(torch.ones(1000))
     p.grad = torch.ones(1000)
     optimizer = ChildTuningAdamW([("p", p)], lr=0.1, **options)
@@ -249,7 +249,8 @@ import time
 
 def tensor_bytes():
     """Bytes of all tensors that exist in this process, each storage counted once."""
-    tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+    kinds = (torch.Tensor, nn.Parameter)             # a DTensor's local part is a torch.Tensor
+    tensors = (one for one in gc.get_objects() if type(one) in kinds)
     storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided and t.device.type != "meta"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
