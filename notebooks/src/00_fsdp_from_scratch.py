@@ -272,7 +272,7 @@ print(f"one process: loss {alone[0]:.4f} at the first step, {alone[-1]:.4f} at t
 #
 # ## By hand: shards and full parameters
 #
-# A unit lays all parameters of a layer end to end in one flat tensor and cuts it into `world` equal pieces.
+# Our unit lays all parameters of a layer end to end in one flat tensor and cuts it into `world` equal pieces.
 # If its length is not a multiple of the world size, it is padded with zeros. Each rank keeps its own piece,
 # the shard.
 #
@@ -850,6 +850,8 @@ def score_sum(all_reduce):
     given = tensor.clone()
     with Meter() as meter:
         summed = all_reduce(given)
+    if summed is None and not torch.equal(given, tensor):
+        return {"problem": "Your function changes its tensor and returns nothing: end it with `return`."}
     if summed is None:
         return None
     dist.all_reduce(tensor)
@@ -930,6 +932,16 @@ def my_all_reduce(tensor):                      # this rank's piece alone
 
 result = score_sum(my_all_reduce)
 
+# %% tags=["wrong"] turn=2
+# %%ranks
+def my_all_reduce(tensor):                      # in place, without a result
+    mine = torch.empty_like(tensor[: len(tensor) // world])
+    dist.reduce_scatter(mine, list(tensor.chunk(world)))
+    dist.all_gather(list(tensor.chunk(world)), mine)
+
+
+result = score_sum(my_all_reduce)
+
 # %% [markdown]
 # With the usual ring algorithm, one `all_reduce` sends as much as one `all_gather` and one `reduce_scatter`
 # together: `(world - 1) / world` of the tensor in each of the two. In a step DDP sends that share of the
@@ -992,11 +1004,12 @@ Table(
 #   without the hook. Gather before each use.
 # - **`got mixed torch.Tensor and DTensor`.** A sharded layer ran without its hooks, which gather. Call the
 #   module, not its `forward`.
-# - **The losses differ from those of one process.** From the first step on: all ranks got the same samples;
-#   look at the rank in your sampler. From the second step on: gradients are a sum, not a mean.
+# - **The losses differ from those of one process.** From the first step on: all ranks got the same samples,
+#   or began with other weights; look at the rank in your sampler and at the seed. From the second step on,
+#   with SGD: gradients are a sum, not a mean.
 # - **The program hangs.** One rank did not enter a collective in which the others wait. Call collectives on
 #   every rank; [lesson 3](03_full_state_dict.ipynb) shows how it happens.
-# - **The loss never changes.** The optimizer was made before `fully_shard`, which replaces the parameters. It
+# - **The loss does not fall.** The optimizer was made before `fully_shard`, which replaces the parameters. It
 #   holds the old ones, which get no gradients, so `step` does nothing. Make the optimizer after sharding, as
 #   [lesson 1](01_transformer_wrapper.ipynb) shows.
 
