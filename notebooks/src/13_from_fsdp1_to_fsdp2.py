@@ -239,7 +239,11 @@ def fsdp2(model=None, reshard_after_forward=True, **options):
 # `compare` trains both for three steps and compares them with one process that is not sharded. "The same"
 # means two things: the losses agree up to rounding, and each kind of collective carries the same number of
 # bytes. Where one of the two does not hold, `compare` raises an error. The bytes are those of the full
-# tensors that are gathered or reduced; each of four ranks sends three quarters of them.
+# tensors that are gathered or reduced; each rank of a group of four sends three quarters of them.
+#
+# The results go into a table that grows with this lesson. It has the last loss of one process and of the
+# sharded models, and what the collectives of a step carry. Where FSDP1 and FSDP2 differ, both numbers stand
+# there, FSDP1's first.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -293,7 +297,7 @@ def translations(*settings):
             (gathered1, reduced1), (gathered2, reduced2) = found["sent"]
             sent = both(gathered1, gathered2), both(reduced1, reduced2)
             rows.append([*WRITTEN[setting], alone, both(*losses), *sent])
-    head = ["FSDP1", "FSDP2", "last loss alone", "sharded", "gathered, KiB", "reduced, KiB"]
+    head = ["FSDP1", "FSDP2", "loss of one process", "sharded", "gathered, KiB", "reduced, KiB"]
     return Table(head, rows)
 
 
@@ -321,20 +325,24 @@ def translations(*settings):
 compare("wrapping", fsdp1(backward_prefetch=BackwardPrefetch.BACKWARD_PRE), fsdp2())
 
 orders = [
-    [event for event in trace.order("backward") if "compute" not in event] for trace in traces["wrapping"]
+    [event for event in trace.order("backward") if event != "compute (root)"] for trace in traces["wrapping"]
 ]
 
 # %% jupyter={"source_hidden": true}
+SHORT = {"all_gather": ("AG", 0), "reduce_scatter": ("RS", 1), "compute": ("grad", 2)}
+
 fig, (axes,) = plots.figure(width=9.0, height=1.7)
 for row, order in enumerate(ranks.get("orders")[0]):
     for place, event in enumerate(order):
-        gathers = "all_gather" in event
-        axes.barh(row, 0.92, left=place, height=0.7, color=plots.RANK_COLORS[0 if gathers else 1])
-        text = event.replace("all_gather", "AG").replace("reduce_scatter", "RS").replace(" ", "\n")
-        ink = "white" if gathers else "black"
-        axes.text(place + 0.46, row, text, ha="center", va="center", fontsize=7, color=ink)
+        kind, name = event.split(" ", 1)
+        short, color = SHORT[kind]
+        axes.barh(row, 0.92, left=place, height=0.7, color=plots.RANK_COLORS[color])
+        ink = plots.INK if kind == "reduce_scatter" else "white"
+        text = f"{short}\n{name}"
+        axes.text(place + 0.46, row, text, ha="center", va="center", fontsize=6.5, color=ink)
 axes.set_yticks([0, 1], ["FSDP1", "FSDP2"])
-axes.set(ylim=(1.5, -0.5), xticks=[], xlabel="order in backward (AG: all_gather, RS: reduce_scatter)")
+label = "order in backward (AG: all_gather, RS: reduce_scatter, grad: gradients computed)"
+axes.set(ylim=(1.5, -0.5), xticks=[], xlabel=label)
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
 plots.show(fig, alt="The collectives of a backward pass in order, FSDP1 and FSDP2: the same.")
@@ -345,8 +353,8 @@ assert orders[0] == orders[1]
 print("Checked: the same collectives in the same order.")
 
 # %% [markdown]
-# The orders are equal. `AG blocks.2` stands before `RS blocks.3`: the next unit is gathered before the
-# gradients of the current unit are reduced. FSDP1 calls this `BACKWARD_PRE`, and it is FSDP2's default. For
+# The orders are equal. `AG blocks.2` stands before `grad blocks.3`: the next unit is gathered before the
+# gradients of the current unit are computed. FSDP1 calls this `BACKWARD_PRE`, and it is FSDP2's default. For
 # another order you call `set_modules_to_backward_prefetch` (lesson 4).
 #
 # ## Strategies (lesson 6)
@@ -374,18 +382,17 @@ if hybrid:
 translations()
 
 # %% [markdown]
-# A single number in the right columns means that FSDP1 and FSDP2 have the same; two numbers would be FSDP1's
-# and FSDP2's. `SHARD_GRAD_OP` gathers about half as much as the first row, because parameters are kept after
-# forward. `HYBRID_SHARD` reduces more: by reduce-scatters among the ranks that share a copy, and then by
-# all-reduces between the copies. Without a mesh FSDP1 takes the ranks of a host as those that share a copy;
-# FSDP2 never guesses, so write the mesh.
+# FSDP1 and FSDP2 agree in each row. `SHARD_GRAD_OP` gathers about half as much as the first row, because
+# parameters are kept after forward. `HYBRID_SHARD` reduces more: by reduce-scatters among the ranks that
+# share a copy, and then by all-reduces between the copies. Without a mesh FSDP1 takes the ranks of a host as
+# those that share a copy. FSDP2's default is one copy over all ranks, so write the mesh.
 #
 # ### Gradient accumulation is not the same
 #
 # With gradient accumulation only the last of several small batches reduces its gradients. FSDP2's nearest
 # method to `no_sync()` is `set_requires_gradient_sync`:
 
-# %% tags=["accumulation"]
+# %%
 # %%ranks
 def accumulate1(model):
     with model.no_sync():
@@ -430,7 +437,7 @@ Table(
     ],
 )
 
-# %% tags=["check"]
+# %% tags=["check", "accumulation"]
 # %%ranks
 plain = build()
 for number in (0, 1):
@@ -1161,8 +1168,8 @@ Table(
 
 # %% [markdown]
 # The new checkpoint has an entry for each parameter. It loads on any number of ranks (lesson 8), and into a
-# model that is not sharded. It has no optimizer's state, because the old one has none: like the code of the
-# video in lesson 8 this program never saved it. AdamW starts with empty averages.
+# model that is not sharded. It has no optimizer's state, because the old one has none (the code of the
+# video in lesson 8 never saved it), so AdamW's averages start from zero.
 
 # %% tags=["check"]
 # %%ranks
@@ -1236,11 +1243,12 @@ old = checkpointed1(
 compare("config file", old, written["shard_model"](build()), rtol=2e-2)
 
 # %% [markdown]
-# It does; the numbers are in the last row of the next table. (The losses differ in the third decimal, because
-# gradients are summed in bf16, and FSDP1 and FSDP2 round these sums differently.) For Composer and DeepSpeed the tests of
-# `fsdp_utils` compare in the same way. DeepSpeed's stages 3 and 2 become `reshard_after_forward=True` and
-# `False`. For its stage 1, which shards the optimizer's state alone, FSDP2 has no counterpart, and
-# `translate` says so.
+# It does; the numbers are in the last row of the next table. (Its losses differ in the third decimal, because
+# gradients are summed over the ranks in bf16. In the row `MixedPrecision` they are summed in float32.)
+#
+# For Composer and DeepSpeed the tests of `fsdp_utils` compare in the same way. DeepSpeed's stages 3 and 2
+# become `reshard_after_forward=True` and `False`. FSDP2 has no counterpart to its stage 1, which shards the
+# optimizer's state alone, and `translate` says so.
 #
 # ## All settings
 #
