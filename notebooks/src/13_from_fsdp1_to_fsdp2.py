@@ -452,8 +452,8 @@ print("Checked: in all four the gradients have the norm that one process finds f
 
 # %% [markdown]
 # The gradients agree, but under `SHARD_GRAD_OP` FSDP2 gathers twice as much. FSDP1's `no_sync()` does two
-# things there: it reduces no gradients, and it keeps the gathered parameters for the next batch. FSDP2 has
-# a method for each. Lesson 6 used the second one; in turn 2 you need it.
+# things there: it reduces no gradients, and it keeps the gathered parameters for the next batch. FSDP2 has a
+# method for each. The second is `set_reshard_after_backward` of lesson 6, and you will use it in turn 2.
 #
 # ## Clipping (lesson 10)
 #
@@ -1064,8 +1064,8 @@ try_answers(13)
 #
 # In FSDP1 `sync_module_states` sends rank 0's weights to all ranks before they are sharded, so every rank
 # holds at least all parameters of one unit for a time. It refuses tensors on a CPU, so here a broadcast does
-# what it does. In FSDP2 *all* ranks build the model on the meta device, shard it, and then get
-# their shards of rank 0's weights.
+# what it does. In FSDP2 *all* ranks build the model on the meta device, shard it, and then get their shards
+# of rank 0's weights.
 
 # %% tags=["meta"]
 # %%ranks
@@ -1307,6 +1307,8 @@ with fsdp2().no_sync():
 #   methods of FSDP1. "All settings" says what to write instead.
 # - **More all-gathers than before.** The program accumulates gradients under SHARD_GRAD_OP, or the root alone
 #   got `reshard_after_forward=False`. It is not passed on to the units inside.
+# - **The loss does not fall, and there is no error.** `set_reshard_after_backward(False)` still held for the
+#   last batch of a step. The gathered parameters stay, and the next forward computes with these old values.
 # - **The ranks print different norms of the gradients.** `nn.utils.clip_grad_norm_` runs on a model of FSDP1.
 #   There is no error: see "Clipping".
 # - **`mat1 and mat2 must have the same dtype, but got BFloat16 and Float`.** `mp_policy` was given to the
