@@ -222,8 +222,8 @@ def backward_prefetch(value: Any, translation: Translation) -> Words:
     if one_of(by_number.get(str(value), value), (*PREFETCHES, "NONE")) == "BACKWARD_PRE":
         return Same("nothing: by default as BACKWARD_PRE")
     return Lost(
-        "not to be had: FSDP2 prefetches as BACKWARD_PRE. The result is the same, and one more unit is in "
-        "memory during backward"
+        "nothing: FSDP2 has no setting for it, and prefetches as BACKWARD_PRE. The result is the same, and "
+        "one more unit is in memory during backward"
     )
 
 
