@@ -2,9 +2,9 @@
 # # 16 · Two dimensions: FSDP with tensor parallelism
 #
 # Under FSDP a rank *holds* a part of each layer, and gathers the rest to compute. Under tensor parallelism it
-# also *computes* with its part alone: it multiplies with some rows or columns of a weight matrix, and nobody
-# gathers the matrix. In this lesson you arrange four ranks in a mesh of two rows and two columns, use one
-# dimension for each of the two, and count what travels along each.
+# also *computes* with its part alone: it multiplies with some rows or columns of a weight matrix, and no rank
+# gathers the full matrix. In this lesson you arrange four ranks in a mesh of two rows and two columns, train
+# with tensor parallelism within a row and FSDP along a column, and count the bytes sent along each.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -327,7 +327,7 @@ all_four = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
 # %% [markdown]
 # A step has eight samples. One process takes all eight, under FSDP alone each rank takes two, and on the mesh
 # each *row* takes four: both of its ranks compute with all four. Now train three times from the same weights,
-# four steps with AdamW (the loop is folded):
+# four steps with AdamW: on one process, with FSDP alone and on the mesh. (The loop is folded.)
 
 # %% tags=["equality"]
 # %%ranks
@@ -698,7 +698,7 @@ print("Checked: a quarter on each rank; up by rows in the order 0, 2, 1, 3; down
 
 # %% [markdown]
 # What changes is what a rank holds *within* a step. FSDP gathers a unit along "fsdp" only, so a rank never
-# has more of a cut matrix than its half. And its activations are others. The folded cell measures both: the
+# has more of a cut matrix than its half. Its activations change, too. The folded cell measures both: the
 # largest all_gather of a block, and the bytes that autograd keeps from the forward pass for backward.
 
 # %% jupyter={"source_hidden": true}
@@ -746,8 +746,8 @@ Table(
 # %% [markdown]
 # A gathered block is half as large on the mesh. With the tensor plan alone the activations grow by a third: a
 # rank computes with twice the samples, and only what is inside attention and the MLP is cut in two. With
-# sequence parallelism the rest is cut, too, and an eighth more is left: the tokens that are gathered before
-# attention, the MLP and the head, which autograd keeps for backward.
+# sequence parallelism the rest is cut, too, and an eighth more than under FSDP alone remains: the tokens that
+# are gathered before attention, the MLP and the head, which autograd keeps for backward.
 
 # %% tags=["check"]
 assert 0.5 <= gathered["2 x 2, tensor"] / gathered["FSDP, 4 ranks"] < 0.51
@@ -785,10 +785,10 @@ axes.legend(title="along")
 plots.show(fig, alt="Bytes sent in a step along the dimensions fsdp and tp, for three ways.")
 
 # %% [markdown]
-# - **Along "fsdp"** a rank sends parts of parameters: how much depends on the model and not on the samples.
-#   On the mesh it is about a third of FSDP alone: half of each matrix is gathered, by two ranks instead of
-#   four. Half of a half travels, instead of three quarters of the matrix. (With the tensor plan, embedding
-#   and head are not cut, and are gathered in full.)
+# - **Along "fsdp"** a rank sends parts of parameters and gradients: how much depends on the model and not
+#   on the samples. On the mesh it is about a third of FSDP alone: half of each matrix is gathered, by two
+#   ranks instead of four. Half of a half travels, instead of three quarters of the matrix. (With the tensor
+#   plan, embedding and head are not cut, and are gathered in full.)
 # - **Along "tp"** it sends activations: for each block four all_reduces of `samples x length x width`
 #   numbers, two in forward and two in backward. How much depends on the tokens of a row and on the width, and
 #   not on how wide the MLP is inside.
@@ -881,7 +881,7 @@ Table(
 )
 
 # %% [markdown]
-# All three compute equally long, 54 ms; the second number says why they differ. FSDP alone waits for its
+# Each way computes for 54 ms; the second number says why they differ. FSDP alone waits for its
 # gathers over the slow link. With "tp" within the hosts, a third of these bytes goes over the slow link,
 # behind the computation, and what is sent along "tp" over the fast link is short. With "tp" between the
 # hosts, the slow link carries what every block has to wait for.
@@ -1181,10 +1181,11 @@ axes.legend(fontsize=8)
 plots.show(fig, alt="Time of an all_gather against ranks: by bytes nearly constant, with latency rising.")
 
 # %% [markdown]
-# For a width of 4,096 on 2,048 ranks, half of the gather is latency; with a width of 1,024 that is so at
-# about 128 ranks. Beyond that, twice the ranks make each gather nearly twice as long. With "tp" of 8 the
-# shard of a rank is as small, but the ring has an eighth of the hops. (NCCL chooses between several
-# algorithms, some with fewer hops, so measure on your own cluster before you believe this figure.)
+# Without latency (dotted) the time hardly depends on the number of ranks. With it, half of the gather is
+# latency for a width of 4,096 on 2,048 ranks, and for a width of 1,024 already on about 128. Beyond that,
+# twice the ranks make each gather nearly twice as long. With "tp" of 8 the shard of a rank is as small, but
+# the ring has an eighth of the hops. (NCCL chooses between several algorithms, some with fewer hops, so
+# measure on your own cluster before you believe this figure.)
 #
 # A parameter also has a smallest part: by default `fully_shard` cuts along the first dimension. Of a matrix
 # with three rows, four ranks get this many elements:
