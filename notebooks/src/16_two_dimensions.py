@@ -2,9 +2,9 @@
 # # 16 · Two dimensions: FSDP with tensor parallelism
 #
 # Under FSDP a rank *holds* a part of each layer, and gathers the rest to compute. Under tensor parallelism it
-# also *computes* with its part alone: it multiplies with some rows or columns of a weight matrix, and nobody
-# gathers the matrix. In this lesson you arrange four ranks in a mesh of two rows and two columns, use one
-# dimension for each of the two, and count what travels along each.
+# also *computes* with its part alone: it multiplies with some rows or columns of a weight matrix, and no rank
+# gathers the full matrix. In this lesson you arrange four ranks in a mesh of two rows and two columns, train
+# with tensor parallelism within a row and FSDP along a column, and count the bytes sent along each.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -142,24 +142,230 @@ mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
 mine = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in ("fsdp", "tp")}
 
 # %% jupyter={"source_hidden": true}
-places = ranks.get("(mesh.get_local_rank('fsdp'), mesh.get_local_rank('tp'))")
+fig, (axes,) = plots.figure(width=6.4, height=2.9)
+for r, place in enumerate(ranks.get("(mesh.get_local_rank('fsdp'), mesh.get_local_rank('tp'))")):
+    left, low = 2.6 * place[1], 1.9 - 1.7 * place[0]
+    axes.add_patch(Rectangle((left, low), 1.4, 1.0, facecolor=plots.RANK_COLORS[r], linewidth=0))
+    look = {"ha": "center", "va": "center", "color": "white"}
+    axes.text(left + 0.7, low + 0.5, f"rank {r}\nplace {place}", **look, fontsize=9)
+both_ways = {"arrowstyle": "<->", "color": plots.INK}
+for low, samples in ((2.4, "samples 0 to 3"), (0.7, "samples 4 to 7")):
+    axes.annotate("", (2.55, low), (1.45, low), arrowprops=both_ways)
+    axes.text(2.0, low + 0.1, "tp", ha="center", fontsize=9)
+    axes.text(4.2, low, samples, va="center", fontsize=9)
+for left in (0.7, 3.3):
+    axes.annotate("", (left, 1.22), (left, 1.88), arrowprops=both_ways)
+    axes.text(left + 0.1, 1.47, "fsdp", fontsize=9)
+axes.set(xlim=(-0.1, 6.0), ylim=(0.0, 3.1), xticks=[], yticks=[])
+axes.spines[:].set_visible(False)
+plots.show(fig, alt="Ranks 0 and 1 above 2 and 3: tp joins the ranks of a row, fsdp those of a column.")
+
+# %% [markdown]
+# A **row** is a group along "tp": ranks 0 and 1 compute together, on the same samples. A **column** is a
+# group along "fsdp": ranks 0 and 2 have different samples and shard the same part of the weights between
+# them. Think of ranks 0 and 1 as one host and of 2 and 3 as another.
+
+# %% tags=["check"]
+mine = ranks.get("mine")
+assert [m["tp"] for m in mine] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+assert [m["fsdp"] for m in mine] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+print("Checked: the groups of each rank are those of the drawing.")
+
+# %% [markdown]
+# ## Train on the mesh
+#
+# The model is a small transformer: an embedding, four blocks, a norm and a head. A folded cell defines it,
+# with the `MLP` of the drawing above in each block. One line in its attention is written for tensor
+# parallelism: the forward pass does not name the number of heads, `unflatten(-1, (-1, 16))` takes as many
+# heads of 16 as the rank has.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+VOCABULARY, WIDTH, LENGTH, SAMPLES, BLOCKS = 128, 64, 16, 8, 4
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x):                                       # f32[batch, length, width]
+        heads = (part(x).unflatten(-1, (-1, 16)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm1, self.attention = nn.RMSNorm(width), Attention(width)
+        self.norm2, self.mlp = nn.RMSNorm(width), MLP(width)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Model(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens):                                  # i64[batch, length]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))                          # f32[batch, length, vocabulary]
+
+
+def build():
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch(number, part=0, of=1):
+    """Tokens of one step: the part of the samples for one place along "fsdp"."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator).chunk(of)[part]
+
+
+# %% [markdown]
+# A **plan** says for each module how "tp" cuts it. `ColwiseParallel` cuts the outputs of a layer, as for `up`
+# in the drawing, and `RowwiseParallel` the inputs, as for `down`. (The names come from papers that write
+# `x @ A`. `nn.Linear` stores the transpose, so `ColwiseParallel` cuts the *rows* of `weight`.) Attention is
+# cut in the same way: rows of `q`, `k` and `v` belong to heads, so each rank computes half of the heads, and
+# `o` has its columns cut. `PrepareModuleInput` hands attention's input, of which each rank of a row has all
+# (`Replicate()`), to the three of them at once; "When it goes wrong" counts what that saves. The number of
+# heads (of key and value heads, too, where there are fewer) has to be divisible by the ranks along "tp".
+
+# %%
+# %%ranks
+tensor_plan = {
+    "attention": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
+    "attention.q": ColwiseParallel(),
+    "attention.k": ColwiseParallel(),
+    "attention.v": ColwiseParallel(),
+    "attention.o": RowwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(),
+}
+
+# %% [markdown]
+# What the plan does not name is not cut along "tp": both ranks of a row compute the same embedding, norms and
+# head. Then come two calls. `parallelize_module` cuts the matrices along "tp". `fully_shard` shards along
+# "fsdp" what is left on each rank. (`fsdp_utils.shard(model, mesh=mesh["fsdp"])` can take the place of the
+# loop with `fully_shard`.)
+
+# %%
+# %%ranks
+def with_tensor_plan(mesh, model=None):
+    model = model or build()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], tensor_plan)
+    for unit in [*model.blocks, model]:
+        fully_shard(unit, mesh=mesh["fsdp"])
+    return model
+
+
+def samples_of(number, mesh):
+    """This rank's tokens of one step: only its place along "fsdp" chooses them."""
+    place, of = (mesh.get_local_rank("fsdp"), mesh["fsdp"].size()) if mesh else (0, 1)
+    return batch(number, place, of)
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+def step(model, number, mesh, sequence=False):
+    """Forward and backward; the loss of this rank's samples."""
+    tokens = samples_of(number, mesh)
+    with loss_parallel() if sequence else nullcontext():        # for the sequence plan, further down
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+    return (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
+
+
+def train(model, optimizer, mesh, sequence=False, steps=range(4)):
+    """The losses, as the mean over all samples, and what was sent in the last step."""
+    losses = []
+    for number in steps:
+        recorded = mesh is not None and number == steps[-1]
+        with record_collectives(model, ranks_per_host=2) if recorded else nullcontext() as trace:
+            loss = step(model, number, mesh, sequence)
+            optimizer.step()
+        optimizer.zero_grad()
+        if mesh is not None:                                    # the rows have different samples
+            dist.all_reduce(loss, group=mesh.get_group("fsdp"))
+            loss /= mesh["fsdp"].size()
+        losses.append(loss.item())
+    return losses, trace
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def fsdp_alone(model=None):
+    model = model or build()
+    for unit in [*model.blocks, model]:
+        fully_shard(unit, mesh=all_four["fsdp"])
+    return model
+
+
+all_four = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+
+# %% [markdown]
+# A step has eight samples. One process takes all eight, under FSDP alone each rank takes two, and on the mesh
+# each *row* takes four: both of its ranks compute with all four. Now train three times from the same weights,
+# four steps with AdamW: on one process, with FSDP alone and on the mesh. (The loop is folded.)
+
+# %% tags=["equality"]
+# %%ranks
+ways = {
+    "FSDP, 4 ranks": (fsdp_alone, all_four, False),
+    "2 x 2, tensor": (lambda: with_tensor_plan(mesh), mesh, False),
+}
+model = build()
+alone, _ = train(model, adamw(model), None)
+results = {}
+for name, (make, its_mesh, sequence) in ways.items():
+    model = make()
+    results[name] = train(model, adamw(model), its_mesh, sequence)
+
+# %% jupyter={"source_hidden": true}
+curves = ranks.get("{'one process': alone, **{name: losses for name, (losses, _) in results.items()}}")[0]
 Table(
-    ["rank", "place (fsdp, tp)", "shards with, along fsdp", "computes with, along tp"],
-    [[r, str(places[r]), str(mine["fsdp"]), str(mine["tp"])] for r, mine in enumerate(ranks.get("mine"))],
+    ["loss at step", "1", "2", "3", "4"],
+    [[name, *(f"{loss:.4f}" for loss in losses)] for name, losses in curves.items()],
 )
 
 # %% [markdown]
-# `init_device_mesh` puts the ranks into rows. A row is a group of the last dimension, "tp": ranks 0 and 1
-# compute together, on the same samples. A column is a group of the first, "fsdp": ranks 0 and 2 have
-# different samples and share the shards of the same parts. Think of ranks 0 and 1 as one host and of 2 and 3
-# as another.
-#
+# The mesh trains with the losses of one process. Tensor parallelism, like FSDP, changes where the numbers are
+# computed, and the result by rounding only.
+
+# %% tags=["check"]
+# %%ranks 0
+for losses, _ in results.values():
+    torch.testing.assert_close(losses, alone, rtol=1e-4, atol=1e-5)
+print("Checked: the losses of both ways are those of one process, to 0.01%.")
+
+# %% [markdown]
 # ## Your turn 1 · An MLP in four parts
 #
-# Write tensor parallelism by hand, over all four ranks. `my_parts` gets the full weights (`up` is f32[256,
-# 64], `down` f32[64, 256]), a place from 0 to 3 and the world size. It returns what the rank at this place
-# keeps of each. `my_mlp` computes `F.linear(F.gelu(F.linear(x, up)), down)` from these parts; every
-# rank has the same `x`, f32[8, 64], and has to get the full output.
+# What did the plan do in each MLP? Write it by hand, this time over all four ranks. `my_parts` gets the full
+# weights (`up` is f32[256, 64], `down` f32[64, 256]), a place from 0 to 3 and the world size. It returns what
+# the rank at this place keeps of each. `my_mlp` computes `F.linear(F.gelu(F.linear(x, up)), down)` from these
+# parts. Every rank has the same `x`, f32[8, 64], and has to get the full output.
 #
 # A folded cell counts what a rank keeps and what `my_mlp` passes to collectives. Edit the next cell, then run
 # it and the two folded cells below it.
@@ -375,111 +581,12 @@ def my_mlp(x, part_of_up, part_of_down):
 result = score_mlp(my_parts, my_mlp)
 
 # %% [markdown]
-# Two cuts have names in PyTorch. `ColwiseParallel` cuts the outputs of a layer, `RowwiseParallel` its inputs.
-# The names come from papers that write `x @ A`. `nn.Linear` stores the transpose, so `ColwiseParallel` cuts
-# the *rows* of `weight`, and `RowwiseParallel` its columns.
+# ## Cut the rest: sequence parallelism
 #
-# Attention is cut in the same way. Rows of the query, key and value matrices belong to heads, so each rank
-# computes some of the heads, and the output matrix is cut by columns. With such a plan the number of heads
-# has to be divisible by the ranks along "tp". (Where several query heads share a key and a value head, the
-# number of key and value heads, too.)
-#
-# ## The model, and a plan for it
-#
-# The model is small and Llama-like. One line of it is written for tensor parallelism: the forward pass does
-# not name the number of heads, `unflatten(-1, (-1, 16))` takes as many heads of 16 as the rank has.
-
-# %%
-# %%ranks
-class Attention(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-
-    def forward(self, x):                                       # f32[batch, length, width]
-        heads = (part(x).unflatten(-1, (-1, 16)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(-2))
-
-
-class MLP(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x)))
-
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-VOCABULARY, WIDTH, LENGTH, SAMPLES, BLOCKS = 128, 64, 16, 8, 4
-
-
-class Block(nn.Module):
-    def __init__(self, width=WIDTH):
-        super().__init__()
-        self.norm1, self.attention = nn.RMSNorm(width), Attention(width)
-        self.norm2, self.mlp = nn.RMSNorm(width), MLP(width)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class Model(nn.Module):
-    def __init__(self, width=WIDTH):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens):                                  # i64[batch, length]
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))                          # f32[batch, length, vocabulary]
-
-
-def build():
-    torch.manual_seed(0)
-    return Model()
-
-
-def batch(number, part=0, of=1):
-    """Tokens of one step: the part of the samples for one place along "fsdp"."""
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator).chunk(of)[part]
-
-
-# %% [markdown]
-# (A folded cell defines `Block`, with an RMSNorm before each of the two, and `Model`: an embedding, four
-# blocks, a norm and a head.)
-#
-# A **plan** says for each module how it is cut. `PrepareModuleInput` says how a module's input is laid out
-# (`input_layouts`) and how the module wants it (`desired_input_layouts`). Here it prepares the input of
-# attention once for its three matrices; "When it goes wrong" counts what that saves.
-
-# %%
-# %%ranks
-tensor_plan = {
-    "attention": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
-    "attention.q": ColwiseParallel(),
-    "attention.k": ColwiseParallel(),
-    "attention.v": ColwiseParallel(),
-    "attention.o": RowwiseParallel(),
-    "mlp.up": ColwiseParallel(),
-    "mlp.down": RowwiseParallel(),
-}
-
-# %% [markdown]
-# `Replicate()` means: every rank of the dimension has all of it. What the plan does not name is not cut: both
-# ranks of a row hold the same embedding, norms and head, and compute the same with them.
-#
-# **Sequence parallelism** cuts that work, too. Between the cut matrices, each rank has its part of the
-# *tokens* (`Shard(1)`: cut along dimension 1, the sequence) and computes the norms of these tokens alone. The
-# all_reduce after `down` becomes a reduce_scatter, and an all_gather stands before `up`. The embedding and
-# the head are cut by the vocabulary. With `loss_parallel` the logits stay cut like that: no rank gathers
-# them, and the loss takes small all_reduces instead.
+# With the plan above, both ranks of a row still repeat the work on embedding, norms and head. **Sequence
+# parallelism** cuts that, too. Between the cut matrices each rank has its part of the *tokens* (`Shard(1)`:
+# cut along dimension 1, the sequence) and computes the norms of these alone. The all_reduce after `down`
+# becomes a reduce_scatter, and an all_gather stands before `up`.
 
 # %%
 # %%ranks
@@ -493,110 +600,37 @@ sequence_plan = {
     "mlp": whole_tokens,
     "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
 }
+
+# %% [markdown]
+# Outside the blocks, the embedding and the head are cut by the vocabulary. With `loss_parallel` around the
+# loss the logits stay cut like that: no rank gathers them, and the loss takes small all_reduces instead.
+
+# %%
+# %%ranks
 outer_plan = {                                          # for what is outside of the blocks
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "norm": SequenceParallel(),
     "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
 }
 
-# %% [markdown]
-# Then the two calls. `parallelize_module` comes first, on the dimension "tp"; `fully_shard` shards what is
-# left on each rank along "fsdp".
 
-# %%
-# %%ranks
-def two_dimensions(mesh, sequence, model=None):
+def with_sequence_plan(mesh, model=None):
     model = model or build()
     for block in model.blocks:
-        parallelize_module(block, mesh["tp"], sequence_plan if sequence else tensor_plan)
-    if sequence:
-        parallelize_module(model, mesh["tp"], outer_plan)
+        parallelize_module(block, mesh["tp"], sequence_plan)
+    parallelize_module(model, mesh["tp"], outer_plan)
     for unit in [*model.blocks, model]:
         fully_shard(unit, mesh=mesh["fsdp"])
     return model
 
 
-def fsdp_alone(model=None):
-    model = model or build()
-    for unit in [*model.blocks, model]:
-        fully_shard(unit, mesh=all_four["fsdp"])
-    return model
-
-
-all_four = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+ways["2 x 2, tensor and sequence"] = lambda: with_sequence_plan(mesh), mesh, True
+model = with_sequence_plan(mesh)
+results["2 x 2, tensor and sequence"] = train(model, adamw(model), mesh, sequence=True)
+torch.testing.assert_close(results["2 x 2, tensor and sequence"][0], alone, rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
-# (`fsdp_utils.shard(model, mesh=mesh["fsdp"])` can take the place of the loop with
-# `fully_shard`. For the plan this library has no function of its own: a plan belongs to a model.)
-#
-# ## The same losses
-#
-# Each step has eight samples. Under FSDP alone each rank takes two of them. On the mesh of two by two each
-# *row* takes four, and both of its ranks compute with all four.
-
-# %% tags=["equality"]
-# %%ranks
-def step(model, number, mesh, sequence=False):
-    """Forward and backward; the loss of this rank's samples."""
-    place, of = (mesh.get_local_rank("fsdp"), mesh["fsdp"].size()) if mesh else (0, 1)
-    tokens = batch(number, place, of)
-    with loss_parallel() if sequence else nullcontext():
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-    return (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
-
-
-def train(model, optimizer, mesh, sequence=False, steps=range(4)):
-    """The losses, as the mean over all samples, and what was sent in the last step."""
-    losses = []
-    for number in steps:
-        recorded = mesh is not None and number == steps[-1]
-        with record_collectives(model, ranks_per_host=2) if recorded else nullcontext() as trace:
-            loss = step(model, number, mesh, sequence)
-            optimizer.step()
-        optimizer.zero_grad()
-        if mesh is not None:                                    # the rows have different samples
-            dist.all_reduce(loss, group=mesh.get_group("fsdp"))
-            loss /= mesh["fsdp"].size()
-        losses.append(loss.item())
-    return losses, trace
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-# %%
-# %%ranks
-ways = {
-    "FSDP, 4 ranks": (fsdp_alone, all_four, False),
-    "2 x 2, tensor": (lambda: two_dimensions(mesh, False), mesh, False),
-    "2 x 2, tensor and sequence": (lambda: two_dimensions(mesh, True), mesh, True),
-}
-model = build()
-alone, _ = train(model, adamw(model), None)
-results = {}
-for name, (make, its_mesh, sequence) in ways.items():
-    model = make()
-    results[name] = train(model, adamw(model), its_mesh, sequence)
-
-# %% jupyter={"source_hidden": true}
-curves = ranks.get("{'one process': alone, **{name: losses for name, (losses, _) in results.items()}}")[0]
-Table(
-    ["loss at step", "1", "2", "3", "4"],
-    [[name, *(f"{loss:.4f}" for loss in losses)] for name, losses in curves.items()],
-)
-
-# %% [markdown]
-# All four rows agree in the digits shown: as with FSDP, tensor parallelism changes where the numbers are
-# computed, and the result by rounding only.
-
-# %% tags=["check"]
-# %%ranks 0
-for losses, _ in results.values():
-    torch.testing.assert_close(losses, alone, rtol=1e-4, atol=1e-5)
-print("Checked: the losses of all ways are those of one process, to 0.01%.")
+# The last line raises no error: these are the losses of one process, too.
 
 # %% [markdown]
 # ## What each rank holds
@@ -620,7 +654,7 @@ def held(model):
     return {name: p.to_local().flatten().int() for name, p in model.named_parameters() if name in SHOWN}
 
 
-cuts = {"FSDP": held(fsdp_alone(marked())), "2 x 2": held(two_dimensions(mesh, True, marked()))}
+cuts = {"FSDP": held(fsdp_alone(marked())), "2 x 2": held(with_sequence_plan(mesh, marked()))}
 shapes = {name: tuple(p.shape) for name, p in build().named_parameters() if name in SHOWN}
 
 # %% jupyter={"source_hidden": true}
@@ -664,7 +698,7 @@ print("Checked: a quarter on each rank; up by rows in the order 0, 2, 1, 3; down
 
 # %% [markdown]
 # What changes is what a rank holds *within* a step. FSDP gathers a unit along "fsdp" only, so a rank never
-# has more of a cut matrix than its half. And its activations are others. The folded cell measures both: the
+# has more of a cut matrix than its half. Its activations change, too. The folded cell measures both: the
 # largest all_gather of a block, and the bytes that autograd keeps from the forward pass for backward.
 
 # %% jupyter={"source_hidden": true}
@@ -688,7 +722,7 @@ def activation_bytes(make, mesh, sequence):
             kept[storage(tensor).data_ptr()] = local(tensor)            # held: no other gets its place
         return tensor
 
-    tokens = batch(0, mesh.get_local_rank("fsdp"), mesh["fsdp"].size())
+    tokens = samples_of(0, mesh)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(tokens[:, :-1])
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
@@ -712,8 +746,8 @@ Table(
 # %% [markdown]
 # A gathered block is half as large on the mesh. With the tensor plan alone the activations grow by a third: a
 # rank computes with twice the samples, and only what is inside attention and the MLP is cut in two. With
-# sequence parallelism the rest is cut, too, and an eighth more is left: the tokens that are gathered before
-# attention, the MLP and the head, which autograd keeps for backward.
+# sequence parallelism the rest is cut, too, and an eighth more than under FSDP alone remains: the tokens that
+# are gathered before attention, the MLP and the head, which autograd keeps for backward.
 
 # %% tags=["check"]
 assert 0.5 <= gathered["2 x 2, tensor"] / gathered["FSDP, 4 ranks"] < 0.51
@@ -735,17 +769,6 @@ print("Checked: half a block is gathered; activations grow by a third, with sequ
 sent = {name: trace.sent_bytes_by_dimension() for name, (_, trace) in results.items()}
 
 # %% jupyter={"source_hidden": true}
-traces = ranks.get("{name: trace for name, (_, trace) in results.items()}")[0]
-rows = []
-for name, trace in traces.items():
-    counted = {}
-    for event in trace.collectives:
-        row = counted.setdefault((event.dimension, event.kind), [0, 0.0])
-        row[0], row[1] = row[0] + 1, row[1] + event.sent_bytes / 1024
-    rows += [[name, *key, number, round(kib, 1)] for key, (number, kib) in sorted(counted.items())]
-Table(["one step, rank 0", "along", "collective", "how many", "KiB sent"], rows)
-
-# %% jupyter={"source_hidden": true}
 sent = ranks.get("sent")[0]
 fig, (axes,) = plots.figure(width=7.4, height=2.1)
 for row, by_dimension in enumerate(sent.values()):
@@ -762,19 +785,20 @@ axes.legend(title="along")
 plots.show(fig, alt="Bytes sent in a step along the dimensions fsdp and tp, for three ways.")
 
 # %% [markdown]
-# - **Along "fsdp"** a rank sends parts of parameters: how much depends on the model and not on the samples.
-#   On the mesh it is about a third of FSDP alone: half of each matrix is gathered, by two ranks instead of
-#   four. Half of a half travels, instead of three quarters of the matrix. (With the tensor plan, embedding
-#   and head are not cut, and are gathered in full.)
+# - **Along "fsdp"** a rank sends parts of parameters and gradients: how much depends on the model and not
+#   on the samples. On the mesh it is about a third of FSDP alone: half of each matrix is gathered, by two
+#   ranks instead of four. Half of a half travels, instead of three quarters of the matrix. (With the tensor
+#   plan, embedding and head are not cut, and are gathered in full.)
 # - **Along "tp"** it sends activations: for each block four all_reduces of `samples x length x width`
 #   numbers, two in forward and two in backward. How much depends on the tokens of a row and on the width, and
 #   not on how wide the MLP is inside.
 # - **Sequence parallelism** sends the same bytes for a block: an all_reduce around a ring is a reduce_scatter
 #   and an all_gather, and here the two are done at different places. What is more is for the embedding and
-#   the head, which are cut now. The twelve small all_reduces are for the gradients of the nine norms, since
+#   the head, which are cut now, and twelve small all_reduces: nine for the gradients of the nine norms, since
 #   each rank has seen only its tokens, and three for the loss.
 
 # %% tags=["check"]
+traces = ranks.get("{name: trace for name, (_, trace) in results.items()}")[0]
 BLOCK, NORMS, ROOT, ACTIVATIONS = 12 * 64 * 64 * 4, 2 * 64 * 4, 2 * 128 * 64 * 4 + 64 * 4, 4 * 16 * 64 * 4
 
 
@@ -792,6 +816,9 @@ of_blocks = [
     if e.dimension == "tp" and e.kind != "all_reduce"
 ]
 assert sum(of_blocks) == tensor["tp"] + 4 * ACTIVATIONS / 2     # two gathers and two scatters more
+small = [e for e in traces["2 x 2, tensor and sequence"].collectives if e.dimension == "tp"]
+assert sum(e.kind == "all_reduce" for e in small) == 12
+assert [e.kind for e in traces["2 x 2, tensor"].collectives if e.dimension == "tp"] == ["all_reduce"] * 16
 assert 0.33 < both["fsdp"] / sent["FSDP, 4 ranks"]["fsdp"] < 0.35
 print("Checked, to the byte: along fsdp by the parameters, along tp by the activations.")
 
@@ -836,7 +863,7 @@ def imagine(trace, tokens, of_ranks=4, change=lambda event: {}):
 # %%
 # %%ranks
 across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("fsdp", "tp"))     # rows: one rank of each host
-model = two_dimensions(across, True)
+model = with_sequence_plan(across)
 results["2 x 2, tp between hosts"] = train(model, adamw(model), across, True)
 
 compared = {
@@ -854,7 +881,7 @@ Table(
 )
 
 # %% [markdown]
-# All three compute equally long, 54 ms; the second number says why they differ. FSDP alone waits for its
+# Each way computes for 54 ms; the second number says why they differ. FSDP alone waits for its
 # gathers over the slow link. With "tp" within the hosts, a third of these bytes goes over the slow link,
 # behind the computation, and what is sent along "tp" over the fast link is short. With "tp" between the
 # hosts, the slow link carries what every block has to wait for.
@@ -942,7 +969,7 @@ def score_mesh(lay):
     if not good:
         return result
     made = DeviceMesh("cpu", rows, mesh_dim_names=("fsdp", "tp"))
-    model = two_dimensions(made, True)
+    model = with_sequence_plan(made)
     losses, trace = train(model, adamw(model), made, True)
     run = imagine(trace, 16384, change=on_hosts(hosts))
     return {
@@ -1050,8 +1077,7 @@ try_answers(16)
 # rank falls below one**.
 #
 # A folded cell replays the recorded orders with that many ranks. With tensor parallelism a row is one host,
-# so "tp" is 8 and FSDP has an eighth of the ranks along it. In brackets are the ms in which a rank only
-# sends.
+# so "tp" is 8 and FSDP has an eighth of the ranks along it.
 
 # %% tags=["scale"] jupyter={"source_hidden": true}
 # %%ranks
@@ -1082,21 +1108,6 @@ scaled = {
 # %% jupyter={"source_hidden": true}
 scaled, sizes = ranks.get("(scaled, sizes)")[0]
 
-
-def words(run):
-    return f"{1e3 * run.step_s:.1f} ({1e3 * run.exposed_s:.1f})" if run else "no sample for each rank"
-
-
-Table(
-    ["ranks", "ms of computation", "FSDP alone: ms a step (only sending)", "with tp = 8"],
-    [
-        [n, f"{1e3 * run.compute_s:.1f}", words(scaled["FSDP alone"].get(n)), words(run)]
-        for n, run in scaled["with tp = 8"].items()
-    ],
-    note="Replayed: four blocks of 201 million parameters, 256 samples of 4,096 tokens in a step.",
-)
-
-# %% jupyter={"source_hidden": true}
 fig, (axes,) = plots.figure(width=7.0, height=3.0)
 for (name, runs), color in zip(scaled.items(), plots.RANK_COLORS):
     axes.plot(list(runs), [1e3 * run.step_s for run in runs.values()], "o-", color=color, label=name)
@@ -1128,6 +1139,7 @@ plots.show(fig, alt="Step time against ranks: FSDP alone flattens and ends at 25
 # %% tags=["check"]
 fsdp_ms, tp_ms = ({n: 1e3 * run.step_s for n, run in runs.items()} for runs in scaled.values())
 assert all(fsdp_ms[n] < tp_ms[n] for n in (32, 64, 128))
+assert 1.4 < tp_ms[32] / fsdp_ms[32] < 1.6
 assert 0.86 < fsdp_ms[256] / fsdp_ms[128] < 0.89
 assert fsdp_ms[256] > tp_ms[256] > tp_ms[512] > tp_ms[1024] > tp_ms[2048]
 print("Checked: FSDP alone is faster on up to 128 ranks, slower on 256, and then ends.")
@@ -1153,17 +1165,27 @@ def ring(numel, n):
 blocks = {"width 1,024": 12 * 1024**2, "width 4,096": 12 * 4096**2}
 
 # %% jupyter={"source_hidden": true}
-gathers = {(name, n): ring(numel, n) for name, numel in blocks.items() for n in (32, 256, 2048)}
-Table(
-    ["a block of", "ranks", "KiB of a shard", "ms of its all_gather", "of these, latency"],
-    [[name, n, f"{kib:,.0f}", f"{ms:.2f}", f"{part:.0%}"] for (name, n), (kib, ms, part) in gathers.items()],
-)
+fig, (axes,) = plots.figure(width=7.0, height=2.8)
+powers = [2**exponent for exponent in range(3, 12)]
+for (name, numel), color in zip(blocks.items(), plots.RANK_COLORS):
+    axes.plot(powers, [ring(numel, n)[1] for n in powers], "o-", color=color, label=f"a block of {name}")
+    by_bytes = [ring(numel, n)[1] * (1 - ring(numel, n)[2]) for n in powers]
+    axes.plot(powers, by_bytes, ":", color=color, label="without latency")
+axes.set_xscale("log", base=2)
+axes.set_yscale("log", base=2)
+axes.set_xticks(powers, [str(n) for n in powers])
+ticks = [0.5, 1, 2, 4, 8, 16]
+axes.set_yticks(ticks, [str(ms) for ms in ticks])
+axes.set(xlabel="ranks in the ring", ylabel="ms of an all_gather", title="calculated: a block in bf16")
+axes.legend(fontsize=8)
+plots.show(fig, alt="Time of an all_gather against ranks: by bytes nearly constant, with latency rising.")
 
 # %% [markdown]
-# For a width of 4,096 on 2,048 ranks, half of the gather is latency; with a width of 1,024 that is so at
-# about 128 ranks. Beyond that, twice the ranks make each gather nearly twice as long. With "tp" of 8 the
-# shard of a rank is as small, but the ring has an eighth of the hops. (NCCL chooses between several
-# algorithms, some with fewer hops, so measure on your own cluster before you believe a number of this table.)
+# Without latency (dotted) the time hardly depends on the number of ranks. With it, half of the gather is
+# latency for a width of 4,096 on 2,048 ranks, and for a width of 1,024 already on about 128. Beyond that,
+# twice the ranks make each gather nearly twice as long. With "tp" of 8 the shard of a rank is as small, but
+# the ring has an eighth of the hops. (NCCL chooses between several algorithms, some with fewer hops, so
+# measure on your own cluster before you believe this figure.)
 #
 # A parameter also has a smallest part: by default `fully_shard` cuts along the first dimension. Of a matrix
 # with three rows, four ranks get this many elements:
@@ -1173,8 +1195,8 @@ Table(
 small = fully_shard(nn.Linear(8, 3, bias=False), mesh=all_four["fsdp"])
 elements = small.weight.to_local().numel()
 
-# %% jupyter={"source_hidden": true}
-Table(["rank", "elements of a 3 x 8 matrix"], list(enumerate(ranks.get("elements"))))
+# %%
+ranks.get("elements")
 
 # %% [markdown]
 # The last rank holds nothing. It still takes part in each collective, which is padded to four rows.
@@ -1187,9 +1209,9 @@ Table(["rank", "elements of a 3 x 8 matrix"], list(enumerate(ranks.get("elements
 
 # %% tags=["check"]
 assert ranks.get("elements") == [8, 8, 8, 0]
-assert 0.5 < gathers["width 4,096", 2048][2] < 0.55
+assert 0.5 < ring(blocks["width 4,096"], 2048)[2] < 0.55
 assert 0.4 < ring(blocks["width 1,024"], 128)[2] < 0.6
-assert gathers["width 1,024", 256][1] < gathers["width 1,024", 2048][1]
+assert ring(blocks["width 1,024"], 256)[1] < ring(blocks["width 1,024"], 2048)[1]
 print("Checked: with more ranks latency takes half of the gather, and a rank may hold nothing.")
 
 # %% [markdown]
@@ -1204,7 +1226,7 @@ print("Checked: with more ranks latency takes half of the gather, and a rank may
 # %%ranks
 folder = [tempfile.mkdtemp() if rank == 0 else None]
 dist.broadcast_object_list(folder)
-model = two_dimensions(mesh, True)
+model = with_sequence_plan(mesh)
 optimizer = adamw(model)
 train(model, optimizer, mesh, True, steps=range(2))
 save_distributed(folder[0], model, optimizer, step=2)
@@ -1255,7 +1277,7 @@ print("Checked: all three go on with the losses of the run that was never stoppe
 # %%
 # %%ranks
 def train_on_own_samples():
-    model = two_dimensions(mesh, False)
+    model = with_tensor_plan(mesh)
     optimizer, losses = adamw(model), []
     for number in range(4):
         tokens = batch(number, rank, world)                     # wrong: by rank, not by the place along fsdp
@@ -1303,7 +1325,7 @@ def no_mesh():
 
 
 def clip():
-    model = two_dimensions(mesh, False)
+    model = with_tensor_plan(mesh)
     step(model, 0, mesh)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
@@ -1316,7 +1338,7 @@ class WithFourHeads(Attention):
 def four_heads():
     model = build()
     model.blocks[0].attention = WithFourHeads(WIDTH)
-    step(two_dimensions(mesh, False, model), 0, mesh)
+    step(with_tensor_plan(mesh, model), 0, mesh)
 
 
 # %% jupyter={"source_hidden": true}
@@ -1371,7 +1393,7 @@ assert counts == (2 * BLOCKS, 4 * BLOCKS)
 assert all(abs(a - b) > 1e-3 for a, b in zip(mixed["other samples within a row"], alone))
 assert "no error" not in errors.values()
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-model = two_dimensions(mesh, True)
+model = with_sequence_plan(mesh)
 step(model, 0, mesh, True)
 norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
 one = build()
