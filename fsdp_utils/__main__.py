@@ -18,6 +18,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the command takes")
     options = parser.parse_args(arguments)
     if options.command is not None:
+        if options.json:
+            parser.error(f"--json lists the commands; for {options.command} it stands behind the command")
         module, _ = COMMANDS[options.command]
         sys.argv = [sys.argv[0], *options.arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -155,6 +155,11 @@ class Broken(Loader):
         raise RuntimeError("no state here")
 
 
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: int
+
+
 def wrong_saves(folder: Path, how: str) -> list[Outcome]:
     model = build("fsdp2")[0]
     flat = build("fsdp1")[0]
@@ -163,6 +168,7 @@ def wrong_saves(folder: Path, how: str) -> list[Outcome]:
         lambda: save(how, folder, model, state={1: 2}),
         lambda: save(how, folder, model, state={"data": Broken() if rank() else Loader()}),
         lambda: save(how, folder, model, state={"average": flat}),
+        lambda: save(how, folder, model, state={"pair": Pair(next(model.parameters()), 1)}),
     ]
     return [outcome(call) for call in calls]
 
@@ -171,12 +177,13 @@ def wrong_saves(folder: Path, how: str) -> list[Outcome]:
 def test_what_cannot_be_saved_is_an_error_on_all_ranks(how: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
     first, second = two_ranks(wrong_saves, tmp_path, how)
     assert [one.error for one in first] == [one.error for one in second]
-    twice, number, broken, flat = (one.error or "" for one in first)
+    twice, number, broken, flat, pair = (one.error or "" for one in first)
     assert "expected each name in the state once, found ['x'] by keyword and in state=" in twice
     assert "expected state to be a mapping from names to values" in number
     assert "found the names [1]" in number
     assert "rank 1: RuntimeError: no state here" in broken
     assert "state 'average': expected an object whose state_dict() involves no other rank" in flat
+    assert "state 'pair': expected sharded tensors in lists, tuples and dicts, found a named tuple" in pair
     assert not list(tmp_path.iterdir())
 
 

@@ -54,6 +54,9 @@ def test_a_command_runs_by_both_of_its_names(tmp_path: Path) -> None:
     assert (by_list.returncode, by_list.stderr) == (0, "")
     assert by_list.stdout == by_module.stdout
     assert python("fsdp_utils", "translate", tmp_path / "none.json").returncode == 2
+    early = python("fsdp_utils", "--json", "translate", file)
+    assert early.returncode == 2
+    assert "--json lists the commands; for translate it stands behind the command" in early.stderr
     unknown = python("fsdp_utils", "deploy")
     assert unknown.returncode == 2
     assert "argument COMMAND: invalid choice: 'deploy'" in unknown.stderr

@@ -68,6 +68,30 @@ def test_memory_is_measured_in_a_trainer(kind: str, two_ranks: TwoRanks, tmp_pat
     assert results[0][1].max_reserved_gib == results[1][1].max_reserved_gib
 
 
+def measured_where_memory_runs_out(folder: Path) -> Any:
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 1}
+    memory = MemoryCallback(verbose=False)
+    trainer = trainer_of("ddp", folder, auto_find_batch_size=True, callbacks=[memory], **options)
+    train, calls = trainer.training_step, []
+
+    def step(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:  # in the midst of a step
+            raise RuntimeError("CUDA out of memory.")
+        return train(*given)
+
+    trainer.training_step = step
+    trainer.train()
+    assert memory.report is not None
+    return memory.report.history[0].samples, trainer.state.train_batch_size
+
+
+def test_a_training_that_begins_anew_with_smaller_batches_is_measured_anew(tmp_path: Path) -> None:
+    ((samples, batch_size),) = run_on_ranks(measured_where_memory_runs_out, tmp_path, world_size=1)
+    assert batch_size < 4
+    assert samples == 3 * batch_size
+
+
 def measured_in_a_loop_of_accelerate() -> Any:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = llama()
@@ -189,6 +213,32 @@ def saved_for_later(folder: Path) -> None:
 def test_a_trainer_resumes_on_another_number_of_ranks(two_ranks: TwoRanks, tmp_path: Path) -> None:
     two_ranks(saved_for_later, tmp_path)
     assert run_on_ranks(resumed_elsewhere, tmp_path, world_size=1) == [[*range(1, 10)]]
+
+
+class Interrupt(transformers.TrainerCallback):
+    def on_save(self, *_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def interrupted(folder: Path) -> Any:
+    trainer = trainer_of("ddp", folder / "own", max_steps=2, save_strategy="steps", save_steps=1)
+    checkpoints = CheckpointCallback(trainer, folder / "run", asynchronous=True)
+    trainer.add_callback(interrupt := Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    found = checkpoints.newest()  # of a save that may still be in flight
+    trainer.remove_callback(interrupt)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.train()  # without what was found
+    trainer.train(resume_from_checkpoint=found)
+    return found, str(caught.value), [log["step"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_an_interrupted_trainer_resumes_in_the_same_process(tmp_path: Path) -> None:
+    ((found, said, steps),) = run_on_ranks(interrupted, tmp_path, world_size=1)
+    assert found is not None
+    assert "what newest() returned, the checkpoint of step 1, found a training that begins at step 0" in said
+    assert steps == [1, 2]
 
 
 def refused(folder: Path) -> list[str]:

@@ -151,10 +151,50 @@ def test_weights_in_bf16_are_merged_as_peft_does(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Model with `tie_word_embeddings=True`", "ignore:Model has .tie_word_embeddings"
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ],
+)
+def test_tied_weights_of_which_an_adapter_changes_one_are_exported_as_trained(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    def base() -> nn.Module:
+        config = llama().config
+        config.tie_word_embeddings = True  # type: ignore[union-attr]
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config)  # type: ignore[arg-type]
+
+    model = peft.get_peft_model(base(), peft.LoraConfig(r=2, **options))  # type: ignore[arg-type]
+    for param in model.parameters():
+        if param.requires_grad:
+            nn.init.normal_(param)
+    save_full(tmp_path / "full.pt", model)
+    export_safetensors(tmp_path / "full.pt", tmp_path / "alone", adapter_only=True)
+    export_safetensors(tmp_path / "full.pt", tmp_path / "merged")
+    with_peft = peft.PeftModel.from_pretrained(base(), tmp_path / "alone")  # type: ignore[arg-type]
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(with_peft), logits(model))
+    torch.testing.assert_close(logits(merged), logits(model))
+    assert merged.config.tie_word_embeddings == ("ensure_weight_tying" in options)
+
+
 @pytest.mark.parametrize(
     ("options", "adapter_only", "said"),
     [
-        ({"use_dora": True}, False, "found DoRA or trainable_token_indices. Merge with peft"),
+        ({"use_dora": True}, False, "found one with use_dora. Merge with peft"),
+        (
+            {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"},
+            False,
+            "found one with alora_invocation_tokens",
+        ),
         ({"lora_bias": True}, False, r"q_proj.*expected two matrices of LoRA.*lora_B.default.bias"),
         ({"bias": "all"}, True, "found bias='all'.*export the merged model"),
         ({"init_lora_weights": "pissa"}, True, "found init_lora_weights='pissa', which changes them"),

@@ -238,6 +238,12 @@ def test_blocks_are_asked_for_ahead(two_ranks: TwoRanks) -> None:
         ({"prefetch": "all"}, ValueError, "found 'all'"),
         ({"mp_policy": torch.bfloat16}, TypeError, "expected mp_policy to be a MixedPrecisionPolicy"),
         ({"offload_policy": True}, TypeError, "expected offload_policy to be a OffloadPolicy"),
+        ({"mesh": (2,)}, TypeError, "expected mesh to be a DeviceMesh, found (2,)"),
+        (
+            {"ignored_params": []},
+            TypeError,
+            "expected ignored_params to be a set of parameters, found a list",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_changes(

@@ -74,8 +74,9 @@ def load_distributed(
         step: of which step; "latest" is the checkpoint that was saved last.
         state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
             after the model and the optimizer. The dict that is returned holds what they were given, too.
-        strict: False loads what the model and the checkpoint both have, with the same shape, and leaves the
-            rest of the model as it is; the result says what that was. An optimizer has to match all the same.
+        strict: False loads what the model and the checkpoint both have, and leaves the rest of the model as
+            it is; the result says what that was. What both have must have the same shape, and an optimizer
+            has to match all the same.
         ignore_frozen_params: leave parameters of the model that need no gradient as they are, whether or not
             they are in the checkpoint.
         cast: convert to the model's dtypes where they differ from the saved ones.

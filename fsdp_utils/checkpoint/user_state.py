@@ -208,6 +208,11 @@ class StateToSave:
             return value
         if isinstance(value, Mapping):
             return {key: self._plain(part, (*path, key)) for key, part in value.items()}
+        if hasattr(value, "_fields"):
+            raise CheckpointError(
+                f"state {_shown(path)}: expected sharded tensors in lists, tuples and dicts, found a named "
+                f"tuple, {type(value).__name__}, which cannot be read back safely. Save its ._asdict()"
+            )
         return type(value)(self._plain(part, (*path, index)) for index, part in enumerate(value))
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fsdp_utils._extras import need
 from fsdp_utils.checkpoint import CheckpointError, PerRank, Save, load_distributed, save_distributed
+from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
 from fsdp_utils.checkpoint.manifest import committed, find, read_manifest
 from fsdp_utils.checkpoint.metadata import read_described
 from fsdp_utils.checkpoint.validate import read_state
@@ -55,9 +56,9 @@ class MemoryCallback(TrainerCallback):
     def __init__(self, **options: Any) -> None:
         self.report: MemoryReport | None = None
         self._options = options
-        self._micro_batches = 1
 
     def on_train_begin(self, args: "TrainingArguments", state: Any, control: Any, **_: Any) -> None:
+        self._micro_batches = 1  # what came before may have ended within a step, as where memory ran out
         self._memory = Memory_Maximizer(**{"device": args.device.type, **self._options})
         self._memory.start()
 
@@ -141,8 +142,10 @@ class CheckpointCallback(TrainerCallback):
             checkpoint: the training then begins at step 0.
 
         Raises:
-            CheckpointError: the newest checkpoint is damaged, or was not saved by this callback.
+            CheckpointError: the newest checkpoint is damaged, or was not saved by this callback; or a save
+                in the background failed.
         """
+        wait_for_save_in_flight()  # of a training that raised
         if not committed(self._directory):
             return None
         checkpoint = find(self._directory, "latest")
@@ -163,6 +166,11 @@ class CheckpointCallback(TrainerCallback):
     ) -> None:
         if self._resuming is None:
             return
+        if state.global_step != self._step:
+            raise CheckpointError(
+                "expected trainer.train(resume_from_checkpoint=...) with what newest() returned, the "
+                f"checkpoint of step {self._step}, found a training that begins at step {state.global_step}"
+            )
         saved = load_distributed(
             self._directory, model, optimizer, step=self._step, ignore_frozen_params=self._trained_only
         )

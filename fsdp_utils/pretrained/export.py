@@ -137,6 +137,7 @@ def _open(checkpoint: Path, *, verify: bool) -> SavedModel:
         return SavedModel(
             _model_specs(specs(metadata), tied={}),
             lambda name: read_tensor(checkpoint, metadata, MODEL + name),
+            {},
             None,
             {},
         )
@@ -148,6 +149,7 @@ def _open(checkpoint: Path, *, verify: bool) -> SavedModel:
         return SavedModel(
             _model_specs(tensor_specs(manifest), manifest["tied"]),
             lambda name: read_tensor(checkpoint, metadata, MODEL + name),
+            manifest["tied"],
             manifest["config"],
             manifest.get("adapters", {}),
         )
@@ -157,6 +159,7 @@ def _open(checkpoint: Path, *, verify: bool) -> SavedModel:
     return SavedModel(
         _model_specs(tensors, content["tied"]),
         lambda name: model[name].clone(memory_format=torch.contiguous_format),
+        content["tied"],
         content["about"]["config"],
         content["about"].get("adapters", {}),
     )

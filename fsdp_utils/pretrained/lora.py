@@ -11,7 +11,17 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 
 _PREFIX = "base_model.model."  # of every name in a peft model, and in peft's files
 _ROWS = 1024  # of a product of A and B that is in memory at once
-_OTHER_BASE = ("pissa", "olora", "corda", "lora_ga")  # these initialisations change the base weights
+# Settings of a LoraConfig with which the adapter is more, or other, than B A added to the weight.
+_NOT_ADDED = (
+    "use_dora",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+_OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # these initialisations change the base weights
 
 
 class SavedModel(NamedTuple):
@@ -19,6 +29,7 @@ class SavedModel(NamedTuple):
 
     specs: dict[str, tuple[torch.dtype, torch.Size]]  # by name, without tied ones
     read: Callable[[str], Tensor]  # one full tensor, in CPU memory of its own
+    tied: dict[str, str]  # further name of a tensor -> its name in specs
     config: dict[str, Any] | None  # of a transformers model
     adapters: dict[str, dict[str, Any]]  # peft's configuration of each adapter, by its name
 
@@ -52,8 +63,8 @@ def adapter_of(source: SavedModel) -> SavedModel:
             f"expected an adapter of LoRA matrices and modules_to_save, found bias={config.get('bias')!r}, "
             f"trainable_token_indices={config.get('trainable_token_indices')!r}: export the merged model"
         )
-    found = {}
-    for name in source.specs:
+    found, stored = {}, _with_tied(source)
+    for name in stored:
         head, own, tail = name.partition(f".modules_to_save.{adapter}.")
         if own:
             found[f"{head}.{tail}"] = name
@@ -62,46 +73,65 @@ def adapter_of(source: SavedModel) -> SavedModel:
             found[re.sub(r"(\.lora_magnitude_vector)\.weight$", r"\1", new)] = name  # DoRA's
     found = {new if new.startswith(_PREFIX) else _PREFIX + new: name for new, name in found.items()}
     return source._replace(
-        specs={new: source.specs[name] for new, name in found.items()},
-        read=lambda new: source.read(found[new]),
+        specs={new: source.specs[stored[name]] for new, name in found.items()},
+        read=lambda new: source.read(stored[found[new]]),
+        tied={},
     )
 
 
+def _with_tied(source: SavedModel) -> dict[str, str]:
+    """All names of the model's tensors -> their names in specs."""
+    return {**{name: name for name in source.specs}, **source.tied}
+
+
 def merged(source: SavedModel) -> SavedModel:
-    """The model that peft's merge_and_unload gives, one tensor at a time.
+    """The model with its adapter added to the weights, one tensor at a time.
+
+    Where an adapter changes only one of two tied weights, as one on an embedding does, they are two weights
+    in the merged model, and its configuration says so. (peft's merge_and_unload changes both.)
 
     Raises:
         CheckpointError: an adapter that is not merely added to a matrix, such as DoRA's.
     """
     adapter, config = only_lora(source)
-    if config.get("use_dora") or config.get("trainable_token_indices"):
+    if other := [key for key in _NOT_ADDED if config.get(key)]:
         raise CheckpointError(
-            "expected a LoRA adapter that is added to the weights, found DoRA or trainable_token_indices. "
-            "Merge with peft: PeftModel.from_pretrained(...).merge_and_unload()"
+            f"expected a LoRA adapter that is added to the weights, found one with {other[0]}. "
+            "Merge with peft where it can: PeftModel.from_pretrained(...).merge_and_unload()"
         )
-    parts: dict[str, str] = {}  # name of a matrix of the adapter -> the weight that it belongs to
+    stored = _with_tied(source)
+    pairs: dict[str, list[str]] = {}  # a weight -> the names of its two matrices
     found: dict[str, str] = {}  # name in the merged model -> name here
-    for name in source.specs:
+    for name in stored:
         head, lora, _ = name.partition(".lora_")
         if lora:
-            parts[name] = f"{head}.base_layer.weight"
+            pairs.setdefault(f"{head}.base_layer.weight", []).append(name)
         elif f".modules_to_save.{adapter}." in name:
             found[name.replace(f".modules_to_save.{adapter}.", ".")] = name
         elif ".original_module." not in name:
             found[name.replace(".base_layer.", ".")] = name
-    pairs: dict[str, list[str]] = {}
-    for name in sorted(parts):  # A before B
-        pairs.setdefault(parts[name], []).append(name)
-    adders = {target: _adder(source, config, target, pair) for target, pair in pairs.items()}
     found = {new.removeprefix(_PREFIX): name for new, name in found.items()}
+    full = source._replace(
+        specs={name: source.specs[first] for name, first in stored.items()},
+        read=lambda name: source.read(stored[name]),
+    )
+    adders = {target: _adder(full, config, target, sorted(pair)) for target, pair in pairs.items()}
+    kept = set(found.values())
+    further = {name: source.tied[name] for name in kept & source.tied.keys()}
+    settings = source.config
+    if all(first in kept and not {name, first} & adders.keys() for name, first in further.items()):
+        found = {new: name for new, name in found.items() if name not in further}
+    elif settings is not None:
+        settings = {**settings, "tie_word_embeddings": False}
 
     def read(new: str) -> Tensor:
-        weight = source.read(found[new])
+        weight = full.read(found[new])
         if add := adders.get(found[new]):
             add(weight)
         return weight
 
-    return source._replace(specs={new: source.specs[name] for new, name in found.items()}, read=read)
+    specs = {new: full.specs[name] for new, name in found.items()}
+    return source._replace(specs=specs, read=read, config=settings, tied={})
 
 
 def _adder(

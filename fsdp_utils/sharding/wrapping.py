@@ -113,7 +113,7 @@ def shard(
         ValueError: the strategy is unknown or does not go with the mesh; a number does not fit the ranks or
             the strategy; the model has no transformer blocks, is sharded already, or has parameters that
             FSDP2 cannot shard. The model is unchanged then.
-        TypeError: a policy is none. The model is unchanged then.
+        TypeError: a policy, the mesh or ignored_params is none. The model is unchanged then.
         RuntimeError: there is no process group; this torch trains FSDP2 wrongly on ranks without a GPU.
 
     Example::
@@ -133,6 +133,13 @@ def shard(
         raise RuntimeError(
             "shard: there is no process group. Start the program with torchrun and call "
             "torch.distributed.init_process_group(), or use run_on_ranks."
+        )
+    if not isinstance(mesh, DeviceMesh | None):
+        raise TypeError(f"shard: expected mesh to be a DeviceMesh, found {mesh!r}")
+    if not isinstance(ignored_params, Set):
+        raise TypeError(
+            "shard: expected ignored_params to be a set of parameters, found a "
+            f"{type(ignored_params).__name__}"
         )
     mesh = _mesh(mesh, strategy, ranks_per_host)
     _refuse_numbers(mesh, strategy, reshard_after_forward, prefetch)
