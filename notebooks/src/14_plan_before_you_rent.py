@@ -561,7 +561,7 @@ for axes, (strategy, curve) in zip(both, curves.items(), strict=True):
     axes.plot([nbytes / 1024 for nbytes in curve], color=plots.RANK_COLORS[0], lw=1.2)
     for line in range(9):
         axes.axhline((root + line * block) / 1024, color=plots.FAINT, lw=0.8, zorder=0)
-    axes.text(0.01, (root + 20 * 1024) / 1024, "the root unit", fontsize=7.5, color=plots.INK)
+    axes.text(760, (root + 12 * 1024) / 1024, "the root unit", fontsize=7.5, color=plots.INK)
     axes.set(title=f"“{strategy}”", xlabel="operations of forward and backward, in order",
              ylabel="KiB gathered, with buffers", ylim=(0, (root + 8.6 * block) / 1024))
 plots.show(fig, alt="Gathered bytes on a real rank through a step: a few blocks, or the whole model.")
@@ -871,8 +871,8 @@ plots.show(fig, alt="Predicted divided by published, for speed of eager and comp
 # no run on an H200 was used for fitting. The point far to the right is a run whose source does not say
 # which memory its figure counts.
 #
-# The verdicts: none of the 35 runs that had worked "does not fit". The one that had run out of memory
-# is "tight".
+# `plan` says "does not fit" of none of the 35 runs that worked, and "tight" of the one that ran out of
+# memory.
 #
 # The error of memory is less blind than that of speed. When it was first known, 12% in the median, we read
 # the source code of those programs and added to the rows what each training loop holds of the model's
@@ -1310,8 +1310,9 @@ Table(["argument", "plan says"], [[call, text] for call, text in refused.items()
 # - **The run is slower than planned.** The simulation has no data loading, no slow rank and no network that
 #   others use too. Attention is simulated as one fused kernel, unless you or the config ask for
 #   `"eager"`.
-# - **A compiled run differs.** It is derived: a compiled block keeps what its matrix products give, and what
-#   lies between them is fused to a fitted share of its bytes. The compiler decides otherwise at times.
+# - **A compiled run differs.** Its plan is derived: a compiled block keeps what its matrix products give,
+#   and what lies between them is fused to a fitted share of its bytes. The compiler decides otherwise at
+#   times.
 #
 # Not simulated at all are pipeline, context and expert parallelism, fp8, LoRA and quantized weights.
 
