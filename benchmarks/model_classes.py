@@ -1,6 +1,6 @@
 """Which model classes of transformers does shard take, at the sizes of their default configurations?
 
-    python benchmarks/model_classes.py                # all that build: some 20 minutes on 2 cores
+    python benchmarks/model_classes.py                # all that build: some 30 minutes on 2 cores
     python benchmarks/model_classes.py --only Llama   # those with that in their name
 
 Each is built on the meta device, so that it takes no memory, and sharded in a fake process group of eight

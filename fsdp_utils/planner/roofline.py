@@ -1,10 +1,11 @@
 """How long does a step take, and how much of its communication does nothing hide? A calculation, not a run.
 
 Each kernel takes its operations and its bytes at the rates that a GPU reaches (`efficiency`); with `BOUND` it
-takes as long as the longer of both at the published rates, which is a roofline. Each collective takes its
-bytes divided by the slowest link on its way, and a latency for each hop of the ring. Who waits for whom is
-replayed by `fsdp_utils.collectives.replay`. Python has to start every kernel, so a step takes at least that
-long. Left out: waits for data, other users of the network, ranks that are slower than the rest.
+takes as long as the longer of both at the published rates, or at the rate of matrix products that somebody
+reached where one is known, which is a roofline. Each collective takes its bytes divided by the slowest link
+on its way, and a latency for each hop of the ring. Who waits for whom is replayed by
+`fsdp_utils.collectives.replay`. Python has to start every kernel, so a step takes at least that long. Left
+out: waits for data, other users of the network, ranks that are slower than the rest.
 
 Source: S. Williams et al., "Roofline", 2009; for the latencies src/graph/tuning.cc of NVIDIA/nccl (commit
 01afd20): the base latency and the latency of a hop, for the algorithm "ring" and the protocol "simple".
