@@ -48,15 +48,15 @@ plots.layers(
 # The script below fine-tunes a Llama with LoRA under FSDP2. Save it as `train.py` and start it with
 # `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none, and prints a loss that falls. For real
 # weights, replace `LlamaForCausalLM(config)` by `LlamaForCausalLM.from_pretrained(..., dtype=torch.float32)`.
+# (peft 0.21 warns of a name that transformers has changed. The warning does no harm.)
 #
 # ```python
-# import warnings, torch, torch.distributed as dist
+# import torch, torch.distributed as dist
 # from peft import LoraConfig, get_peft_model
 # from torch.distributed.device_mesh import init_device_mesh
 # from torch.distributed.fsdp import fully_shard
 # from transformers import LlamaConfig, LlamaForCausalLM
 #
-# warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")     # peft 0.21 reads an old name
 # device = "cuda" if torch.cuda.is_available() else "cpu"
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
@@ -213,6 +213,7 @@ def lora_task():
 import contextlib
 import json
 import os
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -220,11 +221,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import finetune
-from fsdp_utils import record_collectives, shard
-from fsdp_utils.lessons.meter import Meter
+from fsdp_utils import shard
+from fsdp_utils.lessons.probe import Probe, local
 from fsdp_utils.train import config as settings
 from fsdp_utils.train.data import rows_at
 from fsdp_utils.train.loop import train as train_program
@@ -315,90 +315,21 @@ def by_hand(model, steps=STEPS, policy=None):
 
 
 # %% [markdown]
-# The folded cell wraps each run in a probe, which counts bytes at the same moments of every run. The counts
-# are for later; first the losses:
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-def forget():
-    """Clear what the last Accelerator has left in this process: its classes and environment variables."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        os.environ.pop(name, None)
-
-
-def local(tensors):
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-
-
-class Probe:
-    """What this rank holds after the second step of the optimizer, what it sends in the third step, and the
-    most full parameters that it has at once in the fourth.
-
-    Args:
-        model: the one that is trained; it may be sharded later.
-    """
-
-    def __init__(self, model):
-        self.model, self.step, self.optimizer, self.trace = model, 0, None, None
-        self.now = contextlib.ExitStack()
-
-    def __enter__(self):
-        self.hook = register_optimizer_step_pre_hook(self.found)
-        return self
-
-    def __exit__(self, *_):
-        self.hook.remove()
-        self.now.close()
-
-    def found(self, optimizer, *_):
-        if self.optimizer is None:
-            self.optimizer = optimizer
-            optimizer.register_step_post_hook(self.stepped)
-
-    def stepped(self, *_):
-        self.step += 1
-        self.now.close()
-        parameters = list(self.model.parameters())
-        if self.step == 2:
-            state = [t for p in self.optimizer.state.values() for t in p.values() if torch.is_tensor(t)]
-            grads = [p.grad for p in parameters if p.grad is not None]
-            moments = [t for t in state if t.numel() > 1]       # not the count of steps
-            self.held = [sum(t.nbytes for t in local(ts)) for ts in (parameters, grads, moments)]
-        if self.step == 2 and isinstance(self.model, FSDPModule):
-            self.trace = self.now.enter_context(record_collectives(self.model))
-        if self.step == 3:
-            self.meter = self.now.enter_context(Meter())
-
-    def sent(self, kind):
-        return sum(event.bytes for event in self.trace.collectives if event.kind == kind and event.module)
-
-    def row(self):
-        return [*self.held, self.sent("all_gather"), self.sent("reduce_scatter"), self.meter.peak_whole_bytes]
-
-
-WAYS = ["a loop of your own", "fsdp_utils.train", "Trainer"]
-
-
-def run(way, how, half=False, steps=STEPS):
-    """One run under a probe: the losses and norms of its steps, and the probe. half: in bf16."""
-    out = f"{WAYS.index(way)}-{how}-{half}"
-    with Probe(model := getattr(finetune, how)()) as probe:
-        if way == "a loop of your own":
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None
-            curve = by_hand(model, steps, policy=policy)
-        elif way == "fsdp_utils.train":
-            curve = by_program(how, model, steps, precision="bf16" if half else "fp32", out=out)
-        else:
-            saves = {"save_strategy": "steps", "save_steps": STEPS, "output_dir": out}
-            curve, _ = by_trainer(model, steps, kind=TrainerOnCpus, bf16=half, **saves)
-    return curve, probe
-
+# Each run stands in a `Probe`, which counts bytes at the same moments of every run. The counts are for later;
+# first the losses.
 
 # %%
 # %%ranks
-runs = {(WAYS[0], how): run(WAYS[0], how) for how in ("full", "lora")}
+WAYS = ["a loop of your own", "fsdp_utils.train", "Trainer"]
+
+
+def probed(how, train):
+    """The losses and norms of the steps of one run, and the probe around it."""
+    with Probe(model := getattr(finetune, how)()) as probe:
+        return train(model), probe
+
+
+runs = {(WAYS[0], how): probed(how, by_hand) for how in ("full", "lora")}
 
 # %% jupyter={"source_hidden": true}
 ways, curves_so_far = ranks.get("WAYS")[0], "{key: curve for key, (curve, _) in runs.items()}"
@@ -442,16 +373,15 @@ lay_over(ways[:1], ranks.get(curves_so_far)[0])
 
 # %%
 # %%ranks
-def by_program(how, model, steps=STEPS, precision="fp32", out=None):
-    out = out or f"program-{how}"
+def by_program(how, model, steps=STEPS, precision="fp32", out="program"):
     optim = settings.OptimConfig(lr=LR, betas=BETAS, weight_decay=0.0, decay="none", clip=CLIP)
     source = settings.DataConfig(source=f"finetune:{how}_task", batch_size=BATCH)
     place = settings.ParallelConfig(precision=precision, device="auto" if on_gpu else "cpu")
-    config = settings.TrainConfig(out=out, steps=steps, data=source, optim=optim, parallel=place)
+    config = settings.TrainConfig(out=f"{out}-{how}", steps=steps, data=source, optim=optim, parallel=place)
     with patch.object(finetune, how, lambda: model), contextlib.redirect_stderr(program_log):
         train_program(config)                   # builds its model by finetune.full or finetune.lora
     dist.barrier()                              # rank 0 has written the file
-    lines = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
     return [(line["loss"], line["norm"]) for line in lines if "loss" in line]
 
 
@@ -461,20 +391,14 @@ def by_program(how, model, steps=STEPS, precision="fp32", out=None):
 
 # %%
 # %%ranks
-runs |= {(WAYS[1], how): run(WAYS[1], how) for how in ("full", "lora")}
+runs |= {(WAYS[1], how): probed(how, partial(by_program, how)) for how in ("full", "lora")}
 
 # %% jupyter={"source_hidden": true}
 curves = ranks.get(curves_so_far)[0]
-Table(
-    ["loss at steps 1, 6 and 12", *ways[:2]],
-    [
-        [how, *(", ".join(f"{curves[way, how][step][0]:.3f}" for step in (0, 5, 11)) for way in ways[:2])]
-        for how in ("full", "lora")
-    ],
-)
+lay_over(ways[:2], curves)
 
 # %% [markdown]
-# The losses are those of your loop.
+# The second curve lies on the first.
 #
 # ## Way 3: `Trainer`
 #
@@ -483,14 +407,26 @@ Table(
 # `AcceleratorState.__init__`, file `accelerate/state.py`) lists GPUs and other accelerators, and leaves out
 # `MULTI_CPU`. On CPU ranks the setting is dropped, without an error:
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 from accelerate.state import AcceleratorState, GradientState
+
+
+def forget():
+    """Clear what the last Accelerator has left in this process: its classes and environment variables."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        os.environ.pop(name, None)
+
+
+# %%
+# %%ranks
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 
-def by_trainer(model, steps=STEPS, kind=Trainer, parts=1, resume=None, **more):
-    forget()                                                    # Accelerate keeps one state per process
+def make_trainer(model, steps=STEPS, kind=Trainer, parts=1, **more):
+    forget()                                                    # what the last run has left: see the end
     args = TrainingArguments(
         fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}, use_cpu=not on_gpu, max_steps=steps,
         per_device_train_batch_size=BATCH // world // parts, gradient_accumulation_steps=parts,
@@ -501,14 +437,14 @@ def by_trainer(model, steps=STEPS, kind=Trainer, parts=1, resume=None, **more):
     rows = [{name: tensor[row] for name, tensor in data.items()} for row in order.tolist()]
     trainer = kind(model=model, args=args, train_dataset=rows)
     trainer.remove_callback(PrinterCallback)                    # it prints what log_history holds
-    trainer.train(resume_from_checkpoint=resume)
-    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log], trainer
+    return trainer
 
 
 # %%
 # %%ranks
 with Probe(model := finetune.full()) as unsharded:
-    losses, trainer = by_trainer(model, steps=3, ddp_find_unused_parameters=False)
+    trainer = make_trainer(model, steps=3, ddp_find_unused_parameters=False)
+    trainer.train()
 kind_on_cpus = str(trainer.accelerator.distributed_type).split(".")[1]
 held_unsharded = unsharded.held[0]
 wrapped_as = type(trainer.model_wrapped).__name__
@@ -554,7 +490,15 @@ class TrainerOnCpus(Trainer):
 
 # %%
 # %%ranks
-runs |= {(WAYS[2], how): run(WAYS[2], how) for how in ("full", "lora")}
+def by_trainer(model, steps=STEPS, resume=None, **more):
+    trainer = make_trainer(model, steps, TrainerOnCpus, **more)
+    trainer.train(resume_from_checkpoint=resume)
+    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+
+
+for how in ("full", "lora"):
+    saves = {"save_strategy": "steps", "save_steps": STEPS, "output_dir": f"trainer-{how}"}
+    runs[WAYS[2], how] = probed(how, partial(by_trainer, **saves))
 
 # %% [markdown]
 # ## Three ways, one curve
@@ -884,7 +828,7 @@ def load(model, optimizer, out):
 
 for how in ("full", "lora"):
     probe = runs[WAYS[0], how][1]                               # holds the model and the optimizer of the run
-    save(probe.model, probe.optimizer, STEPS, f"0-{how}-False")
+    save(probe.model, probe.optimizer, STEPS, f"loop-{how}")
 
 # %% [markdown]
 # Each way now starts again from its checkpoint of the LoRA run and trains two steps more. For comparison,
@@ -912,7 +856,8 @@ def tensor_bytes(out):
     return total
 
 
-saved = {(way, how): tensor_bytes(f"{WAYS.index(way)}-{how}-False") for way, how in runs}
+folders = dict(zip(WAYS, ("loop", "program", "trainer")))
+saved = {(way, how): tensor_bytes(f"{folders[way]}-{how}") for way, how in runs}
 dist.barrier()                                  # before a resumed run writes into these folders
 
 # %%
@@ -925,33 +870,34 @@ def resume_by_hand(model, steps, out):
 
 
 without_stop = by_hand(finetune.lora(), 14)
-newest = "2-lora-False/checkpoint-12"
+newest = "trainer-lora/checkpoint-12"
 resumed = {
-    "a loop of your own": resume_by_hand(finetune.lora(), 14, "0-lora-False"),
-    "fsdp_utils.train": by_program("lora", finetune.lora(), 14, out="1-lora-False"),
-    "Trainer": by_trainer(finetune.lora(), 14, TrainerOnCpus, resume=newest, save_steps=12)[0],
+    "a loop of your own": resume_by_hand(finetune.lora(), 14, "loop-lora"),
+    "fsdp_utils.train": by_program("lora", finetune.lora(), 14),
+    "Trainer": by_trainer(finetune.lora(), 14, resume=newest, save_steps=12),
 }
 
 # %% jupyter={"source_hidden": true}
 saved, resumed, without_stop = ranks.get("(saved, resumed, without_stop)")[0]
-Table(
-    ["", "KiB saved, full", "KiB saved, LoRA", "LoRA: losses of steps 13 and 14"],
-    [
-        [
-            way,
-            *(round(saved[way, how] / 2**10, 1) for how in ("full", "lora")),
-            ", ".join(f"{loss:.4f}" for loss, _ in resumed[way][-2:]),
-        ]
-        for way in ways
-    ],
-    note=f"Without a stop: {', '.join(f'{loss:.4f}' for loss, _ in without_stop[-2:])}.",
+trained = {how: 3 * 4 * sizes[how][1] / 2**10 for how in labels}     # with AdamW's two averages, in KiB
+rest = {run: nbytes / 2**10 - trained[run[1]] for run, nbytes in saved.items()}
+plots.amounts(
+    {
+        label: {way: {"trained, and its averages": trained[how], "the rest": rest[way, how]} for way in ways}
+        for how, label in labels.items()
+    },
+    unit="KiB",
+    alt="Bytes of the tensors in a checkpoint of each way, with all parameters and with LoRA.",
 )
 
 # %% [markdown]
-# All three continue as if they had not stopped: weights, averages and the position in the data are restored.
-# The table counts the tensors of one checkpoint. For LoRA they differ by a factor of ten: `Trainer` and your
+# The figure counts the tensors of one checkpoint. For LoRA they differ by a factor of ten: `Trainer` and your
 # loop save the adapters and their two averages, while `fsdp_utils.train` saves the frozen base model as well.
-# Such a checkpoint needs no base model beside it, and is at least as large as the model.
+# Such a checkpoint needs no base model beside it, and is at least as large as the model. (12 KiB of the rest
+# are what this program keeps besides tensors, such as the position in the data, packed as bytes.)
+#
+# All three continue as if they had not stopped: the losses of steps 13 and 14 are those of the run without a
+# stop, so weights, averages and the position in the data are restored.
 #
 # `Trainer` lets each rank write its shards because of the setting `SHARDED_STATE_DICT`. Its default,
 # `FULL_STATE_DICT`, gathers everything on rank 0, which [lesson 3](03_full_state_dict.ipynb) measures. To
@@ -975,7 +921,13 @@ print("Checked: steps 13 and 14 are those of the run without a stop; two ways sa
 
 # %%
 # %%ranks
-halves = {way: run(way, "full", half=True, steps=4) for way in WAYS}
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+trainings = {
+    "a loop of your own": partial(by_hand, steps=4, policy=policy),
+    "fsdp_utils.train": partial(by_program, "full", steps=4, precision="bf16", out="half"),
+    "Trainer": partial(by_trainer, steps=4, bf16=True),
+}
+halves = {way: probed("full", train) for way, train in trainings.items()}
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1033,7 +985,8 @@ import peft
 left_out = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
 adamw_defaults = {name: p.default for name, p in inspect.signature(torch.optim.AdamW).parameters.items()}
 ours = settings.OptimConfig()
-_, trainer = by_trainer(model := finetune.full(), 1, TrainerOnCpus, weight_decay=0.1)
+trainer = make_trainer(model := finetune.full(), 1, TrainerOnCpus, weight_decay=0.1)
+trainer.train()
 decayed = sum(len(group["params"]) for group in trainer.optimizer.param_groups if group["weight_decay"])
 tensors = len(list(model.parameters()))
 schedule = left_out["lr_scheduler_type"]
@@ -1081,7 +1034,7 @@ def accumulate(model, parts):
 # %%ranks
 result = None
 with Probe(model := finetune.full()) as accumulated:
-    trainers, _ = by_trainer(model, 4, TrainerOnCpus, parts=2)
+    trainers = by_trainer(model, 4, parts=2)
 
 
 def score_accumulate(accumulate):
@@ -1280,6 +1233,8 @@ print("ACCELERATE_USE_FSDP is still", os.environ.get("ACCELERATE_USE_FSDP"))
 # | on CPU ranks | FSDP2 | FSDP2 | DDP, until you add a few lines |
 #
 # So the losses are no reason to prefer one. Choose by who should maintain the loop, and by the last rows.
+# `Trainer` can use this library too: `fsdp_utils.integrations.transformers` has a callback that reports memory,
+# and one that saves and resumes by `save_distributed`.
 #
 # ## Claims, then and now
 
