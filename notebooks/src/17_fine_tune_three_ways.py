@@ -1233,8 +1233,8 @@ print("ACCELERATE_USE_FSDP is still", os.environ.get("ACCELERATE_USE_FSDP"))
 # | on CPU ranks | FSDP2 | FSDP2 | DDP, until you add a few lines |
 #
 # So the losses are no reason to prefer one. Choose by who should maintain the loop, and by the last rows.
-# `Trainer` can use this library too: `fsdp_utils.integrations.transformers` has a callback that reports memory,
-# and one that saves and resumes by `save_distributed`.
+# `Trainer` can use this library too: `fsdp_utils.integrations.transformers` has callbacks, one that reports
+# memory and one that saves and resumes by `save_distributed`.
 #
 # ## Claims, then and now
 
