@@ -1,6 +1,6 @@
 """Which set-ups of wrapper and optimizer come back bit by bit, on other numbers of ranks?
 
-    python benchmarks/checkpoint_setups.py                # all: some 10 minutes on 2 cores
+    python benchmarks/checkpoint_setups.py                # all: some 8 minutes on 2 cores
     python benchmarks/checkpoint_setups.py --only fsdp1   # those with that in their name
 
 Each is trained for two steps on four ranks and saved by save_distributed; models of another seed load it on
@@ -60,7 +60,7 @@ class Block(nn.Module):
         self.register_buffer("scale", torch.rand(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # f32[batch, 8]
-        return x + self.down(self.norm(self.up(x)).relu()) * self.scale
+        return x + self.down(self.norm(self.up(x)).relu()) * self.scale.to(x.dtype)
 
 
 class Net(nn.Module):

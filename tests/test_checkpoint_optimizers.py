@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.optim import Optimizer
 
 from fsdp_utils import (
@@ -21,6 +21,7 @@ from fsdp_utils import (
     save_full,
 )
 from fsdp_utils.checkpoint import save as save_module
+from fsdp_utils.checkpoint.state import quiet
 from tests.checkpoints import Outcome, fingerprint, outcome, rank
 from tests.sharded import TwoRanks, fsdp1, whole
 
@@ -276,3 +277,32 @@ def test_a_state_that_differs_between_ranks_is_refused(
             r": expected the same optimizer state on all ranks, found another \S*" + told, one.error or ""
         )
     assert [path for path in tmp_path.rglob("*") if path.name[0] != "." and path.is_file()] == []
+
+
+def adafactor_under_fsdp1(folder: Path) -> str:
+    """It comes back where nothing is cut; what is said where FSDP1 cuts parameters."""
+
+    def trained(strategy: str, seed: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(seed)
+        model = fsdp1(nn.Linear(4, 6), use_orig_params=True, sharding_strategy=ShardingStrategy[strategy])
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    with quiet():
+        model, optimizer = trained("NO_SHARD", 0)
+        save_distributed(folder, model, optimizer, step=1)
+        other, into = trained("NO_SHARD", 1)
+        load_distributed(folder, other, into)
+        torch.testing.assert_close(
+            into.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0
+        )
+        cut = trained("FULL_SHARD", 1)
+        return str(outcome(lambda: load_distributed(folder, *cut)).error)
+
+
+def test_a_state_with_fewer_elements_than_its_parameter(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    """Adafactor's rows and columns: FSDP1 has parameters in one dimension, and state for each element."""
+    for said in two_ranks(adafactor_under_fsdp1, tmp_path):
+        assert re.search(r"'(row|col)_var' of weight: expected 24 elements, .* found \[", said)

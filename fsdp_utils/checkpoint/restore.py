@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
+from fsdp_utils.checkpoint.errors import CheckpointMismatchError
 from fsdp_utils.checkpoint.state import (
     MODEL,
     OptimizerPlan,
@@ -239,6 +240,7 @@ class _Piece(NamedTuple):
     start: int  # in param
     offset: int  # in the whole parameter
     numel: int
+    whole: int  # elements of the whole parameter
 
 
 def _pieces(unit: Unit) -> dict[str, _Piece]:
@@ -251,7 +253,8 @@ def _pieces(unit: Unit) -> dict[str, _Piece]:
         if info.in_shard:
             # An optimizer has either the flat parameter or, with use_orig_params, its views.
             param, start = (kept.params[index], 0) if kept.params else (flat, info.offset_in_shard)
-            pieces[name] = _Piece(param, start, info.intra_param_start_idx, info.numel_in_shard)
+            part = info.intra_param_start_idx, info.numel_in_shard
+            pieces[name] = _Piece(param, start, *part, kept.numels[index])
     return pieces
 
 
@@ -284,15 +287,22 @@ def fsdp1_optimizer_state(
     for raw_name, param in model.named_parameters():
         name = clean_name(model, raw_name)
         if FLAT_PARAM not in raw_name and name not in inside:
-            pieces[name] = _Piece(param, 0, 0, param.numel())  # that no unit shards
+            pieces[name] = _Piece(param, 0, 0, param.numel(), param.numel())  # that no unit shards
     state: dict[Tensor, Any] = {}
     for key, (name, what) in saved.paths.items():
         value = receive(key)  # on every rank, also where nothing of it is kept
         if (piece := pieces.get(name)) is None:
             continue
         of_param = state.setdefault(piece.param, {})
-        if value.dim() == 0:
-            of_param[what] = value.clone()  # as with FSDP1 itself, one for the whole unit
+        of_its_own = value.numel() != piece.whole  # as Adafactor's, which has less than the parameter
+        if of_its_own and value.dim() and piece.param.numel() != piece.whole:
+            raise CheckpointMismatchError(
+                f"optimizer state {what!r} of {name}: expected {piece.whole} elements, one for each of the "
+                f"parameter, which FSDP1 can cut, found {list(value.shape)}. Load it into FSDP2, DDP "
+                "or no wrapper"
+            )
+        if of_its_own or value.dim() == 0:
+            of_param[what] = value.clone()  # a scalar as with FSDP1 itself: one for the whole unit
             continue
         if what not in of_param:
             of_param[what] = torch.zeros(piece.param.shape, dtype=value.dtype, device=piece.param.device)
