@@ -537,6 +537,7 @@ def test_an_optimizers_state_is_put_where_its_parameters_are() -> None:
     model = nn.Linear(2, 2, device="meta")  # outside of units
     flat: Any = nn.Parameter(torch.empty(6, device="meta"))
     flat._shard_param_infos = [_ShardParamInfo(True, 2, 3, 1, 3)]  # three numbers, at 2 in the shard
+    flat._numels = (4,)
     flat._params = None
     unit: Any = SimpleNamespace(_flat_param=flat)
     shapes = {"weight": (2, 2), "bias": (2,), "inner": (2, 2)}
