@@ -377,10 +377,10 @@ Table(
 #   that.
 # - **Gathered** is the root, with embedding and head, and the next block's buffer.
 #
-# The speed per GPU stays the same, too: to compute with 8,192 tokens takes longer than to gather the next
-# block, even over 1,024 ranks. A smaller model with shorter samples is slowed down, as the sliders below
-# show. Both columns assume that the links reach 80% of their published rates. A network that other jobs use
-# too is not simulated.
+# The speed per GPU stays the same, too, because a block computes for longer than the next one takes to
+# gather, even over 1,024 ranks. A smaller model with shorter samples slows down, as the sliders below show.
+# Both columns assume that the links reach 80% of their published rates, and that no other job uses the
+# network.
 
 # %% tags=["check"]
 few, many = by_ranks[64], by_ranks[1024]
@@ -912,9 +912,9 @@ plots.show(fig, alt="Predicted divided by published, for speed of eager and comp
 # Of the 35 runs that worked, `plan` says "fits" of 30, "tight" of 5 and "does not fit" of none. It says
 # "tight" of the one that ran out of memory.
 #
-# The small error of memory is a weaker proof than that of speed, because we looked at these runs once: the
-# error was 12% in the median at first. Then we read the source code of those programs and added to the rows
-# what each training loop holds of the model's output, and the dtype of its loss.
+# The small error of memory is a weaker proof than that of speed. At first it was 12% in the median; then we
+# read the source code of those programs and added to the rows what each training loop holds of the model's
+# output, and the dtype of its loss.
 
 # %% tags=["check"]
 def furthest(key):
@@ -942,12 +942,11 @@ assert median(ratios["tokens/s, compiled"]) < 1
 print(f"Checked: {len(apart)} runs kept apart, no wrong verdict; the furthest are the runs named above.")
 
 # %% [markdown]
-# Three published runs can be planned on this page: torchtitan's Llama 3 70B, which is `by_ranks[64]` from
-# above, and its Llama 2 13B, both on 64 A100 in 2024; and the Distributed Training Guide's 7B on 8 A100.
-# torchtitan's two were used for fitting, the Guide's was kept apart. The settings are theirs, with three
-# differences: `plan` simulates the models of transformers, where torchtitan has its own. The Guide wraps
-# modules with 100 million parameters or more, where `plan` wraps blocks. And for the Guide we assume samples
-# of 1,024 tokens, the default of its program.
+# Three published runs, planned here: torchtitan's Llama 3 70B (`by_ranks[64]` from above) and Llama 2 13B on
+# 64 A100, both used for fitting, and the Distributed Training Guide's 7B on 8 A100, kept apart. Three things
+# differ from theirs: `plan` simulates the models of transformers instead of torchtitan's own, it wraps blocks
+# where the Guide wraps modules with 100 million parameters or more, and for the Guide we assume samples of
+# 1,024 tokens, the default of its program.
 
 # %% tags=["torchtitan", "guide"]
 live_13b = predict(by_id["tt-a100-l2-13b-none"]).plan
@@ -1340,8 +1339,7 @@ try_answers(14)
 # How sure is the choice? The likely range of an eager step is 12% less to 14% more than its estimate. So two
 # offers whose costs lie closer together than that are a tie: measure a few steps on both.
 #
-# `search`, with which this lesson began, finds the fewest GPUs. It knows nothing of prices: what you wrote
-# here is the part that depends on your provider.
+# `search`, with which this lesson began, finds the fewest GPUs and knows nothing of prices.
 #
 # ## When it goes wrong
 #
