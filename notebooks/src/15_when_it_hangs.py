@@ -115,7 +115,7 @@ def note_in(folder, group):
                 if frame.f_code.co_filename.endswith("_fsdp_param_group.py"):
                     unit = fsdp2_unit_of_frame(frame)
                 frame = frame.f_back
-            unit = "" if unit is None else unit.replace("blocks.", "block ") or "root"
+            unit = "a tensor" if unit is None else unit.replace("blocks.", "block ") or "root"
             print(json.dumps({"kind": call.kind, "unit": unit, "bytes": call.bytes_in}), file=file)
         return issue()
 
@@ -193,9 +193,11 @@ def color_of(unit):
     return plots.RANK_COLORS[int(unit[-1])] if unit.startswith("block") else plots.FAINT
 
 
-def box(axes, left, row, width, text, color):
+def box(axes, left, row, width, text, color, *, waits=False):
     look = {"linestyle": "--", "facecolor": plots.CARD} if color is None else {"facecolor": color}
     axes.barh(row, width, left=left, height=0.6, edgecolor=plots.FAINT, alpha=0.45, **look)
+    if waits:
+        axes.barh(row, width, left=left, height=0.6, edgecolor=OTHER, facecolor="none", linewidth=2.5)
     axes.text(left + width / 2, row, text, ha="center", va="center", fontsize=8, linespacing=1.0)
 
 
@@ -213,8 +215,8 @@ def draw_calls(axes, title, found, *, columns=5, sizes=False):
                 box(axes, x - 0.46, rank, 0.92, "no call", None)
             else:
                 size = f", {call['bytes']} B" if sizes else ""
-                text = f"{call['kind']}\n{call['unit']}{size}"
-                box(axes, x - 0.46, rank, 0.92, text, color_of(call["unit"]))
+                text, alone = f"{call['kind']}\n{call['unit']}{size}", number >= min(map(len, calls))
+                box(axes, x - 0.46, rank, 0.92, text, color_of(call["unit"]), waits=alone)
             if before and call:
                 color, thickness = (plots.INK, 1) if before == call else (OTHER, 4)
                 axes.plot([x, x], [rank - 0.7, rank - 0.3], color=color, linewidth=thickness)
@@ -227,18 +229,22 @@ def draw_calls(axes, title, found, *, columns=5, sizes=False):
     axes.spines[:].set_visible(False)
 
 
-def finished(fig, alt):
-    names = {plots.INK: "paired: the same call", OTHER: "paired: different calls"}
-    handles = [Patch(color=color, label=name) for color, name in names.items()]
-    fig.legend(handles=handles, loc="outside lower center", ncols=2)
+def finished(fig, alt, *, hang):
+    kinds = [Patch(color=plots.INK, label="thin line: a pair of equal calls")]
+    if hang:
+        kinds.append(Patch(facecolor="none", edgecolor=OTHER, linewidth=2.5, label="waits for a rank"))
+    else:
+        kinds.append(Patch(color=OTHER, label="thick line: a pair of different calls"))
+    fig.legend(handles=kinds, loc="outside lower center", ncols=2, frameon=False)
     return plots.show(fig, alt=alt)
 
 
-def show_calls(runs, **how):
-    fig, panels = plots.figure(len(runs), width=8.6, height=0.52 * WORLD + 0.9)
+def show_calls(runs, *, width=8.6, hang=True, **how):
+    fig, panels = plots.figure(len(runs), width=width, height=0.52 * WORLD + 0.9)
     for axes, (title, found) in zip(panels, runs.items()):
         draw_calls(axes, title, found, **how)
-    return finished(fig, f"The collectives of each rank, paired by their order: {', '.join(runs)}.")
+    alt = f"The collectives of each rank, paired by their order: {', '.join(runs)}."
+    return finished(fig, alt, hang=hang)
 
 
 def show_weights(found):
@@ -254,7 +260,7 @@ def show_weights(found):
     right.set(ylim=(WORLD - 0.6, -0.4), xticks=[], yticks=[])
     right.set_title("rows of the weights, in the colour of their block")
     right.spines[:].set_visible(False)
-    return finished(fig, "Calls of each rank, and the weights they get: some are of two blocks.")
+    return finished(fig, "Calls of each rank, and the weights they get: some are of two blocks.", hang=False)
 
 
 # %% [markdown]
@@ -376,9 +382,9 @@ drawn = attempt(own_generator)
 show_weights(drawn)
 
 # %% [markdown]
-# On the left, the pairs of different calls are red. On the right is what these gathers return: a weight that
-# is glued together from pieces of two blocks. There is no error, since all blocks have equal sizes. Every
-# rank leaves out one block, so even the number of collectives is equal.
+# On the left, thick lines are pairs of different calls. On the right is what these gathers return: weights
+# glued together from pieces of two blocks. There is no error, since all blocks have equal sizes. Every rank
+# leaves out one block, so even the number of collectives is equal.
 #
 # ## It aborts: other sizes
 #
@@ -395,13 +401,13 @@ print("a rank was ended by SIGABRT:", "SIGABRT" in aborted[0]["error"])
 print("gloo:", first_words(aborted[0]["error"]))
 
 # %% tags=["nbval-ignore-output"] jupyter={"source_hidden": true}
-show_calls({"other_widths, up to the abort": aborted}, sizes=True)
+show_calls({"other_widths, up to the abort": aborted}, width=6.4, hang=False, sizes=True)
 
 # %% [markdown]
-# Where a pair is red, the sizes differ. A rank received more bytes than it had room for, and gloo ended its
-# process at once. That is the lucky case: a rank that receives *fewer* bytes than it expects gets no error
-# from gloo, and the rest of its tensor stays as it was. NCCL does not compare sizes. What follows there is
-# undefined, and is often a hang.
+# Where the line is thick, the sizes differ. A rank received more bytes than it had room for, and gloo ended
+# its process at once. That is the lucky case: a rank that receives *fewer* bytes than it expects gets no
+# error from gloo, and the rest of its tensor stays as it was. NCCL does not compare sizes. What follows there
+# is undefined, and is often a hang.
 
 # %% tags=["check"]
 assert {one["result"][1] for one in mixed} == {1.0 + 0.5 * LAST}
