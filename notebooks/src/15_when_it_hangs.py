@@ -21,12 +21,13 @@
 # line is it?
 
 # Ranks that hang are of no further use, so the mistakes do not run on the ranks of this notebook.
-# `attempt(program)` starts new ranks and calls `program(mesh)` on each, with collectives that wait
-# 2.5 seconds at most. (In a real job the limit is 10 minutes with NCCL and 30 minutes with gloo, unless you
-# set `timeout`.) It returns one dictionary for each rank: the `result` of the program or the text of its
+# `attempt(program)` starts new ranks and calls `program(mesh)` on each, with collectives that wait 2.5
+# seconds at most. (In a real job the limit is 10 minutes with NCCL and 30 minutes with gloo, unless you set
+# `timeout`.) It returns one dictionary for each rank: the `result` of the program or the text of its
 # `error`, the `seconds` that it took, and the `calls`: every collective, written to a file before it is
-# issued. `sharded(mesh)` makes a model of three blocks and a head, with an FSDP unit for each block; the
-# root unit has the head. All of this is in the folded cells.
+# issued. `debug=True`, `check=True` and `look=f` switch on a tool instead of the record of calls.
+# `sharded(mesh)` makes a model of three blocks and a head, with an FSDP unit for each block; the root unit
+# has the head. All of this is in the folded cells.
 
 # %%
 from fsdp_utils.notebook import ranks
