@@ -20,97 +20,34 @@
 # **The question of this lesson:** a training stands still, or its loss is wrong, and no error says why. Which
 # line is it?
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import plots
-
-calls = {"others": (0, 1, 2, 3), "rank 0": (0, 2, 3)}
-fig, (axes,) = plots.figure(width=8, height=1.9)
-for row, units in enumerate(calls.values()):
-    for number, unit in enumerate(units):
-        axes.barh(row, 0.86, left=number, height=0.55, color=plots.RANK_COLORS[unit])
-        axes.text(number + 0.43, row, f"gather {unit}", ha="center", va="center", fontsize=9)
-axes.text(3.43, 1, "nobody", ha="center", va="center", fontsize=9)
-for number in range(4):
-    axes.plot([number + 0.43] * 2, [0.29, 0.71], color=plots.INK, linewidth=1)
-axes.set_yticks(range(2), list(calls))
-axes.set_xticks([n + 0.43 for n in range(4)], [f"call {n + 1}" for n in range(4)])
-axes.set(ylim=(1.6, -0.6))
-axes.tick_params(length=0)
-axes.spines[:].set_visible(False)
-plots.show(fig, alt="Rank 0 has left out the gather of unit 1: its later calls are paired with others.")
-
-# %% [markdown]
-# Rank 0 has left out one call. Collectives carry no label: the second call of rank 0 is paired with the
-# second call of the others, whatever each meant by it. Here, rank 0 asks for unit 2 and gets the others'
-# pieces of unit 1. If the pieces have equal sizes, there is no error. If a rank receives more than it
-# expects, gloo ends its process. And the others' fourth call waits for a call that never comes.
-#
-# ## In your own code
-#
-# A training that says where it hangs. Save the script as `train.py` and start it with
-# `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none.
-#
-# ```python
-# import faulthandler
-# from datetime import timedelta
-# import torch
-# import torch.distributed as dist
-# from torch.distributed.device_mesh import init_device_mesh
-# from torch.distributed.fsdp import fully_shard
-# from fsdp_utils import check_in_step
-#
-# device = "cuda" if torch.cuda.is_available() else "cpu"
-# dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=5))
-# if device == "cuda":
-#     torch.cuda.set_device(dist.get_node_local_rank())
-# torch.manual_seed(0)
-# model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
-# for part in [*model, model]:
-#     fully_shard(part, mesh=init_device_mesh(device, (dist.get_world_size(),)))
-# optimizer = torch.optim.AdamW(model.parameters())
-# with check_in_step(after_s=60):  # says where ranks part, and who is waited for
-#     for step in range(10):
-#         faulthandler.dump_traceback_later(240)  # stacks, before the time-out ends the job
-#         loss = model(torch.randn(8, 64, device=device)).square().mean()
-#         loss.backward()
-#         optimizer.step()
-#         optimizer.zero_grad()
-# faulthandler.cancel_dump_traceback_later()
-# dist.destroy_process_group()
-# ```
-#
-# `dump_traceback_later` is set below the time-out of the process group: at the time-out a rank gives up,
-# and its stack no longer shows where it waited. The rest of the lesson shows what each of these lines tells
-# you when something goes wrong.
-#
-# ## Ranks that may break
-#
-# The turns below use the ranks of this notebook. The mistakes do not: a rank that is left inside a collective
-# is of no further use. `run_on_ranks` runs a function on new processes and ends them afterwards.
+# Ranks that hang are of no further use, so the mistakes do not run on the ranks of this notebook.
+# `attempt(program)` starts new ranks and calls `program(mesh)` on each, with collectives that wait 2.5
+# seconds at most. (In a real job the limit is 10 minutes with NCCL and 30 minutes with gloo, unless you set
+# `timeout`.) It returns one dictionary for each rank: the `result` of the program or the text of its
+# `error`, the `seconds` that it took, and the `calls`: every collective, written to a file before it is
+# issued. `debug=True`, `check=True` and `look=f` switch on a tool instead of the record of calls.
+# `sharded(mesh)` makes a model of three blocks and a head, with an FSDP unit for each block; the root unit
+# has the head. All of this is in the folded cells.
 
 # %%
-from fsdp_utils import check_in_step, record_collectives, run_on_ranks
-from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import exactly, try_answers, turn
 from fsdp_utils.notebook import ranks
 
-ranks.start(device="cpu")  # also where there are GPUs: this lesson hangs on purpose
+ranks.start(device="cpu")  # for the turns; also where there are GPUs: this lesson hangs on purpose
 
-# %%
+# %% jupyter={"source_hidden": true}
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
+from fsdp_utils import check_in_step, record_collectives, run_on_ranks
+from fsdp_utils.lessons.tables import Table
+from fsdp_utils.lessons.turns import exactly, try_answers, turn
+
 WORLD = len(ranks.get("0"))
 LAST = WORLD - 1
 
-# %% [markdown]
-# The model has three blocks and a head. It can leave out a block. `sharded` gives every block a unit of its
-# own.
 
-
-# %%
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -139,19 +76,12 @@ def sharded(mesh, widths=(8, 8, 8)):
         fully_shard(part, mesh=mesh)
     return model
 
-
-# %% [markdown]
-# `attempt(program)`, in the folded cell, starts new ranks and calls `program(mesh)` on each, with
-# collectives that wait 2.5 seconds at most. (In a real job the limit is 10 minutes with NCCL and 30 minutes
-# with gloo, unless you set `timeout`.) It returns one dictionary for each rank: the program's `result`, or
-# the text of its `error`, and the `seconds` that it took. Three arguments switch on a tool: `debug=True`
-# and `check=True` for two of those below, and `look=f` calls `f` on every rank after 1.8 seconds, from
-# another thread, while the ranks hang.
-
 # %% jupyter={"source_hidden": true}
+import json
 import linecache
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -160,6 +90,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_utils.collectives.c10d_hooks import listen_to_calls
+from fsdp_utils.torch_internals.fsdp import fsdp2_unit_of_frame
 
 LIMIT_S = 2.5
 
@@ -170,6 +103,24 @@ def hold(folder, began):
     done.add("ranks", 1)
     while done.add("ranks", 0) < WORLD and time.monotonic() - began < LIMIT_S + 1:
         time.sleep(0.02)
+
+
+def note_in(folder, group):
+    """Return a listener that writes each call to a file before it is issued."""
+    file = (folder / f"calls{dist.get_rank()}").open("w", buffering=1)
+
+    def note(call, issue):
+        if call.group == group:
+            frame, unit = sys._getframe(), None
+            while frame is not None and unit is None:
+                if frame.f_code.co_filename.endswith("_fsdp_param_group.py"):
+                    unit = fsdp2_unit_of_frame(frame)
+                frame = frame.f_back
+            unit = "a tensor" if unit is None else unit.replace("blocks.", "block ") or "root"
+            print(json.dumps({"kind": call.kind, "unit": unit, "bytes": call.bytes_in}), file=file)
+        return issue()
+
+    return note
 
 
 def one_rank(program, folder, cells, debug, look, check):
@@ -184,7 +135,8 @@ def one_rank(program, folder, cells, debug, look, check):
     began = time.monotonic()
     try:
         mesh = DeviceMesh.from_group(group, "cpu")
-        with check_in_step() if check else nullcontext():
+        noted = nullcontext() if debug or look or check else listen_to_calls(note_in(folder, group))
+        with check_in_step() if check else nullcontext(), noted:
             found["result"] = program(mesh)
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
@@ -207,11 +159,15 @@ def attempt(program, *, debug=False, look=None, check=False):
     folder = Path(tempfile.mkdtemp())
     try:
         settings = (program, folder, cells, debug, look, check)
-        return run_on_ranks(one_rank, *settings, world_size=WORLD, timeout=60)
+        found = run_on_ranks(one_rank, *settings, world_size=WORLD, timeout=60)
     except RuntimeError as error:
         said = "".join(file.read_text() for file in sorted(folder.glob("stderr*")))
         ended = {"result": None, "error": f"{error}\n{said}", "seen": None, "seconds": 0.0}
-        return [ended] * WORLD
+        found = [dict(ended) for _ in range(WORLD)]
+    for rank, one in enumerate(found):
+        file = folder / f"calls{rank}"
+        one["calls"] = [json.loads(line) for line in file.open()] if file.exists() else []
+    return found
 
 
 def first_words(error):
@@ -227,10 +183,156 @@ def first_words(error):
     return next((match[0] for text in known if (match := re.search(text, error))), error[:60])
 
 
+from matplotlib.patches import Patch
+
+from fsdp_utils.lessons import plots
+
+OTHER = plots.RANK_COLORS[5]  # a pair of calls that differ
+
+
+def color_of(unit):
+    return plots.RANK_COLORS[int(unit[-1])] if unit.startswith("block") else plots.FAINT
+
+
+def box(axes, left, row, width, text, color, *, waits=False):
+    look = {"linestyle": "--", "facecolor": plots.CARD} if color is None else {"facecolor": color}
+    axes.barh(row, width, left=left, height=0.6, edgecolor=plots.FAINT, alpha=0.45, **look)
+    if waits:
+        axes.barh(row, width, left=left, height=0.6, edgecolor=OTHER, facecolor="none", linewidth=2.5)
+    axes.text(left + width / 2, row, text, ha="center", va="center", fontsize=8, linespacing=1.0)
+
+
+def draw_calls(axes, title, found, *, columns=5, sizes=False):
+    """Draw the last collectives of each rank: a row for each rank, the pairs above each other."""
+    calls = [one["calls"] for one in found]
+    most = max(map(len, calls))
+    first = max(0, most - columns)
+    for number in range(first, most):
+        before = None
+        for rank, called in enumerate(calls):
+            x = number - first
+            call = called[number] if number < len(called) else None
+            if call is None:
+                box(axes, x - 0.46, rank, 0.92, "no call", None)
+            else:
+                size = f", {call['bytes']} B" if sizes else ""
+                text, alone = f"{call['kind']}\n{call['unit']}{size}", number >= min(map(len, calls))
+                box(axes, x - 0.46, rank, 0.92, text, color_of(call["unit"]), waits=alone)
+            if before and call:
+                color, thickness = (plots.INK, 1) if before == call else (OTHER, 4)
+                axes.plot([x, x], [rank - 0.7, rank - 0.3], color=color, linewidth=thickness)
+            before = call
+    axes.set_title(title)
+    axes.set_xticks(range(most - first), [f"call {number + 1}" for number in range(first, most)])
+    axes.set(ylim=(WORLD - 0.6, -0.4), xlim=(-0.5, most - first - 0.5))
+    axes.set_yticks(range(WORLD), [f"rank {rank}" for rank in range(WORLD)])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def finished(fig, alt, *, hang):
+    kinds = [Patch(color=plots.INK, label="thin line: a pair of equal calls")]
+    if hang:
+        kinds.append(Patch(facecolor="none", edgecolor=OTHER, linewidth=2.5, label="waits for a rank"))
+    else:
+        kinds.append(Patch(color=OTHER, label="thick line: a pair of different calls"))
+    fig.legend(handles=kinds, loc="outside lower center", ncols=2, frameon=False)
+    return plots.show(fig, alt=alt)
+
+
+def show_calls(runs, *, width=8.6, hang=True, **how):
+    fig, panels = plots.figure(len(runs), width=width, height=0.52 * WORLD + 0.9)
+    for axes, (title, found) in zip(panels, runs.items()):
+        draw_calls(axes, title, found, **how)
+    alt = f"The collectives of each rank, paired by their order: {', '.join(runs)}."
+    return finished(fig, alt, hang=hang)
+
+
+def show_weights(found):
+    """Draw the calls of each rank, and from which blocks the rows of the gathered weights come."""
+    fig, (left, right) = plots.figure(2, width=9.4, height=0.52 * WORLD + 0.9)
+    draw_calls(left, "what each rank calls", found)
+    for rank, one in enumerate(found):
+        for place, (called, rows) in enumerate(one["result"].items()):
+            for row, block in enumerate(rows):
+                color = plots.RANK_COLORS[int(block)]
+                right.barh(rank, 0.98, left=9 * place + row, height=0.6, color=color, alpha=0.45)
+            right.text(9 * place + 4, rank, f"used as block {called}", ha="center", va="center", fontsize=8)
+    right.set(ylim=(WORLD - 0.6, -0.4), xticks=[], yticks=[])
+    right.set_title("rows of the weights, in the colour of their block")
+    right.spines[:].set_visible(False)
+    return finished(fig, "Calls of each rank, and the weights they get: some are of two blocks.", hang=False)
+
+
+# %% [markdown]
+# ## It hangs: a call without a partner
+#
+# Mistake 1, **an early stop** on the local loss: in the third step, the last rank has reached the target and
+# leaves the loop.
+
+
+# %%
+def early_stop(mesh):
+    model = sharded(mesh)
+    for step in range(4):
+        loss = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        if step == 2 and dist.get_rank() == LAST:  # `loss < target`, say
+            break
+
+
+stopped_early = attempt(early_stop)
+
+# %% jupyter={"source_hidden": true}
+show_calls({"the last calls of early_stop": stopped_early})
+
+# %% [markdown]
+# A column is one collective, as the ranks called it. Collectives carry no label: the 34th call of a rank is
+# paired with the 34th call of every other rank. The last rank has made 33, so the others wait in the first
+# gather of the next step, for a call that never comes.
+#
+# Two more mistakes that hang:
+#
+# - Mistake 2, **a sampler of unequal length**: rank 0 has one batch more than the others.
+# - Mistake 3, **`if rank == 0` around the state dict**: rank 0 writes the file, but the gather needs all
+#   ranks.
+
+
+# %%
+def unequal_batches(mesh):
+    model = sharded(mesh)
+    for _ in range(4 if dist.get_rank() == 0 else 3):
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def save_on_rank_0(mesh):
+    model = sharded(mesh)
+    model(torch.ones(2, 8)).sum().backward()
+    if dist.get_rank() == 0:
+        torch.save({name: value.full_tensor() for name, value in model.state_dict().items()}, "never.pt")
+
+
+hangs = {"early_stop": stopped_early}
+hangs |= {program.__name__: attempt(program) for program in (unequal_batches, save_on_rank_0)}
+
+# %% jupyter={"source_hidden": true}
+show_calls({name: hangs[name] for name in ("unequal_batches", "save_on_rank_0")}, columns=3)
+
+# %% tags=["nbval-ignore-output"]
+print("rank 0 of unequal_batches, after 2.5 seconds:")
+print(hangs["unequal_batches"][0]["error"])
+
+# %% [markdown]
+# With gloo, a rank that waits gets this error at the time-out: here after 2.5 seconds, in a job with the
+# default limit after 30 minutes. Where another rank gave up first and ended, the error is `Connection
+# closed by peer` instead. With NCCL, the watchdog ends the process after 10 minutes. Which rank is missing,
+# and what it did instead, is not in the message. So set a shorter limit first, `timeout` of
+# `init_process_group`: five minutes are plenty where no rank does long work alone.
+
 # %% [markdown]
 # ## It lies: equal calls, other data
 #
-# Mistake 1, **a branch on the local loss**. A rank whose loss is high counts a spike. All others add up their
+# Mistake 4, **a branch on the local loss**. A rank whose loss is high counts a spike. All others add up their
 # losses. Every rank calls one `all_reduce` of one number.
 
 
@@ -247,17 +349,14 @@ def branch_on_loss(mesh):
 
 mixed = attempt(branch_on_loss)
 
-# %% jupyter={"source_hidden": true}
-right = {"number of spikes": 1.0, "sum of losses": 2.0 + 0.5 * LAST}
-Table(
-    ["rank", "asks for the", "gets", "right"],
-    [[rank, asked, got, right[asked]] for rank, (asked, got) in enumerate(one["result"] for one in mixed)],
-)
+for rank, one in enumerate(mixed):
+    print(f"rank {rank}:", *one["result"])
 
 # %% [markdown]
-# All ranks get the same number, and it is neither of the two sums.
+# All ranks get the same number: rank 0's one spike plus the other ranks' losses, 0.5 each. It is neither the
+# number of spikes (1) nor the sum of all losses.
 #
-# Mistake 2, **a generator that differs**. In stochastic depth, each step leaves out a block that is drawn at
+# Mistake 5, **a generator that differs**. In stochastic depth, each step leaves out a block that is drawn at
 # random. Here each rank draws from a generator of its own. FSDP gathers a block when it is called, so the
 # ranks gather different blocks. To see what they get, each block's weight is filled with the block's number
 # before it is sharded.
@@ -281,23 +380,16 @@ def own_generator(mesh, widths=(8, 8, 8)):
 drawn = attempt(own_generator)
 
 # %% jupyter={"source_hidden": true}
-Table(
-    ["rank", "calls block", "rows of the weight that it gets are those of block"],
-    [
-        [rank, called, " ".join(f"{row:.0f}" for row in rows)]
-        for rank, one in enumerate(drawn)
-        for called, rows in one["result"].items()
-    ],
-)
+show_weights(drawn)
 
 # %% [markdown]
-# Where the ranks have drawn different blocks, a rank computes with a weight that is glued together from
-# pieces of two blocks. There is no error, since all blocks have equal sizes. Every rank leaves out one block,
-# so even the number of collectives is equal.
+# On the left, thick lines are pairs of different calls. On the right is what these gathers return: weights
+# glued together from pieces of two blocks. There is no error, since all blocks have equal sizes. Every rank
+# leaves out one block, so even the number of collectives is equal.
 #
 # ## It aborts: other sizes
 #
-# The program is the one of mistake 2, but the blocks have different widths now.
+# The program is the one of mistake 5, but the blocks have different widths now.
 
 
 # %%
@@ -309,71 +401,14 @@ aborted = attempt(other_widths)
 print("a rank was ended by SIGABRT:", "SIGABRT" in aborted[0]["error"])
 print("gloo:", first_words(aborted[0]["error"]))
 
-# %% [markdown]
-# A rank received more bytes than it had room for, and gloo ended its process at once. That is the lucky
-# case: a rank that receives *fewer* bytes than it expects gets no error from gloo, and the rest of its
-# tensor stays as it was. NCCL does not compare sizes. What follows there is undefined, and is often a hang.
-#
-# ## It hangs: a call without a partner
-#
-# Three more mistakes, each of which you have probably made:
-#
-# - Mistake 3, **a sampler of unequal length**: rank 0 has one batch more than the others.
-# - Mistake 4, **an early stop** on the local loss: the last rank has reached the target, and leaves the loop.
-# - Mistake 5, **`if rank == 0` around the state dict**: rank 0 writes the file, but the gather
-#   needs all ranks.
-
-
-# %%
-def unequal_batches(mesh):
-    model = sharded(mesh)
-    for _ in range(4 if dist.get_rank() == 0 else 3):
-        model(torch.ones(2, 8)).sum().backward()
-
-
-def early_stop(mesh):
-    model = sharded(mesh)
-    for step in range(4):
-        loss = model(torch.ones(2, 8)).sum()
-        loss.backward()
-        if step == 2 and dist.get_rank() == LAST:  # `loss < target`, say
-            break
-
-
-def save_on_rank_0(mesh):
-    model = sharded(mesh)
-    model(torch.ones(2, 8)).sum().backward()
-    if dist.get_rank() == 0:
-        torch.save({name: value.full_tensor() for name, value in model.state_dict().items()}, "never.pt")
-
+# %% tags=["nbval-ignore-output"] jupyter={"source_hidden": true}
+show_calls({"other_widths, up to the abort": aborted}, width=6.4, hang=False, sizes=True)
 
 # %% [markdown]
-# The next cell runs the three of them, one after the other. In each, `attempt` keeps the ranks that are done
-# for a second longer than the limit, as if the program did something else then.
-
-# %%
-hangs = {program.__name__: attempt(program) for program in (unequal_batches, early_stop, save_on_rank_0)}
-
-# %% tags=["nbval-ignore-output"]
-print("rank 0 of unequal_batches, after 2.5 seconds:")
-print(hangs["unequal_batches"][0]["error"])
-
-# %% jupyter={"source_hidden": true}
-Table(
-    ["mistake", *(f"rank {rank}" for rank in range(WORLD))],
-    [
-        [name, *("waits in vain" if one["error"] else "done" for one in found)]
-        for name, found in hangs.items()
-    ],
-)
-
-# %% [markdown]
-# With gloo, a rank that waits gets this error at the time-out: here after 2.5 seconds, in a job with the
-# default limit after 30 minutes. Where another rank gave up first and ended, the error is `Connection
-# closed by peer` instead. With NCCL, the watchdog ends the process after 10 minutes. The traceback says on
-# which line *this* rank waited. Which rank is missing, and what it did instead, is not in the message. So
-# set a shorter limit first, `timeout` of `init_process_group`: five minutes are plenty where no rank does
-# long work alone.
+# Where the line is thick, the sizes differ. A rank received more bytes than it had room for, and gloo ended
+# its process at once. That is the lucky case: a rank that receives *fewer* bytes than it expects gets no
+# error from gloo, and the rest of its tensor stays as it was. NCCL does not compare sizes. What follows there
+# is undefined, and is often a hang.
 
 # %% tags=["check"]
 assert {one["result"][1] for one in mixed} == {1.0 + 0.5 * LAST}
@@ -386,12 +421,18 @@ for found in hangs.values():
 print("Checked: one mistake aborts, two go on with wrong data, three wait for the time-out.")
 
 # %% [markdown]
-# ## Tool 1: stacks
+# ## Tools 1 and 2: stacks, and the flight recorder
 #
 # Where does each rank stand? Python's `faulthandler` writes the stacks of all threads:
 # `faulthandler.dump_traceback_later(240)` does so if a step takes four minutes. From outside, `py-spy dump
-# --pid PID` shows the same of a process that has no such line. Here `attempt` takes the stacks of
-# `early_stop` while its ranks wait.
+# --pid PID` shows the same of a process that has no such line.
+#
+# What did it call before? torch's flight recorder keeps the last 2,000 collectives of each process in a ring
+# buffer, with the Python stack of each. With NCCL the watchdog writes it to a file at a time-out, and the
+# command `torchfrtrace` compares the files of all ranks. gloo's calls are recorded too (seen in torch 2.13),
+# but no watchdog writes them, so this cell asks for them.
+#
+# `attempt(..., look=f)` calls `f` on every rank after 1.8 seconds, from another thread, while the ranks hang.
 
 
 # %%
@@ -404,7 +445,14 @@ def stacks():
         return file.read()
 
 
-looked = attempt(early_stop, look=stacks)
+def flight_record():
+    import pickle
+
+    record = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    return [entry for entry in record["entries"] if entry["process_group"][1] != "default_pg"]
+
+
+looked = attempt(early_stop, look=lambda: (stacks(), flight_record()))
 
 
 # %% jupyter={"source_hidden": true}
@@ -414,29 +462,55 @@ HELPERS = ("stacks", "hold", "one_rank", "<lambda>")
 def own_line(text):
     """Return the innermost line of a dump that is in a cell, without the folded helpers."""
     found = re.findall(r'File "([^"]*ipykernel_[^"]*)", line (\d+) in (\w+)', text)
-    lines = [
-        (file, int(line), name) for file, line, name in found if name not in HELPERS
-    ]
-    lines = [(name, linecache.getline(file, line).strip()) for file, line, name in lines]
-    return next(
-        ((name, line) for name, line in lines if "look()" not in line), ("nowhere: it has returned", "")
-    )
+    lines = [(file, int(line), name) for file, line, name in found if name not in HELPERS]
+    lines = [linecache.getline(file, line).strip() for file, line, name in lines]
+    return next((line for line in lines if "look()" not in line), "has left the program")
+
+
+def line_of(frames):
+    """Return the innermost line of a stack that is in a cell."""
+    frame = next(frame for frame in frames if "ipykernel" in frame["filename"])
+    return linecache.getline(frame["filename"], frame["line"]).strip()
 
 
 Table(
-    ["rank", "stands in", "on the line"],
-    [[rank, *own_line(one["seen"])] for rank, one in enumerate(looked)],
+    ["rank", "stack: stands on the line", "recorder: calls", "the last one", "on the line"],
+    [
+        [rank, own_line(stack), len(calls), last["profiling_name"], line_of(last["frames"])]
+        for rank, (stack, calls) in enumerate(one["seen"] for one in looked)
+        for last in calls[-1:]
+    ],
 )
 
 # %% [markdown]
-# All ranks but the last one stand in `early_stop`, on the line that calls the model. The last one has left
-# the program: it is the one they wait for. In a dump of many ranks, read the odd one out first.
+# The stacks: all ranks but the last one stand on the line that calls the model. The last one has left the
+# program: it is the one they wait for. In a dump of many ranks, read the odd one out first. What stacks do
+# not show is why the ranks parted, if that was several calls ago. And with NCCL a call returns before the GPU
+# has run it, so the stack shows where the CPU waits (often in `.item()` or `synchronize`), which may be many
+# lines after the collective that hangs.
 #
-# What stacks do not show: why the ranks parted, if that was several calls ago. And with NCCL a call returns
-# before the GPU has run it, so the stack shows where the CPU waits (often in `.item()` or `synchronize`),
-# which may be many lines after the collective that hangs.
+# The recorder: the last rank has called one collective less. Its last one comes from the backward pass
+# before. (gloo runs a reduce-scatter as an all-reduce, and records that.) What the recorder does not have is
+# the data, and the unit that a call was for.
 #
-# ## Tool 2: `monitored_barrier`
+# <details><summary>The switches of NCCL (not run here: they take GPUs)</summary>
+#
+# - `TORCH_NCCL_DUMP_ON_TIMEOUT`: write the flight recorder to a file at a time-out. On by default in current
+#   versions; set it to 1 in older ones.
+# - `TORCH_FR_BUFFER_SIZE=20000`: keep more calls. (Older versions read `TORCH_NCCL_TRACE_BUFFER_SIZE`, and
+#   their default may be 0, which means off.)
+# - `TORCH_NCCL_ASYNC_ERROR_HANDLING`, on by default: the watchdog ends the process at a time-out, because a
+#   kernel cannot be interrupted.
+# - `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`: how long the watchdog itself may hang before the process is ended.
+# - `TORCH_NCCL_BLOCKING_WAIT=1`: `wait` blocks the CPU until the collective is over, and raises at the
+#   time-out, on the line that waits.
+# - `TORCH_NCCL_DESYNC_DEBUG=1`: at a time-out, report which rank is behind in which collective.
+#
+# </details>
+
+
+# %% [markdown]
+# ## Tool 3: `monitored_barrier`
 #
 # A barrier that names who did not come. Put it where you suspect the hang, with a limit of its own. It exists
 # for gloo only; with NCCL, make a second group: `dist.new_group(backend="gloo")`.
@@ -456,7 +530,7 @@ print("rank 0:", first_words(told[0]["error"]))
 # Rank 0 is told which rank did not come. It names the first such rank only; `wait_all_ranks=True` names all.
 # The barrier does not say where the missing rank is, and it sees nothing of the calls in between.
 #
-# ## Tool 3: `TORCH_DISTRIBUTED_DEBUG=DETAIL`
+# ## Tool 4: `TORCH_DISTRIBUTED_DEBUG=DETAIL`
 #
 # With this environment variable, torch compares every collective before it is issued: first a monitored
 # barrier, then the kind, and the shapes, types and devices of the tensors. (On the ranks here the
@@ -482,69 +556,10 @@ Table(["mistake", "DETAIL says"], [[name, said(found)] for name, found in detail
 # %% [markdown]
 # The abort has become an error with both calls in it, and a missing rank is named. DETAIL does not see the
 # two lies: their kinds, shapes and types are equal.
-#
-# ## Tool 4: the flight recorder
-#
-# torch keeps the last 2,000 collectives of each process in a ring buffer, with the Python stack of each.
-# With NCCL the watchdog writes it to a file at a time-out, and the command `torchfrtrace` compares the
-# files of all ranks. gloo's calls are recorded too (seen in torch 2.13), but no watchdog writes them. This
-# cell asks for them from another thread, while the ranks hang.
-
-
-# %%
-def flight_record():
-    import pickle
-
-    record = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
-    return [
-        (entry["profiling_name"], entry["frames"])
-        for entry in record["entries"]
-        if entry["process_group"][1] != "default_pg"
-    ]
-
-
-flown = attempt(early_stop, look=flight_record)
-
-
-# %% jupyter={"source_hidden": true}
-def line_of(frames):
-    """Return the innermost line of a stack that is in a cell."""
-    frame = next(frame for frame in frames if "ipykernel" in frame["filename"])
-    return linecache.getline(frame["filename"], frame["line"]).strip()
-
-
-Table(
-    ["rank", "collectives called", "the last one", "on the line"],
-    [
-        [rank, len(one["seen"]), one["seen"][-1][0].removeprefix("gloo:"), line_of(one["seen"][-1][1])]
-        for rank, one in enumerate(flown)
-    ],
-)
-
-# %% [markdown]
-# The last rank has called one collective less than the others. Their last call comes from the next step,
-# its last one from the backward pass before. (gloo runs a reduce-scatter as an all-reduce, and records
-# that.) What the recorder does not have is the data, and the unit that a call was for.
-#
-# <details><summary>The switches of NCCL (not run here: they take GPUs)</summary>
-#
-# - `TORCH_NCCL_DUMP_ON_TIMEOUT`: write the flight recorder to a file at a time-out. On by default in current
-#   versions; set it to 1 in older ones.
-# - `TORCH_FR_BUFFER_SIZE=20000`: keep more calls. (Older versions read `TORCH_NCCL_TRACE_BUFFER_SIZE`, and
-#   their default may be 0, which means off.)
-# - `TORCH_NCCL_ASYNC_ERROR_HANDLING`, on by default: the watchdog ends the process at a time-out, because a
-#   kernel cannot be interrupted.
-# - `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`: how long the watchdog itself may hang before the process is ended.
-# - `TORCH_NCCL_BLOCKING_WAIT=1`: `wait` blocks the CPU until the collective is over, and raises at the
-#   time-out, on the line that waits.
-# - `TORCH_NCCL_DESYNC_DEBUG=1`: at a time-out, report which rank is behind in which collective.
-#
-# </details>
-
 # %% [markdown]
 # ## Tool 5: two recordings side by side
 #
-# The generator of mistake 2 left no error behind. `record_collectives` records what each rank calls, with the
+# The generator of mistake 5 left no error behind. `record_collectives` records what each rank calls, with the
 # FSDP unit that the call is for. It sends nothing.
 
 
@@ -557,17 +572,12 @@ def recorded(mesh):
     return [f"{event.kind} {event.module}" for event in trace.events if event.kind == "all_gather"]
 
 
-calls = [one["result"] for one in attempt(recorded)]
-
-# %% jupyter={"source_hidden": true}
-Table(
-    ["call", *(f"rank {rank}" for rank in range(WORLD)), ""],
-    [[n + 1, *same, "" if len(set(same)) == 1 else "← they part"] for n, same in enumerate(zip(*calls))],
-)
+for rank, one in enumerate(attempt(recorded)):
+    print(f"rank {rank}:", *one["result"], sep="   ")
 
 # %% [markdown]
-# The ranks part at call 2. Here the notebook laid the lists side by side, after the program had ended. In a
-# hang the program does not end, and somebody has to compare the lists meanwhile.
+# These are the pairs of the figure of mistake 5, as text. Here the notebook printed the lists after the
+# program had ended. In a hang the program does not end, and somebody has to compare the lists meanwhile.
 #
 # ## Your turn 1 · Who parts?
 #
@@ -710,7 +720,7 @@ result = score_parts(who_parts)
 # `check_in_step` is your function in a form that you can leave on. It records kind, size, unit and line of
 # every collective on each rank, publishes a hash of them twice a second in the process group's store, and
 # compares the hashes on rank 0. Its threads go on while the program hangs. It compares *lines* and *units*
-# too, so it sees the two lies: mistake 1 by its lines, here in a loop of many steps, and mistake 2 by its
+# too, so it sees the two lies: mistake 4 by its lines, here in a loop of many steps, and mistake 5 by its
 # units.
 
 
@@ -755,9 +765,47 @@ assert "part at collective 21 of all ranks" in lies[0]["error"]
 assert f"waits for rank {LAST}" in stopped[-1]["error"]
 assert "failed to pass" in told[0]["error"]
 assert not any(one["error"] for name in ("branch_on_loss", "own_generator") for one in detail[name])
-counts = [len(one["seen"]) for one in flown]
+counts = [len(one["seen"][1]) for one in looked]
 assert counts[-1] == min(counts) < max(counts)
 print("Checked: DETAIL misses both lies; check_in_step names the call and raises on all ranks.")
+
+# %% [markdown]
+# ## In your own code
+#
+# A training that says where it hangs. Save the script as `train.py` and start it with
+# `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none.
+#
+# ```python
+# import faulthandler
+# from datetime import timedelta
+# import torch
+# import torch.distributed as dist
+# from torch.distributed.device_mesh import init_device_mesh
+# from torch.distributed.fsdp import fully_shard
+# from fsdp_utils import check_in_step
+#
+# device = "cuda" if torch.cuda.is_available() else "cpu"
+# dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=5))
+# if device == "cuda":
+#     torch.cuda.set_device(dist.get_node_local_rank())
+# torch.manual_seed(0)
+# model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+# for part in [*model, model]:
+#     fully_shard(part, mesh=init_device_mesh(device, (dist.get_world_size(),)))
+# optimizer = torch.optim.AdamW(model.parameters())
+# with check_in_step(after_s=60):  # says where ranks part, and who is waited for
+#     for step in range(10):
+#         faulthandler.dump_traceback_later(240)  # stacks, before the time-out ends the job
+#         loss = model(torch.randn(8, 64, device=device)).square().mean()
+#         loss.backward()
+#         optimizer.step()
+#         optimizer.zero_grad()
+# faulthandler.cancel_dump_traceback_later()
+# dist.destroy_process_group()
+# ```
+#
+# `dump_traceback_later` is set below the time-out of the process group: at the time-out a rank gives up,
+# and its stack no longer shows where it waited.
 
 # %% [markdown]
 # ## Which tool when?
@@ -765,13 +813,13 @@ print("Checked: DETAIL misses both lies; check_in_step names the call and raises
 # | tool | tells you | does not see |
 # |---|---|---|
 # | 1 stacks | the line on which each rank stands now | where they parted; with NCCL, what the GPU waits for |
-# | 2 `monitored_barrier` | which rank did not come | where it is; the calls in between |
-# | 3 DETAIL | kinds and shapes that differ, a missing rank | equal calls that mean different things |
-# | 4 flight recorder | the last calls of each rank, with lines | units and data |
+# | 2 flight recorder | the last calls of each rank, with lines | units and data |
+# | 3 `monitored_barrier` | which rank did not come | where it is; the calls in between |
+# | 4 DETAIL | kinds and shapes that differ, a missing rank | equal calls that mean different things |
 # | 5 `record_collectives` | all calls of a block, with units | nothing is compared for you |
 # | 6 `check_in_step` | the call at which ranks part, by unit and line | wrong values |
 #
-# A job that hangs now: tool 1, from outside. A fault that you can repeat: tool 3, then 6. A job that has not
+# A job that hangs now: tool 1, from outside. A fault that you can repeat: tool 4, then 6. A job that has not
 # failed yet: a time-out, and tool 6 left on.
 
 # %% [markdown]
@@ -866,19 +914,7 @@ def unequal_shares():
 errors = {way.__name__: step_error(way()) for way in (right, replicas_differ, unequal_shares)}
 
 
-# %% jupyter={"source_hidden": true}
-def error_table(errors):
-    shown = {name: "0" if error < 1e-5 else f"{error:.2f}" for name, error in errors.items()}
-    rows = [[name.replace("_", " "), error] for name, error in shown.items()]
-    note = "Against one process; 1.00 is as much as the largest gradient of a parameter."
-    return Table(["one step", "error of the gradients"], rows, note=note)
-
-
-error_table(ranks.get("errors")[0])
-
 # %% [markdown]
-# No step raised an error. The right one agrees with one process up to rounding, the others are far off.
-#
 # Next, three mistakes with the gradients' reduction: a sum where a mean should be, FSDP2's gradient sync left
 # off, and DDP's `no_sync` left on.
 
@@ -940,13 +976,20 @@ errors |= {"clip by the norm of shards": clipped(norm_of_shards), "clip by the f
 
 # %% jupyter={"source_hidden": true}
 errors = ranks.get("errors")[0]
-error_table(dict(list(errors.items())[3:]))
+Table(
+    ["one step", "error of the gradients"],
+    [
+        [name.replace("_", " "), "0" if error < 1e-5 else f"{error:.2f}"]
+        for name, error in sorted(errors.items(), key=lambda item: item[1] > 1e-5)
+    ],
+    note="Against one process; 1.00 is as much as the largest gradient of a parameter.",
+)
 
 # %% [markdown]
-# None of these raises either, and only the last is right. With a sum in place of a mean, the gradients are
-# too large by a factor of the number of ranks: the error is that number less 1. With
-# `set_requires_gradient_sync(False)` the sharded gradients are never written: the error is 1.00, and the loss
-# never changes.
+# No step raised an error. The two right ones agree with one process up to rounding, the others are far off.
+# With a sum in place of a mean, the gradients are too large by a factor of the number of ranks: the error is
+# that number less 1. With `set_requires_gradient_sync(False)` the sharded gradients are never written: the
+# error is 1.00, and the loss never changes.
 
 # %% tags=["check"]
 assert errors["right"] < 1e-5
