@@ -311,7 +311,7 @@ for axes, (title, (parameters, buffers)) in zip(panels, stages.items()):
     axes.text(0, 5.9, f"{len(buffers)} buffers", fontsize=8)
     axes.set(title=title, xlim=(-0.3, 15.1), ylim=(7.5, -1.8), xticks=[], yticks=[], aspect="equal")
     axes.spines[:].set_visible(False)
-words = {"no memory": "no memory", "anything": "memory with anything in it (here NaN)", "values": "values"}
+words = {"no memory": "no memory", "anything": "undefined values (here NaN)", "values": "values"}
 handles = [Rectangle((0, 0), 1, 1, **LOOKS[kind], label=text) for kind, text in words.items()]
 fig.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
 plots.show(fig, alt="Parameters and buffers of rank 0: without memory, then undefined, then loaded or not.")

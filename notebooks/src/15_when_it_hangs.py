@@ -183,6 +183,7 @@ def first_words(error):
     return next((match[0] for text in known if (match := re.search(text, error))), error[:60])
 
 
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from fsdp_utils.lessons import plots
@@ -231,11 +232,11 @@ def draw_calls(axes, title, found, *, columns=5, sizes=False):
 
 
 def finished(fig, alt, *, hang):
-    kinds = [Patch(color=plots.INK, label="thin line: a pair of equal calls")]
+    kinds = [Line2D([], [], color=plots.INK, label="a pair of equal calls")]
     if hang:
         kinds.append(Patch(facecolor="none", edgecolor=OTHER, linewidth=2.5, label="waits for a rank"))
     else:
-        kinds.append(Patch(color=OTHER, label="thick line: a pair of different calls"))
+        kinds.append(Line2D([], [], color=OTHER, linewidth=4, label="a pair of different calls"))
     fig.legend(handles=kinds, loc="outside lower center", ncols=2, frameon=False)
     return plots.show(fig, alt=alt)
 
