@@ -76,6 +76,7 @@ OTHERS = {
     "_asdict",
     "_current_frames",
     "_exit",
+    "_fields",
     "_getframe",
     "_replace",
     "_attn_implementation",
