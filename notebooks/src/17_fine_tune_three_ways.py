@@ -1201,6 +1201,10 @@ result = score_accumulate(accumulate)
 # divided makes no difference. `Trainer` counts the same labels as `num_items_in_batch`, gathered over the
 # ranks because `average_tokens_across_devices` is True by default, and multiplies the loss by the number of
 # ranks, as you did. `fsdp_utils.train` weighs each micro-batch by its labels.
+#
+# Leave out `* world`, and the losses here are still `Trainer`'s within 0.001: all gradients are too small by
+# one factor, which AdamW nearly cancels ([lesson 0](00_fsdp_from_scratch.ipynb)). The norm shows it. So
+# compare norms, too.
 
 # %% tags=["check"]
 try_answers(17)
@@ -1233,7 +1237,7 @@ print("ACCELERATE_USE_FSDP is still", os.environ.get("ACCELERATE_USE_FSDP"))
 # - **`AcceleratorState has already been initialized`.** As above: the last run had another precision. Start a
 #   new process, or do what the folded `forget()` of this lesson does.
 # - **A run without `fsdp=True` is sharded, after one with it.** On GPUs, `ACCELERATE_USE_FSDP` switches FSDP
-#   on, and an earlier run in this process has set it. The cure is the same.
+#   on (FSDP1, unless `FSDP_VERSION` is 2), and an earlier run in this process has set it. Same cure.
 # - **`fsdp=True`, and each rank holds the whole model.** Accelerate does not switch FSDP on for this type of
 #   device, and says nothing. Look at `trainer.is_fsdp_enabled`.
 # - **Losses differ from step 1 on.** Other samples: `Trainer` shuffles with its own seed unless
