@@ -1,11 +1,10 @@
 # %% [markdown]
 # # 17 · Fine-tune a real model, end to end, three ways
 #
-# Your model comes from transformers, and there are several programs that would train it: a loop of your own,
-# this library's `fsdp_utils.train`, and transformers' `Trainer`. In this lesson all three fine-tune the same
-# model on the same samples, once with all of its parameters and once with LoRA, which trains a few percent
-# of them. You lay the losses over each other, count what a rank holds and sends, and see where the three
-# differ.
+# Your model comes from transformers, and you can train it with a loop of your own, with this library's
+# `fsdp_utils.train`, or with transformers' `Trainer`. In this lesson all three fine-tune the same small Llama
+# on the same samples, once with all of its parameters and once with LoRA, which trains a few percent of them.
+# You lay the losses over each other, count what a rank holds and sends, and see where the three differ.
 
 # %% [markdown] tags=["card"]
 # learn:
@@ -151,8 +150,9 @@ dist.barrier()                                  # the others wait for the folder
 
 # %% [markdown]
 # The new task is the way back: `1998-03-07>7 march 1998`. The next cell writes it as a module, because
-# `fsdp_utils.train` imports the task by name. `BASE` is the one line to change for real weights: the name of
-# a Llama-like model on the hub, such as `"HuggingFaceTB/SmolLM2-135M"`, where the hub can be reached.
+# `fsdp_utils.train` imports the task by name. For real weights, change `BASE` in your copy of this file to a
+# Llama-like model on the hub, such as `"HuggingFaceTB/SmolLM2-135M"`. (The numbers and the checks of this
+# lesson are those of the small model.)
 
 # %%
 # %%writefile finetune.py
@@ -207,6 +207,9 @@ def lora_task():
 # of two thin matrices, its **adapter**, which alone is trained; you wrote one in
 # [lesson 9](09_child_tuning.ipynb). The second factor begins at zero, so at the first step both models
 # compute the same. Labels of -100 are left out of the loss, so only answers count.
+#
+# `task` returns what `fsdp_utils.train` asks for: the samples, and the function that builds the model.
+# `predicts_next` says that the output at each position is about the next label, as in any decoder.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -264,10 +267,12 @@ Table(
 
 # %% [markdown]
 # Answers differ in length (`7 may 1998`, `30 september 2000`), so the ranks have unequal numbers of labels.
-# This matters for the loss, as you will see in turn 2.
+# A mean of the ranks' means would then weigh labels unequally, as [lesson 10](10_end_to_end.ipynb) showed.
 #
-# All three ways train for twelve steps of 24 samples, with AdamW, a constant learning rate and gradients
-# clipped at norm 1.
+# All three ways train for twelve steps of 24 samples, with AdamW, a constant learning rate of 0.003 and
+# gradients clipped at norm 1. The folded cell above names these settings `STEPS`, `BATCH`, `LR`, `BETAS` and
+# `CLIP`. Its function `share(step)` returns this rank's samples of a step as a list of micro-batches: here
+# one, in turn 2 two.
 #
 # ## Way 1: a loop of your own
 #
@@ -315,8 +320,9 @@ def by_hand(model, steps=STEPS, policy=None):
 
 
 # %% [markdown]
-# Each run stands in a `Probe`, which counts bytes at the same moments of every run. The counts are for later;
-# first the losses.
+# A `Probe` watches each run, whoever wrote its loop. It counts the bytes that a rank holds after step 2,
+# those that its collectives handle in step 3, and the full parameters at once in step 4. The counts come
+# later; first the losses.
 
 # %%
 # %%ranks
@@ -324,8 +330,9 @@ WAYS = ["a loop of your own", "fsdp_utils.train", "Trainer"]
 
 
 def probed(how, train):
-    """The losses and norms of the steps of one run, and the probe around it."""
-    with Probe(model := getattr(finetune, how)()) as probe:
+    """Train `finetune.full()` or `finetune.lora()`: the steps' losses and norms, and the probe."""
+    model = getattr(finetune, how)()
+    with Probe(model) as probe:
         return train(model), probe
 
 
@@ -402,10 +409,9 @@ lay_over(ways[:2], curves)
 #
 # ## Way 3: `Trainer`
 #
-# `Trainer` leaves sharding to Accelerate, the library under it, and passes the setting `fsdp=True` on.
-# Accelerate looks at the type of the devices first. The branch that switches FSDP on (in
-# `AcceleratorState.__init__`, file `accelerate/state.py`) lists GPUs and other accelerators, and leaves out
-# `MULTI_CPU`. On CPU ranks the setting is dropped, without an error:
+# On GPUs under torchrun, `Trainer` needs one setting for FSDP2: `fsdp=True`. The others below repeat the
+# settings of the first two ways. `forget`, which is folded, clears what an earlier run has left in this
+# process; *When it goes wrong* shows why.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -426,19 +432,25 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 
 def make_trainer(model, steps=STEPS, kind=Trainer, parts=1, **more):
-    forget()                                                    # what the last run has left: see the end
+    forget()
     args = TrainingArguments(
-        fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}, use_cpu=not on_gpu, max_steps=steps,
-        per_device_train_batch_size=BATCH // world // parts, gradient_accumulation_steps=parts,
-        train_sampling_strategy="sequential", learning_rate=LR,                 # in the order of the rows
-        lr_scheduler_type="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1], max_grad_norm=CLIP,
-        logging_steps=1, report_to=[], disable_tqdm=True, **{"save_strategy": "no", **more},
+        fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"},       # the latter for checkpoints
+        use_cpu=not on_gpu, max_steps=steps, per_device_train_batch_size=BATCH // world // parts,
+        gradient_accumulation_steps=parts, train_sampling_strategy="sequential",        # not shuffled
+        learning_rate=LR, lr_scheduler_type="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1],
+        max_grad_norm=CLIP, logging_steps=1, report_to=[], disable_tqdm=True,
+        **{"save_strategy": "no", **more},
     )                                                           # fmt: skip
     rows = [{name: tensor[row] for name, tensor in data.items()} for row in order.tolist()]
     trainer = kind(model=model, args=args, train_dataset=rows)
     trainer.remove_callback(PrinterCallback)                    # it prints what log_history holds
     return trainer
 
+
+# %% [markdown]
+# `Trainer` passes `fsdp=True` on to Accelerate, which looks at the type of the devices first. The branch that
+# switches FSDP on (in `AcceleratorState.__init__`, file `accelerate/state.py`) lists GPUs and other
+# accelerators, and leaves out `MULTI_CPU`. What happens on CPU ranks?
 
 # %%
 # %%ranks
@@ -462,13 +474,13 @@ Table(
 )
 
 # %% [markdown]
-# `fsdp=True` was accepted, and the ranks trained with DDP: each holds the whole model. On GPUs Accelerate
-# does switch FSDP2 on; what suffers is a test on CPUs, which then tests something else. Look at
+# `fsdp=True` was accepted without a message, and the ranks trained with DDP: each holds the whole model. So
+# a test of your training on CPUs tests DDP, while on GPUs the same script runs FSDP2. Look at
 # `trainer.is_fsdp_enabled`, or at the class of the model, rather than at your settings.
 #
-# What the skipped branch would have done is a few assignments. `Trainer` has a method in which you can make
-# them yourself; the rest of `Trainer` and Accelerate then runs as on GPUs. The type must be set in two
-# places, because a new `AcceleratorState` copies it from `PartialState`.
+# The next cell is needed on CPU ranks alone. It makes the few assignments of the skipped branch in a method
+# that `Trainer` has for changes to its Accelerator; the rest of `Trainer` and Accelerate then runs as on
+# GPUs. The type is set in two places, because a new `AcceleratorState` copies it from `PartialState`.
 
 # %%
 # %%ranks
@@ -490,8 +502,10 @@ class TrainerOnCpus(Trainer):
 
 # %%
 # %%ranks
-def by_trainer(model, steps=STEPS, resume=None, **more):
+def by_trainer(model, steps=STEPS, resume=None, policy=None, **more):
     trainer = make_trainer(model, steps, TrainerOnCpus, **more)
+    if policy is not None:                                      # for *Precision*, below
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     trainer.train(resume_from_checkpoint=resume)
     return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
 
@@ -563,14 +577,15 @@ plots.amounts(
 #
 # - **Gradients, averages and what is reduced** shrink to 4%, because FSDP2 reduces the gradients of
 #   parameters that require one, and of no others.
-# - **Parameters and what is gathered** grow a little. Frozen weights are sharded, and are gathered for
-#   forward and for backward as before. So under FSDP, LoRA saves 71% of the bytes at rest, and 30% of those
-#   that the collectives handle.
+# - **Parameters and what is gathered** grow a little, by the adapters. Frozen weights are sharded, and are
+#   gathered for forward and for backward as before. So under FSDP, LoRA saves 71% of the bytes at rest, and
+#   30% of those that the collectives handle.
 #
 # And compare the ways: at rest they are equal. `Trainer` gathers 1% more and has 7% less in full at once,
-# because Accelerate chooses its units differently. It makes the embedding a unit of its own, which is
-# gathered twice and freed in between. `shard` leaves the embedding in the model's own unit, which is gathered
-# once and kept until backward ends.
+# because Accelerate chooses its units differently (`fsdp2_prepare_model` in its `utils/fsdp_utils.py`).
+# `shard` leaves embedding, last norm and head in the model's own unit, which is gathered once and kept until
+# backward ends. Accelerate makes two units of them. The embedding is freed after forward and gathered a
+# second time; last norm and head are gathered once and freed when their own backward is done.
 
 # %% tags=["check"]
 for way in ways:
@@ -592,11 +607,14 @@ print("Checked: the same bytes at rest; Trainer gathers up to 3% more, and has l
 # ## Your turn 1 · Train and save adapters only
 #
 # peft froze the base model for you. Here its work is undone: every parameter of the model you get requires a
-# gradient. Write `prepare`, which makes the model ready so that only adapters are trained, and returns the
-# optimizer; their parameters have `lora_` in their names. Then write `to_save`, which returns what a
-# checkpoint of the adapters needs: complete tensors by name, on every rank. Use `shard(model)`, and
-# `torch.optim.AdamW` with `lr=LR, betas=BETAS, weight_decay=0.0`. Edit the next cell, then run it and the two
-# folded cells below it.
+# gradient. Write two functions:
+#
+# - `prepare` shards the model with `shard(model)`, so that only the adapters are trained, and returns the
+#   optimizer: `torch.optim.AdamW` with `lr=LR, betas=BETAS, weight_decay=0.0`. Parameters of adapters have
+#   `lora_` in their names.
+# - `to_save` returns the adapters for a checkpoint: complete tensors by name, on every rank.
+#
+# Edit the next cell, then run it and the two folded cells below it.
 #
 # <details><summary>Hint</summary>
 #
@@ -805,7 +823,8 @@ result = score_adapters(prepare, to_save)
 # ## Checkpoints
 #
 # `fsdp_utils.train` and `Trainer` have saved their last step. Your loop needs a few lines with
-# `torch.distributed.checkpoint`. `ignore_frozen_params` leaves out what is not trained.
+# `torch.distributed.checkpoint`. `ignore_frozen_params` leaves out what is not trained, and `strict=False`
+# accepts when loading that it is missing.
 
 # %%
 # %%ranks
@@ -893,8 +912,8 @@ plots.amounts(
 # %% [markdown]
 # The figure counts the tensors of one checkpoint. For LoRA they differ by a factor of ten: `Trainer` and your
 # loop save the adapters and their two averages, while `fsdp_utils.train` saves the frozen base model as well.
-# Such a checkpoint needs no base model beside it, and is at least as large as the model. (12 KiB of the rest
-# are what this program keeps besides tensors, such as the position in the data, packed as bytes.)
+# Such a checkpoint needs no base model beside it, and is at least as large as the model. (The
+# program's 12 KiB more on the left are its other state, such as the position in the data, packed as bytes.)
 #
 # All three continue as if they had not stopped: the losses of steps 13 and 14 are those of the run without a
 # stop, so weights, averages and the position in the data are restored.
@@ -917,7 +936,8 @@ print("Checked: steps 13 and 14 are those of the run without a stop; two ways sa
 # ## Precision
 #
 # **Predict:** all three are asked for bf16, the loop by the policy that [lesson
-# 7](07_mixed_precision.ipynb) recommends. Which bytes get fewer, and is it the same in all three?
+# 7](07_mixed_precision.ipynb) recommends. Which bytes get fewer, and is it the same in all three? A fourth
+# run gives the loop's policy to `Trainer`.
 
 # %%
 # %%ranks
@@ -926,6 +946,7 @@ trainings = {
     "a loop of your own": partial(by_hand, steps=4, policy=policy),
     "fsdp_utils.train": partial(by_program, "full", steps=4, precision="bf16", out="half"),
     "Trainer": partial(by_trainer, steps=4, bf16=True),
+    "Trainer, with the loop's policy": partial(by_trainer, steps=4, bf16=True, policy=policy),
 }
 halves = {way: probed("full", train) for way, train in trainings.items()}
 
@@ -933,7 +954,8 @@ halves = {way: probed("full", train) for way, train in trainings.items()}
 # %%ranks
 def element(way, kind):
     """Bytes of one element as it is sent, from those of the run in float32."""
-    return round(4 * halves[way][1].sent(kind) / runs[way, "full"][1].sent(kind), 2)
+    whole = runs[way.partition(",")[0], "full"][1]
+    return round(4 * halves[way][1].sent(kind) / whole.sent(kind), 2)
 
 
 precision = {
@@ -941,35 +963,35 @@ precision = {
         str(next(halves[way][1].model.parameters()).dtype).removeprefix("torch."),
         element(way, "all_gather"),
         element(way, "reduce_scatter"),
-        max(abs(half[0] - whole[0]) for half, whole in zip(halves[way][0], runs[way, "full"][0])),
+        max(abs(half[0] - whole[0]) for half, whole in zip(halves[way][0], runs[WAYS[0], "full"][0])),
     )
-    for way in WAYS
+    for way in halves
 }
 
 # %% jupyter={"source_hidden": true}
 precision = ranks.get("precision")[0]
 Table(
     ["asked for bf16", "parameters at rest", "bytes gathered", "bytes reduced"],
-    [[way, *precision[way][:3]] for way in ways],
+    [[way, *precision[way][:3]] for way in precision],
     note="Bytes are those of one element on its way between ranks.",
 )
 
 # %% [markdown]
 # All three keep float32 parameters and gather them in bf16. The gradients differ: Accelerate sets
-# `reduce_dtype` to bf16 as well, so `Trainer` adds up the gradients of all ranks in bf16. Half the bytes, and
-# with many ranks a loss of digits that [lesson 7](07_mixed_precision.ipynb) measures. The other two add up
-# in float32.
+# `reduce_dtype` to bf16 as well, so `Trainer` adds up the gradients of all ranks in bf16. That halves the
+# bytes, and with many ranks it loses digits, as [lesson 7](07_mixed_precision.ipynb) measures. The other two
+# add up in float32. In transformers 5.23 `Trainer` has no setting for this. As the last row shows, you can
+# replace the policy of its plugin between making the `Trainer` and `train()`, as `by_trainer` does.
 
 # %% tags=["check"]
-for way in ways:
-    kept_in, gathered, reduced, difference = precision[way]
+for way, (kept_in, gathered, reduced, difference) in precision.items():
     assert (kept_in, gathered) == ("float32", 2.0)
     assert reduced == (2.0 if way == "Trainer" else 4.0)
     assert difference < 0.5, difference
-print("Checked: gathered in bf16 by all; reduced in bf16 by Trainer, in float32 by the others.")
+print("Checked: gathered in bf16 by all; reduced in bf16 by Trainer alone, and not with the loop's policy.")
 
 # %% [markdown]
-# ## What nobody asked for
+# ## Defaults that differ
 #
 # The losses agree because every setting above was given. The table shows what the three do when a setting is
 # left out, read from the installed versions; the loop's column is `torch.optim.AdamW` with its defaults.
@@ -1055,8 +1077,8 @@ def score_accumulate(accumulate):
             dist.all_reduce(loss)
             curve.append((loss.item(), norm))
     return {
-        "loss of step 1, off by": round(abs(curve[0][0] - trainers[0][0]), 3),
-        "norm of step 1, in Trainer's": round(curve[0][1] / trainers[0][1], 3),
+        "loss of step 1, away from Trainer's": round(abs(curve[0][0] - trainers[0][0]), 3),
+        "norm of step 1, divided by Trainer's": round(curve[0][1] / trainers[0][1], 3),
         "losses of steps 2 to 4 as Trainer's": all(
             abs(a[0] - b[0]) < 1e-3 for a, b in zip(curve[1:], trainers[1:])
         ),
@@ -1072,12 +1094,12 @@ turn(
     2,
     ranks.get("result"),
     {
-        "loss of step 1, off by": exactly(
+        "loss of step 1, away from Trainer's": exactly(
             0,
             otherwise="The parts do not add up to the mean over all labels: divide each micro-batch's sum by "
             "the labels of all micro-batches on all ranks.",
         ),
-        "norm of step 1, in Trainer's": exactly(
+        "norm of step 1, divided by Trainer's": exactly(
             1,
             otherwise="The gradient has another size or direction: FSDP takes the mean over the ranks, and "
             "the parts are to be added up.",
@@ -1179,6 +1201,10 @@ result = score_accumulate(accumulate)
 # divided makes no difference. `Trainer` counts the same labels as `num_items_in_batch`, gathered over the
 # ranks because `average_tokens_across_devices` is True by default, and multiplies the loss by the number of
 # ranks, as you did. `fsdp_utils.train` weighs each micro-batch by its labels.
+#
+# Leave out `* world`, and the losses here are still `Trainer`'s within 0.001: all gradients are too small by
+# one factor, which AdamW nearly cancels ([lesson 0](00_fsdp_from_scratch.ipynb)). The norm shows it. So
+# compare norms, too.
 
 # %% tags=["check"]
 try_answers(17)
@@ -1211,9 +1237,9 @@ print("ACCELERATE_USE_FSDP is still", os.environ.get("ACCELERATE_USE_FSDP"))
 # - **`AcceleratorState has already been initialized`.** As above: the last run had another precision. Start a
 #   new process, or do what the folded `forget()` of this lesson does.
 # - **A run without `fsdp=True` is sharded, after one with it.** On GPUs, `ACCELERATE_USE_FSDP` switches FSDP
-#   on, and an earlier run in this process has set it. The cure is the same.
-# - **`fsdp=True`, and each rank holds the whole model.** Accelerate has switched FSDP off for this type of
-#   device, without a message. Look at `trainer.is_fsdp_enabled`.
+#   on (FSDP1, unless `FSDP_VERSION` is 2), and an earlier run in this process has set it. Same cure.
+# - **`fsdp=True`, and each rank holds the whole model.** Accelerate does not switch FSDP on for this type of
+#   device, and says nothing. Look at `trainer.is_fsdp_enabled`.
 # - **Losses differ from step 1 on.** Other samples: `Trainer` shuffles with its own seed unless
 #   `train_sampling_strategy="sequential"`. Or a mean of means, as in turn 2.
 # - **Losses differ from step 2 on, a little.** Weight decay on norms, betas, or a schedule that was left out.
@@ -1229,10 +1255,19 @@ print("ACCELERATE_USE_FSDP is still", os.environ.get("ACCELERATE_USE_FSDP"))
 # | bytes gathered | equal | equal | 1% more, with 7% less in full at once |
 # | clipping | if you call it; by the whole norm | at 1; by the whole norm | at 1; by the whole norm |
 # | checkpoint of LoRA | what you choose; here adapters | adapters and base | adapters |
-# | bf16: gradients are added up in | what you choose; here float32 | float32 | bf16 |
+# | started again, it resumes | if you write that | by itself | if you pass `resume_from_checkpoint` |
+# | bf16: gradients are added up in | what you choose; here float32 | float32 | bf16, or as you replace it |
 # | on CPU ranks | FSDP2 | FSDP2 | DDP, until you add a few lines |
 #
-# So the losses are no reason to prefer one. Choose by who should maintain the loop, and by the last rows.
+# Losses and memory at rest are no reason to prefer one. What is left:
+#
+# - **`Trainer`**, if you already use transformers' datasets, callbacks and reports, and train on GPUs. You
+#   maintain no loop. Set `SHARDED_STATE_DICT` for a large model, and decide on the dtype of the reduction.
+# - **`fsdp_utils.train`**, if the run must survive interruptions: the same command resumes it, on another
+#   number of ranks too ([lesson 10](10_end_to_end.ipynb)).
+# - **A loop of your own**, if a step is more than one loss and one optimizer, or if you want to choose the
+#   units, the precision and what is saved. You have seen how few lines it is; you also maintain them.
+#
 # `Trainer` can use this library too: `fsdp_utils.integrations.transformers` has callbacks, one that reports
 # memory and one that saves and resumes by `save_distributed`.
 #
@@ -1260,9 +1295,8 @@ lesson.claims(
 #   own; without them it trains with DDP, and no message says so.
 # - Under FSDP, LoRA shrinks gradients, averages, what is reduced and what is saved. It does not shrink what
 #   is gathered.
-# - A loop of your own shows everything, and you maintain it. `fsdp_utils.train` adds what
-#   [lesson 10](10_end_to_end.ipynb) shows: started again, it resumes by itself. `Trainer` has callbacks. All
-#   three train models of transformers, and all three are FSDP2 underneath.
+# - With bf16, `Trainer` also adds up gradients in bf16. Its plugin's policy can be replaced before `train()`.
+# - Choose by who maintains the loop, what a checkpoint holds, and how a run resumes.
 
 # %% jupyter={"source_hidden": true}
 os.chdir(home)
