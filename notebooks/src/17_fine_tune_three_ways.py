@@ -811,6 +811,21 @@ result = score_adapters(prepare, to_save)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
+def prepare(model):                             # frozen on one rank only: the ranks reduce different sizes
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or rank > 0)
+    shard(model)
+    return adamw(model)
+
+
+def to_save(model):
+    return {name: p.full_tensor() for name, p in model.named_parameters() if "lora_" in name}
+
+
+result = score_adapters(prepare, to_save)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
 def prepare(model):                             # everything is frozen
     model.requires_grad_(False)
     shard(model)
