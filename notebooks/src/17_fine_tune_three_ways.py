@@ -649,10 +649,17 @@ def score_adapters(prepare, to_save):
         return {"problem": parted} if parted else None
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     result = {"the model is sharded": isinstance(model, FSDPModule), "tensors trained": len(trained)}
-    if not (result["the model is sharded"] and trained):
-        return result
+
+    def four_steps():                           # none on a rank that has nothing to train
+        steps = range(4 if all(result.values()) else 0)
+        return [plain_step(model, optimizer, share(step))[0] for step in steps]
+
     with Probe(model) as probe:
-        losses = [plain_step(model, optimizer, share(step))[0] for step in range(4)]
+        losses, parted = run_together(four_steps)
+    if parted:
+        return {"problem": f"`prepare` has left the ranks unequal, which shows in the steps. {parted}"}
+    if not losses:
+        return result
     wanted = {name: p.full_tensor() for name, p in model.named_parameters() if "lora_" in name}
     saved, parted = run_together(to_save, model)
     if parted:
@@ -798,6 +805,21 @@ def prepare(model):                             # not sharded
 
 def to_save(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+result = score_adapters(prepare, to_save)
+
+# %% tags=["wrong"] turn=1
+# %%ranks
+def prepare(model):                             # frozen on one rank only: the ranks reduce different sizes
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or rank > 0)
+    shard(model)
+    return adamw(model)
+
+
+def to_save(model):
+    return {name: p.full_tensor() for name, p in model.named_parameters() if "lora_" in name}
 
 
 result = score_adapters(prepare, to_save)
