@@ -33,8 +33,10 @@ def fisher_mask(
 
     Sums the squares of the gradient over the batches, and keeps the largest fraction of all weights of the
     model that require gradients. Smaller batches are closer to the Fisher information, whose expectation is
-    over single samples. The model computes as it stands: call model.eval() first to leave dropout out. Under
-    DDP and FSDP every rank must call it, with as many batches; afterwards all p.grad are None.
+    over single samples. Under DDP and FSDP the gradient that is squared is the mean over the ranks: for
+    single samples give every rank the same one. The model computes as it stands: call model.eval() first to
+    leave dropout out. Under DDP and FSDP every rank must call it, with as many batches; afterwards all
+    p.grad are None.
 
     Args:
         model: plain, or wrapped by DDP, FSDP1 or FSDP2.

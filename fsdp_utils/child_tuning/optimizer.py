@@ -58,7 +58,8 @@ class ChildTuningAdamW(AdamW):
     Args:
         params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
         lr, betas, eps, weight_decay: as for AdamW. lr, weight_decay and reserve_p may differ between groups.
-        reserve_p: the fraction that is kept, in (0, 1]; only for mode "taskfree".
+        reserve_p: the fraction that is kept, in (0, 1]; only for mode "taskfree". Where a gradient changes
+            slowly, it makes a step about sqrt(reserve_p) as long as AdamW's: compare at several rates.
         mode: "taskfree", "task" or None.
         gradient_mask: for mode "task": by parameter name what to keep, as bools: this rank's part of them or
             the whole. The gradients of parameters that it does not name pass as they are. A mask belongs to a

@@ -219,11 +219,17 @@ def precision(param: str, reduce: str, translation: Translation) -> Words:
 def backward_prefetch(value: Any, translation: Translation) -> Words:
     """FSDP1's, by name or by number. FSDP2 has no setting for it."""
     by_number = dict(zip("123", PREFETCHES, strict=True))
-    if one_of(by_number.get(str(value), value), (*PREFETCHES, "NONE")) == "BACKWARD_PRE":
+    found = one_of(by_number.get(str(value), value), (*PREFETCHES, "NONE"))
+    if found == "BACKWARD_PRE":
         return Same("nothing: by default as BACKWARD_PRE")
+    instead = (
+        "FSDP2 has no counterpart"
+        if found == "BACKWARD_POST"
+        else "unit.set_modules_to_backward_prefetch([unit]) for each unit turns it off"
+    )
     return Lost(
-        "nothing: FSDP2 has no setting for it, and prefetches as BACKWARD_PRE. The result is the same, and "
-        "one more unit is in memory during backward"
+        f"nothing: FSDP2 prefetches as BACKWARD_PRE. The result is the same, and one more unit is in memory "
+        f"during backward; {instead}"
     )
 
 

@@ -1267,7 +1267,8 @@ try_answers(3)
 #   collectives. Run once with `TORCH_DISTRIBUTED_DEBUG=DETAIL`: the error then names both collectives.
 # - **The loss jumps after loading.** Some ranks have other weights: mistake 4. Compare a full state dict with
 #   the file, as `right_elements` does.
-# - **The first loss is right, and later ones are not.** The optimizer's state is missing: mistake 5.
+# - **The first loss is right, and later ones are not.** The optimizer's state is missing: mistake 5. Or it is
+#   from FSDP1 and goes into FSDP2: clone each `step` first ([lesson 13](13_from_fsdp1_to_fsdp2.ipynb)).
 # - **Rank 0 is killed, without an error from Python.** Its host has run out of memory: 12 bytes per
 #   parameter, and that several times if several of its ranks read the file without `mmap`. Use sharded
 #   checkpoints, [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb).

@@ -15,7 +15,7 @@
 # - how to freeze layers under FSDP2 and FSDP1, what that saves, and how to write LoRA
 # needs: '[lesson 0](00_fsdp_from_scratch.ipynb) · no GPU'
 # ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
-# takes: about a minute to run on 2 cores (AMD EPYC) · 25 minutes to read
+# takes: about a minute to run on 2 cores (AMD EPYC) · 30 minutes to read
 # video: '[Child fine-tuning](https://www.loom.com/share/0f6b1d964f4246ee9b467c51cc5ad166), 2022. Since
 #   then: FSDP can freeze single parameters, and this optimizer works on FSDP2''s parameters, too.'
 
@@ -1108,7 +1108,8 @@ plots.show(fig, alt="Bytes of gradients, averages and reduce-scatters on rank 0,
 
 # %% [markdown]
 # With only the head trained, the blocks are frozen as a whole. They have neither gradients nor averages, and
-# put nothing into a reduce-scatter, with FSDP2 as with FSDP1. (Their weights are still gathered for forward.)
+# put nothing into a reduce-scatter, with FSDP2 as with FSDP1. (Their weights are still gathered for
+# forward, and FSDP2 prefetches one block in backward.)
 #
 # With only the norms trained, each block is frozen in part. FSDP2 saves as much as is frozen. FSDP1 (orange)
 # does not: it reduces the gradient of the whole flat parameter and keeps its part of it, with zeros for what

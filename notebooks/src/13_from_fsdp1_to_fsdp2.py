@@ -1,16 +1,19 @@
 # %% [markdown]
 # # 13 · From FSDP1 to FSDP2
 #
-# You have a program that trains with `FullyShardedDataParallel` (FSDP1), or a config file of Accelerate,
-# Composer or DeepSpeed. This lesson writes each idea of the earlier lessons twice, with FSDP1 and with
-# `fully_shard` (FSDP2), and compares losses and bytes. Then you translate a training step.
+# You have a program that trains with `FullyShardedDataParallel` (FSDP1), or a
+# [config file](#A-framework's-config-file) of Accelerate, Composer or DeepSpeed. FSDP1 still runs in torch
+# 2.13, but PyTorch's [tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html) teaches
+# `fully_shard` (FSDP2) in its place. This lesson writes each idea of the earlier lessons with both, and
+# compares losses and bytes. Then you translate a training step. To look up one name of FSDP1, go to
+# [All settings](#All-settings).
 
 # %% [markdown] tags=["card"]
 # learn:
 # - what to write in FSDP2 for each argument of FSDP1
 # - for which settings the two send the same bytes, and for which they do not
 # - how to translate a training step, and what clipping has to do under sharding
-# - how to move a checkpoint in LOCAL_STATE_DICT, and translate a framework's config file
+# - how to move checkpoints, with the optimizer's state, and translate a framework's config file
 # needs: lessons [0](00_fsdp_from_scratch.ipynb) to [12](12_a_model_too_big_for_one_rank.ipynb), or a program
 #   that uses FSDP1 · no GPU
 # ranks: 4 on this machine. `HYBRID_SHARD` is left out with `FSDP_RANKS=2` or 3.
@@ -102,6 +105,10 @@ ranks.start()
 # print(f"rank {dist.get_rank()}: norm of the last gradients {norm.full_tensor().item():.3f}")
 # dist.destroy_process_group()
 # ```
+#
+# Three changes show in no argument. `fully_shard` changes the model in place: no wrapper, no `model.module`,
+# no `_fsdp_wrapped_module.` in the names of parameters. You call it on the units first, and on the model
+# last. And `norm` is a DTensor. An f-string cannot format it, so call `.full_tensor().item()` first.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -354,8 +361,9 @@ print("Checked: the same collectives in the same order.")
 
 # %% [markdown]
 # The orders are equal. `AG blocks.2` stands before `grad blocks.3`: the next unit is gathered before the
-# gradients of the current unit are computed. FSDP1 calls this `BACKWARD_PRE`, and it is FSDP2's default. For
-# another order you call `set_modules_to_backward_prefetch` (lesson 4).
+# gradients of the current unit are computed. FSDP1 calls this `BACKWARD_PRE`, and it is FSDP2's default. With
+# `set_modules_to_backward_prefetch` FSDP2 gathers further ahead, or not ahead at all (lesson 4).
+# `BACKWARD_POST` has no counterpart.
 #
 # ## Strategies (lesson 6)
 #
@@ -628,9 +636,10 @@ one, two = fsdp1(mixed_precision=MixedPrecision(**dtypes)), fsdp2(mp_policy=Mixe
 compare("bf16", one, two, rtol=2e-2)                    # compared with one process in fp32
 
 # %% [markdown]
-# For activation checkpointing the order turns round. With FSDP1: FSDP first, then
+# For activation checkpointing the two calls change places. With FSDP1: FSDP first, then
 # `apply_activation_checkpointing`, which puts the checkpoint inside the unit. With FSDP2: wrap the block in
-# `checkpoint_wrapper` first, and give `fully_shard` the wrapper.
+# `checkpoint_wrapper` first, and give `fully_shard` the wrapper. The nesting is the same in both: FSDP
+# outside, the checkpoint inside.
 
 # %% tags=["checkpointing"]
 # %%ranks
@@ -1065,7 +1074,7 @@ try_answers(13)
 # In FSDP1 `sync_module_states` sends rank 0's weights to all ranks before they are sharded, so every rank
 # holds at least all parameters of one unit for a time. It refuses tensors on a CPU, so here a broadcast does
 # what it does. In FSDP2 *all* ranks build the model on the meta device, shard it, and then get their shards
-# of rank 0's weights.
+# of rank 0's weights. (This model has no buffers. What `to_empty` leaves in buffers is in lesson 12.)
 
 # %% tags=["meta"]
 # %%ranks
@@ -1124,22 +1133,117 @@ print(f"Checked: {len(full1)} entries, the same names in the same order, the sam
 # into FSDP2. A checkpoint in SHARDED_STATE_DICT has the same names, and `torch.distributed.checkpoint` (DCP)
 # loads it into FSDP2.
 #
+# ### The optimizer's state
+#
+# To go on with a run, you also need AdamW's averages and its count of steps. Train three steps with FSDP1,
+# save, load into FSDP2 and train three more. There are two ways: `save_distributed` of `fsdp_utils` (lesson
+# 8), which takes models in FSDP1 too, and a full state dict in a file. (The folded cell defines `adamw` and
+# `go_on`, which trains these steps and returns their losses.)
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.fsdp._optim_utils")
+shared = [tempfile.mkdtemp() if rank == 0 else None]
+dist.broadcast_object_list(shared)
+folder = Path(shared[0])                                        # the same on all ranks
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def go_on(model, optimizer, numbers):
+    losses = []
+    for number in numbers:
+        losses.append(step(model, number))
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = torch.stack(losses) / world
+    dist.all_reduce(losses)
+    return losses.tolist()
+
+
+# %% tags=["optimizer"]
+# %%ranks
+from fsdp_utils import load_distributed, save_distributed
+
+old = fsdp1()
+old_optimizer = adamw(old)
+go_on(old, old_optimizer, range(3))
+save_distributed(folder / "run", old, old_optimizer, step=3)    # way 1
+whole = StateDictOptions(full_state_dict=True)
+state = get_optimizer_state_dict(old, old_optimizer, options=whole)
+if rank == 0:
+    torch.save(state, folder / "optimizer.pt")                  # way 2
+dist.barrier()
+
+
+def resumed(way):
+    """A model in FSDP2 with the weights and the optimizer's state of `old`."""
+    model = fsdp2(build(seed=1))
+    optimizer = adamw(model)
+    load_distributed(folder / "run", model, optimizer if way == "save_distributed" else None)
+    if way != "save_distributed":
+        state = torch.load(folder / "optimizer.pt")
+        if way == "full, step cloned":
+            for values in state["state"].values():
+                values["step"] = values["step"].clone()
+        set_optimizer_state_dict(model, optimizer, state, options=whole)
+    return model, optimizer
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+def continued(model, optimizer):
+    """The losses of steps 4 to 6, and the counts of steps after them."""
+    losses = go_on(model, optimizer, range(3, 6))
+    return losses, sorted({int(values["step"]) for values in optimizer.state.values()})
+
+
+runs = {way: continued(*resumed(way)) for way in ("save_distributed", "full", "full, step cloned")}
+runs = {"FSDP1, never stopped": continued(old, old_optimizer), **runs}
+
+# %% jupyter={"source_hidden": true}
+Table(
+    ["run", "loss at step 4", "5", "6", "AdamW's counts of steps"],
+    [
+        [way, *(f"{loss:.4f}" for loss in losses), " and ".join(map(str, counts))]
+        for way, (losses, counts) in ranks.get("runs")[0].items()
+    ],
+)
+
+# %% tags=["check"]
+# %%ranks
+losses, counts = runs["FSDP1, never stopped"]
+for way in ("save_distributed", "full, step cloned"):
+    torch.testing.assert_close(runs[way][0], losses, rtol=1e-4, atol=1e-5)
+    assert runs[way][1] == counts == [6]
+assert runs["full"][1] == [3 + 3 * 4, 3 + 3 * 6]
+assert abs(runs["full"][0][-1] - losses[-1]) > 1e-3
+one, other = (state["state"][f"blocks.0.up.{kind}"]["step"] for kind in ("weight", "bias"))
+assert one is other
+print("Checked: two ways go on as FSDP1 does. In the full state dict the parameters of a unit share a count.")
+
+# %% [markdown]
+# The file's first loss is right, because it needs the weights alone. Then it differs, without an error.
+# FSDP1 counts steps once for each flat parameter, and in its full state dict all parameters of a unit share
+# this one tensor. `torch.save` keeps it shared, so in FSDP2 each of a block's six parameters (the root has
+# four) adds 1 to the same count in every step. `save_distributed` writes a count for each parameter. If you
+# have a file, clone each `step` as above. (With `use_orig_params=True` FSDP1 has a count for each
+# parameter.)
+#
 # ### LOCAL_STATE_DICT has to be moved
 #
 # A checkpoint in this format holds pieces of flat parameters, without the names of parameters. Only FSDP1 can
 # read it, with the wrapping and the number of ranks that have saved it (lesson 8 shows how it fails
 # otherwise). So move it in two steps, while you still have FSDP1: read it the old way, then save the model
-# with `save_distributed` of `fsdp_utils`, which takes models in FSDP1 too and writes names.
+# with `save_distributed`, which writes names.
 
 # %% tags=["local"]
 # %%ranks
 import torch.distributed.checkpoint as dcp
-
-from fsdp_utils import load_distributed, save_distributed
-
-shared = [tempfile.mkdtemp() if rank == 0 else None]
-dist.broadcast_object_list(shared)
-folder = Path(shared[0])
 
 with FSDP.state_dict_type(model1, StateDictType.LOCAL_STATE_DICT):
     dcp.save(model1.state_dict(), checkpoint_id=folder / "old")         # your old checkpoint
@@ -1270,24 +1374,30 @@ assert set(inspect.signature(FSDP).parameters) == {"module", *arguments.split()}
 print("Checked: losses in all rows, bytes in all but one. FSDP1 has no argument that both tables lack.")
 
 # %% [markdown]
-# The two send the same bytes in each row but one: with frozen layers FSDP2 sends less. What is left of
-# FSDP1's arguments and functions needs no run, or had one in an earlier lesson:
+# The two send the same bytes in each row but one: with frozen layers FSDP2 sends less. Here are FSDP1's other
+# arguments, and the functions that programs call most. They need no run, or had one in an earlier section or
+# lesson:
 #
 # | FSDP1 | FSDP2 |
 # |:--|:--|
-# | `backward_prefetch=` | `set_modules_to_backward_prefetch` |
+# | `backward_prefetch=BACKWARD_PRE` | nothing to write |
+# | `backward_prefetch=None` | `unit.set_modules_to_backward_prefetch([unit])` for each unit (lesson 4) |
+# | `backward_prefetch=BACKWARD_POST` | no counterpart |
 # | `forward_prefetch=` | `set_modules_to_forward_prefetch` |
 # | `limit_all_gathers=` | nothing to write: FSDP2 needs no limit (lesson 11) |
 # | `process_group=`, `device_mesh=` | `mesh=` |
 # | `device_id=` | `torch.cuda.set_device` before `fully_shard` |
 # | `cpu_offload=` | `offload_policy=CPUOffloadPolicy()` (lesson 12) |
 # | `param_init_fn=` | shard on the meta device, `to_empty`, then initialise (lesson 12) |
-# | `ignored_modules=`, `ignored_states=` | `ignored_params=` |
+# | `ignored_modules=`, `ignored_states=` | `ignored_params=`, a set of parameters |
 # | `no_sync()` | `set_requires_gradient_sync`, and `set_reshard_after_backward` for SHARD_GRAD_OP |
 # | `_HYBRID_SHARD_ZERO2` | a 2-D mesh and `reshard_after_forward=False` |
 # | `NO_SHARD` | use `DistributedDataParallel` |
 # | `buffer_dtype` | cast buffers yourself |
 # | `keep_low_precision_grads` | no counterpart: gradients have the dtype of the shards |
+# | `ShardedGradScaler` | `torch.amp.GradScaler` (lesson 7) |
+# | `isinstance(module, FSDP)`, `FSDP.fsdp_modules` | `isinstance(module, FSDPModule)` |
+# | `FullStateDictConfig`, all True | `full_state_dict` and `cpu_offload` of `StateDictOptions` (lesson 3) |
 # | `optim_state_dict`, `full_optim_state_dict` | `get_optimizer_state_dict` |
 # | `optim_state_dict_to_load`, `scatter_full_optim_state_dict` | `set_optimizer_state_dict` |
 # | `summon_full_params` | `full_tensor()` of a parameter: a copy to read, changes to it are lost |
@@ -1307,8 +1417,11 @@ with fsdp2().no_sync():
 #   methods of FSDP1. "All settings" says what to write instead.
 # - **More all-gathers than before.** The program accumulates gradients under SHARD_GRAD_OP, or the root alone
 #   got `reshard_after_forward=False`. It is not passed on to the units inside.
-# - **The loss does not fall, and there is no error.** `set_reshard_after_backward(False)` still held for the
-#   last batch of a step. The gathered parameters stay, and the next forward computes with these old values.
+# - **The loss does not fall, the norm of the gradients is 0, and there is no error.**
+#   `set_reshard_after_backward(False)` still held for the last batch of a step. The gathered parameters stay:
+#   `model.parameters()` gives these, without gradients, and the next forward computes with their old values.
+# - **`unsupported format string passed to DTensor.__format__`.** The norm is a DTensor. Format
+#   `norm.full_tensor().item()`.
 # - **The ranks print different norms of the gradients.** `nn.utils.clip_grad_norm_` runs on a model of FSDP1.
 #   There is no error: see "Clipping".
 # - **`mat1 and mat2 must have the same dtype, but got BFloat16 and Float`.** `mp_policy` was given to the
@@ -1348,7 +1461,8 @@ lesson.claims(
 #   held differs too (lesson 11).
 # - Strategy and groups became `reshard_after_forward` and the mesh; `no_sync()` became two methods.
 # - Clip FSDP2 with `torch.nn.utils.clip_grad_norm_`. Under FSDP1 the same line is wrong, without an error.
-# - Full and sharded state dicts carry over. Move LOCAL_STATE_DICT while you still have FSDP1 to read it.
+# - Full and sharded state dicts of the model carry over. In a full one of the optimizer, clone each `step`.
+# - Move LOCAL_STATE_DICT while you still have FSDP1 to read it.
 #
 # ## Next
 #

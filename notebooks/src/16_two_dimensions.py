@@ -60,7 +60,7 @@ plots.show(fig, alt="Two ranks: each has half of up's rows and of down's columns
 # %% [markdown]
 # The drawing shows the two weight matrices of an MLP, `up` and `down`, on two ranks. Each rank computes half
 # of the hidden activations, and from them a summand of the output. One all_reduce adds the two summands. No
-# weight is sent.
+# weight is sent. (Backward takes one more all_reduce, for the gradient of the input.)
 #
 # ## In your own code
 #
@@ -97,6 +97,9 @@ plots.show(fig, alt="Two ranks: each has half of up's rows and of down's columns
 #     optimizer.zero_grad()
 # dist.destroy_process_group()
 # ```
+#
+# Each rank warns that a module "returned a view tensor": the output of `RowwiseParallel` is one. The warning
+# concerns code that writes into this output in place (`x += y`), and the script does not.
 #
 # ## Four ranks, two dimensions
 
@@ -584,9 +587,11 @@ result = score_mlp(my_parts, my_mlp)
 # ## Cut the rest: sequence parallelism
 #
 # With the plan above, both ranks of a row still repeat the work on embedding, norms and head. **Sequence
-# parallelism** cuts that, too. Between the cut matrices each rank has its part of the *tokens* (`Shard(1)`:
-# cut along dimension 1, the sequence) and computes the norms of these alone. The all_reduce after `down`
-# becomes a reduce_scatter, and an all_gather stands before `up`.
+# parallelism** cuts that, too. Outside attention and the MLP each rank has its part of the *tokens*
+# (`Shard(1)`: cut along dimension 1, the sequence) and computes the norms of these alone. Before attention
+# and before the MLP an all_gather collects all tokens of the row (`whole_tokens`). After each a
+# reduce_scatter, in place of the all_reduce, adds the summands and leaves each rank its tokens
+# (`output_layouts=Shard(1)`).
 
 # %%
 # %%ranks
@@ -602,8 +607,10 @@ sequence_plan = {
 }
 
 # %% [markdown]
-# Outside the blocks, the embedding and the head are cut by the vocabulary. With `loss_parallel` around the
-# loss the logits stay cut like that: no rank gathers them, and the loss takes small all_reduces instead.
+# Outside the blocks, the embedding and the head are cut by the vocabulary. `use_local_output=False` hands the
+# logits on as a DTensor that is cut like that. Under `loss_parallel` no rank gathers them, and the loss takes
+# small all_reduces instead. Put the loss and its `backward()` under it, as the folded `step` does: a backward
+# outside raises an error.
 
 # %%
 # %%ranks
@@ -744,10 +751,10 @@ Table(
 )
 
 # %% [markdown]
-# A gathered block is half as large on the mesh. With the tensor plan alone the activations grow by a third: a
-# rank computes with twice the samples, and only what is inside attention and the MLP is cut in two. With
-# sequence parallelism the rest is cut, too, and an eighth more than under FSDP alone remains: the tokens that
-# are gathered before attention, the MLP and the head, which autograd keeps for backward.
+# A gathered block is half as large on the mesh. With the tensor plan alone the activations grow by a good
+# third: a rank computes with twice the samples, and only what is inside attention and the MLP is cut in two.
+# With sequence parallelism the rest is cut, too, and an eighth more than under FSDP alone remains: the tokens
+# that are gathered before attention, the MLP and the head, which autograd keeps for backward.
 
 # %% tags=["check"]
 assert 0.5 <= gathered["2 x 2, tensor"] / gathered["FSDP, 4 ranks"] < 0.51
@@ -790,8 +797,8 @@ plots.show(fig, alt="Bytes sent in a step along the dimensions fsdp and tp, for 
 #   ranks instead of four. Half of a half travels, instead of three quarters of the matrix. (With the tensor
 #   plan, embedding and head are not cut, and are gathered in full.)
 # - **Along "tp"** it sends activations: for each block four all_reduces of `samples x length x width`
-#   numbers, two in forward and two in backward. How much depends on the tokens of a row and on the width, and
-#   not on how wide the MLP is inside.
+#   numbers, two in forward and two in backward, with the samples of a row. How wide the MLP is inside does
+#   not matter.
 # - **Sequence parallelism** sends the same bytes for a block: an all_reduce around a ring is a reduce_scatter
 #   and an all_gather, and here the two are done at different places. What is more is for the embedding and
 #   the head, which are cut now, and twelve small all_reduces: nine for the gradients of the nine norms, since
@@ -882,8 +889,8 @@ Table(
 
 # %% [markdown]
 # Each way computes for 54 ms; the second number says why they differ. FSDP alone waits for its
-# gathers over the slow link. With "tp" within the hosts, a third of these bytes goes over the slow link,
-# behind the computation, and what is sent along "tp" over the fast link is short. With "tp" between the
+# gathers over the slow link. With "tp" within the hosts, a third of these bytes goes over the slow link, most
+# of it behind the computation, and what is sent along "tp" over the fast link is short. With "tp" between the
 # hosts, the slow link carries what every block has to wait for.
 #
 # The player shows the three steps on one time axis. Press ▶, or ▶| to go from event to event. What is sent
@@ -896,8 +903,14 @@ from fsdp_utils.collectives import play
 play({f"replay: {name}": run for name, run in replays.items()})
 
 # %% [markdown]
-# Look at the gaps in the lane of computation. Those of FSDP alone are under its own gathers and reductions;
-# those of the other two are under the lane "in the model". (The recording has a block's backward pass in one
+# Look at the gaps in the lane of computation:
+#
+# - **FSDP alone**: all are under its own gathers and reductions.
+# - **"tp" between hosts**: nearly all are under the lane "in the model".
+# - **"tp" within hosts**: both kinds are left, and short. FSDP's are where there is nothing to compute beside
+#   them: at the beginning of forward and of backward, and at the end.
+#
+# (The recording has a block's backward pass in one
 # piece, so the player shows what is sent along "tp" after it. On a GPU it is sent in between; all of it is
 # waited for in either case.)
 
@@ -1147,9 +1160,9 @@ print("Checked: FSDP alone is faster on up to 128 ranks, slower on 256, and then
 # %% [markdown]
 # ## When shards are too small
 #
-# The replay counts bytes only. But around a ring of `n` ranks an all_gather takes `n - 1` hops, and each hop
-# sends one shard. Besides the time for its bytes, a hop takes a latency, here assumed to be 5 µs. The more
-# ranks, the smaller the shard and the more hops, until the gather is mostly latency.
+# The replays above count bytes only. But around a ring of `n` ranks an all_gather takes `n - 1` hops, each
+# with one shard, and a hop takes a latency besides the time for its bytes: here, by assumption, 5 µs. More
+# ranks mean smaller shards and more hops.
 
 # %%
 HOP_S = 5e-6
@@ -1181,14 +1194,17 @@ axes.legend(fontsize=8)
 plots.show(fig, alt="Time of an all_gather against ranks: by bytes nearly constant, with latency rising.")
 
 # %% [markdown]
-# Without latency (dotted) the time hardly depends on the number of ranks. With it, half of the gather is
-# latency for a width of 4,096 on 2,048 ranks, and for a width of 1,024 already on about 128. Beyond that,
-# twice the ranks make each gather nearly twice as long. With "tp" of 8 the shard of a rank is as small, but
-# the ring has an eighth of the hops. (NCCL chooses between several algorithms, some with fewer hops, so
-# measure on your own cluster before you believe this figure.)
+# - **Without latency** (dotted) the time hardly depends on the number of ranks.
+# - **Half of the gather is latency** for a width of 4,096 on 2,048 ranks, and for a width of 1,024 already on
+#   about 128. From there, twice the ranks make the gather half as long again; the more of it is latency, the
+#   closer this comes to twice as long.
+# - **With "tp" of 8** the shard of a rank is as small, but the ring has an eighth of the hops.
 #
-# A parameter also has a smallest part: by default `fully_shard` cuts along the first dimension. Of a matrix
-# with three rows, four ranks get this many elements:
+# NCCL chooses between several algorithms, some with fewer hops, so measure on your own cluster before you
+# believe this figure.
+#
+# Shards can even be empty: by default `fully_shard` cuts along the first dimension, between rows. Of a matrix
+# with three rows of eight, four ranks get this many elements:
 
 # %%
 # %%ranks
@@ -1201,11 +1217,13 @@ ranks.get("elements")
 # %% [markdown]
 # The last rank holds nothing. It still takes part in each collective, which is padded to four rows.
 #
-# **Is there no other way?** HYBRID_SHARD of [lesson 6](06_sharding_strategies.ipynb) keeps the gathers within
-# a host, too; it needs a model whose shards fit on one host, and still a sample for each rank. And
-# `torch.compile` can hide a part of what goes along "tp", on GPUs, by sending a product in pieces while the
-# next piece is computed (*async tensor parallelism*). For a model of your own, `plan(…, tensor_parallel=8)`
-# of [lesson 14](14_plan_before_you_rent.ipynb) puts memory and time side by side.
+# **Two alternatives.** HYBRID_SHARD of [lesson 6](06_sharding_strategies.ipynb) keeps the gathers within a
+# host. It needs a model whose shards fit on one host, and still a sample for each rank. *Async tensor
+# parallelism* hides a part of what goes along "tp": on GPUs `torch.compile` sends a product in pieces while
+# the next piece is computed (a private switch turns it on, `torch._inductor.config._micro_pipeline_tp`).
+#
+# To see memory and time for a transformers config such as `LlamaConfig`, ask `plan(…, tensor_parallel=8)` of
+# [lesson 14](14_plan_before_you_rent.ipynb).
 
 # %% tags=["check"]
 assert ranks.get("elements") == [8, 8, 8, 0]
