@@ -29,7 +29,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe, keep, limits, table
-from fsdp_utils.checkpoint.manifest import committed
+from fsdp_utils import checkpoints
 
 DISK_FULL, CUT_SHORT = "disk full", "checkpoint cut short"
 KINDS = ("SIGKILL of a rank", "SIGTERM of all ranks", "SIGSTOP of a rank", DISK_FULL, CUT_SHORT)
@@ -102,8 +102,8 @@ class Run:
     def step(self) -> int:
         return max(self.losses(), default=0)
 
-    def checkpoints(self) -> list[Any]:
-        return committed(self.out / "checkpoints")
+    def checkpoints(self) -> dict[int, Path]:
+        return checkpoints(self.out / "checkpoints")
 
     def ranks(self) -> list[int]:
         """The processes that torchrun runs now."""
@@ -141,16 +141,16 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def cause(kind: str, run: Run, draw: random.Random) -> Fault:
     """Do it, and wait until the run trains again."""
     begun, started, at_step = time.monotonic(), len(run.events("started")), run.step()
-    saved = max((one.step for one in run.checkpoints()), default=0)
+    saved = max(run.checkpoints(), default=0)
     if kind == DISK_FULL:
         with full_disk(run.out / "checkpoints"):
             failed = len(run.events("failed to save"))
             run.until(lambda: len(run.events("failed to save")) > failed, LIMIT_S, "a save failed")
         return Fault(kind, at_step, saved, None, time.monotonic() - begun)
     if kind == CUT_SHORT:
-        newest = run.checkpoints()[-1]
-        saved = max((one.step for one in run.checkpoints()[:-1]), default=0)
-        largest = max(newest.path.iterdir(), key=lambda file: file.stat().st_size)
+        *before, newest = run.checkpoints()
+        saved = max(before, default=0)
+        largest = max(run.checkpoints()[newest].iterdir(), key=lambda file: file.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 2)
     number = {"SIGTERM of all ranks": signal.SIGTERM, "SIGSTOP of a rank": signal.SIGSTOP}
     pids = run.ranks()
@@ -300,7 +300,9 @@ def show(faults: list[Fault]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--faults", type=int, default=25)
     parser.add_argument("--steps", type=int, default=250)

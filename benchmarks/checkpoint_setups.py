@@ -271,7 +271,7 @@ def tried(wrapper: str, optimizer: str) -> list[tuple[str, str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", metavar="PART", help="set-ups with that in their name")
     chosen = parser.parse_args()
     print(describe())

@@ -96,7 +96,7 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

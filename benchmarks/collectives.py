@@ -122,7 +122,7 @@ def ratio(seen: Measured) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--starts", type=int, default=15, help="how often the ranks are started")
     parser.add_argument("--steps", type=int, default=100, help="in a start, of each kind")

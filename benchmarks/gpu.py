@@ -46,7 +46,7 @@ def module_of(name: str) -> str:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["place"]:
-        parser = argparse.ArgumentParser(prog="gpu.py place", description=place.__doc__)
+        parser = argparse.ArgumentParser(allow_abbrev=False, prog="gpu.py place", description=place.__doc__)
         parser.add_argument("folder", type=Path, metavar="DIR", help="what --out named")
         return place(parser.parse_args(arguments[1:]).folder, {name: module_of(name) for name in NAMES})
 
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=str(__doc__).splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(NAMES))
     parser.add_argument("--all", action="store_true", help="every part that is not in --out yet")
     parser.add_argument("--list", action="store_true", help="the parts and their questions")

@@ -60,8 +60,8 @@ class CudaWithoutGpu:
     def reset_peak_memory_stats(self, index: int) -> None:
         pass
 
-    def reset_accumulated_memory_stats(self, index: int) -> None:
-        pass
+    def get_device_name(self, index: int) -> str:
+        return "imagined"
 
     def get_device_properties(self, index: int) -> Any:
         return type("Properties", (), {"total_memory": 80 * 2**30})
@@ -101,7 +101,7 @@ def microseconds(call: Callable[[], object]) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds

@@ -86,7 +86,7 @@ def sharded(name: str) -> tuple[str, str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", metavar="PART", help="classes with that in their name")
     chosen = parser.parse_args()
     print(describe("transformers"))

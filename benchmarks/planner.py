@@ -39,7 +39,7 @@ from fsdp_utils import plan, shard
 from fsdp_utils.lessons.lesson import NOTEBOOKS
 from fsdp_utils.lessons.published import Prediction, predict_all
 from fsdp_utils.planner.batch import batch_of, loss_of
-from fsdp_utils.planner.efficiency import kind
+from fsdp_utils.planner.efficiency import STEP_RANGE, kind
 from fsdp_utils.planner.models import build, source_of
 
 GIB = 2**30
@@ -155,7 +155,8 @@ def of_published(predictions: list[Prediction]) -> list[list[str]]:
 
     found = []
     for each in predictions:
-        published, low_high = each.row["published"], [s / each.plan.step_s for s in each.plan.step_s_range]
+        # of runs that differ from the fitted ones, too, for which `plan` itself states no range
+        published, low_high = each.row["published"], STEP_RANGE[kind(each.plan.setting.compiled)]
         inside = each.speed is not None and low_high[0] <= each.speed <= low_high[1]
         found.append(
             [

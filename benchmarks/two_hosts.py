@@ -289,7 +289,9 @@ def checks(slowest: float | None, result: dict[str, Any]) -> dict[str, bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[50, 200], help="of the link, in Mbit/s")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="each way; takes the kernel's netem")
     parser.add_argument("--steps", type=int, default=3)

@@ -13,10 +13,10 @@ author = "the authors of fsdp_utils"
 copyright = author
 version = release = installed("fsdp_utils")
 
-# The address of the repository, such as https://github.com/you/fsdp-lessons; while it is empty, the buttons
-# that need one (Colab, Binder, the source) are not shown.
-repository = os.environ.get("BOOK_REPOSITORY", "")
-branch = os.environ.get("BOOK_BRANCH", "main")
+# The address of the repository, such as https://github.com/you/fsdp-lessons, and a branch or tag of it, as in
+# setup.py; without an address, the buttons that need one (Colab, Binder, the source) are not shown.
+repository = os.environ.get("REPOSITORY", "")
+branch = os.environ.get("REVISION", "main")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 include_patterns = [

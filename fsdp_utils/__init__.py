@@ -26,18 +26,14 @@ _MODULE_OF = {
     "PerRank": "checkpoint",
     "checkpoints": "checkpoint",
     "export_safetensors": "pretrained",
-    "latest_step": "checkpoint",
     "load_distributed": "checkpoint",
-    "load_full": "checkpoint",
     "load_pretrained": "pretrained",
     "save_distributed": "checkpoint",
-    "save_full": "checkpoint",
     "verify_checkpoint": "checkpoint",
     "OutOfStep": "collectives",
     "check_in_step": "collectives",
     "record_collectives": "collectives",
     "get_local_rank": "distributed",
-    "get_node_rank": "distributed",
     "get_rank": "distributed",
     "get_world_size": "distributed",
     "rank0_first": "distributed",
@@ -52,7 +48,6 @@ _MODULE_OF = {
     "check_sharding": "sharding",
     "shard": "sharding",
     "transformer_block_classes": "sharding",
-    "wrap_policy": "sharding",
 }
 __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll] -- checkers read __init__.pyi
 

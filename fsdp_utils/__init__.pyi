@@ -9,11 +9,8 @@ from fsdp_utils.checkpoint import CheckpointNotFoundError as CheckpointNotFoundE
 from fsdp_utils.checkpoint import LoadedState as LoadedState
 from fsdp_utils.checkpoint import PerRank as PerRank
 from fsdp_utils.checkpoint import checkpoints as checkpoints
-from fsdp_utils.checkpoint import latest_step as latest_step
 from fsdp_utils.checkpoint import load_distributed as load_distributed
-from fsdp_utils.checkpoint import load_full as load_full
 from fsdp_utils.checkpoint import save_distributed as save_distributed
-from fsdp_utils.checkpoint import save_full as save_full
 from fsdp_utils.checkpoint import verify_checkpoint as verify_checkpoint
 from fsdp_utils.child_tuning import ChildTuningAdamW as ChildTuningAdamW
 from fsdp_utils.child_tuning import fisher_mask as fisher_mask
@@ -21,7 +18,6 @@ from fsdp_utils.collectives import OutOfStep as OutOfStep
 from fsdp_utils.collectives import check_in_step as check_in_step
 from fsdp_utils.collectives import record_collectives as record_collectives
 from fsdp_utils.distributed import get_local_rank as get_local_rank
-from fsdp_utils.distributed import get_node_rank as get_node_rank
 from fsdp_utils.distributed import get_rank as get_rank
 from fsdp_utils.distributed import get_world_size as get_world_size
 from fsdp_utils.distributed import rank0_first as rank0_first
@@ -42,6 +38,5 @@ from fsdp_utils.pretrained import load_pretrained as load_pretrained
 from fsdp_utils.sharding import check_sharding as check_sharding
 from fsdp_utils.sharding import shard as shard
 from fsdp_utils.sharding import transformer_block_classes as transformer_block_classes
-from fsdp_utils.sharding import wrap_policy as wrap_policy
 
 __version__: str

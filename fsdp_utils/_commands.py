@@ -21,9 +21,16 @@ COMMANDS = {
 VERSION = f"fsdp_utils {__version__}"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses abbreviated options, in its subcommands too: `add_subparsers` makes them of this class."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def new_parser(module: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
-    """A parser with `--version`, whose description keeps its lines."""
-    parser = argparse.ArgumentParser(
+    """Return a parser with `--version`, whose description keeps its lines."""
+    parser = _Parser(
         prog=f"python -m {module}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,8 +1,11 @@
-"""What the tests of checkpoints share: a small model with all that is hard to save, and its training."""
+"""What the tests of checkpoints share: one tiny model with all that is hard to save, and how a call ended."""
 
 import hashlib
+import json
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_utils import CheckpointError
-from fsdp_utils.checkpoint.state import quiet
 
 WORDS, WIDTH, BATCH = 11, 6, 12
 
@@ -30,7 +32,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(7)
         self.down = nn.Linear(7, width)
         self.register_buffer("scale", torch.rand(3))
-        self.register_buffer("cache", torch.rand(2), persistent=False)
+        self.register_buffer("cache", torch.arange(2.0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.norm(self.up(x)).relu()) * self.scale.sum()
@@ -58,27 +60,49 @@ class Net(nn.Module):
         self.seen = state["seen"]
 
 
-KINDS = ("fsdp2", "fsdp1", "fsdp1 with use_orig_params", "ddp")
+Wrap = Callable[[Any], Any]
 
 
-def build(kind: str, *, seed: int = 0, width: int = WIDTH) -> tuple[Any, Optimizer]:
-    """The model in that wrapper ("none" for none), and its optimizer with two groups."""
+def fsdp1(model: nn.Module, **options: Any) -> FSDP1:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FSDP1(model, device_id=torch.device("cpu"), **options)
+
+
+def by_blocks(model: nn.Module, **options: Any) -> FSDP1:
+    return fsdp1(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def fsdp2(model: Any, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+WRAPPERS: dict[str, Wrap] = {
+    "none": lambda model: model,
+    "fsdp2": fsdp2,
+    "fsdp1": by_blocks,
+    "fsdp1 with use_orig_params": lambda model: by_blocks(model, use_orig_params=True),
+    "ddp": DistributedDataParallel,
+}
+KINDS = tuple(kind for kind in WRAPPERS if kind != "none")
+
+
+def build(
+    kind: str | Wrap, *, seed: int = 0, width: int = WIDTH, trained: str = ""
+) -> tuple[Any, torch.optim.AdamW]:
+    """Build the model in a wrapper and its optimizer with two groups, of its blocks and of the rest.
+
+    Args:
+        kind: one of WRAPPERS, or a function that wraps the model.
+        trained: parameters whose names do not hold this are frozen, and in the optimizer all the same.
+    """
     torch.manual_seed(seed)
     model: Any = Net(width)
-    if kind == "fsdp2":
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-    elif kind.startswith("fsdp1"):
-        with quiet():
-            model = FSDP1(
-                model,
-                auto_wrap_policy=ModuleWrapPolicy({Block}),
-                use_orig_params="use_orig_params" in kind,
-                device_id=torch.device("cpu"),
-            )
-    elif kind == "ddp":
-        model = DistributedDataParallel(model)
+    for name, param in model.named_parameters():
+        param.requires_grad_(trained in name)
+    model = (WRAPPERS[kind] if isinstance(kind, str) else kind)(model)
     blocks = [param for name, param in model.named_parameters() if "blocks" in name]
     others = [param for name, param in model.named_parameters() if "blocks" not in name]
     return model, torch.optim.AdamW([{"params": blocks}, {"params": others, "lr": 3e-2}], lr=1e-2)
@@ -87,8 +111,10 @@ def build(kind: str, *, seed: int = 0, width: int = WIDTH) -> tuple[Any, Optimiz
 class Data:
     """An endless, shuffled stream of words, cut among the ranks; its place is a generator's state."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Tensor | None = None) -> None:
         self.generator = torch.Generator().manual_seed(7)
+        if place is not None:
+            self.generator.set_state(place)
 
     def next(self) -> Tensor:
         """This rank's part of the next batch. i64[BATCH / ranks]"""
@@ -104,20 +130,38 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def train(model: nn.Module, optimizer: Optimizer, data: Data, steps: int) -> list[float]:
+def train(
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], data: Data, steps: int
+) -> list[float]:
     """The loss of each step, averaged over the ranks."""
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     losses = []
     for _ in range(steps):
         words = data.next()
-        optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(words), (words + 1) % WORDS)
         loss.backward()
-        optimizer.step()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
         mean = loss.detach().clone()
         if dist.is_initialized():
             dist.all_reduce(mean)
         losses.append(mean.item() / world_size())
     return losses
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of all of a tensor, also of one that is sharded. A collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def wholes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+    """All parameters, buffers and the optimizer's tensors, by name. A collective; not for FSDP1."""
+    found = {name: whole(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    for name, param in model.named_parameters():
+        entries = optimizer.state.get(param, {}) if optimizer is not None else {}
+        found |= {f"{name}.{key}": whole(value) for key, value in entries.items() if torch.is_tensor(value)}
+    return found
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
@@ -136,6 +180,12 @@ def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
     return digest.hexdigest()
 
 
+def manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of the only checkpoint in a directory."""
+    (path,) = directory.glob("*/manifest.json")
+    return json.loads(path.read_text())
+
+
 class Outcome(NamedTuple):
     """How a call ended on one rank."""
 
@@ -150,3 +200,19 @@ def outcome(call: Callable[[], object]) -> Outcome:
     except CheckpointError as caught:
         error = str(caught)
     return Outcome(error, time.monotonic() - start)
+
+
+def refusals(calls: Mapping[str, Callable[[], object]]) -> dict[str, str | None]:
+    """What each call was refused with; None for one that was not."""
+    return {name: outcome(call).error for name, call in calls.items()}
+
+
+def assert_told(
+    by_rank: Sequence[Mapping[str, str | None]], expected: Mapping[str, str | Sequence[str]]
+) -> None:
+    """Every rank was told the same, and in each case what is expected."""
+    assert all(found == by_rank[0] for found in by_rank)
+    assert by_rank[0].keys() == expected.keys()
+    for name, words in expected.items():
+        for part in [words] if isinstance(words, str) else words:
+            assert part in str(by_rank[0][name]), f"{name}: {by_rank[0][name]}"

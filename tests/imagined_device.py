@@ -1,22 +1,21 @@
 """A device that is only imagined, with the three regimes of a real one: fits, retries, OOM."""
 
-from typing import Literal
-
 import torch
 
-from fsdp_utils.memory.device_stats import GIB, Reading
+from fsdp_utils.memory import DeviceStats, Reading
+
+GIB = 2**30
 
 
-class ImaginedDevice:
+class ImaginedDevice(DeviceStats):
     """Stands in for a GPU's statistics and its clock. `train(batch_size)` uses its memory and its time.
 
     A batch needs `model_gib` and `sample_gib` for each sample. Beyond `total_gib` it fails; within the last
-    `tight_gib` below it works, with one retry, and takes `retry_s` longer.
+    `tight_gib` below it works, with one retry, and takes `retry_s` longer. By default 16 samples fit, 17 work
+    with retries, and 18 are out of memory.
     """
 
-    name = "imagined"
-    kind: Literal["allocator", "process", "none"] = "allocator"
-    remark = ""
+    kind = "allocator"
 
     def __init__(
         self,
@@ -29,7 +28,7 @@ class ImaginedDevice:
         sample_s: float = 0.3,
         retry_s: float = 2.0,
     ) -> None:
-        self.total: int | None = int(total_gib * GIB)
+        super().__init__(torch.device("cpu"), name="imagined", total=int(total_gib * GIB))
         self.model_gib, self.sample_gib, self.tight_gib = model_gib, sample_gib, tight_gib
         self.step_s, self.sample_s, self.retry_s = step_s, sample_s, retry_s
         self.time = 0.0
@@ -54,10 +53,6 @@ class ImaginedDevice:
             self.time += self.retry_s
 
     # what it tells
-
-    def reset(self) -> None:
-        self.retries = self.ooms = 0
-        self.peak_gib = self.model_gib
 
     def read(self) -> Reading:
         reading = Reading(

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils import check_sharding, shard, wrap_policy
+from fsdp_utils import check_sharding, shard, transformer_block_classes
 
 TwoRanks = Callable[..., list[Any]]
 
@@ -129,7 +130,8 @@ def compare_fsdp1(tiny: Tiny) -> list[OutcomeFSDP1]:
         torch.manual_seed(0)
         model = tiny.make().eval()
         plain_loss = loss_of(model(**tiny.batch())).item()
-        model = fsdp1(model, auto_wrap_policy=wrap_policy(model), use_orig_params=use_orig_params)
+        policy = ModuleWrapPolicy(transformer_block_classes(model))
+        model = fsdp1(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
         units = [type(unit.module).__name__ for unit in FullyShardedDataParallel.fsdp_modules(model)]
         loss = loss_of(model(**tiny.batch())).item()
         outcomes.append(OutcomeFSDP1(loss, plain_loss, units, check_sharding(model)))

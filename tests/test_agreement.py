@@ -1,7 +1,13 @@
 """Ranks that agree: who is missing, who differs, who has failed or ended, in words and within the limit."""
 
+import os
+import socket
+import struct
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -9,9 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.distributed import agreement
-from fsdp_utils.distributed.agreement import Ranks, agree, by_ranks, library_store, rank_names
-from fsdp_utils.torch_internals.groups import process_groups
+from fsdp_utils.distributed import agree
 
 TwoRanks = Callable[..., list[Any]]
 
@@ -20,138 +24,278 @@ class RoomError(RuntimeError):
     pass
 
 
-def entered(facts: Callable[[], dict[str, Any]] = dict, **options: Any) -> Ranks | str:
-    """The ranks, or the error's text."""
-    try:
-        return agree("enter", facts, error=RoomError, topic="test", **options)
-    except RoomError as error:
-        return str(error)
+class NoSuchRoomError(RoomError):
+    pass
 
 
 def rank() -> int:
     return dist.get_rank()
 
 
-def test_ranks_exchange_results_and_the_first_failure_is_the_error_of_all(two_ranks: TwoRanks) -> None:
+def enter(facts: Callable[[], dict[str, Any]] = dict, **options: Any) -> Any:
+    return agree("enter", facts, error=RoomError, topic="test", **options)
+
+
+def told(call: Callable[[], Any]) -> tuple[str, str]:
+    """The class and the text of the error."""
+    try:
+        call()
+    except RoomError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def fails_on_1(error: Exception) -> Callable[[], None]:
+    def fn() -> None:
+        if rank() == 1:
+            raise error
+
+    return fn
+
+
+def test_ranks_exchange_results(two_ranks: TwoRanks) -> None:
     def fn() -> list[Any]:
-        ranks = agree("enter", lambda: {"same": 1, "_own": rank()}, error=RoomError, topic="test")
-        found: list[Any] = [[facts["_own"] for facts in ranks.facts]]
-        found.append(ranks.all(lambda: 10 * rank()))
-        found.append(ranks.first(lambda: f"from {rank()}"))
-        found.append(ranks.numbers(rank() + 5))
-        for call in (ranks.all, ranks.each):
-            with pytest.raises(RoomError, match=r"^enter: rank 1: ZeroDivisionError: integer .* by zero$"):
-                call(lambda: 1 // (1 - rank()))
+        ranks = enter(lambda: {"same": 1})
+        found = [
+            ranks.all(lambda: 10 * rank()),
+            ranks.first(lambda: f"from {rank()}"),
+        ]
+        ranks.same("entries", {"a": "1"})
         found.append(ranks.each(lambda: rank()))
         ranks.close()
         return found
 
+    assert two_ranks(fn) == [[[0, 10], "from 0", 0], [[0, 10], "from 0", 1]]
+
+
+def test_a_failure_on_one_rank_is_the_same_error_on_all_and_they_go_on(two_ranks: TwoRanks) -> None:
+    def fn() -> list[tuple[str, str]]:
+        ranks = enter()
+        found = [
+            told(lambda: ranks.all(fails_on_1(ValueError("no")))),
+            told(lambda: ranks.each(fails_on_1(ValueError("no")))),
+            told(lambda: ranks.each(fails_on_1(NoSuchRoomError("gone")))),
+            told(lambda: ranks.first(lambda: 1 // 0)),
+        ]
+        ranks.consequence = ". Mind the step."
+        found.append(told(lambda: ranks.all(lambda: 1 // 0)))
+        return [*found, ("", str(ranks.all(rank)))]
+
     first, second = two_ranks(fn)
-    assert first[:4] == second[:4] == [[0, 1], [0, 10], "from 0", [5, 6]]
-    assert (first[4], second[4]) == (0, 1)
+    zero = "ZeroDivisionError: integer division or modulo by zero"
+    assert first == second
+    assert first == [
+        *[("RoomError", "enter: rank 1: ValueError: no")] * 2,
+        ("NoSuchRoomError", "enter: rank 1: gone"),
+        ("RoomError", f"enter: rank 0: {zero}"),
+        ("RoomError", f"enter: {zero}. Mind the step."),
+        ("", "[0, 1]"),
+    ]
 
 
-def test_facts_that_differ_are_named(two_ranks: TwoRanks) -> None:
-    for text in two_ranks(lambda: entered(lambda: {"step": rank()})):
-        assert text.startswith("enter: expected the same step on all ranks, found rank 0: 0; rank 1: 1")
+FACTS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "value": (lambda: {"step": rank()}, "expected the same step on all ranks, found rank 0: 0; rank 1: 1"),
+    "key": (lambda: {str(rank()): 1}, "expected the same 0 on all ranks, found rank 0: 1; rank 1: absent"),
+    "failure": (
+        lambda: {"step": 1 // rank()},
+        "rank 0: ZeroDivisionError: integer division or modulo by zero",
+    ),
+    "no JSON": (lambda: {"step": {1}}, "TypeError: Object of type set is not JSON serializable"),
+}
+
+
+def test_facts_that_differ_or_fail_are_named_on_all_ranks(two_ranks: TwoRanks) -> None:
+    found = two_ranks(lambda: [told(partial(enter, facts)) for facts, _ in FACTS.values()])
+    assert found[0] == found[1]
+    for (kind, text), (_, expected) in zip(found[0], FACTS.values(), strict=True):
+        assert kind == "RoomError"
+        assert text.startswith(f"enter: {expected}")
+
+
+def test_entries_that_differ_are_named_with_the_ranks_of_each_value() -> None:
+    def fn() -> list[tuple[str, str]]:
+        ranks = enter()
+        common = {f"entry {number}": "equal" for number in range(1000)}
+        found = [told(lambda: ranks.same("state", common | {"a": str(rank() % 2)}))]
+        own = {f"{rank()} {number}": "x" * 1000 for number in range(5)}
+        found.append(told(lambda: ranks.same("state", common | own, cure=". Mend it.")))
+        return [*found, told(lambda: ranks.same("state", common))]
+
+    found = run_on_ranks(fn, world_size=3)
+    assert found[0] == found[1] == found[2]
+    (_, values), (_, names), equal = found[0]
+    assert values == "enter: expected the same state a on all ranks, found ranks 0, 2: 0; rank 1: 1"
+    lines = names.splitlines()
+    for number, line in enumerate(lines):
+        begin, _, end = line.removeprefix("enter: ").partition("x" * 200)
+        assert begin == f"expected the same state 0 {number} on all ranks, found rank 0: "
+        assert end.removesuffix(". Mend it.").endswith("; ranks 1, 2: absent")
+    assert len(lines) == 3
+    assert lines[-1].endswith(". Mend it.")
+    assert equal == ("", "")
 
 
 def test_the_group_lasts_from_call_to_call_until_it_is_closed(two_ranks: TwoRanks) -> None:
-    def fn() -> list[Any]:
-        first, second = entered(), entered()
-        assert isinstance(first, Ranks)
-        assert isinstance(second, Ranks)
-        counts = [first.group is second.group, len(process_groups())]
-        second.close()
-        return [*counts, len(process_groups())]
+    def fn() -> list[bool]:
+        first, second = enter(), enter()
+        kept = first.group is second.group
+        first.close()
+        return [kept, enter().all(rank) == [0, 1]]
 
-    assert two_ranks(fn) == [[True, 2, 1]] * 2
+    assert two_ranks(fn) == [[True, True]] * 2
 
 
-class SlowStore:
-    """A store that takes its time to write, as one on another host does."""
-
-    def __init__(self, part: str) -> None:
-        self._store = library_store(part)
-
-    def set(self, key: str, value: str) -> None:
-        time.sleep(0.2)
-        self._store.set(key, value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
-def test_however_short_the_wait_an_absent_rank_is_named() -> None:
-    def fn() -> str | None:
-        with patch.object(agreement, "library_store", SlowStore):
-            found = entered(wait_s=1e-3) if rank() < 2 else None  # both wait in vain, and one decides
+def test_however_short_the_wait_absent_ranks_are_named_and_all_find_together_again() -> None:
+    def fn() -> tuple[tuple[str, str], list[int]]:
+        alone = told(lambda: enter(wait_s=1e-3)) if rank() < 2 else ("", "")
         dist.barrier()
-        assert not isinstance(found, Ranks)
-        return found
+        return alone, enter(wait_s=20).all(rank)
 
-    for text in run_on_ranks(fn, world_size=3, timeout=40)[:2]:
+    (first, again), (second, _), _ = run_on_ranks(fn, world_size=3, timeout=40)
+    for _, text in (first, second):
         assert text.startswith("enter: expected all 3 ranks to enter it, found only rank"), text
         assert "after 0.001 s; missing: rank" in text
+    assert again == [0, 1, 2]
 
 
-def test_with_a_short_wait_ranks_that_come_in_time_connect(two_ranks: TwoRanks) -> None:
-    def fn() -> bool:
-        dist.barrier()
-        return isinstance(entered(wait_s=0.05), Ranks)
-
-    assert two_ranks(fn) == [True, True]
+BYTES_ACKED = 120  # offset in Linux's struct tcp_info
 
 
-def test_no_rank_goes_on_before_all_are_connected(two_ranks: TwoRanks) -> None:
+def bytes_sent() -> int:
+    """The bytes that this process has sent over the TCP connections that it has now."""
+    total = 0
+    for path in Path("/proc/self/fd").iterdir():
+        if not path.is_socket():
+            continue
+        with socket.socket(fileno=os.dup(int(path.name))) as found:
+            if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
+                info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 240)
+                total += struct.unpack_from("Q", info, BYTES_ACKED)[0]
+    return total
+
+
+def traffic() -> int:
+    """The bytes that this rank sends for one entry and four of each exchange; rank 0 hosts the store."""
+    world_size, mine, master = dist.get_world_size(), rank(), rank() == 0
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if master else None
+    port = [server.port if server else 0]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    store = server or dist.TCPStore("127.0.0.1", port[0], is_master=False)
+    dist.init_process_group("gloo", store=store, rank=mine, world_size=world_size)
+    enter()  # makes the group: torch's own traffic
+    dist.barrier()
+    before = bytes_sent()
+    ranks = enter(lambda: {"configuration": "x" * 10_000})
+    for _ in range(4):
+        ranks.each(lambda: "x" * 10_000)
+        ranks.same("entries", {str(number): "x" * 1000 for number in range(100)})
+        ranks.first(lambda: "checkpoints/000003-step-3")
+    return bytes_sent() - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's TCP statistics")
+def test_traffic_grows_with_the_number_of_ranks_and_not_with_its_square() -> None:
+    few, many = (run_on_ranks(traffic, world_size=size)[0] for size in (4, 12))
+    assert many < 1.5 * few * 11 / 3  # the square would be 4 times that
+    assert many / 11 * 1023 < 20e6  # at 1,024 ranks
+
+
+def test_ranks_in_different_calls_are_told_so(two_ranks: TwoRanks) -> None:
+    def fn() -> tuple[str, str]:
+        name = ["save", "load"][rank()]
+        return told(lambda: agree(name, dict, error=RoomError, topic="test"))
+
+    assert set(two_ranks(fn)) == {
+        (
+            "RoomError",
+            'expected the same call on all ranks, found rank 0: "save"; rank 1: "load". Decide on one rank '
+            "and broadcast the decision.",
+        )
+    }
+
+
+def test_no_rank_goes_on_before_all_are_connected(two_ranks: TwoRanks, tmp_path: Path) -> None:
     """One that closed its group at once would cut off those that still connect."""
 
     def fn() -> bool:
-        store, connect = library_store("test_connected"), dist.new_group
+        connect, connected = dist.new_group, tmp_path / "connected"
 
         def connect_slowly(**options: Any) -> Any:
             made = connect(**options)
             if rank() == 1:
                 time.sleep(0.3)
-                store.set("rank 1", "connected")
+                connected.touch()
             return made
 
         with patch.object(dist, "new_group", connect_slowly):
-            ranks = entered()
-        assert isinstance(ranks, Ranks)
-        connected = store.check(["rank 1"])
+            ranks = enter(wait_s=0.05)
+        found = connected.exists()
         ranks.close()
-        return connected
+        return found
 
     assert two_ranks(fn) == [True, True]
 
 
-def test_a_rank_that_leaves_is_noticed_at_once(two_ranks: TwoRanks) -> None:
+@pytest.mark.parametrize("exchange", ["all", "each", "first", "same"])
+def test_a_rank_that_leaves_is_noticed_at_once(two_ranks: TwoRanks, exchange: str) -> None:
     def fn() -> tuple[str, float]:
-        ranks = agree("enter", dict, error=RoomError, topic="test", wait_s=60)
+        ranks = enter(wait_s=60)
         if rank() == 1:
-            ranks.close()  # as its death would: the connections close
+            ranks.close()
             dist.barrier()
             return "", 0.0
+
+        def body() -> None:
+            arguments = ("state", {}) if exchange == "same" else (rank,)
+            with ranks.guard():
+                getattr(ranks, exchange)(*arguments)
+                ranks.each(rank)  # rank 0 waits for nobody in `first`
+
         begun = time.monotonic()
-        with pytest.raises(RoomError) as caught, ranks.guard():
-            ranks.all(lambda: None)
+        _, text = told(body)
         seconds = time.monotonic() - begun
         dist.barrier()
-        return str(caught.value), seconds
+        return text, seconds
 
     text, seconds = two_ranks(fn)[0]
-    assert text.startswith("enter: rank 0 heard nothing from another rank within 60 s, or that rank is gone")
+    assert text.startswith("enter: rank 0 heard nothing from another rank for 0.")
+    assert ": it is late or gone (" in text
     assert seconds < 5
 
 
+def test_what_fails_inside_the_guard_is_the_error_of_all(two_ranks: TwoRanks) -> None:
+    def fn() -> tuple[str, str]:
+        def body() -> None:
+            ranks = enter(wait_s=60)
+            with ranks.guard():
+                fails_on_1(MemoryError("too large"))()
+                ranks.all(rank)
+
+        return told(body)
+
+    expected = "enter: rank 1 failed, or lost a rank that did: MemoryError: too large"
+    assert two_ranks(fn) == [("RoomError", expected)] * 2
+
+
 def test_a_process_on_its_own_agrees_with_itself() -> None:
-    ranks = entered(lambda: {"_own": 3})
-    assert isinstance(ranks, Ranks)
-    assert (ranks.world_size, ranks.facts[0]["_own"], ranks.all(lambda: 4)) == (1, 3, [4])
-    assert entered(lambda: {"own": 1 // 0}) == "enter: ZeroDivisionError: integer division or modulo by zero"
+    ranks = enter(lambda: {"step": 3})
+    ranks.same("entries", {"a": "1"})
+    assert (ranks.world_size, ranks.all(lambda: 4), ranks.each(lambda: 5), ranks.first(lambda: 6)) == (
+        1,
+        [4],
+        5,
+        6,
+    )
+    assert told(lambda: enter(lambda: {"own": 1 // 0})) == (
+        "RoomError",
+        "enter: ZeroDivisionError: integer division or modulo by zero",
+    )
 
 
-def test_texts_are_told_once_with_the_ranks_that_they_are_from() -> None:
-    assert by_ranks([["a", "b"], ["b"], ["a", "b"]]) == ["ranks 0, 2: a", "b"]
-    assert rank_names(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+def test_the_text_of_a_failure_is_told_once_with_the_ranks_that_it_is_from() -> None:
+    def fn() -> tuple[str, str]:
+        return told(lambda: enter().each(lambda: 1 // (rank() % 2)))
+
+    zero = "ZeroDivisionError: integer division or modulo by zero"
+    assert run_on_ranks(fn, world_size=3) == [("RoomError", f"enter: ranks 0, 2: {zero}")] * 3

@@ -18,9 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_utils import bf16_support, run_on_ranks
-from fsdp_utils.precision import bf16
-from fsdp_utils.precision.facts import DeviceFacts, judge, judge_nccl, look
+from fsdp_utils import Bf16Support, bf16_support, run_on_ranks
+from fsdp_utils.bf16 import main
 from tests.sharded import TwoRanks
 
 GPUS = {
@@ -59,10 +58,7 @@ def a_gpu(name: str, cuda: str | None = "12.8", nccl: Any = (2, 27, 5), there: b
 @contextmanager
 def a_cpu(**capabilities: bool) -> Any:
     """torch as it would answer on a CPU with these instructions."""
-    with (
-        patch("fsdp_utils.precision.facts.cpu_capabilities", lambda: capabilities),
-        patch("fsdp_utils.precision.facts._cpu_name", lambda: "a CPU"),
-    ):
+    with patch.object(torch.cpu, "get_capabilities", lambda: capabilities):
         yield
 
 
@@ -131,9 +127,9 @@ def test_a_matmul_that_fails_counts_more_than_what_the_device_claims() -> None:
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
     with a_gpu("NVIDIA A100-SXM4-80GB"), patch.object(torch, "ones", fail):
-        facts = look(torch.device("cuda"))
-    assert judge(facts)[0] == "none"
-    assert "CUBLAS_STATUS_NOT_SUPPORTED" in judge(facts)[1][0]
+        support = bf16_support("cuda")
+    assert support.compute == "none"
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in support.reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -157,23 +153,47 @@ def test_instructions_that_torch_was_built_not_to_use_do_not_count() -> None:
         assert bf16_support("cpu").compute == "emulated"
 
 
+@contextmanager
+def another_device(kind: str, **properties: Any) -> Any:
+    """torch as it would answer on a host with a device of another vendor."""
+    ones = torch.ones
+    modules = {"rocm": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
+    with (
+        patch.object(torch.backends.cuda, "is_built", lambda: kind == "rocm"),
+        patch.object(torch.version, "cuda", None),
+        patch.object(torch.version, "hip", "6.4" if kind == "rocm" else None),
+        patch.object(modules[kind], "is_available", lambda: True),
+        patch.object(
+            modules[kind], "get_device_properties", lambda device: SimpleNamespace(**properties), create=True
+        ),
+        patch.object(torch, "ones", lambda *size, device=None, **options: ones(*size, **options)),
+    ):
+        yield
+
+
+AMD = {"major": 9, "minor": 0}
+XMX = {"has_subgroup_matrix_multiply_accumulate": True, "has_bfloat16_conversions": True}
+
+
 @pytest.mark.parametrize(
-    ("facts", "compute"),
+    ("kind", "properties", "compute", "words"),
     [
-        (DeviceFacts("rocm", name="MI250X", architecture="gfx90a:sramecc+:xnack-"), "native"),
-        (DeviceFacts("rocm", name="MI50", architecture="gfx906"), "emulated"),
-        (DeviceFacts("xpu", name="Data Center GPU Max", units=("XMX",)), "native"),
-        (DeviceFacts("xpu", name="an older one", units=()), "emulated"),
-        (DeviceFacts("mps", name="Apple GPU"), "emulated"),
+        ("rocm", {**AMD, "name": "MI250X", "gcnArchName": "gfx90a:sramecc+:xnack-"}, "native", "gfx90a"),
+        ("rocm", {**AMD, "name": "MI50", "gcnArchName": "gfx906"}, "emulated", "no matrix units"),
+        ("xpu", {**XMX, "name": "Data Center GPU Max"}, "native", "XMX"),
+        ("xpu", {**XMX, "name": "older", "has_bfloat16_conversions": False}, "emulated", "no instructions"),
+        ("xpu", {"name": "an older torch"}, "emulated", "torch does not tell"),
+        ("mps", {}, "emulated", "torch does not tell"),
     ],
 )
-def test_other_devices_by_what_torch_tells(facts: DeviceFacts, compute: str) -> None:
-    assert judge(facts)[0] == compute
-    assert judge_nccl(facts) == ""
-
-
-def test_what_torch_does_not_tell_is_not_claimed() -> None:
-    assert "torch does not tell" in judge(DeviceFacts("mps", name="Apple GPU"))[1][0]
+def test_other_devices_by_what_torch_tells(
+    kind: str, properties: dict[str, Any], compute: str, words: str
+) -> None:
+    with another_device(kind, **properties):
+        support = bf16_support("cuda" if kind == "rocm" else kind)
+    assert support.compute == compute
+    assert words in support.reasons[0]
+    assert not any("NCCL" in reason for reason in support.reasons)
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "cuda", "mps", "xpu", "meta"])
@@ -187,7 +207,7 @@ def test_asking_never_raises_on_this_machine(device: str | None) -> None:
 # ---- the ranks and the network -------------------------------------------------------------------------
 
 
-def native_except(rank_without: int | None) -> bf16.Bf16Support:
+def native_except(rank_without: int | None) -> Bf16Support:
     with a_cpu(avx512_bf16=dist.get_rank() != rank_without):
         return bf16_support("cpu")
 
@@ -203,10 +223,10 @@ def test_one_rank_without_is_enough_for_a_no_on_all(two_ranks: TwoRanks) -> None
     first, second = two_ranks(native_except, 1)
     assert first == second
     assert (first.ready, first.compute, first.network) == (False, "emulated", True)
-    assert any(reason.startswith("rank 1: a CPU") for reason in first.reasons)
+    assert any(reason.startswith("rank 1: ") and "no instructions" in reason for reason in first.reasons)
 
 
-def an_all_reduce_that(goes_wrong: str) -> tuple[bf16.Bf16Support, float, float]:
+def an_all_reduce_that(goes_wrong: str) -> tuple[Bf16Support, float, float]:
     real = dist.all_reduce
 
     def raises(tensor: torch.Tensor, **options: Any) -> Any:
@@ -270,7 +290,7 @@ def test_an_all_reduce_that_never_ends_is_told_and_aborted_and_not_waited_for() 
     try:
         with (
             a_cpu(amx_bf16=True),
-            patch.object(bf16, "LIMIT_S", 0.2),
+            patch("fsdp_utils.precision.bf16.LIMIT_S", 0.2),
             patch.object(dist, "all_reduce", lambda *arguments, **options: stuck),
             patch.object(dist.distributed_c10d, "_abort_process_group", stuck.abort_group),
             patch.object(dist, "destroy_process_group", stuck.destroy_group),
@@ -284,8 +304,8 @@ def test_an_all_reduce_that_never_ends_is_told_and_aborted_and_not_waited_for() 
     assert not stuck.waited
 
 
-def asked_on_rank_0_only() -> bf16.Bf16Support | None:
-    with patch.object(bf16, "LIMIT_S", 1.0):
+def asked_on_rank_0_only() -> Bf16Support | None:
+    with patch("fsdp_utils.precision.bf16.LIMIT_S", 1.0):
         return bf16_support("cpu") if dist.get_rank() == 0 else time.sleep(2)
 
 
@@ -324,8 +344,8 @@ def test_the_command_prints_the_answer_and_exits_with_it(
     capability: str, code: int, capsys: pytest.CaptureFixture
 ) -> None:
     with a_cpu(**{capability: True}):
-        assert bf16.main(["--device", "cpu"]) == code
-    assert f"a CPU: {'ready' if code == 0 else 'not ready'} for bf16" in capsys.readouterr().out
+        assert main(["--device", "cpu"]) == code
+    assert f": {'ready' if code == 0 else 'not ready'} for bf16" in capsys.readouterr().out
 
 
 def test_the_command_runs_and_asks_nothing_at_import() -> None:
@@ -362,7 +382,7 @@ def launched(port: int) -> str:
         "MASTER_PORT": port,
     }
     with patch.dict(os.environ, {key: str(value) for key, value in variables.items()}), a_cpu(amx_bf16=True):
-        code = bf16.main(["--device", "cpu"])
+        code = main(["--device", "cpu"])
     dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=9)
     )

@@ -1,6 +1,8 @@
-"""What is saved besides the model and its optimizer: sharded tensors come back as parts."""
+"""The state of a checkpoint: values and tensors come back as they were, objects are loaded in place."""
 
-from collections import Counter, OrderedDict
+import random
+import struct
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -11,418 +13,458 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from fsdp_utils import (
-    CheckpointError,
-    PerRank,
-    load_distributed,
-    load_full,
-    run_on_ranks,
-    save_distributed,
-    save_full,
-    verify_checkpoint,
-)
-from fsdp_utils.checkpoint.state import quiet
-from fsdp_utils.checkpoint.user_state import digest
-from tests.checkpoints import Outcome, build, outcome, rank
-from tests.sharded import TwoRanks, whole
+from fsdp_utils import CheckpointError, PerRank, load_distributed, run_on_ranks, save_distributed
+from tests.checkpoints import assert_told, build, outcome, rank, refusals, whole, wholes, world_size
 
-ROWS = 5  # do not divide among 2 or 3 ranks
+# ---- values ------------------------------------------------------------------------------------------------
 
 
-def sharded() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Linear(3, ROWS)
-    fully_shard(model)
-    return model
+def same(one: Any, other: Any) -> bool:
+    """Of the same types and bits, however deep."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
+    if isinstance(one, dict):
+        return same(list(one.items()), list(other.items()))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray | np.generic):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, float):
+        return struct.pack("d", one) == struct.pack("d", other)
+    return repr(one) == repr(other) if isinstance(one, complex) else one == other
 
 
-def numbers(start: int) -> Tensor:
-    return torch.arange(float(3 * ROWS)).reshape(ROWS, 3) + start
+def bits(tensor: Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes()
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """An average of the weights, and the state of a second optimizer, with a tuple and values per rank."""
-    mesh = next(model.parameters()).device_mesh  # type: ignore[union-attr]
-    average, moment = (
-        distribute_tensor(numbers(start), mesh, [Shard(0)], src_data_rank=None) for start in (0, 100)
-    )
-    return {
-        "average": {"weight": average, "decay": 0.9},
-        "second": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": moment}}, "param_groups": [{"lr": 1}]},
-        "own": ([average], rank()),
-        "alone": moment,
-    }
-
-
-def save_state(folder: Path) -> list[bool]:
-    model = sharded()
-    state = state_of(model)
-    save_distributed(folder / "now", model, step=1, **state)
-    save = save_distributed(folder / "later", model, step=1, asynchronous=True, **state)
-    with torch.no_grad():
-        state["alone"].to_local().zero_()
-    save.wait()
-    save_full(folder / "full", model, **state_of(model))
-    return [state["average"]["weight"] is not None, "exp_avg" in state["second"]["state"][0]]
-
-
-def load_state(folder: Path, how: str) -> list[tuple[dict[str, Any], dict[str, Tensor], list[str]]]:
-    """What each way of saving gives back: the state without its tensors, these whole, and their types."""
-    model = sharded() if how == "fsdp2" else nn.Linear(3, ROWS)
-    answers = []
-    for name in ("now", "later", "full"):
-        state = (load_full if name == "full" else load_distributed)(folder / name, model)
-        own = [
-            part[0].pop() for part in (state["own"] if isinstance(state["own"], PerRank) else [state["own"]])
-        ]
-        found = {
-            "average": state["average"].pop("weight"),
-            "second": state["second"]["state"][0].pop("exp_avg"),
-            "own": own[-1],
-            "alone": state.pop("alone"),
-        }
-        kinds = [type(tensor).__name__ for tensor in found.values()]
-        if how == "fsdp2":
-            own_weight = next(model.parameters())
-            assert isinstance(own_weight, DTensor)
-            for tensor in found.values():
-                assert tensor.placements == own_weight.placements
-                assert tensor.to_local().shape == own_weight.to_local().shape
-        whole = {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in found.items()}
-        answers.append((state, whole, kinds))
-    return answers
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sharded")
-    assert run_on_ranks(save_state, folder) == [[True, True]] * 2, "the caller's state was changed"
-    return folder
-
-
-@pytest.mark.parametrize(("ranks", "how"), [(2, "fsdp2"), (3, "fsdp2"), (1, "plain")])
-def test_dtensors_in_the_state_come_back_as_this_ranks_part(saved: Path, ranks: int, how: str) -> None:
-    for number, answers in enumerate(run_on_ranks(load_state, saved, how, world_size=ranks)):
-        for state, found, kinds in answers:
-            assert kinds == ["DTensor" if how == "fsdp2" else "Tensor"] * 4
-            for key, start in (("average", 0), ("second", 100), ("own", 0), ("alone", 100)):
-                assert torch.equal(found[key], numbers(start)), key
-            assert state["average"] == {"decay": 0.9}
-            assert state["second"] == {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1}]}
-            assert state["own"] == (([], number) if ranks == 2 else [([], 0), ([], 1)])
-
-
-def test_a_checkpoint_with_sharded_state_verifies(saved: Path) -> None:
-    verify_checkpoint(saved / "now")
-    verify_checkpoint(saved / "full")
-
-
-def hybrid(folder: Path) -> list[Tensor]:
-    """Saved over two dimensions of a mesh of which one replicates, loaded over one."""
-    model = sharded()
-    mesh = init_device_mesh("cpu", (1, 2))
-    save_distributed(folder, model, step=1, x=distribute_tensor(numbers(0), mesh, [Replicate(), Shard(0)]))
-    found = load_distributed(folder, model)["x"]
-    assert found.device_mesh.ndim == 1
-    return [found.full_tensor(), found.to_local()]
-
-
-def test_a_hybrid_tensor_loads_over_a_mesh_of_one_dimension(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    for full, local in two_ranks(hybrid, tmp_path):
-        assert torch.equal(full, numbers(0))
-        assert len(local) < ROWS
-
-
-PLACEMENTS: dict[str, list[Placement]] = {
-    "rows and columns": [Shard(0), Shard(1)],
-    "columns and rows": [Shard(1), Shard(0)],
-    "rows twice": [Shard(0), Shard(0)],
-    "columns twice": [Shard(1), Shard(1)],
-    "columns of copies": [Replicate(), Shard(1)],
-    "copies of columns": [Shard(1), Replicate()],
-    "counted from the end": [Shard(-1), Replicate()],
-    "copies": [Replicate(), Replicate()],
+VALUES: dict[str, Any] = {
+    "none and truth": [None, True, False, 0, 1],
+    "integers": [2**63, -(2**63) - 1, 2**200, -1],
+    "floats": [0.1 + 0.2, -0.0, 5e-324, 1.7e308, float("inf"), -float("inf"), float("nan")],
+    "another nan": struct.unpack("d", struct.pack("Q", 0xFFF8_0000_0000_BEEF))[0],
+    "complex": [1j, complex(-0.0, float("inf"))],
+    "text": ["", "ü\0\n\ud800", '{"!": 1}', b"\0\xff", bytearray(b"x")],
+    "nested": ([], (), {}, ((1,), [(2, [3])]), {"": {"a.b/c": (None,)}}),
+    "keys": {1: "a", "1": "b", (1, "x"): "c", None: 0, 2.5: "d", b"k": 2},
+    "like the codec's own": {"!": "tuple", "value": [1]},
+    "sets": [{3, 1, "a"}, frozenset({(1, 2)}), set()],
+    "dicts": [OrderedDict([("b", 1), ("a", 2)]), Counter("abca"), OrderedDict()],
+    "torch's": [torch.float8_e4m3fn, torch.Size([2, 0]), torch.device("cpu"), torch.device("cuda", 1)],
+    "numpy's numbers": [np.float64(-0.0), np.float16("nan"), np.int32(-7), np.uint64(2**63), np.bool_(True)],
+    "numpy's arrays": [np.arange(6, dtype="<i2").reshape(2, 3).T, np.array(1.5), np.ones((0, 2), ">f8")],
+    "generators": [random.getstate(), np.random.RandomState(3).get_state(), torch.get_rng_state()],
+    "numpy's generator": np.random.default_rng(5).bit_generator.state,
+}
+REAL = (torch.bool, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float64)
+OTHERS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128)
+COMPLEX = torch.tensor([1 + 2j, -3 - 0j])
+TENSORS: dict[str, Tensor] = {
+    **{str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in REAL + OTHERS},
+    "conjugated": COMPLEX.conj(),
+    "negative": COMPLEX.conj().imag,
+    "one number": torch.tensor(-0.0),
+    "empty": torch.empty(0, 3),
+    "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 3),
+    "transposed": torch.arange(6.0).reshape(2, 3).T,
+    "every other": torch.arange(8)[1::2],
 }
 
 
-def columns() -> nn.Module:
-    """Sharded by its columns."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, ROWS, bias=False)
-    return fully_shard(model, shard_placement_fn=lambda param: Shard(1))
+class Buffers(nn.Module):
+    """TENSORS as buffers, and values as extra state."""
+
+    def __init__(self, filled: bool) -> None:
+        super().__init__()
+        self.param = nn.Parameter(torch.ones(2))
+        self.extra = VALUES if filled else {}
+        for number, tensor in enumerate(TENSORS.values()):
+            self.register_buffer(
+                f"b{number}", tensor.detach() if filled else torch.zeros_like(tensor.detach())
+            )
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
 
 
-def save_two_dimensions(folder: Path) -> None:
-    model = columns()
-    for shape in ((1, 2), (2, 1)) if dist.get_world_size() == 2 else ((2, 2),):
-        mesh = init_device_mesh("cpu", shape)
-        state = {
-            name: distribute_tensor(numbers(0), mesh, placements) for name, placements in PLACEMENTS.items()
-        }
-        name = str(shape)
-        save_distributed(folder / name, model, step=1, **state)
-        save_full(folder / f"{name}.pt", model, **state)
-
-
-def load_two_dimensions(folder: Path) -> list[bool]:
-    right = []
-    for path in sorted(folder.iterdir()):
-        for how in (nn.Linear(4, ROWS, bias=False), sharded_by_rows(), columns()):
-            expected = [whole(param).detach().clone() for param in columns().parameters()]
-            with torch.no_grad():
-                for param in how.parameters():
-                    param.zero_()
-            state = (load_full if path.suffix else load_distributed)(path, how)
-            right += [torch.equal(whole(state[name]), numbers(0)) for name in PLACEMENTS]
-            right += [torch.equal(whole(p), e) for p, e in zip(how.parameters(), expected, strict=True)]
-    return right
-
-
-def sharded_by_rows() -> nn.Module:
-    return fully_shard(nn.Linear(4, ROWS, bias=False))
-
-
-def test_tensors_over_two_dimensions_and_models_sharded_by_columns(tmp_path: Path) -> None:
-    run_on_ranks(save_two_dimensions, tmp_path, world_size=2)
-    run_on_ranks(save_two_dimensions, tmp_path, world_size=4)
-    for right in run_on_ranks(load_two_dimensions, tmp_path, world_size=2):
-        assert len(right) == 6 * 3 * (len(PLACEMENTS) + 1)
-        assert all(right)
-
-
-def two_dimensions(width: int) -> nn.Module:
-    """FSDP2 over one dimension of a mesh and tensor parallel over the other; on fewer ranks only FSDP2."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
-    if not dist.is_initialized():
-        return model
-    if dist.get_world_size() < 4:
-        return fully_shard(model)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    return fully_shard(model, mesh=mesh["dp"])
-
-
-def save_average(folder: Path, width: int) -> None:
-    model = two_dimensions(width)
-    average = {name: param.detach().clone() for name, param in model.named_parameters()}
-    with torch.no_grad():
-        for param in average.values():
-            param.mul_(2)
-    save_distributed(folder / "d", model, step=1, state={"average": average})
-    save_full(folder / "f.pt", model, state={"average": average})
-
-
-def load_average(folder: Path, width: int) -> list[str]:
-    wrong = []
-    for load, path in ((load_distributed, folder / "d"), (load_full, folder / "f.pt")):
-        model = two_dimensions(width)
-        expected = {name: 2 * whole(param).detach() for name, param in model.named_parameters()}
-        average = load(path, model)["average"]
-        for name, param in model.named_parameters():
-            found = average[name]
-            if not torch.equal(whole(found), expected[name]):
-                wrong.append(f"{name}: other values")
-            if isinstance(param, DTensor) and (
-                not isinstance(found, DTensor)
-                or (found.device_mesh, found.placements) != (param.device_mesh, param.placements)
-            ):
-                wrong.append(f"{name}: {type(found).__name__}, not sharded as the parameter")
-    return wrong
-
-
-@pytest.mark.parametrize("width", [8, 6])  # 6 columns do not divide among 4 ranks
-def test_an_average_comes_back_as_the_parameters_are_sharded(width: int, tmp_path: Path) -> None:
-    run_on_ranks(save_average, tmp_path, width, world_size=4)
-    for ranks in (4, 2):
-        assert run_on_ranks(load_average, tmp_path, width, world_size=ranks) == [[]] * ranks
-    assert load_average(tmp_path, width) == []
-
-
-def save_by_rows(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    average = distribute_tensor(torch.arange(20.0).reshape(ROWS, 4), mesh, [Shard(0)])
-    save_distributed(folder, columns(), step=1, state={"average": {"module.weight": average}})
-
-
-def load_by_columns(folder: Path) -> tuple[list[int], Tensor]:
-    found = load_distributed(folder, model := columns())["average"]["module.weight"]
-    assert next(model.parameters()).placements == found.placements == (Shard(1),)  # type: ignore[union-attr]
-    return list(found.to_local().shape), found.full_tensor()
-
-
-def test_an_average_saved_by_rows_loads_by_columns_as_the_model_is(
-    two_ranks: TwoRanks, tmp_path: Path
-) -> None:
-    two_ranks(save_by_rows, tmp_path)
-    for shape, full in run_on_ranks(load_by_columns, tmp_path, world_size=4):
-        assert shape == [ROWS, 1]
-        assert torch.equal(full, torch.arange(20.0).reshape(ROWS, 4))
-
-
-def refused(folder: Path) -> list[Outcome]:
-    model = sharded()
-    mesh = next(model.parameters()).device_mesh  # type: ignore[union-attr]
-    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-    flat = build("fsdp1")[0]
-    with quiet(), FSDP1.state_dict_type(flat, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):
-        parts = flat.state_dict()
-    part = distribute_tensor(numbers(0), mesh, [Shard(0)], src_data_rank=None)
-    differing = {"x": part} if rank() else {"x": torch.ones(2)}
-    two_names = {"a": {"b.c": part}, "a.b": {"c": part}}
-    states: list[dict[str, Any]] = [{"x": [partial]}, {"average": parts}, differing, two_names]
-    return [outcome(lambda state=state: save_distributed(folder, model, step=1, **state)) for state in states]
-
-
-def test_what_cannot_be_saved_as_a_part_is_refused_by_name(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    first, second = two_ranks(refused, tmp_path)
-    assert [one.error for one in first] == [one.error for one in second]
-    partial, parts, differing, two_names = (one.error or "" for one in first)
-    assert "state 'x'[0]: expected a DTensor with placements Shard and Replicate, found P(sum)" in partial
-    assert "state 'average'['embed.weight']: expected a whole tensor or a DTensor, found a Shard" in parts
-    assert "expected the same sharded tensors in the state on all ranks" in differing
-    assert "two sharded tensors in the state have the name 'state.a.b.c'" in two_names
-    assert not list(tmp_path.iterdir())
-
-
-def digests() -> list[str]:
-    model = sharded()
-    mesh = next(model.parameters()).device_mesh  # type: ignore[union-attr]
-    parts = [distribute_tensor(numbers(start), mesh, [Shard(0)], src_data_rank=None) for start in (0, 0, 7)]
-    dist.barrier()
-    return [digest({"x": part}) for part in parts]
-
-
-def test_digests_of_sharded_tensors_tell_their_values_apart(two_ranks: TwoRanks) -> None:
-    for same, again, other in two_ranks(digests):
-        assert same == again != other
-
-
-# ---- what is not plain data ------------------------------------------------------------------------------
+def test_values_and_tensors_come_back_with_every_bit(tmp_path: Path) -> None:
+    """In the state, in per_rank, in a model and in its optimizer."""
+    model, into = Buffers(filled=True), Buffers(filled=False)
+    optimizers = [torch.optim.SGD(one.parameters()) for one in (model, into)]
+    held = {**VALUES, **TENSORS, "objects": [{"deep": [TENSORS, (torch.ones(1),)]}]}
+    optimizers[0].state[model.param] = held
+    optimizers[0].param_groups[0]["note"] = VALUES
+    save_distributed(tmp_path, model, optimizers[0], step=1, state=held, per_rank={"own": held})
+    found = load_distributed(tmp_path, into, optimizers[1])
+    for name, value in held.items():
+        assert same(found[name], value), name
+        assert same(found["own"][name], value), name
+        assert same(optimizers[1].state[into.param][name], value), name
+    for name, value in VALUES.items():
+        assert same(into.extra[name], value), name
+        assert same(optimizers[1].param_groups[0]["note"][name], value), name
+    for number, (name, tensor) in enumerate(TENSORS.items()):
+        assert same(into.get_buffer(f"b{number}"), tensor), name
 
 
 class Custom:
     pass
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (np.float64(1.5), r"found numpy\.float64, which .*\. Save its \.item\(\)"),
-        ({"a": [np.int32(1)]}, r"found numpy\.int32 at \['a'\]\[0\], which .*\. Save its \.item\(\)"),
-        (
-            np.ones(2),
-            r"found numpy\.ndarray, .*\. Save torch\.from_numpy\(array\), or its \.tolist\(\)",
-        ),
-        ({"a": Custom()}, r"found \S+\.Custom at \['a'\], which .*\. Save what it consists of"),
-    ],
-)
-def test_a_value_that_is_no_plain_data_is_named_with_a_remedy(value: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="state 'x': expected tensors, numbers.*" + words):
-        save_full(tmp_path / "f", nn.Linear(2, 2), x=value)
-    assert not list(tmp_path.iterdir())
+class Text(str):
+    pass
 
 
-class WithExtraState(nn.Linear):
-    def get_extra_state(self) -> Any:
-        return Custom()
+class Broken:
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("no state here")
 
-    def set_extra_state(self, state: Any) -> None:
-        """Nothing: it is never loaded."""
-
-
-@pytest.mark.parametrize("how", ["distributed", "full"])
-def test_what_a_model_adds_and_nobody_could_load_is_refused_at_save(how: str, tmp_path: Path) -> None:
-    model = WithExtraState(2, 2)
-    save = {
-        "full": lambda: save_full(tmp_path / "f", model),
-        "distributed": lambda: save_distributed(tmp_path, model, step=1),
-    }[how]
-    with pytest.raises(CheckpointError, match=r"model or optimizer: expected tensors.*found \S+\.Custom at"):
-        save()
-    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".saving-lock")]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def test_an_object_inside_of_a_value_is_told_to_give_its_state_dict(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+Pair = namedtuple("Pair", "first second")
+endless: list[Any] = []
+endless.append(endless)
+ONE = torch.ones(1)
+SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([ONE]), 2)
+UNSAVABLE: dict[str, tuple[Any, str]] = {
+    "an object": (Custom(), r"x: expected tensors.*found \S+\.Custom.* Save what it consists of"),
+    "deep": ({"a": [1, (Custom(),)]}, r"x\.a\.1\.0: .*Custom"),
+    "with a state": ([SCHEDULER], r"x\.0: .*StepLR.*Save its \.state_dict\(\)"),
+    "no dict": ({"x": defaultdict(list)}, r"x\.x: .*defaultdict.*Save dict\(value\)"),
+    "named tuple": (Pair(1, 2), r"x: .*Pair.*Save its \._asdict\(\)"),
+    "generator": (torch.Generator(), r"x: .*Generator"),
+    "kind of text": (Text("a"), r"x: .*Text"),
+    "array of objects": (np.array([None]), r"x: .*numpy\.ndarray"),
+    "large array": (np.ones(1 << 18), r"x: .*numpy\.ndarray.*Save torch\.from_numpy\(array\)"),
+    "itself": (endless, r"x\S*: expected values that do not contain themselves"),
+    "sparse": (torch.eye(2).to_sparse(), r"x: "),
+    "on meta": (torch.ones(2, device="meta"), r"x: "),
+    "fails": (Broken(), r"'x': state_dict\(\) of Broken failed: RuntimeError: no state here"),
+    "one name": ({"a": {"b.c": ONE}, "a.b": {"c": ONE}}, r"x\.a\.b\.c: expected one tensor .*found two"),
+}
+
+
+@pytest.mark.parametrize("name", UNSAVABLE)
+def test_what_could_not_be_read_back_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    value, words = UNSAVABLE[name]
+    for given, prefix in (("state", r"state\."), ("per_rank", r"per_rank\.0\.")):
+        match = prefix + words if words[0] == "x" else words
+        with pytest.raises(CheckpointError, match=match):
+            save_distributed(tmp_path, nn.Linear(2, 2), step=1, **{given: {"x": value}})
+    assert not list(tmp_path.glob("*-step-*"))
+
+
+def test_what_a_model_adds_and_nobody_could_load_is_refused(tmp_path: Path) -> None:
+    model = Buffers(filled=True)
+    model.extra = {"a": Custom()}
     with pytest.raises(
-        CheckpointError, match=r"found torch\.optim\.lr_scheduler\.StepLR at \[0\].*\.state_dict\(\)"
+        CheckpointError, match=r"model\._extra_state.*\.a: expected tensors.*found \S+\.Custom"
     ):
-        save_distributed(tmp_path, model, optimizer, step=1, schedulers=[scheduler])
-    save_distributed(tmp_path, model, optimizer, step=1, scheduler=scheduler.state_dict())
-    assert load_distributed(tmp_path, model)["scheduler"] == scheduler.state_dict()
+        save_distributed(tmp_path, model, step=1)
 
 
-@pytest.mark.parametrize("wrong", [7, ["AdamW"], {"first": None}])
-def test_what_is_no_optimizer_is_refused(wrong: Any, tmp_path: Path) -> None:
-    model, several = nn.Linear(2, 2), wrong
-    words = "expected a torch.optim.Optimizer, a sequence or mapping of several, or None, found"
-    for call in (
-        lambda: save_distributed(tmp_path / "d", model, several, step=1),
-        lambda: save_full(tmp_path / "f", model, several),
-        lambda: load_distributed(tmp_path / "d", model, several),
-        lambda: load_full(tmp_path / "f", model, several),
-    ):
-        with pytest.raises(CheckpointError, match=words):
-            call()
-    assert not list(tmp_path.iterdir())
+def test_what_a_model_adds_comes_back_in_place_of_what_it_has(tmp_path: Path) -> None:
+    model, into = Buffers(filled=False), Buffers(filled=False)
+    model.extra, into.extra = {"a": [torch.ones(3)], "b": ONE}, {"a": [torch.zeros(3)], "c": ONE}
+    save_distributed(tmp_path, model, step=1)
+    load_distributed(tmp_path, into)
+    assert same(into.extra, model.extra)
 
 
-@pytest.mark.parametrize("step", [True, False, 1.0, "1", None, -1, np.int64(1)])
-def test_a_step_is_a_whole_number(step: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="expected step to be a whole number of at least 0, found"):
-        save_distributed(tmp_path, nn.Linear(2, 2), step=step)
+def save_other_extra_state(folder: Path) -> dict[str, str | None]:
+    told = {}
+    for name, extra in {"number": rank(), "tensor": ONE * rank(), "nested": {"a": ONE * rank()}}.items():
+        model = Buffers(filled=True)
+        model.extra = extra
+        told |= refusals({name: lambda model=model: save_distributed(folder, model, step=1)})
+        save_distributed(folder / name, model, step=1, per_rank={"_extra_state": extra})
+    return told
+
+
+def test_what_a_model_adds_is_the_same_on_all_ranks_or_given_as_per_rank(tmp_path: Path) -> None:
+    told = run_on_ranks(save_other_extra_state, tmp_path)
+    words = ("the same _extra_state on all ranks", "rank 1", "goes into per_rank=")
+    assert_told(told, dict.fromkeys(("number", "tensor", "nested"), words))
+
+
+def save_other_copies(folder: Path) -> dict[str, str | None]:
+    """Of a replicated DTensor, of which the first rank's values would be saved."""
+    mesh, model = init_device_mesh("cpu", (world_size(),)), nn.Linear(2, 2)
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    tensors = {name: torch.full((2,), value) for name, value in {"same": 1, "other": rank()}.items()}
+    states = {
+        name: {"x": DTensor.from_local(one, mesh, [Replicate()], run_check=False)}
+        for name, one in tensors.items()
+    }
+    return refusals(
+        {
+            name: lambda s=state: save_distributed(folder, model, step=1, state=s)
+            for name, state in states.items()
+        }
+    )
+
+
+def test_copies_of_a_dtensor_that_differ_are_refused(tmp_path: Path) -> None:
+    told = run_on_ranks(save_other_copies, tmp_path)
+    assert_told(told, {"same": "None", "other": "found that 'state.x' on rank 1 differs from rank 0"})
+
+
+STEP = "expected step to be a whole number of at least 0, found"
+KEEP = "expected keep to be a whole number of at least 1, or None, found"
+MAPPING = "to be a mapping from names to values"
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    *(({"step": step}, STEP) for step in (True, 1.0, "1", None, -1, np.int64(1))),
+    *(({"step": 1, "keep": keep}, KEEP) for keep in (True, 0, 2.0)),
+    *(({"step": 1, name: [("a", 1)]}, MAPPING) for name in ("state", "per_rank")),
+    *(({"step": 1, "wait_s": s}, "expected wait_s in seconds") for s in (float("nan"), -1, None, "1")),
+    ({"step": 1, "state": {1: 2}}, r"found the names \[1\]"),
+    ({"step": 1, "state": {"x": 1}, "per_rank": {"x": 2}}, r"found \['x'\] in state and in per_rank"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), ARGUMENTS)
+def test_other_arguments_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        save_distributed(tmp_path, nn.Linear(2, 2), **options)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("step", [True, 1.0, "1", None])
 def test_a_loaded_step_is_a_whole_number_or_latest(step: Any, tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    save_distributed(tmp_path, model, step=1)
+    save_distributed(tmp_path, nn.Linear(2, 2), step=1)
     with pytest.raises(CheckpointError, match='expected step to be a whole number or "latest", found'):
-        load_distributed(tmp_path, model, step=step)
+        load_distributed(tmp_path, nn.Linear(2, 2), step=step)
 
 
-def test_keep_is_a_whole_number(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"expected keep to be a whole number.*found True"):
-        save_distributed(tmp_path, nn.Linear(2, 2), step=1, keep=True)
-
-
-@pytest.mark.parametrize("how", ["distributed", "full"])
-def test_dicts_of_all_kinds_come_back_as_they_were(how: str, tmp_path: Path) -> None:
-    state = {
-        "average": nn.Linear(2, 2).state_dict(),  # an OrderedDict
-        "words": Counter("abc"),
-        "nested": [OrderedDict([((1, 2), {3, 4}), (torch.Size([1]), 1j), (b"x", OrderedDict())])],
-    }
+def test_a_name_may_be_that_of_an_argument_or_none_in_python(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    if how == "full":
-        found = load_full(save_full(tmp_path / "f.pt", model, **state), model)
-    else:
-        save_distributed(tmp_path, model, step=1, **state)
-        found = load_distributed(tmp_path, model)
-    assert type(found["average"]) is OrderedDict
-    torch.testing.assert_close(found["average"], state["average"])
-    assert type(found["words"]) is Counter
-    assert (found["words"], found["nested"]) == (state["words"], state["nested"])
+    state = {"model": 1, "optimizer": ONE, "state": 5, "my.name": 7, "": 8, "!": 9, "a/../b": torch.ones(2)}
+    save_distributed(tmp_path, model, step=3, state=state)
+    assert same(dict(load_distributed(tmp_path, model)), {"step": 3, **state})
+    save_distributed(tmp_path, model, step=4, state={"step": "mine"})
+    assert load_distributed(tmp_path, model) == {"step": "mine"}
+    save_distributed(tmp_path, model, step=5, per_rank={"!": ONE})
+    assert same(load_distributed(tmp_path, model)["!"], ONE)
 
 
-def save_a_list_of_parts(folder: Path) -> str:
-    model = sharded()
-    optimizer = torch.optim.SGD(model.parameters())
-    for param in model.parameters():
-        optimizer.state[param] = {"last": [param.detach().clone()]}
-    with pytest.raises(CheckpointError) as caught:
-        save_distributed(folder, model, optimizer, step=1)
-    return str(caught.value)
+# ---- what differs between ranks, and objects ---------------------------------------------------------------
 
 
-def test_parts_in_a_list_of_the_optimizers_state_are_refused(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    for text in two_ranks(save_a_list_of_parts, tmp_path):
-        assert "('weight', 'last'): expected sharded tensors by name, found them in a list" in text
+class Loader:
+    """A data loader that knows its place: another one on each rank."""
+
+    def __init__(self, place: int = 0) -> None:
+        self.place = place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "rng": torch.full((2,), self.place)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.place < 0:
+            raise KeyError("broken")
+        self.place = state_dict["place"]
+
+
+def with_objects(seed: int) -> tuple[Any, Any, Any]:
+    model, optimizer = build("fsdp2" if dist.is_initialized() else "none", seed=seed)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+
+
+def of_rank(number: int) -> tuple[int, Tensor]:
+    return number, torch.full((number + 1,), number)
+
+
+def save_objects(folder: Path) -> dict[str, Any]:
+    model, optimizer, scheduler = with_objects(0)
+    optimizer.step()
+    for _ in range(4):
+        scheduler.step()
+    scale = model.blocks[0].scale.fill_(rank())
+    per_rank = {"data": Loader(10 + rank()), "own": of_rank(rank()), "blocks.0.scale": scale}
+    save_distributed(folder, model, optimizer, step=1, state={"scheduler": scheduler}, per_rank=per_rank)
+    return scheduler.state_dict()
+
+
+def load_objects(folder: Path, expected: dict[str, Any]) -> None:
+    model, optimizer, scheduler = with_objects(1)
+    loader = Loader()
+    found = load_distributed(folder, model, optimizer, state={"scheduler": scheduler, "data": loader})
+    assert scheduler.state_dict() == found["scheduler"] == expected
+    assert loader.place == found["data"]["place"] == 10 + rank()
+    assert same(found["own"], of_rank(rank()))
+    assert found["blocks.0.scale"].tolist() == [rank()] * 3
+    assert model.blocks[0].scale.tolist() == [0] * 3, "the model's part has those of rank 0"
+
+
+def load_on_others(folder: Path) -> None:
+    model, optimizer, scheduler = with_objects(1)
+    before = wholes(model, optimizer)
+    error = outcome(lambda: load_distributed(folder, model, optimizer, state={"data": Loader()})).error
+    assert "state 'data': expected one value, found one for each of 2 ranks" in str(error)
+    assert all(torch.equal(value, before[name]) for name, value in wholes(model, optimizer).items())
+    found = load_distributed(folder, model, optimizer, state={"scheduler": scheduler})
+    assert scheduler.last_epoch == 4
+    assert isinstance(found["data"], PerRank)
+    assert [one["place"] for one in found["data"]] == [10, 11]
+    assert same(list(found["own"]), [of_rank(number) for number in range(2)])
+
+
+def test_objects_are_loaded_in_place_and_values_of_ranks_come_back_to_them(tmp_path: Path) -> None:
+    expected = run_on_ranks(save_objects, tmp_path)[0]
+    run_on_ranks(load_objects, tmp_path, expected)
+    run_on_ranks(load_on_others, tmp_path, world_size=3)
+    load_on_others(tmp_path)
+
+
+def wrong_calls(folder: Path) -> dict[str, str | None]:
+    model, _, scheduler = with_objects(0)
+    mesh = init_device_mesh("cpu", (2,))
+    part = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
+    flat = build("fsdp1")[0]
+    with FSDP1.state_dict_type(flat, StateDictType.SHARDED_STATE_DICT):
+        parts = flat.state_dict()
+    one = torch.tensor([1 + 1j])
+    save_distributed(folder, model, step=1, state={"data": Loader(1)})
+    states: dict[str, dict[str, Any]] = {
+        "value": {"a": 1, "b": {"x": rank()}},
+        "type": {"b": 1 if rank() else 1.0},
+        "bit": {"b": one.conj() if rank() else one},
+        "tensor": {"b": [torch.full((2,), rank())]},
+        "sharded": {"b": part if rank() else torch.ones(2)},
+        "names": {f"b{rank()}": 1},
+        "broken": {"data": Broken() if rank() else Loader()},
+        "partial": {"b": [DTensor.from_local(torch.ones(2), mesh, [Partial()])]},
+        "parts": {"average": parts},
+        "model": {"average": flat},
+    }
+    given: dict[str, Any] = {
+        "missing": {"scheduler": scheduler},
+        "plain": {"data": {"place": 0}},
+        "pairs": [("data", Loader())],
+        "differs": {"data": Loader()} if rank() else {},
+        "raises": {"data": Loader(-rank())},
+    }
+    saves = {k: lambda v=v: save_distributed(folder / "x", model, step=1, state=v) for k, v in states.items()}
+    own = {"own part": lambda: save_distributed(folder / "x", model, step=1, per_rank={"b": part})}
+    loads = {k: lambda v=v: load_distributed(folder, model, state=v) for k, v in given.items()}
+    return refusals({**saves, **own, **loads})
+
+
+def test_what_cannot_be_saved_or_loaded_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+    expected = {
+        "value": ("state", "'b'", "rank 1", "per_rank"),
+        "type": ("state", "'b'", "rank 1", "per_rank"),
+        "bit": ("state.b", "rank 1", "per_rank"),
+        "tensor": ("state.b.0", "rank 1", "per_rank"),
+        "sharded": ("state.b", "rank 1"),
+        "names": ("names in state", "on all ranks"),
+        "broken": ("rank 1", "no state here"),
+        "partial": ("state.b.0: expected a DTensor with placements Shard and Replicate, found",),
+        "parts": ("state.average.", "found a ShardedTensor of FSDP1"),
+        "model": ("state 'average': expected an object whose state_dict() involves no other rank",),
+        "own part": ("per_rank.", "b: expected a tensor of this rank, found a DTensor"),
+        "missing": ("state 'scheduler': expected in the checkpoint, which holds ['data']",),
+        "plain": ("state 'data': expected an object with state_dict() and load_state_dict(), found a dict",),
+        "pairs": (MAPPING, "found a list"),
+        "differs": ("expected the same state on all ranks",),
+        "raises": ("rank 1: state 'data': load_state_dict() of Loader failed", "may be partly loaded"),
+    }
+    assert_told(run_on_ranks(wrong_calls, tmp_path), expected)
+    assert not list((tmp_path / "x").glob("*-step-*"))
+
+
+# ---- sharded tensors ---------------------------------------------------------------------------------------
+
+ROWS = 5  # do not divide among 2, 3 or 4 ranks
+PLACEMENTS: dict[str, list[Any]] = {
+    "rows and columns": [Shard(0), Shard(1)],
+    "columns and rows": [Shard(1), Shard(0)],
+    "rows twice": [Shard(0), Shard(0)],
+    "columns of copies": [Replicate(), Shard(1)],
+    "copies of columns": [Shard(1), Replicate()],
+    "from the end": [Shard(-1), Replicate()],
+    "copies": [Replicate(), Replicate()],
+}
+
+
+def numbers(start: int) -> Tensor:
+    return torch.arange(float(4 * ROWS)).reshape(ROWS, 4) + start
+
+
+def linear(columns: bool, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, ROWS, bias=False), nn.BatchNorm1d(ROWS))
+    if not dist.is_initialized():
+        return model
+    return fully_shard(
+        model, shard_placement_fn=lambda param: Shard(1) if columns and param.dim() == 2 else None
+    )
+
+
+def save_trees(folder: Path) -> None:
+    """Of averages, a second optimizer, a second model, and tensors of all placements."""
+    model = linear(columns=False)
+    mesh = init_device_mesh("cpu", (world_size() // 2, 2))
+    average = distribute_tensor(numbers(0), mesh, [Replicate(), Shard(0)])
+    state: dict[str, Any] = {
+        "average": {"module.0.weight": average, "decay": 0.9},
+        "second": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": average + 100}},
+            "groups": [{"lr": 1}],
+        },
+        "own": ([average], (average, 7)),
+        "model": linear(columns=True, seed=5),
+        "by place": {name: distribute_tensor(numbers(1), mesh, some) for name, some in PLACEMENTS.items()},
+    }
+    save = save_distributed(folder, model, step=1, state=state, asynchronous=True)
+    average.to_local().zero_()  # what was given may change
+    assert state["average"]["module.0.weight"] is average, "the caller's state was changed"
+    save.wait()
+
+
+def load_trees(folder: Path, columns: bool) -> list[str]:
+    """What came back otherwise than it was saved, or not as the model is sharded."""
+    model, second = linear(columns), linear(columns, seed=6)
+    found = load_distributed(folder, model, state={"model": second})
+    weight, wrong = model[0].weight, []
+    average = found["average"].pop("module.0.weight")
+    tensors = {
+        "average": (average, numbers(0)),
+        "moment": (found["second"]["state"][0].pop("exp_avg"), numbers(100)),
+        "list": (found["own"][0].pop(), numbers(0)),
+        "tuple": (found["own"][1][0], numbers(0)),
+        **{name: (found["by place"][name], numbers(1)) for name in PLACEMENTS},
+    }
+    for name, (tensor, expected) in tensors.items():
+        if not torch.equal(whole(tensor), expected):
+            wrong.append(f"{name}: other values")
+        if isinstance(tensor, DTensor) != isinstance(weight, DTensor):
+            wrong.append(f"{name}: {type(tensor).__name__}")
+    if isinstance(weight, DTensor) and average.placements != weight.placements:
+        wrong.append(f"the average is not sharded as the model: {average.placements}")
+    rest = [found["average"], found["second"], found["own"][1][1]]
+    if not same(
+        rest, [{"decay": 0.9}, {"state": {0: {"step": torch.tensor(3.0)}}, "groups": [{"lr": 1}]}, 7]
+    ):
+        wrong.append(f"{rest}")
+    expected = wholes(linear(columns, seed=5))
+    return wrong + [name for name, value in wholes(second).items() if not torch.equal(value, expected[name])]
+
+
+@pytest.mark.parametrize("savers", [2, 4])
+def test_sharded_tensors_in_the_state_come_back_as_the_model_is_sharded(savers: int, tmp_path: Path) -> None:
+    run_on_ranks(save_trees, tmp_path, world_size=savers)
+    for ranks, columns in ((2, True), (2, False), (3, False), (4, True)):
+        assert run_on_ranks(load_trees, tmp_path, columns, world_size=ranks) == [[]] * ranks
+    assert load_trees(tmp_path, False) == []

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_utils import ChildTuningAdamW, load_distributed, save_distributed
@@ -277,7 +278,7 @@ def test_missing_sparse_empty_and_oddly_laid_out_gradients() -> None:
 
 def conv_steps(fmt: torch.memory_format, mode: str, state: dict[str, Any] | None = None) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    conv = nn.Conv2d(3, 5, 4, bias=False).to(memory_format=fmt)
+    conv = nn.Conv2d(32, 64, 6, bias=False).to(memory_format=fmt)  # of more than a page of random numbers
     mask = {"weight": torch.rand(conv.weight.shape) < 0.5}
     options: Any = {"gradient_mask": mask, "freeze_masked": True} if mode == "task" else {"reserve_p": 1.0}
     optimizer = ChildTuningAdamW(
@@ -289,7 +290,7 @@ def conv_steps(fmt: torch.memory_format, mode: str, state: dict[str, Any] | None
     )
     if state is not None:
         optimizer.load_state_dict(state)
-    optimizer.param_groups[0]["reserve_p"] = 1 - 2**-24  # masked steps, in which every element passes
+    optimizer.param_groups[0]["reserve_p"] = 0.5
     for _ in range(3):
         conv.weight.grad = torch.randn_like(conv.weight, memory_format=torch.contiguous_format)
         optimizer.step()
@@ -305,6 +306,44 @@ def test_a_memory_format_changes_nothing_in_a_state_of_another_either(mode: str)
     expected, *found = [conv_steps(fmt, mode, copy.deepcopy(loaded))[0] for fmt, loaded in ways]
     for each in found:
         torch.testing.assert_close(each, expected)
+
+
+def moved_under_fsdp1(use_orig_params: bool) -> list[Tensor]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.manual_seed(0)
+    masks = {name: torch.rand(p.shape) < 0.5 for name, p in before.items()}
+    sharded = FSDP1(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    optimizer = ChildTuningAdamW(sharded.named_parameters(), lr=0.1, mode="task", gradient_mask=masks)
+    sharded(torch.ones(1, 3, 6, 6)).sum().backward()
+    optimizer.step()
+    with FSDP1.summon_full_params(sharded):
+        return [(p != before[name]) & ~masks[name] for name, p in model.named_parameters()]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_whole_masks_fit_channels_last_parameters_under_fsdp1(
+    two_ranks: TwoRanks, use_orig_params: bool
+) -> None:
+    for wrong in two_ranks(moved_under_fsdp1, use_orig_params):
+        assert not any(each.any() for each in wrong)
+
+
+@pytest.mark.parametrize("mode", ["task", "taskfree", None])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_gradient_of_another_dtype_is_converted(mode: Any, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    dtype, grad_dtype = dtypes
+    found = []
+    for converted in (False, True):
+        p = nn.Parameter(torch.ones(5, 3, dtype=dtype))
+        p.grad_dtype = dtype if converted else grad_dtype
+        p.grad = torch.linspace(-1, 1, 15).view(5, 3).to(grad_dtype).to(p.grad_dtype)
+        options: Any = {"gradient_mask": {"p": torch.eye(5, 3)}} if mode == "task" else {}
+        ChildTuningAdamW([("p", p)], lr=0.1, mode=mode, **options).step()
+        assert p.grad.dtype == p.grad_dtype
+        found.append(p.detach())
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], torch.ones_like(found[0]))
 
 
 @pytest.mark.parametrize("mode", ["task", "taskfree"])
@@ -651,11 +690,7 @@ def seen_on_shard(wrapper: str) -> Tensor:
     else:
         module = nn.Module()
         module.p = p
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        wrapped = FullyShardedDataParallel(
-            module, device_id=torch.device("cpu"), use_orig_params=wrapper == "original"
-        )
+        wrapped = FSDP1(module, device_id=torch.device("cpu"), use_orig_params=wrapper == "original")
         (p,) = wrapped.parameters()
         p.grad = torch.ones_like(p)
     optimizer = ChildTuningAdamW([p], betas=(0.0, 0.0))

@@ -40,6 +40,14 @@ def test_it_keeps_the_largest_squared_gradients_of_the_whole_model() -> None:
         assert kept.numel() == round(keep * (kept.numel() + left.numel()))
 
 
+@pytest.mark.parametrize("scale", [2.0**66, 2.0**-90])
+def test_a_large_or_a_small_loss_selects_the_same_weights(scale: float) -> None:
+    """In fp32 the squares of its gradients are infinite, or 0."""
+    expected = fisher_mask(net(), BATCHES, loss_of)
+    found = fisher_mask(net(), BATCHES, lambda model, one: loss_of(model, one) * scale)
+    assert all(torch.equal(found[name], mask) for name, mask in expected.items())
+
+
 def test_parameters_without_gradients_are_left_out_or_come_last() -> None:
     model = net()
     model.embed.weight.requires_grad_(False)
@@ -130,6 +138,10 @@ def test_a_fraction_that_is_none(keep: float) -> None:
 def test_no_batches_and_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="expected batches to compute gradients on, found none"):
         fisher_mask(net(), [], loss_of)
+    with pytest.raises(ValueError, match="expected batches to compute gradients on, found none"):
+        fisher_mask(net(), None, loss_of)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="expected batches, found None as number 1, counted from 0"):
+        fisher_mask(net(), [BATCHES[0], None], loss_of)
     with pytest.raises(ValueError, match="no parameter"):
         fisher_mask(net().requires_grad_(False), BATCHES, loss_of)
 
@@ -151,6 +163,17 @@ def uneven(counts: list[int]) -> tuple[str, float]:
     with pytest.raises(ValueError, match="fisher_mask: expected") as error:
         fisher_mask(net("fsdp2"), BATCHES[: counts[dist.get_rank()]], loss_of)
     return str(error.value), time.monotonic() - began
+
+
+def with_keep(keep: list[float]) -> str:
+    with pytest.raises(ValueError, match="fisher_mask: expected") as error:
+        fisher_mask(net("ddp"), BATCHES, loss_of, keep=keep[dist.get_rank()])
+    return str(error.value)
+
+
+def test_ranks_that_keep_different_fractions_are_told(two_ranks: TwoRanks) -> None:
+    first, second = two_ranks(with_keep, [0.2, 0.6])
+    assert first == second == "fisher_mask: expected the same keep on all ranks, found 0.2, 0.6"
 
 
 @pytest.mark.parametrize(

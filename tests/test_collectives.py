@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_utils import record_collectives, run_on_ranks
-from fsdp_utils.collectives.c10d_hooks import listen_to_calls
+from fsdp_utils.collectives import listen_to_calls
 from tests.recorded import (
     HEAD,
     LAYER,

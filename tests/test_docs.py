@@ -1,7 +1,6 @@
 """What the documents say is so: commands, links, files, versions and snippets."""
 
 import re
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -79,33 +78,6 @@ def test_make_commands_are_targets(document: Path) -> None:
     assert named <= targets
 
 
-SNIPPETS = fences(ROOT / "README.md", "python")
-# Scripts one after the other in one process: torch is imported once, and the ranks have one server.
-RUN_ALL = """
-import runpy, sys, traceback
-for script in sys.argv[1:]:
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except BaseException:
-        traceback.print_exc()
-    for file in (sys.stdout, sys.stderr):
-        print(end="-- end --", file=file, flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    """What each snippet of the README printed, on stdout and on stderr."""
-    folder = tmp_path_factory.mktemp("snippets")
-    scripts = [folder / f"{number}.py" for number in range(len(SNIPPETS))]
-    for script, snippet in zip(scripts, SNIPPETS, strict=True):
-        script.write_text(snippet)
-    command = [sys.executable, "-c", RUN_ALL, *scripts]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
-    printed = zip(done.stdout.split("-- end --"), done.stderr.split("-- end --"), strict=True)
-    return dict(zip(SNIPPETS, printed, strict=False))
-
-
 CHEAT_SHEET = re.findall(r"^```python\n(.*?)^```$", (ROOT / "book/cheat_sheet.md").read_text(), re.M | re.S)
 AROUND = """
 import torch, torch.distributed as dist
@@ -134,18 +106,6 @@ def follow_the_cheat_sheet(folder: str) -> tuple[int, int]:
 def test_the_code_of_the_cheat_sheet_runs(tmp_path: Path) -> None:
     (step, on_rank_0), (_, on_rank_1) = fsdp_utils.run_on_ranks(follow_the_cheat_sheet, str(tmp_path / "c"))
     assert (step, on_rank_0 > 10, on_rank_1) == (7, True, 0)
-
-
-@pytest.mark.timeout(300)  # half a minute where the cores are free
-@pytest.mark.parametrize(
-    "snippet",
-    SNIPPETS,
-    ids=lambda snippet: re.findall(r"^from fsdp_utils import (\w+)", snippet, re.MULTILINE)[0],
-)
-def test_snippet_of_the_readme_prints_what_it_says(snippet: str, told: dict[str, tuple[str, str]]) -> None:
-    out, err = told[snippet]
-    assert "Traceback" not in err, err
-    assert out.strip() == snippet.rpartition("# ")[2].strip()
 
 
 def test_videos_lists_lessons_1_to_11_with_a_link_each() -> None:

@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import linecache
 import os
 import re
 import textwrap
@@ -57,9 +58,7 @@ GOES_ON = {
     "Replay": "record_collectives",
     "checkpoints": "save_distributed",
     "export_safetensors": "save_distributed",
-    "latest_step": "save_distributed",
     "load_distributed": "save_distributed",
-    "load_full": "save_full",
     "play": "record_collectives",
     "simulate_allocator": "record_allocations",
     "verify_checkpoint": "save_distributed",
@@ -114,7 +113,8 @@ def example_of(thing: Any) -> str:
 
 LISTED = listed()
 # `make test` installs it; elsewhere its example does not run
-MISSING = () if find_spec("lightning") else ("fsdp_utils.integrations.lightning.MemoryCallback",)
+LIGHTNING = [f"fsdp_utils.integrations.lightning.{name}Callback" for name in ("Memory", "Checkpoint")]
+MISSING = [] if find_spec("lightning") else LIGHTNING
 EXAMPLES = {
     name: text for name, (_, thing) in LISTED.items() if (text := example_of(thing)) and name not in MISSING
 }
@@ -204,6 +204,7 @@ def around(name: str) -> dict[str, Any]:
         "MixedPrecisionPolicy": MixedPrecisionPolicy,
     }
     more = MORE.get(name, MORE.get(name.rpartition(".")[2], ""))
+    linecache.cache["train.py"] = (len(more), None, more.splitlines(keepends=True), "train.py")
     exec(compile(more, "train.py", "exec"), names)
     return names
 
@@ -221,11 +222,14 @@ args = TrainingArguments(
 MORE = {
     "fsdp_utils.integrations.transformers.MemoryCallback": TRAINER + "args.save_strategy = 'no'",
     "fsdp_utils.integrations.transformers.CheckpointCallback": TRAINER,
-    "fsdp_utils.integrations.lightning.MemoryCallback": """
+    **dict.fromkeys(
+        LIGHTNING,
+        """
 from lightning.pytorch import Trainer
 from tests.test_integrations_lightning import Blocks, loader, quiet_options
 model, loader, options = Blocks(sharded=False), loader(), quiet_options()
 """,
+    ),
     "GPU": "from fsdp_utils.planner import GPUS; import transformers; config = transformers.LlamaConfig()",
     "plan": "from transformers import LlamaConfig",
     "search": "import transformers; config = transformers.LlamaConfig()",
@@ -238,17 +242,15 @@ if get_rank() == 0:
 dist.barrier()
 """,
     "OutOfStep": """
-def train_step(batch):  # the ranks reduce on different lines
-    if get_rank() == 0:
-        dist.all_reduce(batch)
-    else:
-        dist.all_reduce(batch)
+def train_step(batch):
+    x, op = torch.ones(8), dist.ReduceOp.MAX if get_rank() else dist.ReduceOp.SUM
+    dist.all_reduce(x, op)
 """,
 }
 # what has happened before the example runs
 _CUT = """
 import os
-for file in Path("run").rglob("*.distcp"):
+for file in Path("run").rglob("rank-*.safetensors"):
     os.truncate(file, 100)
 """
 FAULTS = {
@@ -263,7 +265,7 @@ def run_all(names: list[str], folder: Path) -> dict[str, Told]:
     told = {}
     for name in names:
         last = name.rpartition(".")[2]
-        with inside(folder / last):
+        with inside(folder / name.removeprefix("fsdp_utils.")):
             variables = around(name)
             if last in GOES_ON:
                 run(EXAMPLES[f"fsdp_utils.{GOES_ON[last]}"], variables)

@@ -1,14 +1,12 @@
 """Where an optional package is missing, a sentence names who needs it and how to install it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from fsdp_utils._extras import need
-
+ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -19,20 +17,19 @@ def translate():
     translate("config.yaml")
 
 def allocator():
-    from fsdp_utils.allocator.trace import AllocationTrace
-    from fsdp_utils import simulate_allocator
+    from fsdp_utils.allocator import AllocationTrace, simulate_allocator
     simulate_allocator(AllocationTrace()).plot()
 
 def report():
-    from fsdp_utils.memory.report import MemoryReport
+    from fsdp_utils import MemoryReport
     MemoryReport.plot(None)
 
 def collectives():
-    from fsdp_utils.collectives.trace import CollectiveTrace
+    from fsdp_utils.collectives import CollectiveTrace
     CollectiveTrace.plot(None)
 
 def replay():
-    from fsdp_utils.collectives.replay import Replay
+    from fsdp_utils.collectives import Replay
     Replay.plot(None)
 
 def player():
@@ -40,25 +37,21 @@ def player():
     play({})
 
 def planned():
-    from fsdp_utils.planner.plot import plot_memory
-    plot_memory([], 80.0, "H100")
+    from types import SimpleNamespace
+    from fsdp_utils import Plan
+    Plan.plot(SimpleNamespace(moments=[], available_gib=80.0, gpu=SimpleNamespace(name="H100")))
 
 def planner():
     from fsdp_utils import plan
     Path("config.json").write_text("{}")
     plan(".", world_size=2, batch_size=2)
 
-def log():
-    from fsdp_utils.train.metrics import RunLog
-    RunLog(Path("."), step=0, steps=1, tensorboard=True)
+def log(**settings):
+    from tests.training_runs import alone
+    alone(Path("run"), steps=2, tensorboard=True, **settings)
 
 def model():
-    from fsdp_utils.train.model import _transformers_config
-    _transformers_config("config.json", "model.config")
-
-def data():
-    from fsdp_utils.train.data import _from_folder
-    _from_folder(Path("."), None)
+    log(config="llama-tiny")
 
 def digits():
     from fsdp_utils.lessons import tasks
@@ -83,14 +76,11 @@ def lightning_callback():
     from fsdp_utils.integrations.lightning import MemoryCallback
     MemoryCallback()
 
-def url():
-    from fsdp_utils import latest_step
-    latest_step("memory://runs/a")
-
 def ranks():
-    from types import SimpleNamespace
-    from fsdp_utils.notebook.local_cluster import LocalCluster
-    LocalCluster._connect(SimpleNamespace(settings={"directory": "."}))
+    from IPython.core.interactiveshell import InteractiveShell
+    InteractiveShell.instance()
+    from fsdp_utils.notebook import ranks
+    ranks.start(2)
 
 for name, blocked in json.loads(sys.argv[1]):
     before = sys.modules.get(blocked)
@@ -122,34 +112,34 @@ ASKING = [  # what is called, which package it then misses, and the extra that h
     ("model", "transformers", "train"),
     ("log", "tqdm", "train"),
     ("log", "tensorboard", "train"),
-    ("data", "numpy", "train"),
     ("lesson", "IPython", "notebooks"),
     ("plots", "IPython", "notebooks"),
     ("recorded", "IPython", "notebooks"),
     ("trainer_callback", "transformers", "train"),
     ("lightning_callback", "lightning", "lightning"),
-    ("url", "upath", "remote"),
     ("ranks", "ipyparallel", "notebooks"),
     ("digits", "sklearn", "notebooks"),
 ]
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:
-    asking = json.dumps([(name, blocked) for name, blocked, _ in ASKING])
-    command = [sys.executable, "-c", SCRIPT, asking]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    asking = [(name, blocked) for name, blocked, _ in ASKING]
+    said = {**say(tmp_path, asking), **say(tmp_path, [("report", "cycler")])}
+    assert "needs matplotlib, which is not installed (cycler, which it imports)" in said.pop(
+        ("report", "cycler")
+    )
+    assert said.keys() == set(asking)
+    for name, blocked, extra in ASKING:
+        text = said[name, blocked]
+        assert f" needs {blocked}" in text.partition("ModuleNotFoundError: fsdp_utils.")[2], (name, text)
+        assert f"pip install 'fsdp_utils[{extra}]'" in text, (name, text)
+
+
+def say(folder: Path, asking: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """What each of the calls says without a package."""
+    command = [sys.executable, "-c", SCRIPT, json.dumps(asking)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(lines) == len(ASKING), done.stderr
-    for (name, blocked, extra), (*asked, said) in zip(ASKING, lines, strict=True):
-        assert asked == [name, blocked]
-        assert said.startswith("ModuleNotFoundError: fsdp_utils."), (name, said)
-        assert f" needs {blocked}" in said, (name, said)
-        assert f"pip install 'fsdp_utils[{extra}]'" in said, (name, said)
-
-
-def test_a_package_of_a_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "optional_package.py").write_text("import its_own_package")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match=r"needs optional_package.* \(its_own_package, which it"):
-        need("optional_package", "train")
-    assert need("json.decoder", "train").JSONDecoder
+    assert len(lines) == len(asking), done.stderr
+    return {(name, blocked): said for name, blocked, said in lines}

@@ -2,27 +2,44 @@
 
 import contextlib
 import io
+import threading
 import time
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils import OutOfStep, check_in_step, record_collectives, run_on_ranks
-from fsdp_utils.torch_internals.groups import set_gloo_timeout
 
 WAIT_S = 5.0  # the longest that a collective of these tests waits
+WAIT = timedelta(seconds=WAIT_S)
 
 
 def sharded() -> nn.Sequential:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    set_gloo_timeout(mesh.get_group(), WAIT_S)
+    _set_pg_timeout(WAIT, mesh.get_group())
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for part in [*model, model]:
         fully_shard(part, mesh=mesh)
@@ -37,7 +54,8 @@ def train_step(model: nn.Module) -> torch.Tensor:
 
 def told(program: Callable[[], Any], **options: Any) -> tuple[str, float, str, str]:
     """What check_in_step says of a program on this rank: the error, seconds, the report, stderr."""
-    set_gloo_timeout(dist.group.WORLD, WAIT_S)  # type: ignore[arg-type]
+    _set_pg_timeout(WAIT, dist.group.WORLD)
+    warnings.simplefilter("ignore")  # torch's own, on stderr
     dist.barrier()
     error, began, printed, check = "", time.monotonic(), io.StringIO(), None
     with contextlib.redirect_stderr(printed):
@@ -87,11 +105,183 @@ def test_equal_calls_from_two_lines_are_found_while_both_go_on(ranks):
     others = "rank 1" if ranks == 2 else "ranks 1, 2, 3"
     for error, seconds, _, _ in results:
         assert error.startswith("the ranks part at collective 101 of all ranks.\n"), error
-        assert "  rank 0: all_reduce, 4 bytes, at test_in_step.py:" in error
+        assert "  rank 0: all_reduce of float32[1] by SUM, at test_in_step.py:" in error
         assert "`dist.all_reduce(torch.zeros(1))  # the better loss`" in error
-        assert f"  {others}: all_reduce, 4 bytes, at test_in_step.py:" in error
+        assert f"  {others}: all_reduce of float32[1] by SUM, at test_in_step.py:" in error
+        assert error.endswith("use check_in_step(by_line=False).")
         assert seconds < 9  # it would run for more than ten seconds
     assert [bool(printed) for *_, printed in results] == [True] + [False] * (ranks - 1)
+
+
+WRONG = {
+    "dtype": ("all_reduce of float32[2, 3] by SUM", "all_reduce of int32[2, 3] by SUM"),
+    "op": ("all_reduce of float32[2, 3] by SUM", "all_reduce of float32[2, 3] by MAX"),
+    "shape": ("all_reduce of float32[2, 3] by SUM", "all_reduce of float32[3, 2] by SUM"),
+    "shape given": ("all_gather of float32[2, 3]", "all_gather of float32[6]"),
+    "splits": (
+        "all_to_all of float32, gives [1, 2] and takes [1, 2] elements",
+        "all_to_all of float32, gives [1, 1] and takes [2, 1] elements",
+    ),
+    "broadcast": ("broadcast of float32[2, 3] from rank 0", "broadcast of float32[2, 3] from rank 1"),
+    "reduce": ("reduce of float32[2, 3] by SUM to rank 0", "reduce of float32[2, 3] by SUM to rank 1"),
+}
+
+
+def pass_other_arguments() -> dict[str, tuple[str, float, str, str]]:
+    rank, x = dist.get_rank(), torch.ones(2, 3)
+    takes, gives = [([1, 2], [1, 2]), ([2, 1], [1, 1])][rank]  # gloo ends the process where too many come
+    programs: dict[str, Callable[..., Any]] = {
+        "dtype": lambda group: dist.all_reduce([x, x.int()][rank], group=group),
+        "op": lambda group: dist.all_reduce(x, [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank], group),
+        "shape": lambda group: dist.all_reduce([x, x.T.contiguous()][rank], group=group),
+        # gloo refuses it on rank 0 before rank 1 has come
+        "shape given": lambda group: (
+            time.sleep(0.7 * rank),
+            dist.all_gather_into_tensor(torch.ones(12), [x, x.view(6)][rank], group),
+        ),
+        "splits": lambda group: dist.all_to_all_single(
+            torch.ones(3), torch.ones(sum(gives)), takes, gives, group
+        ),
+        "broadcast": lambda group: dist.broadcast(x, src=rank, group=group),
+        "reduce": lambda group: dist.reduce(x, dst=rank, group=group),
+    }
+    found = {}
+    for name in WRONG:
+        group = dist.new_group()
+        dist.barrier(group)
+        _set_pg_timeout(WAIT, group)
+        found[name] = told(partial(programs[name], group), by_line=False)
+    return found
+
+
+def test_arguments_that_differ_are_named_by_rank(two_ranks):
+    results = two_ranks(pass_other_arguments)
+    for name, (of_rank_0, of_rank_1) in WRONG.items():
+        for found in results:
+            error, seconds, _, _ = found[name]
+            assert error.startswith("the ranks part at collective 1 of all ranks.\n"), (name, error)
+            assert f"  rank 0: {of_rank_0}" in error
+            assert f"  rank 1: {of_rank_1}" in error
+            assert "by_line" not in error
+            assert seconds < WAIT_S + 6
+        assert "the ranks part" in results[0][name][3]
+
+
+def call_with_what_may_differ(_: Path) -> tuple[str, float, str, str]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    halves = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    half, x = halves[rank % 2], torch.ones(2, 3)
+
+    def program() -> None:
+        for step in range(3):
+            counts = [[(source + target + step) % 3 for target in range(world)] for source in range(world)]
+            gives, takes = counts[rank], [row[rank] for row in counts]
+            dist.all_to_all_single(torch.ones(sum(takes), 2), torch.ones(sum(gives), 2), takes, gives)
+            dist.all_to_all([torch.ones(2)] * world, [torch.ones(2)] * world)
+        functional.all_to_all_single(torch.ones(8), None, None, dist.group.WORLD).sum()
+        functional.all_reduce(x, "sum", dist.group.WORLD).sum()
+        functional.reduce_scatter_tensor(torch.ones(8), "sum", 0, dist.group.WORLD).sum()
+        dist.broadcast(x, src=rank % 2, group=half)  # a rank of each half, as a global number ...
+        dist.reduce(x, group_dst=1, group=half)  # ... and as one of the group
+        dist.gather(x, [torch.ones(2, 3) for _ in range(world)] if rank == 1 else None, dst=1)
+        dist.scatter(x, [torch.ones(2, 3) for _ in range(world)] if rank == 1 else None, src=1)
+        dist.all_reduce(torch.ones(()) if rank else torch.ones(1, 1))
+        dist.all_reduce_coalesced([x, x[:, 0].clone()])
+        dist.broadcast_object_list(["x" * 9, 1] if rank == 0 else [None, None], src=0)
+        if rank == 0:
+            dist.gather_object("", [None] * world)
+        else:
+            dist.gather_object("x" * rank)
+        dist.scatter_object_list([None], ["x" * n for n in range(world)] if rank == 0 else [None] * world)
+        work = dist.all_reduce(x, async_op=bool(rank))
+        if work is not None:
+            work.wait()
+        dist.monitored_barrier()
+        dist.barrier()
+
+    return told(program)
+
+
+def train_in_parallel(folder: Path) -> tuple[str, float, str, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+
+    def part() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 7))
+
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+    def program() -> None:
+        flat, wrapped = (
+            FSDP(part(), device_id=torch.device("cpu")),
+            DistributedDataParallel(part()),
+        )
+        both = fully_shard(parallelize_module(part(), mesh["tp"], plan), mesh=mesh["dp"])
+        hybrid = fully_shard(part(), mesh=mesh)
+        for model in (flat, wrapped, both, hybrid):
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(2):
+                model(torch.randn(3, 7)).square().mean().backward()
+                optimizer.step()
+            state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+            dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state[0],
+                optim_state_dict=state[1],
+                options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=model in (both, hybrid)),
+            )
+
+    return told(program, after_s=30)
+
+
+@pytest.mark.parametrize("program", [call_with_what_may_differ, train_in_parallel])
+def test_arguments_that_may_differ_by_rank_are_no_finding(program, tmp_path):
+    for error, _, report, printed in run_on_ranks(program, tmp_path, world_size=4, timeout=120):
+        assert (error, report, printed) == ("", "", "")
+
+
+def gather_unequal_sizes() -> tuple[str, float, str, str]:
+    parts = [torch.ones(2), torch.ones(3)]
+    return told(lambda: dist.all_gather([torch.ones(2), torch.ones(3)], parts[dist.get_rank()]))
+
+
+def test_all_gather_of_unequal_sizes_is_left_to_the_backend(two_ranks):
+    with pytest.raises(RuntimeError, match="invalid tensor size") as raised:  # NCCL gathers them
+        two_ranks(gather_unequal_sizes)
+    assert not isinstance(raised.value, OutOfStep)
+
+
+def hang_by_root() -> None:
+    with check_in_step():
+        dist.broadcast(torch.ones(2), src=dist.get_rank())
+
+
+def hang_in_the_same_call() -> None:
+    with check_in_step(after_s=1):
+        dist.all_reduce(torch.ones(2))
+        dist.recv(torch.ones(2), src=1 - dist.get_rank())
+
+
+def test_a_hang_of_all_ranks_ends_run_on_ranks_with_what_each_has_called(two_ranks):
+    with pytest.raises(OutOfStep, match=r"rank 0: broadcast of .* from rank 0.*\n.*rank 1: .* from rank 1"):
+        two_ranks(hang_by_root, timeout=5)
+    with pytest.raises(
+        TimeoutError, match=r"all ranks wait, .*\n  ranks 0, 1: waiting at .*dist.recv.* all_reduce of"
+    ):
+        two_ranks(hang_in_the_same_call, timeout=6)
+
+
+def test_a_hang_after_the_block_is_a_time_out(two_ranks):
+    with pytest.raises(TimeoutError, match="fn did not return on ranks"):
+        two_ranks(hang_after_a_finding, timeout=6)
+
+
+def hang_after_a_finding() -> None:
+    with contextlib.suppress(OutOfStep), check_in_step():
+        dist.all_reduce([torch.ones(2), torch.ones(2).int()][dist.get_rank()])
+    dist.recv(torch.ones(2), src=1 - dist.get_rank())
 
 
 def branch_without_lines() -> tuple[str, float, str, str]:
@@ -135,8 +325,31 @@ def test_a_rank_that_stops_early_is_named_with_the_unit_that_waits_for_it(ranks)
     assert results[1][1] < 5  # the rank that left does not wait for the time-out
 
 
+def wait_for_a_rank_that_has_left(wrapped: bool) -> tuple[str, float, str, str]:
+    rank, model = dist.get_rank(), DistributedDataParallel(nn.BatchNorm1d(4))
+
+    def program() -> None:
+        if wrapped:  # broadcasts the buffers from C++ at the beginning of forward
+            for _ in range(3 - rank):
+                model(torch.randn(2, 4)).sum().backward()
+        else:
+            works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3 - rank)]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+    return told(program)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_wait_that_fails_in_the_program_or_in_ddp_raises_the_finding(two_ranks, wrapped):
+    for error, *_ in two_ranks(partial(wait_for_a_rank_that_has_left, wrapped)):
+        assert "waits for rank 1.\n" in error
+        assert "  rank 1: has left the block" in error
+
+
 def raises_alone() -> tuple[str, str]:
-    set_gloo_timeout(dist.group.WORLD, WAIT_S)  # type: ignore[arg-type]
+    _set_pg_timeout(WAIT, dist.group.WORLD)
     try:
         with check_in_step():
             dist.all_reduce(torch.ones(1))
@@ -153,7 +366,7 @@ def test_a_rank_that_raises_keeps_its_error_and_is_named_to_the_others(two_ranks
     assert (kind_0, kind_1) == ("OutOfStep", "KeyError")
     for text in (text_0, text_1):
         assert "collective 2 of all ranks waits for rank 1" in text
-        assert "  rank 1: left the block by KeyError; its last: all_reduce, 4 bytes" in text
+        assert "  rank 1: left the block by KeyError; its last: all_reduce of float32[1] by SUM" in text
 
 
 def slow() -> tuple[str, float, str, str]:
@@ -176,6 +389,45 @@ def test_a_long_wait_is_reported_once_with_the_line_of_the_slow_rank_and_raises_
     assert results[1][3] == ""
 
 
+def compute() -> tuple[str, float, str, str]:
+    def program() -> None:
+        dist.barrier()
+        x, end = torch.ones(200, 200), time.monotonic() + 3
+        while time.monotonic() < end:
+            torch.ops.aten.mm(x, x)
+
+    return told(program, after_s=1)
+
+
+def test_ranks_that_all_compute_are_not_said_to_wait(two_ranks):
+    for error, _, report, printed in two_ranks(compute):
+        assert (error, report, printed) == ("", "", "")
+
+
+def leave_a_thread_behind() -> tuple[str, float, str, str]:
+    group = dist.new_group()
+
+    def save() -> None:
+        for _ in range(15):
+            dist.all_reduce(torch.ones(1), group=group)
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=save)
+
+    def program() -> None:
+        thread.start()
+        time.sleep(0.1 + dist.get_rank())
+
+    found = told(program)
+    thread.join()
+    return found
+
+
+def test_a_thread_may_go_on_calling_after_its_rank_has_left(two_ranks):
+    for error, _, report, printed in two_ranks(leave_a_thread_behind):
+        assert (error, report, printed) == ("", "", "")
+
+
 def under_if_rank_0() -> tuple[str, float, str, str]:
     def program() -> None:
         dist.all_reduce(torch.ones(1))
@@ -195,7 +447,7 @@ def test_a_collective_under_if_rank_0(two_ranks):
 def in_half_of_a_mesh() -> tuple[str, float, str, str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for name in ("a", "b"):
-        set_gloo_timeout(mesh.get_group(name), WAIT_S)
+        _set_pg_timeout(WAIT, mesh.get_group(name))
 
     def program() -> None:
         for _ in range(3):

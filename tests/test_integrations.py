@@ -1,26 +1,24 @@
 """The callbacks under the real Trainer of transformers, with DDP and with FSDP2, on two ranks."""
 
-import os
-import re
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
 
 from fsdp_utils import (
     CheckpointError,
     ChildTuningAdamW,
-    Memory_Maximizer,
+    checkpoints,
     get_rank,
     run_on_ranks,
     save_distributed,
 )
 from fsdp_utils.integrations.transformers import CheckpointCallback, MemoryCallback
 from tests.sharded import TwoRanks
-from tests.trainers import KINDS, forget, llama, rows, sharded, trainer_of, weights
+from tests.trainers import KINDS, llama, sharded, trainer_of, weights
 
 # ---- memory ----------------------------------------------------------------------------------------------
 
@@ -90,27 +88,6 @@ def test_a_training_that_begins_anew_with_smaller_batches_is_measured_anew(tmp_p
     ((samples, batch_size),) = run_on_ranks(measured_where_memory_runs_out, tmp_path, world_size=1)
     assert batch_size < 4
     assert samples == 3 * batch_size
-
-
-def measured_in_a_loop_of_accelerate() -> Any:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = llama()
-    loader = torch.utils.data.DataLoader(rows(), batch_size=3)  # type: ignore[arg-type]
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
-    with Memory_Maximizer(verbose=False) as memory:
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**batch).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            memory.update(samples=len(batch["input_ids"]))
-    return memory.report
-
-
-def test_two_lines_measure_a_loop_of_accelerate(two_ranks: TwoRanks) -> None:
-    for report in two_ranks(measured_in_a_loop_of_accelerate):
-        assert [rank.rank for rank in report.ranks] == [0, 1]
-        assert [step.samples for step in report.history] == [3] * 4
 
 
 # ---- child tuning ----------------------------------------------------------------------------------------
@@ -255,44 +232,30 @@ def refused(folder: Path) -> list[str]:
     return said
 
 
+def looked_for(folder: Path) -> Any:
+    """The step that both ranks resume from, though rank 1 sees no checkpoint, and the steps that are kept."""
+    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 0}
+    trainer = trainer_of("ddp", folder / "own", max_steps=2, **more)
+    CheckpointCallback(trainer, folder / "run")
+    trainer.train()
+    seen = CheckpointCallback(trainer, folder / ("run" if get_rank() == 0 else "late")).newest()
+    assert seen is not None
+    for url in ("memory://run", "s3://run"):
+        with pytest.raises(CheckpointError, match=f"{url}'.*found a URL"):
+            CheckpointCallback(trainer, url)
+    state = json.loads(Path(seen, "trainer_state.json").read_text())
+    return state["global_step"], list(checkpoints(folder / "run"))
+
+
+def test_rank_0_looks_for_the_newest_checkpoint_and_no_limit_deletes_none(
+    two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    assert two_ranks(looked_for, tmp_path) == [(2, [1, 2])] * 2
+
+
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     ((other, best, upload, deepspeed),) = run_on_ranks(refused, tmp_path, world_size=1)
     assert "expected a checkpoint that CheckpointCallback saved, found one with the state []" in other
     assert "which this callback replaces, found load_best_model_at_end=True" in best
     assert "found push_to_hub=True without hub_strategy=" in upload
     assert "found DeepSpeed" in deepspeed
-
-
-# ---- the page of recipes ---------------------------------------------------------------------------------
-
-
-PAGE = (Path(__file__).resolve().parent.parent / "book" / "trainers.md").read_text()
-RECIPES = [
-    code for code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if "lightning" not in code
-]
-
-
-def followed(folder: Path, recipe: str) -> None:
-    os.chdir(folder)
-    forget()
-    model = llama()
-    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
-    names: dict[str, Any] = {
-        "model": model,
-        "options": options,
-        "args": transformers.TrainingArguments("out", max_steps=2, save_strategy="no", **options),
-        "rows": rows(),
-        "batches": [{name: row[None] for name, row in one.items()} for one in rows(2)],
-        "optimizer": torch.optim.AdamW(model.parameters()),
-        "loader": torch.utils.data.DataLoader(rows(), batch_size=4),  # type: ignore[arg-type]
-        "rank": get_rank(),
-    }
-    exec(recipe, names)
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: re.findall(r"\w+", recipe)[1])
-def test_a_recipe_runs(recipe: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
-    two_ranks(followed, tmp_path, recipe)
-    files = {path.name for path in tmp_path.rglob("*")}
-    expected = {"CheckpointCallback": "checkpoints", "export_safetensors": "adapter_config.json"}
-    assert {file for word, file in expected.items() if word in recipe} <= files

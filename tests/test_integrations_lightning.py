@@ -1,7 +1,7 @@
-"""MemoryCallback under the real Trainer of Lightning, with DDP and with FSDP2, on two ranks."""
+"""The callbacks under the real Trainer of Lightning, with DDP and with FSDP2, on two ranks."""
 
 import os
-import re
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,13 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning", reason="Lightning is not installed: `make test` installs it")
 
-from lightning.fabric import Fabric
-from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricsFSDP2
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils import Memory_Maximizer, shard
-from fsdp_utils.integrations.lightning import MemoryCallback
+from fsdp_utils import sampler, shard
+from fsdp_utils.integrations.lightning import CheckpointCallback, MemoryCallback
 from tests.sharded import Block, TwoRanks
 
 
@@ -46,7 +44,7 @@ def loader() -> Any:
 
 def quiet_options() -> dict[str, Any]:
     """For a Trainer on two CPU ranks that are there already."""
-    as_torchrun_sets_it()
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"  # or Lightning starts processes of its own
     return {
         "accelerator": "cpu",
         "devices": 2,
@@ -56,10 +54,6 @@ def quiet_options() -> dict[str, Any]:
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-
-
-def as_torchrun_sets_it() -> None:
-    os.environ["TORCHELASTIC_RUN_ID"] = "test"  # or Lightning starts processes of its own
 
 
 def measured(folder: Path, strategy: str) -> Any:
@@ -92,38 +86,64 @@ def test_memory_is_measured_in_a_trainer(strategy: str, two_ranks: TwoRanks, tmp
     assert float(logged["memory_max_reserved_gib"]) > 0
 
 
-def measured_in_a_loop_of_fabric(strategy: str) -> Any:
-    as_torchrun_sets_it()
-    fsdp2 = FabricsFSDP2(lambda model, mesh: shard(model, mesh=mesh["data_parallel"]), 2, 1)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=fsdp2 if strategy == "fsdp2" else "ddp")
-    fabric.launch()
-    model = fabric.setup_module(nn.Sequential(Block(), Block()))
-    assert any(isinstance(p, DTensor) for p in model.parameters()) == (strategy == "fsdp2")
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), foreach=False))
-    with Memory_Maximizer(verbose=False) as memory:
-        for batch in fabric.setup_dataloaders(loader()):
-            fabric.backward(model(batch).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            memory.update(samples=len(batch))
-    return memory.report
+class Position(LightningModule):
+    """Notes (epoch, index, global_step, the batch) of each batch; raises after so many."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__()
+        self.layer, self.stop = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5)), stop
+        self.seen: list[tuple[Any, ...]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if len(self.seen) == self.stop:
+            raise KeyError("stopped")
+        self.seen.append((self.current_epoch, batch_idx, self.global_step, *batch.flatten().tolist()))
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_lines_measure_a_loop_of_fabric(strategy: str, two_ranks: TwoRanks) -> None:
-    for report in two_ranks(measured_in_a_loop_of_fabric, strategy):
-        assert [rank.rank for rank in report.ranks] == [0, 1]
-        assert [step.samples for step in report.history] == [3] * 4
+def fitted(folder: Path, stop: int = -1, **more: Any) -> tuple[list[Any], float]:
+    """Four batches in an epoch. What was seen, and the weight."""
+    torch.manual_seed(0)
+    model, rows = Position(stop), torch.arange(12.0)[:, None] / 12
+    loader = DataLoader(rows, batch_size=3, sampler=sampler(rows))  # type: ignore[arg-type]
+    options = {**quiet_options(), "devices": 1, "max_epochs": 3, **more}
+    trainer = Trainer(callbacks=[CheckpointCallback(folder, every_n_steps=1)], **options)
+    with suppress(KeyError):
+        trainer.fit(model, loader, DataLoader(rows))  # type: ignore[arg-type]
+    return model.seen, model.layer[0].weight.item()
 
 
-PAGE = (Path(__file__).resolve().parent.parent / "book" / "trainers.md").read_text()
+@pytest.mark.filterwarnings("ignore")  # Lightning's: of torch's names, and of the data loader's state
+@pytest.mark.parametrize("more", [{}, {"max_steps": 11, "max_epochs": -1}, {"accumulate_grad_batches": 2}])
+def test_a_trainer_resumes_exactly_wherever_it_stops(more: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole, weight = fitted(tmp_path / "whole", **more)
+    for stop in (3, 4, 5):  # within an epoch, before its last batch, and after the first one of the next
+        seen: set[tuple[Any, ...]] = set()
+        found = 0.0
+        for _ in range(9):
+            part, found = fitted(tmp_path / str(stop), stop, **more)
+            seen |= set(part)
+            if len(part) < stop:
+                break
+        assert sorted(seen) == whole
+        assert found == weight
 
 
-def followed(folder: Path) -> None:
-    os.chdir(folder)
-    (recipe,) = (code for code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if ".fit(" in code)
-    exec(recipe, {"options": quiet_options(), "model": Blocks(sharded=False), "loader": loader()})
-
-
-def test_the_recipe_runs(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    two_ranks(followed, tmp_path)
+@pytest.mark.filterwarnings("ignore")
+def test_two_checkpoints_to_resume_from_are_refused(tmp_path: Path) -> None:
+    rows = torch.arange(12.0)[:, None]
+    for given in (None, tmp_path / "own.ckpt"):
+        options = {**quiet_options(), "devices": 1, "max_steps": 1}
+        trainer = Trainer(callbacks=[CheckpointCallback(tmp_path / "run", every_n_steps=1)], **options)
+        expectation = pytest.raises(ValueError, match=r"expected fit\(\) without ckpt_path, .*own\.ckpt")
+        with expectation if given else nullcontext():
+            trainer.fit(Position(-1), DataLoader(rows), DataLoader(rows), ckpt_path=given)  # type: ignore[arg-type]
+        trainer.save_checkpoint(tmp_path / "own.ckpt")

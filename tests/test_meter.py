@@ -3,9 +3,11 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fsdp_utils.lessons.meter import Meter
 
@@ -99,3 +101,15 @@ def test_with_a_device_only_its_tensors_count():
         peaks[str(device)] = (meter.held_bytes, meter.peak_tensor_bytes)
         del offloaded, kept
     assert peaks == {"None": (48, 4 * 1022), "cpu": (20, 4 * 1005), "meta:0": (28, 4 * 17)}
+
+
+def redistribute() -> tuple[int, int, int]:
+    mesh, piece = init_device_mesh("cpu", (2,)), torch.ones(WIDTH)
+    with Meter() as meter:
+        DTensor.from_local(piece, mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).to_local()
+        DTensor.from_local(piece, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
+    return meter.all_gathers, meter.reduce_scatters, meter.gathered_bytes
+
+
+def test_the_functional_collectives_of_dtensor_count_as_well(two_ranks):
+    assert two_ranks(redistribute) == [(1, 1, 2 * WIDTH * 4)] * 2

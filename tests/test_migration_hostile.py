@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from fsdp_utils.migration import TranslationError, accelerate, composer, deepspeed, trainer, translate
-from fsdp_utils.migration.reading import Key
 
 HOSTILE = (
     'Block"+__import__("os").system("true")+"',
@@ -36,7 +35,9 @@ CALLS = {
     "transformer_block_classes", "init_device_mesh", "MixedPrecisionPolicy", "CPUOffloadPolicy",
     "fully_shard", "checkpoint_wrapper", "DistributedDataParallel", "model.set_submodule",
     "model.named_modules", "reversed", "list", "type", "int", "dist.get_world_size",
-    "torch.cuda.is_available", "parallelize_module",
+    "torch.cuda.is_available", "parallelize_module", "model.parameters", "parameter.data.float",
+    "model.modules", "any", "module.parameters", "module.buffers", "buffer.is_floating_point",
+    "buffer.data.float",
 }  # fmt: skip
 IMPORTS = {
     "fsdp_utils", "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.device_mesh",
@@ -202,7 +203,6 @@ def test_no_text_of_a_config_becomes_code(framework: str, tmp_path: Path) -> Non
     tried: Counter[str] = Counter()
     for text in HOSTILE:
         for path, keys in TABLES[framework]:
-            assert all(isinstance(key, Key) for key in keys.values())
             for key in [*keys, text]:  # as the value of each key that is known, and as a key
                 config = copy.deepcopy(base)
                 section_of(config, path)[key] = text

@@ -70,7 +70,7 @@ def lost(found: Translation) -> set[str]:
 
 
 ALWAYS_LOST = {
-    "accelerate": {"fsdp_min_num_params", "tp_size", "cp_size", "sp_size"},
+    "accelerate": {"fsdp_min_num_params", "mixed_precision", "tp_size", "cp_size", "sp_size"},
     "composer": {"process_group"},
     "deepspeed": {
         "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
@@ -105,13 +105,15 @@ LOST_IF_ON = {
         "quantize_training", "curriculum_learning", "progressive_layer_drop",
     },
 }  # fmt: skip
+# bf16 has float32 weights unless bf16_master_weights_and_grads is on
+LOST_IF_OFF = {"deepspeed": {"enabled"}}
 
 
 def test_these_keys_are_named_as_lost_and_no_others() -> None:
     switched_on, switched_off = rows(True), rows(False)
     for framework in ALWAYS_LOST:
         assert lost(switched_on[framework]) == ALWAYS_LOST[framework] | LOST_IF_ON[framework]
-        assert lost(switched_off[framework]) == ALWAYS_LOST[framework]
+        assert lost(switched_off[framework]) == ALWAYS_LOST[framework] | LOST_IF_OFF.get(framework, set())
 
 
 # ---- from which value on
@@ -150,12 +152,28 @@ def test_sizes_of_one_are_no_dimensions() -> None:
 
 
 def test_gradients_are_accumulated_from_two_batches_on() -> None:
-    def words(value: int) -> str:
+    def words(value: int | str) -> str:
         found = translate({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": value})
         return next(row.fsdp2 for row in found.rows if row.key == "gradient_accumulation_steps")
 
     assert words(1) == "nothing: one batch for each step"
-    assert words(2) == "set_requires_gradient_sync(False) for the first 1 of 2 batches"
+    assert words(2).startswith("set_requires_gradient_sync(False) for the first 1 of 2 batches, True for the")
+    assert "divide each loss by 2" in words(2)  # else the gradients are twice as large
+    assert words("2") == words(2)
+    for config in (  # the value that Accelerate writes itself, in either place
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_accumulation_steps": "auto"}},
+        {"distributed_type": "FSDP", "gradient_accumulation_steps": "auto"},
+    ):
+        assert "gradient_accumulation_steps = 'auto'" in translate(config).without_counterpart[0]
+
+
+def test_activation_checkpointing_is_an_argument_of_the_trainer_too() -> None:
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        found = translate({"fsdp": True, name: True, f"{name}_kwargs": {"every_n_layers": 2}})
+        assert "checkpoint_wrapper(block)" in found.code()
+        assert found.without_counterpart[0].startswith(f"{name}_kwargs = ")
+        every = translate({"fsdp": True, name: True, f"{name}_kwargs": {"use_reentrant": False}})
+        assert every.without_counterpart == []
 
 
 def test_what_is_offloaded() -> None:
@@ -235,7 +253,7 @@ def test_precision() -> None:
     assert dtypes(translate({**half, "communication_data_type": "fp32"})) == ("bfloat16", "float32")
     assert dtypes(translate({**half, "bf16": {"enabled": False}})) == (None, None)
     without = translate({"zero_optimization": {"stage": 3}, "communication_data_type": "fp32"})
-    assert "without bf16 or fp16" in without.without_counterpart[0]
+    assert "without MixedPrecisionPolicy" in without.without_counterpart[0]
 
 
 @pytest.mark.parametrize(
@@ -283,6 +301,9 @@ def test_words_of_settings_with_several_values() -> None:
     assert "checkpoint.save" in words(composers(state_dict_type="sharded"), "state_dict_type")
     assert "also cuts the parameters" in words(deepspeeds(stage=2), "stage")
     assert words(deepspeeds(), "stage") == "reshard_after_forward=True"
+    off = composers(backward_prefetch="NO_PREFETCH")
+    assert words(off, "prefetch").startswith("unit.set_modules_to_backward_prefetch([unit]) for each unit")
+    assert off.without_counterpart == []
     as_text = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": "False"}}
     assert not translate(as_text).offload
     as_text["fsdp_config"] = {"fsdp_offload_params": "TRUE"}

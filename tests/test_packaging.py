@@ -1,22 +1,30 @@
-"""The package as others get it: an sdist and a wheel, each installed into a clean environment.
+"""The package as others get it: a wheel and an sdist, and the wheel installed into a clean environment.
 
-Nothing is downloaded: what fsdp_utils depends on is lent to the clean environments by this one. So this does
-not show that an index has versions of the dependencies that go together; test_docs.py holds them against
-constraints.txt.
+Nothing is downloaded: this environment lends the clean one what fsdp_utils depends on, and nothing else. So
+this does not show that an index has versions of the dependencies that go together; test_docs.py holds them
+against constraints.txt.
 """
 
+import os
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
+from collections.abc import Iterator
+from email import message_from_string
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 import fsdp_utils
 
 ROOT = Path(__file__).resolve().parent.parent
+ADDRESS = "https://example.org/lessons"
+PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-index", "--no-deps")
 NAMES = """
 from importlib import metadata
 import fsdp_utils
@@ -27,8 +35,10 @@ for name in {names}:
 """
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    environment = {**os.environ, **environment}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -37,51 +47,105 @@ def run(*command: str | Path, cwd: Path) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The sdist, and the wheel that is built from it, of a copy of the package's files."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, copy)
     shutil.copytree(ROOT / "fsdp_utils", copy / "fsdp_utils", ignore=shutil.ignore_patterns("__pycache__"))
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ".", cwd=copy)
+    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ".")
+    run(*build, cwd=copy, REPOSITORY=ADDRESS, REVISION="v1")
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return {"wheel": wheel, "sdist": sdist}
 
 
-def installed(package: Path, folder: Path) -> Path:
-    """The Python of a clean environment with the package in it, and this environment's packages behind it."""
+def required(package: Distribution, seen: set[str]) -> Iterator[Distribution]:
+    """Everything that a plain install of the package brings in."""
+    for requirement in map(Requirement, package.requires or ()):
+        if requirement.name not in seen and (not requirement.marker or requirement.marker.evaluate()):
+            seen.add(requirement.name)
+            yield (found := distribution(requirement.name))
+            yield from required(found, seen)
+
+
+@pytest.fixture(scope="module")
+def plain(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the wheel and what it depends on: `pip install`, without an extra."""
+    folder = tmp_path_factory.mktemp("plain")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     (site,) = (folder / "lib").glob("python*/site-packages")
-    # what a .pth file names comes after site-packages, and .pth files there (our editable one) stay unread
-    (site / "zz.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
-    run(*pip, "--no-index", "--no-deps", "--no-build-isolation", package, cwd=folder)
+    run(*PIP, "--target", site, built["wheel"], cwd=folder)
+    (ours,) = site.glob("fsdp_utils-*.dist-info")
+    for needed in required(Distribution.at(ours), set()):
+        for name in {file.parts[0] for file in needed.files or ()} - {"..", "__pycache__"}:
+            if not (site / name).exists():
+                (site / name).symlink_to(Path(str(needed.locate_file(name))))
     return python
 
 
-def test_the_wheel_works_and_the_sdist_installs_the_same_files(
-    built: dict[str, Path], tmp_path: Path
-) -> None:
-    python = installed(built["wheel"], tmp_path / "wheel")
-    said = run(python, "-W", "error", "-c", NAMES.format(names=fsdp_utils.__all__), cwd=tmp_path).splitlines()
-    assert Path(said[0]).is_relative_to(tmp_path)
+def test_a_plain_install_has_every_public_name(plain: Path, tmp_path: Path) -> None:
+    said = run(plain, "-W", "error", "-c", NAMES.format(names=fsdp_utils.__all__), cwd=tmp_path).splitlines()
+    assert Path(said[0]).is_relative_to(plain.parents[1])
     assert said[1:] == [f"{fsdp_utils.__version__} {fsdp_utils.__version__}"]
 
-    installed(built["sdist"], tmp_path / "sdist")
-    files = {
-        kind: {
-            path.relative_to(tmp_path / kind).as_posix()
-            for path in (tmp_path / kind).rglob("fsdp_utils/**/*")
-            if path.is_file() and path.suffix != ".pyc"
-        }
-        for kind in built
-    }
+
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+@pytest.mark.timeout(300)  # some seconds where the cores are free
+def test_a_snippet_of_the_readme_prints_what_it_says_in_a_plain_install(
+    number: int, plain: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "snippet.py").write_text(SNIPPETS[number])
+    assert run(plain, "snippet.py", cwd=tmp_path).strip() == SNIPPETS[number].rpartition("# ")[2].strip()
+
+
+def test_wheel_and_sdist_install_the_same_files_and_no_data_of_a_lesson(
+    built: dict[str, Path], tmp_path: Path
+) -> None:
+    files = {}
+    for kind, package in built.items():
+        run(*PIP, "--no-build-isolation", "--target", tmp_path / kind, package, cwd=tmp_path)
+        found = (tmp_path / kind / "fsdp_utils").rglob("*")
+        files[kind] = {path.relative_to(tmp_path / kind).as_posix() for path in found if path.is_file()}
     assert files["wheel"] == files["sdist"]
-    data = (
-        "__init__.pyi",
-        "collectives/player.js",
-        "lessons/plan_grid.json",
-        "lessons/sliders.js",
-        "py.typed",
-    )
-    besides = {f"fsdp_utils/{name}" for name in data}
+    besides = {"__init__.pyi", "collectives/player.js", "lessons/sliders.js", "py.typed"}
     ours = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fsdp_utils").rglob("*.py")}
-    assert {path.partition("site-packages/")[2] for path in files["wheel"]} == ours | besides
+    assert files["wheel"] == ours | {f"fsdp_utils/{name}" for name in besides}
+
+
+def test_the_metadata_says_who_and_where_and_its_links_work_on_an_index(plain: Path) -> None:
+    (described,) = plain.parents[1].rglob("fsdp_utils-*.dist-info/METADATA")
+    metadata = message_from_string(described.read_text())
+    assert metadata["Author"]
+    assert dict(url.split(", ") for url in metadata.get_all("Project-URL"))["Source"] == ADDRESS
+    readme = metadata.get_payload()
+    assert f"]({ADDRESS}/raw/v1/notebooks/one_unit.png)" in readme
+    assert f"]({ADDRESS}/blob/v1/notebooks/00_fsdp_from_scratch.ipynb)" in readme
+    assert re.findall(r"\]\((?!https://|#)[^)]*\)", readme) == []
+
+
+# --- the workflows
+
+
+WORKFLOWS = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")]
+
+
+def test_an_address_that_no_browser_opens_is_refused() -> None:
+    command, environment = (
+        (sys.executable, "setup.py", "--version"),
+        {**os.environ, "REPOSITORY": "git@host:a"},
+    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert "REPOSITORY: expected an address with https://, found 'git@host:a'" in done.stderr
+
+
+def test_each_action_is_one_commit_and_what_publishes_sees_the_artifact_alone() -> None:
+    jobs = {name: job for workflow in WORKFLOWS for name, job in workflow["jobs"].items()}
+    actions = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
+    assert len(actions) > 10
+    assert [action for action in actions if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action)] == []
+    allowed = {name: job["permissions"] for name, job in jobs.items() if "permissions" in job}
+    assert allowed == {"publish": {"id-token": "write"}}
+    assert {workflow["permissions"]["contents"] for workflow in WORKFLOWS} == {"read"}
+    steps = [re.split("[/@]", step["uses"])[1] for step in jobs["publish"]["steps"]]
+    assert steps == ["download-artifact", "gh-action-pypi-publish"]

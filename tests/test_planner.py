@@ -9,16 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 pytest.importorskip("transformers")
 
 import nbformat
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from benchmarks.gpu_parts import planner as recorded_planner
 from fsdp_utils import Plan, plan, run_on_ranks, search
 from fsdp_utils.allocator.simulate import simulate_allocator
+from fsdp_utils.lessons.published import predict, rows
 from fsdp_utils.planner import GPUS, peak_flops, work_items
 from fsdp_utils.planner.efficiency import accuracy
 from fsdp_utils.planner.extrapolation import RECORDED, extend
@@ -32,6 +42,7 @@ from tests.planner_net import (
     RANKS,
     REAL,
     SETTING,
+    Block,
     Net,
     most_by_category,
     tokens,
@@ -148,6 +159,120 @@ def test_the_operations_of_a_model_are_three_times_those_of_forward(planned: Pla
     assert planned.timing.model_flop == 3 * (2 * in_products * 32 + attention)
 
 
+MOE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 5, "vocab_size": 96}
+EXPERTS: dict[str, tuple[Any, int, int, int]] = {  # config, experts, of which a token has, width of attention
+    "Mixtral": (
+        MixtralConfig(**MOE, hidden_size=64, intermediate_size=96, num_local_experts=8),
+        8, 2, 64 + 64,
+    ),
+    "Qwen3-MoE": (
+        Qwen3MoeConfig(**MOE, hidden_size=64, head_dim=32, moe_intermediate_size=48, num_experts=16),
+        16, 8, 128 + 128,
+    ),
+    "DeepSeek-V3": (
+        DeepseekV3Config(
+            **{**MOE, "num_key_value_heads": 4}, hidden_size=64, intermediate_size=96, n_routed_experts=16,
+            moe_intermediate_size=48, q_lora_rank=32, kv_lora_rank=32, n_group=4, topk_group=4,
+        ),
+        16, 8, 4 * (128 + 64 + 128),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_operations_of_experts_are_those_of_the_active_parameters(name: str, checkpointing: str) -> None:
+    config, experts, chosen, width = EXPERTS[name]
+    planned = plan(config, world_size=2, batch_size=4, seq_len=32, checkpointing=checkpointing)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    active = 0.0
+    for parameter_name, p in model.named_parameters():
+        if p.ndim > 1 and "embed_tokens" not in parameter_name:
+            active += p.numel() * (chosen / experts if p.ndim == 3 else 1)
+    attention = 3 * 2 * config.num_hidden_layers * 2 * 32 * 32 * width
+    assert planned.timing.model_flop == pytest.approx(6 * active * 2 * 32 + attention, rel=0.05)
+    assert planned.step_s_range is None
+    assert "has experts or convolutions in its blocks" in planned.notes[-1]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_of_a_model_wrapped_for_lora_the_adapters_alone_are_trained() -> None:
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+
+    def build() -> nn.Module:
+        return peft.get_peft_model(LlamaForCausalLM(LLAMA), adapters)
+
+    options = {"world_size": 2, "batch_size": 2, "seq_len": 32, "precision": "fp32"}
+    planned, all_trained = plan(build, **options), plan(LLAMA, **options)
+    model = build()
+    gib = {flag: sum(p.numel() * 4 for p in model.parameters() if p.requires_grad is flag) / 2**30
+           for flag in (True, False)}  # fmt: skip
+    assert planned.at_rest == pytest.approx(
+        {"parameters": sum(gib.values()) / 2, "gradients": gib[True] / 2, "optimizer state": gib[True]},
+        rel=0.03,
+    )
+    # no product for the gradient of a frozen matrix
+    assert 0.6 < planned.timing.model_flop / all_trained.timing.model_flop < 0.75
+    assert planned.unlike == ["precision fp32", "frozen parameters"]
+    assert plan(build, **options, loss="half").peak_allocated_gib > 0
+
+
+@torch.library.custom_op("planner_test::product", mutates_args=())
+def product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return one @ other
+
+
+product.register_fake(lambda one, other: one.new_empty(one.shape[0], other.shape[1]))
+product.register_autograd(
+    lambda ctx, grad: (product(grad, ctx.saved_tensors[1].t()), product(ctx.saved_tensors[0].t(), grad)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def test_no_speed_is_predicted_where_a_product_is_not_counted() -> None:
+    class Own(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(product(x, self.up.weight.t()))
+
+    def build() -> nn.Module:
+        model = Net(first=0)
+        model.first.extend(Own(32) for _ in range(5))
+        return model
+
+    planned = plan(build, world_size=2, batch_size=2, inputs=tokens)
+    assert planned.uncounted == ["planner_test.product"]
+    with pytest.raises(ValueError, match=r"no speed is predicted: the operations of planner_test\.product"):
+        assert planned.step_s
+    printed = planned.to_dict()
+    assert printed["step_s"] is printed["mfu"] is None
+    assert printed["peak_allocated_gib"] > 0
+    assert "speed     no speed is predicted" in str(planned)
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [
+        lambda x, weight: F.prelu(x, weight[0]),
+        lambda x, weight: F.binary_cross_entropy_with_logits(x, x * 2, reduction="none"),
+        lambda x, weight: F.smooth_l1_loss(x, x * 2, reduction="none"),
+        lambda x, weight: F.layer_norm(x, x.shape[-2:], x[0] if x.ndim > 2 else x),
+    ],
+)
+def test_an_operator_of_torch_that_multiplies_no_matrices_raises_no_alarm(moves: Any) -> None:
+    class Own(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return moves(super().forward(x), self.up.weight)
+
+    def build() -> nn.Module:
+        model = Net(first=0)
+        model.first.extend(Own(32) for _ in range(5))
+        return model
+
+    assert not plan(build, world_size=2, batch_size=2, inputs=tokens).uncounted
+
+
 def test_a_slow_network_is_seen() -> None:
     slow = dataclasses.replace(GPUS["A100-80"], network_gb_s=0.05)
     one, other = (plan(Net(), world_size=16, batch_size=16, inputs=tokens, gpu=g) for g in ("A100-80", slow))
@@ -164,7 +289,11 @@ def test_a_model_that_does_not_fit_gets_advice() -> None:
     assert found.best is None
     (tried,) = found.tried
     assert not tried.fits
-    assert len(tried.advice) == 4
+    assert len(tried.advice) == 5
+    assert "MiB do not shrink with more ranks: " in tried.advice[-1]
+    for part in (work_items.ACTIVATIONS, work_items.TEMPORARIES):
+        assert f"{1024 * tried.breakdown[part]:.1f} MiB of {part}" in tried.advice[-1]
+    assert "twice the ranks halve them, but the rest alone is too much" in " ".join(tried.advice)
     assert "none of 1 settings" in str(found)
 
 
@@ -203,6 +332,8 @@ def test_a_ring_takes_its_bytes_and_its_hops() -> None:
     of_hosts = Send("all_reduce", "x", 2 * 10**9, 2, 1)  # seven other rings share the cards
     assert collective_s(of_hosts, h100, 8) == pytest.approx(2e9 / 50e9 + 8.4e-6 + 2 * 9.6e-6)
     assert collective_s(Send("all_gather", "x", 10**9, 1, 1), h100, 1) == 0
+    pair = Send("all_gather", "x", 2 * 10**9, 2, 2)  # each pair of eight MI300X has a link of its own
+    assert collective_s(pair, GPUS["MI300X"], 2) == pytest.approx(1e9 / 64e9 + 8.4e-6 + 3.4e-6)
 
 
 def test_blocks_that_differ_are_all_simulated() -> None:
@@ -223,6 +354,38 @@ def test_the_error_is_stated(tmp_path: Path) -> None:
         f"{published}; error over 3 settings of one rank on one made-up GPU, median: "
         "allocated 2% (worst 4%), reserved 5% (worst 5%), step time 10% (worst 90%)"
     )
+
+
+def test_an_error_is_stated_for_plans_like_the_published_runs_alone() -> None:
+    fitted = {}
+    for row in rows("fit"):
+        kind = (row["gpu"], row["param_storage_dtype"], row["reduce_dtype"], row["attention"].split()[0])
+        short = {"sequence_length": 64, "batch_per_gpu": 1, "activation_checkpointing": "full"}
+        small = {**row["model"], "hidden_size": 64, "intermediate_size": 96, "layers": 4, "vocab_size": 96}
+        fitted[kind] = {**row, **short, "model": {**small, "heads": 4, "kv_heads": 4}}
+    for row in fitted.values():
+        planned = predict(row).plan
+        assert planned.unlike == []
+        assert "published" in planned.notes[-1]
+        assert planned.step_s_range is not None
+        assert "likely" in str(planned)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    bert = BertConfig(**sizes, vocab_size=96, architectures=["BertForMaskedLM"])
+    like_an_h100 = dataclasses.replace(GPUS["H100"], half_tflops=500)
+    others: list[tuple[str, Any, dict[str, Any]]] = [
+        ("gpu L40S", LLAMA, {"gpu": "L40S"}),
+        ("gpu H100", LLAMA, {"gpu": like_an_h100}),
+        ("tensor_parallel 2", LLAMA, {"tensor_parallel": 2}),
+        ("precision fp32", LLAMA, {"precision": "fp32"}),
+        ("offload True", LLAMA, {"offload": True}),
+        ("a model without fused causal attention", bert, {}),
+    ]
+    for differs, config, options in others:
+        planned = plan(config, world_size=4, batch_size=4, seq_len=32, **options)
+        assert planned.unlike == [differs]
+        assert planned.notes[-1].endswith(f"none of the published runs that tell plan's error has {differs}")
+        assert planned.step_s_range is planned.to_dict()["step_s_range"] is None
+        assert "likely" not in str(planned)
 
 
 def recording(step_error: float) -> dict[str, Any]:
@@ -281,6 +444,11 @@ SOLD_WITH_GIB = {
     "B200": 180,
     "L4": 24,
     "T4": 16,
+    "L40S": 48,
+    "A6000": 48,
+    "RTX-4090": 24,
+    "RTX-5090": 32,
+    "MI300X": 192,
 }
 
 
@@ -309,7 +477,13 @@ def test_every_gpu_says_where_its_numbers_are_from() -> None:
         ("NVIDIA B200", 2250),
         ("NVIDIA L4", 121),
         ("Tesla T4", 65),
-        ("NVIDIA L40S", None),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("AMD Instinct MI300X", 1307),
         ("NVIDIA A10G", None),
         ("NVIDIA GB200", None),
     ],

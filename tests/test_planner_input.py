@@ -32,6 +32,19 @@ SIZES = {
     "vocab_size": 128,
 }
 LLAMA = LlamaConfig(**SIZES)
+OWN_GPU = json.dumps(
+    {
+        "name": "RTX-3090",
+        "usable_gib": 23.5,
+        "memory_gb_s": 936,
+        "half_tflops": 71,
+        "fp32_tflops": 35.6,
+        "link": "PCIe",
+        "link_gb_s": 32,
+        "host_link_gb_s": 32,
+        "network_gb_s": 12.5,
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +135,21 @@ class Stubborn(nn.Module):
         (Stubborn(), {}, "could not be copied without its memory"),
         ("nowhere", {}, "a folder with a config.json, found none at nowhere"),
         (7, {}, "a transformers config or a folder with a config.json, found int"),
+        (lambda: 7, {}, "expected a function that gives an nn.Module, found int"),
+        (lambda: 1 / 0, {}, 'could not build its model on "meta", without memory: ZeroDivisionError'),
+        (LlamaConfig, {}, "expected a function that gives an nn.Module, found LlamaConfig"),
+        (LLAMA, {"gpu": "{"}, "expected a JSON object with name, usable_gib, memory_gb_s, half_tflops"),
+        (LLAMA, {"gpu": '{"name": "mine"}'}, "missing 8 required positional arguments: 'usable_gib'"),
+        (LLAMA, {"gpu": OWN_GPU.replace("936", "0")}, "expected memory_gb_s of a GPU to be a number above 0"),
+        (LLAMA, {"gpu": OWN_GPU.replace("PCIe", "SLI")}, "expected link of a GPU out of NVLink, PCIe, Inf"),
+        (
+            LLAMA,
+            {"gpu": OWN_GPU.replace('"RTX-3090"', "5")},
+            "expected name of a GPU to be a text of one line",
+        ),
+        (LLAMA, {"gpu": OWN_GPU.replace("RTX-3090", "")}, "expected name of a GPU to be a text of one line"),
+        (LLAMA, {"gpu": OWN_GPU.replace("936", "9" * 400)}, "expected memory_gb_s of a GPU to be a number"),
+        (LLAMA, {"gpu": OWN_GPU[:-1] + ', "bf16": "false"}'}, "expected bf16 of a GPU to be True or False"),
     ],
 )
 def test_bad_input_gets_one_sentence(model: Any, options: dict[str, Any], sentence: str) -> None:
@@ -208,6 +236,10 @@ def test_the_command_plans_and_searches(tmp_path: Path, capsys: pytest.CaptureFi
     sizes = ["--seq-len", "16", "--gpu", "a10"]
     assert main([str(tmp_path), "--world-size", "2", "--batch-size", "2", *sizes]) == 0
     assert "on 2 A10: fits (simulated)" in capsys.readouterr().out
+    assert main([str(tmp_path), "--world-size", "2", "--batch-size", "2", *sizes, "--gpu", OWN_GPU]) == 0
+    printed = capsys.readouterr().out
+    assert "on 2 RTX-3090: fits (simulated)" in printed
+    assert "reserved of 22 GiB" in printed
 
 
 def test_the_command_searches_with_what_is_given(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -132,3 +132,29 @@ def test_a_rank_that_a_real_time_signal_ends_or_that_is_stopped_is_replaced(
     failed = two.run(f"%%ranks\nif rank == 1:\n    os.kill(os.getpid(), {number})", limit=LIMIT_S)
     assert failed.error.startswith(f"RankError: {told}")
     assert "The new rank 1 has no variables yet" in failed.traceback
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "sys.stdout = sys.stderr = None",
+        "sys.stdout.close(); sys.stderr.close()",
+        "with open(os.devnull, 'w') as sys.stdout: pass",
+        "sys.stdout = 5",
+        "sys.stdout.write = sys.stdout.flush = sys.stderr.flush = None",
+        "with contextlib.suppress(AttributeError): sys.__stdout__ = sys.__stdout__.close()",
+    ],
+)
+def test_a_cell_that_takes_away_its_output_still_shows_its_value_and_error(two: Notebook, spoil: str) -> None:
+    begin = "%%ranks\nimport contextlib, os, sys\nfrom IPython.display import display\n"
+    spoilt = two.run(f"{begin}print('before')\n{spoil}\n6 * 7", limit=LIMIT_S)
+    assert (spoilt.text, spoilt.error) == ("all ranks | before\nall ranks | 42\n", "")
+    shown = two.run(f"{begin}{spoil}\ndisplay(6 * 7)", limit=LIMIT_S)
+    assert (shown.text, shown.error) == ("all ranks | 42\n", "")
+    failed = two.run(f"{begin}{spoil}\nraise KeyError('mine')", limit=LIMIT_S)
+    assert failed.error.startswith("RankError: all ranks raised KeyError: 'mine'")
+
+
+def test_a_cell_that_takes_away_the_shells_output_leaves_that_of_the_next(two: Notebook) -> None:
+    two.run("%%ranks\nget_ipython().displayhook = get_ipython().display_pub = None", limit=LIMIT_S)
+    assert two.run("%%ranks\n6 * 7", limit=LIMIT_S).text == "all ranks | 42\n"

@@ -9,7 +9,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,7 +18,6 @@ import psutil
 import pytest
 
 from benchmarks import two_hosts
-from fsdp_utils.notebook.local_cluster import wait_until
 from tests.notebook_kernel import Notebook
 
 NEAR, FAR = "10.78.0.1", "10.78.0.2"
@@ -66,6 +66,13 @@ def serve_ssh(folder: Path, address: str, within: list[str], undo: ExitStack) ->
     process = subprocess.Popen(sshd, stderr=subprocess.DEVNULL, start_new_session=True)
     undo.callback(two_hosts.end, process)
     wait_until(lambda: answers(address), 10, f"sshd at {address}")
+
+
+def wait_until(ready: Callable[[], object], limit_s: float, what: str) -> None:
+    limit = time.monotonic() + limit_s
+    while not ready():
+        assert time.monotonic() < limit, f"waited {limit_s} s for {what}"
+        time.sleep(0.05)
 
 
 def answers(address: str) -> bool:

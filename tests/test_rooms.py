@@ -1,14 +1,15 @@
-"""The rooms of fsdp_utils: imports go down only, each room says what it is for, no public name is lost."""
+"""The rooms of fsdp_utils: imports go down only, each room says what it is for and keeps to its size."""
 
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-import fsdp_utils
-from tools.draw_imports import BEGIN, PACKAGE, PAGE, drawing, imports, modules, reachable, room, room_imports
-
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "fsdp_utils"
+ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 # A room imports only rooms of a lower level.
 LEVEL = {
     "torch_internals": 0,
@@ -22,84 +23,99 @@ LEVEL = {
     "notebook": 6,
     "lessons": 7,
 }
-# What people import: a name may be added, none may go.
-PUBLIC = [
-    "BatchSizeSearch",
-    "Bf16Support",
-    "CheckpointError",
-    "ChildTuningAdamW",
-    "MemoryReport",
-    "Memory_Maximizer",
-    "OutOfStep",
-    "PerRank",
-    "Plan",
-    "bf16_support",
-    "check_in_step",
-    "check_sharding",
-    "export_safetensors",
-    "find_batch_size",
-    "fisher_mask",
-    "get_local_rank",
-    "get_node_rank",
-    "get_rank",
-    "get_world_size",
-    "load_distributed",
-    "load_full",
-    "load_pretrained",
-    "plan",
-    "rank0_first",
-    "record_allocations",
-    "record_collectives",
-    "run_on_ranks",
-    "sampler",
-    "save_distributed",
-    "save_full",
-    "search",
-    "shard",
-    "simulate_allocator",
-    "transformer_block_classes",
-    "translate",
-    "verify_checkpoint",
-    "wrap_policy",
-]
-ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+# Lines of a room, with docstrings, which only get fewer. The aim is 1,600 for checkpoint, 800 for
+# distributed, 700 for memory and 450 for pretrained; a room without a number has not been made small yet.
+MOST_LINES = {"checkpoint": 3400, "distributed": 1230, "memory": 1110, "pretrained": 650}
+
+# Modules inside rooms that lessons and users import by name too, and by file what it is a test of.
+BY_NAME = (
+    "fsdp_utils.lessons.",
+    "fsdp_utils.notebook.",
+    "fsdp_utils.integrations.lightning",
+    "fsdp_utils.integrations.transformers",
+)
+ITS_PURPOSE = {"test_torch_internals.py": "fsdp_utils.torch_internals."}
+# Tests that still import other files inside rooms. The list only gets shorter.
+NOT_YET = {
+    "conftest.py",
+    "planner_net.py",
+    "recipe_ranks.py",
+    "test_child_tuning.py",
+    "test_child_tuning_scratch.py",
+    "test_collectives_times.py",
+    "test_local_part.py",
+    "test_migration.py",
+    "test_migration_hostile.py",
+    "test_migration_keys.py",
+    "test_planner.py",
+    "test_planner_input.py",
+    "test_planner_options.py",
+    "test_wrapping.py",
+}
+
+
+def is_file(module: str) -> bool:
+    return (ROOT / f"{module.replace('.', '/')}.py").exists()
+
+
+def imports(file: Path) -> set[str]:
+    """The modules of fsdp_utils that a file imports, at its top or in a function."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "fsdp_utils":
+            found |= {f"fsdp_utils.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            files = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {node.module} | {name for name in files if is_file(name)}
+    return {name for name in found if name.startswith("fsdp_utils.")}
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:
     upwards = []
-    names = modules()
-    for name, file in names.items():
-        if room(name) not in LEVEL or file.stem == "__main__":
-            continue
-        for other in imports(file, names):
-            here, there = room(name), room(other)
-            if there != here and LEVEL.get(there, -1) >= LEVEL[here]:
-                upwards.append(f"{name} imports {other}")
+    for here in ROOMS:
+        for file in sorted((PACKAGE / here).rglob("*.py")):
+            if file.stem == "__main__":  # command lines stand above all rooms
+                continue
+            for module in sorted(imports(file)):
+                there = module.split(".")[1]
+                if there in ROOMS and there != here and LEVEL[there] >= LEVEL[here]:
+                    upwards.append(f"{file.relative_to(ROOT)} imports {module}")
     assert upwards == []
 
 
-def test_every_room_has_a_level_and_there_is_no_circle() -> None:
-    assert set(ROOMS) <= set(LEVEL)
-    graph = room_imports()
-    assert [name for name in graph if name in reachable(graph, name)] == []
+def test_tests_import_what_rooms_make_public() -> None:
+    """A command line, `fsdp_utils.<room>.__main__`, is public too."""
+    inside = {
+        file.name: sorted(
+            module
+            for module in imports(file)
+            if is_file(module)
+            and module.split(".")[1] in ROOMS
+            and not module.endswith(".__main__")
+            and not module.startswith((*BY_NAME, ITS_PURPOSE.get(file.name, "none")))
+        )
+        for file in sorted((ROOT / "tests").glob("*.py"))
+    }
+    assert {name: modules for name, modules in inside.items() if modules and name not in NOT_YET} == {}
+    assert [name for name in NOT_YET if not inside.get(name)] == []
 
 
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_room_says_in_five_lines_what_it_is_for(name: str) -> None:
-    said = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
+    said = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text(encoding="utf-8")))
     assert said is not None
     assert 1 <= len(said.splitlines()) <= 6
 
 
-def test_no_public_name_is_lost() -> None:
-    assert set(PUBLIC) <= set(fsdp_utils.__all__)
-    assert [name for name in fsdp_utils.__all__ if getattr(fsdp_utils, name) is None] == []
+def test_the_rooms_keep_to_their_sizes() -> None:
+    files = {room: sorted((PACKAGE / room).rglob("*.py")) for room in ROOMS}
+    lines = {room: sum(len(file.read_text().splitlines()) for file in files[room]) for room in ROOMS}
+    print(f"fsdp_utils: {sum(lines.values()):,} lines in its rooms: {lines}")
+    assert {room: lines[room] for room, most in MOST_LINES.items() if lines[room] > most} == {}
 
 
 def test_importing_the_library_imports_no_torch() -> None:
     code = "import sys, fsdp_utils; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-def test_contributing_shows_the_imports_as_they_are() -> None:
-    assert drawing() == PAGE.read_text().partition(BEGIN)[2].partition("<!--")[0]

@@ -1,192 +1,121 @@
-"""run_on_ranks: which devices its ranks see, from which processes it may be called, where prints go."""
+"""run_on_ranks under every way a rank or its caller can fail: what comes back, and that nothing stays."""
 
+import gc
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
+import textwrap
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
-from fsdp_utils import get_rank, run_on_ranks
-from fsdp_utils.distributed.rank_process import START_LIMIT_S, Job, _be_rank
+from fsdp_utils import get_rank, run_on_ranks, sampler
 
 TwoRanks = Callable[..., list[Any]]
-
-# ---- devices -------------------------------------------------------------------------------------------
-
-
-def visible_gpus() -> tuple[str | None, str | None]:
-    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("HIP_VISIBLE_DEVICES")
+ROOT = Path(__file__).parent.parent
 
 
-def test_ranks_of_the_cpu_see_no_gpu(two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert two_ranks(visible_gpus) == [("", "-1")] * 2
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+def wait_until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit, "the condition did not come true within 60 s"
+        time.sleep(0.02)
 
 
-def test_what_the_fork_server_imports_asks_for_no_gpu() -> None:
-    """Its answer would be remembered by torch and hold for all ranks, whatever they set later."""
-    code = """
-import torch
-def fail(*arguments, **options): raise AssertionError("asked at import")
-torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = fail
-torch.accelerator.is_available = torch.accelerator.current_accelerator = torch._C._get_accelerator = fail
-import fsdp_utils.distributed.preload
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+# ---- what fn finds, and what comes back ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gpus", "found"), [(0, "found 0"), (1, "found 1")])
-def test_cuda_ranks_without_a_gpu_each_are_refused_in_the_caller(gpus: int, found: str) -> None:
-    with (
-        patch.object(torch.cuda, "device_count", lambda: gpus),
-        pytest.raises(RuntimeError, match=rf'a GPU for each rank: expected 2, {found}.*device="cpu"'),
-    ):
-        run_on_ranks(get_rank, device="cuda")
+def summed(x: torch.Tensor) -> torch.Tensor:
+    x = x * (get_rank() + 1)
+    dist.all_reduce(x)
+    return x
 
 
-def test_a_torch_without_cuda_is_named() -> None:
-    with (
-        patch.object(torch.backends.cuda, "is_built", lambda: False),
-        patch.object(torch.cuda, "device_count", lambda: 0),
-        pytest.raises(RuntimeError, match=r"found 0 \(this torch is a build without CUDA\)"),
-    ):
-        run_on_ranks(get_rank, world_size=1, device="cuda")
+def test_results_come_by_rank_and_by_value() -> None:
+    results = run_on_ranks(summed, torch.ones(2_500_000), world_size=3)  # 10 MB each way
+    assert all(torch.equal(result, torch.full((2_500_000,), 6.0)) for result in results)
+    results[0].zero_()
+    assert results[1].sum() == 15_000_000
+    assert run_on_ranks(get_rank, world_size=1) == [0]
 
 
-def test_another_device_is_refused() -> None:
-    with pytest.raises(ValueError, match='expected device "cpu" or "cuda", found \'gpu\''):
-        run_on_ranks(get_rank, device="gpu")
+def test_closures_and_their_classes_travel(two_ranks: TwoRanks) -> None:
+    class Point:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+    offset = 10
+    results = two_ranks(lambda point: Point(point.x + offset + get_rank()), Point(5))
+    assert [result.x for result in results] == [15, 16]
+    assert all(type(result) is Point for result in results)
 
 
-def be_a_rank_with_a_gpu(directory: Path) -> tuple[list[Any], dict[str, str], int]:
-    """What the third of three CUDA ranks does, on a rank that has no GPU."""
-    calls: list[Any] = []
-    environ = {"CUDA_VISIBLE_DEVICES": "4,5,6", "PATH": os.environ["PATH"]}
-    job = Job(3, "cuda", directory, environ, None, b"", 7.0)
-    with (
-        patch.object(torch.cuda, "set_device", lambda device: calls.append(("set_device", device))),
-        patch.object(dist, "init_process_group", lambda *args, **options: calls.append((args, options))),
-    ):
-        _be_rank(2, job)
-    return calls, dict(os.environ), torch.get_num_threads()
+def test_the_environment_is_torchruns_and_otherwise_the_callers(
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    two_ranks(get_rank)  # the server is up: what follows must not depend on the environment it started with
+    for name in ("A_SETTING", "RANK", "TORCHELASTIC_USE_AGENT_STORE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "5")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.chdir(tmp_path)
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "A_SETTING")
+    gpus = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TORCHELASTIC_USE_AGENT_STORE")
+
+    def fn() -> tuple[list[str | None], str, int, int]:
+        environ = [os.environ.get(name) for name in names + gpus]
+        return environ, str(Path.cwd()), torch.get_num_threads(), gc.get_freeze_count()
+
+    cores = len(psutil.Process().cpu_affinity()) if sys.platform == "linux" else os.cpu_count()
+    for rank, (environ, cwd, threads, frozen) in enumerate(two_ranks(fn)):
+        assert environ == [str(rank), str(rank), "0", "2", "2", "5", "", "-1", None]
+        assert Path(cwd).samefile(tmp_path)
+        assert threads == max(1, cores // 2)
+        assert frozen > 100_000  # torch, mostly, is not looked through for garbage
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert run_on_ranks(torch.get_num_threads, world_size=1) == [1]
 
 
-def test_a_cuda_rank_takes_its_gpu_then_joins_nccl(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    calls, environ, threads = two_ranks(be_a_rank_with_a_gpu, tmp_path)[0]
-    set_device, (args, options) = calls
-    assert set_device == ("set_device", 2)
-    assert args == ("cpu:gloo,cuda:nccl",)
-    assert (options["rank"], options["world_size"]) == (2, 3)
-    assert options["timeout"].total_seconds() == 7 + START_LIMIT_S
-    assert environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
-    assert "HIP_VISIBLE_DEVICES" not in environ
-    assert environ["LOCAL_RANK"] == "2"
-    if sys.platform == "linux":
-        assert environ["NCCL_SOCKET_IFNAME"] == "=lo"
-        assert threads == max(1, len(psutil.Process().cpu_affinity()) // 3)
-
-
-def test_cuda_ranks_start_afresh_and_not_as_forks() -> None:
-    with patch.object(torch.cuda, "device_count", lambda: 1):
-        if torch.cuda.is_available():
-            assert run_on_ranks(torch.cuda.current_device, world_size=1, device="cuda") == [0]
-        else:  # the rank comes as far as its GPU
-            # the exception differs with how torch was built
-            with pytest.raises((AssertionError, AttributeError, RuntimeError), match=r"(?i)cuda") as caught:
-                run_on_ranks(get_rank, world_size=1, device="cuda")
-            assert "torch.cuda.set_device(rank)" in str(caught.value.__cause__)
-
-
-# ---- callers -------------------------------------------------------------------------------------------
-
-
-def call_from_here() -> list[int]:
-    return run_on_ranks(get_rank)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_may_call_it_although_the_server_is_its_parents(two_ranks: TwoRanks) -> None:
-    two_ranks(get_rank)  # the server is up
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        assert pool.submit(call_from_here).result(timeout=100) == [0, 1]
-
-
-def test_a_daemonic_process_is_told_that_it_cannot() -> None:
-    with (
-        multiprocessing.get_context("forkserver").Pool(1) as pool,
-        pytest.raises(RuntimeError, match=r"this process is daemonic.*ProcessPoolExecutor"),
-    ):
-        pool.apply(call_from_here)
-
-
-# ---- how ranks end -------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs real-time signals")
-def test_death_by_a_real_time_signal_is_named(two_ranks: TwoRanks) -> None:
-    def fn() -> None:
-        if get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGRTMIN + 3)
+def test_ranks_listen_on_loopback_only_and_may_start_workers(two_ranks: TwoRanks) -> None:
+    def fn() -> tuple[set[str], int]:
+        dataset = TensorDataset(torch.arange(8))
+        loader = DataLoader(dataset, batch_size=2, sampler=sampler(dataset), num_workers=1)
+        loaded = int(sum(batch.sum() for (batch,) in loader))
         dist.barrier()
+        return {socket.laddr.ip for socket in psutil.Process().net_connections("inet")}, loaded
 
-    number = signal.SIGRTMIN + 3
-    with pytest.raises(RuntimeError, match=rf"rank 1 was killed by signal {number} \(SIGRTMIN\+3\)"):
-        two_ranks(fn)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a supervisor process")
-def test_a_supervisor_that_does_not_answer_is_not_waited_for(
-    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fsdp_utils.distributed.launch._EXIT_S", 0.3)
-
-    def fn() -> tuple[int, int]:
-        os.kill(os.getppid(), signal.SIGSTOP)
-        return os.getpid(), os.getppid()
-
-    for process in [process for rank in two_ranks(fn) for process in rank]:
-        with suppress(psutil.NoSuchProcess):
-            psutil.Process(process).wait(10)
+    (first, some), (second, others) = two_ranks(fn)
+    assert first
+    assert first | second <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert some + others == sum(range(8))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_rank_that_closes_its_connection_to_the_caller_is_named_without_a_traceback(
-    two_ranks: TwoRanks, capfd: pytest.CaptureFixture
-) -> None:
-    def fn() -> None:
-        if get_rank() == 1:
-            for path in list(Path("/proc/self/fd").iterdir()):  # gloo's stay open: it would abort
-                with suppress(OSError), socket.socket(fileno=int(path.name)) as found:
-                    if found.family != socket.AF_UNIX:
-                        found.detach()
+def test_two_calls_at_once_do_not_meet() -> None:
+    results: dict[int, list[float]] = {}
 
-    with pytest.raises(RuntimeError, match=r"rank 1 closed its connection to the caller \(does"):
-        two_ranks(fn)
-    assert capfd.readouterr().err == ""
+    def call(factor: int) -> None:
+        results[factor] = [float(result) for result in run_on_ranks(summed, torch.tensor([float(factor)]))]
+
+    threads = [threading.Thread(target=call, args=(factor,)) for factor in (1, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {1: [3.0, 3.0], 10: [30.0, 30.0]}
 
 
-# ---- prints --------------------------------------------------------------------------------------------
-
-
-def test_prints_go_where_the_callers_go_even_if_that_changed_since_the_first_call(
-    two_ranks: TwoRanks, capfd: pytest.CaptureFixture
-) -> None:
+def test_prints_go_where_the_callers_go_now(two_ranks: TwoRanks, capfd: pytest.CaptureFixture[str]) -> None:
     def fn() -> None:
         print(f"out of rank {get_rank()}")
         print(f"err of rank {get_rank()}", file=sys.stderr)
@@ -195,11 +124,8 @@ def test_prints_go_where_the_callers_go_even_if_that_changed_since_the_first_cal
     captured = capfd.readouterr()
     assert sorted(captured.out.splitlines()) == ["out of rank 0", "out of rank 1"]
     assert sorted(captured.err.splitlines()) == ["err of rank 0", "err of rank 1"]
-
-
-def test_a_caller_without_standard_output_is_served(two_ranks: TwoRanks) -> None:
     kept = os.dup(1)
-    os.close(1)
+    os.close(1)  # a caller without standard output
     try:
         assert two_ranks(get_rank) == [0, 1]
     finally:
@@ -207,30 +133,320 @@ def test_a_caller_without_standard_output_is_served(two_ranks: TwoRanks) -> None
         os.close(kept)
 
 
-def ends_whoever_unpickles_it(raised: bool) -> Any:
-    class Leaves(Exception):
-        def __reduce__(self) -> Any:
-            return sys.exit, (3,)
-
-    if raised:
-        raise Leaves
-    return Leaves()
+def call_from_here() -> list[int]:
+    return run_on_ranks(get_rank)
 
 
-def test_what_a_rank_sends_does_not_end_the_caller(two_ranks: TwoRanks) -> None:
-    with pytest.raises(RuntimeError, match=r"rank \d of 2: .*Leaves"):
-        two_ranks(ends_whoever_unpickles_it, True)
-    with pytest.raises(RuntimeError, match="what rank 0 returned cannot be read here: SystemExit: 3"):
-        two_ranks(ends_whoever_unpickles_it, False)
+def test_a_forked_process_may_call_it_although_the_server_is_its_parents(two_ranks: TwoRanks) -> None:
+    two_ranks(get_rank)  # the server is up
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        assert pool.submit(call_from_here).result(timeout=100) == [0, 1]
 
 
-@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf"), 1e9])
-def test_a_timeout_that_is_none_is_refused_in_the_caller(timeout: float) -> None:
-    with pytest.raises(ValueError, match="expected a timeout above 0 and at most 1,000,000 seconds"):
-        run_on_ranks(visible_gpus, timeout=timeout)
+# ---- what is refused -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", ["2", 2.0, True, 0])
-def test_a_number_of_ranks_that_is_none_is_refused_in_the_caller(world_size: Any) -> None:
-    with pytest.raises(ValueError, match=f"expected world_size of at least 1, found {world_size!r}"):
-        run_on_ranks(visible_gpus, world_size=world_size)
+class Unreadable:
+    def __init__(self, *made_by: Any) -> None:
+        self.made_by = made_by
+
+    def __reduce__(self) -> Any:
+        return self.made_by
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
+    **{
+        f"world_size {value!r}": (
+            get_rank,
+            {"world_size": value},
+            ValueError,
+            f"expected world_size of at least 1, found {value!r}",
+        )
+        for value in ("2", 2.0, True, 0)
+    },
+    **{
+        f"timeout {value}": (
+            get_rank,
+            {"timeout": value},
+            ValueError,
+            "above 0 and at most 1,000,000 seconds",
+        )
+        for value in (0.0, -1.0, float("nan"), float("inf"), 1e9)
+    },
+    "result not sent": (
+        threading.Lock,
+        {},
+        TypeError,
+        "what fn returned cannot be sent to the caller: .*lock",
+    ),
+    "result not read": (
+        lambda: Unreadable(int, ("not a number",)),
+        {},
+        RuntimeError,
+        "what rank 0 returned cannot be read here: ValueError.*number",
+    ),
+    "result that exits": (
+        lambda: Unreadable(sys.exit, (3,)),
+        {},
+        RuntimeError,
+        "what rank 0 returned cannot be read here: SystemExit: 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_words(case: str) -> None:
+    fn, options, kind, message = REFUSED[case]
+    with pytest.raises(kind, match=message):
+        run_on_ranks(fn, **options)
+
+
+def test_a_function_that_cannot_travel_is_refused_before_anything_starts() -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be sent to the ranks: .*lock"):
+        run_on_ranks(lambda: lock)
+
+
+# ---- one exception, the earliest rank's ------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    pass
+
+
+class UnfriendlyError(Exception):
+    """Pickles, but cannot be built again from its args."""
+
+    def __init__(self, code: int, detail: str) -> None:
+        super().__init__(f"{detail} ({code})")
+
+
+def test_a_rank_that_raises_frees_its_peers_and_its_own_exception_arrives(two_ranks: TwoRanks) -> None:
+    class LocalError(Exception):
+        pass
+
+    def fn() -> None:
+        if get_rank() == 1:
+            raise LocalError("rank 1 had enough")
+        dist.all_reduce(torch.ones(1))  # waits for rank 1 for ever
+
+    with pytest.raises(LocalError, match="rank 1 had enough") as caught:
+        two_ranks(fn, timeout=3600)
+    cause = str(caught.value.__cause__)
+    assert cause.startswith("rank 1 of 2")
+    assert 'raise LocalError("rank 1 had enough")' in cause
+    assert "rank_main" not in cause  # the reader's frames alone
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_several_failures_the_earliest_is_raised_even_if_it_arrives_later(
+    two_ranks: TwoRanks, tmp_path: Path, first: int
+) -> None:
+    happened = tmp_path / "happened"
+
+    class SlowToTell(Exception):
+        def __reduce__(self) -> tuple[type, tuple[int]]:
+            happened.touch()
+            time.sleep(0.1)
+            return OwnError, (first,)
+
+    def fn() -> None:
+        if get_rank() == first:
+            raise SlowToTell
+        wait_until(happened.exists)
+        raise OwnError(get_rank())
+
+    with pytest.raises(OwnError) as caught:
+        two_ranks(fn)
+    assert caught.value.args == (first,)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: UnfriendlyError(7, "no way back"), r".*UnfriendlyError: no way back \(7\)"),
+        (lambda: OwnError(threading.Lock()), r".*OwnError: <unlocked"),
+        (lambda: SystemExit(3), r"SystemExit: 3"),
+        (lambda: KeyboardInterrupt(), r"KeyboardInterrupt"),
+    ],
+    ids=["not rebuilt", "not pickled", "exit", "interrupt"],
+)
+def test_what_cannot_be_raised_here_becomes_a_runtime_error_that_tells_it(
+    two_ranks: TwoRanks, make: Callable[[], BaseException], message: str
+) -> None:
+    def fn() -> None:
+        raise make()
+
+    with pytest.raises(RuntimeError, match=rf"rank [01] of 2: {message}") as caught:
+        two_ranks(fn)
+    assert "raise make()" in str(caught.value.__cause__)
+
+
+# ---- ranks that die or hang: what is told, and that nothing stays ------------------------------------------
+
+
+def leave_traces(directory: Path) -> None:
+    """Write down this rank's process and what it started: in its session, in another one, and a daemon."""
+    pids = [subprocess.Popen(["sleep", "1000"], start_new_session=new).pid for new in (False, True)]
+    daemon = "setsid sleep 1000 >&- 2>&- & echo $!"  # a shell that starts it, tells its id, and exits
+    pids.append(int(subprocess.run(["sh", "-c", daemon], stdout=subprocess.PIPE, check=True).stdout))
+    for pid in (os.getpid(), *pids):
+        (directory / str(pid)).touch()
+
+
+def alive(directory: Path) -> list[psutil.Process]:
+    pids = {int(path.name) for path in directory.iterdir()}
+    return [
+        process
+        for process in psutil.process_iter()
+        if process.pid in pids and process.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def end_in_c_code() -> None:
+    sum(range(10**12))  # holds the interpreter: no Python code of ours could run in this process
+
+
+ENDS: dict[str, tuple[Callable[[], Any], type[Exception] | None, str]] = {
+    "return": (int, None, ""),
+    "raise": (lambda: 1 // 0, ZeroDivisionError, "division"),
+    "exit": (lambda: os._exit(17), RuntimeError, "rank 1 exited with code 17"),
+    "kill": (
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        RuntimeError,
+        r"rank 1 was killed by signal 9 \(SIGKILL\)",
+    ),
+    "hang": (lambda: time.sleep(1000), TimeoutError, r"ranks \[0, 1\] within 2 s.*time.sleep\(1000\)"),
+    "hang in C": (end_in_c_code, TimeoutError, r"sum\(range\(10\*\*12\)\)  # holds the interpreter"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_however_a_rank_ends_it_is_told_and_its_processes_are_gone(
+    two_ranks: TwoRanks, tmp_path: Path, end: str
+) -> None:
+    ends, kind, message = ENDS[end]
+
+    def fn() -> None:
+        leave_traces(tmp_path)
+        dist.barrier()
+        if get_rank() == 1:
+            ends()
+        dist.barrier()  # where rank 1 is gone, this fails with "connection closed", which is not the news
+
+    if kind is None:
+        two_ranks(fn)
+    else:
+        with pytest.raises(kind, match=f"(?s){message}"):
+            two_ranks(fn, timeout=2)
+    assert len(list(tmp_path.iterdir())) == 8
+    wait_until(lambda: not alive(tmp_path))
+
+
+def test_a_hang_is_shown_as_the_line_on_which_each_rank_stands(two_ranks: TwoRanks) -> None:
+    def fn() -> None:
+        if get_rank() == 0:
+            dist.all_reduce(torch.ones(1))  # only rank 0 is here
+
+    with pytest.raises(TimeoutError) as caught:
+        two_ranks(fn, timeout=1)
+    message = str(caught.value)
+    assert "ranks [0] within 1 s" in message
+    assert "dist.all_reduce(torch.ones(1))  # only rank 0 is here" in message
+    assert f'File "{__file__}"' in message
+    assert "rank 1: has returned" in message
+    assert "rank_main" not in message
+
+
+# ---- in a script -------------------------------------------------------------------------------------------
+
+
+# After the text each rank hangs in its own way: asleep, in a collective, and in C code.
+SCRIPT = """
+    import os, signal, sys, time
+    import torch.distributed as dist
+    from pathlib import Path
+    from fsdp_utils import run_on_ranks
+    from tests.test_run_on_ranks import end_in_c_code, leave_traces
+
+    # what a shell starts in the background, as these tests may be, ignores Ctrl-C unless told otherwise
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("top level")
+
+    class Box:
+        def __init__(self, value): self.value = value
+
+    class BoxError(Exception): pass
+
+    def fn(box):
+        for _ in range(300): print(*"abcdefgh")
+        return Box(box.value * 3 + dist.get_rank())
+
+    def fails(): raise BoxError("from main")
+
+    print([type(box) is Box and box.value for box in run_on_ranks(fn, Box(5))])
+    try:
+        run_on_ranks(fails)
+    except BoxError as error:
+        print("caught", error)
+
+    def hang():
+        leave_traces(Path(sys.argv[1]))
+        [lambda: time.sleep(1000), dist.barrier, end_in_c_code][dist.get_rank()]()
+
+    try:
+        run_on_ranks(hang, world_size=3)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_script_may_call_it_at_its_top_level_and_takes_all_with_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    script, traces = tmp_path / "script.py", tmp_path / "pids"
+    script.write_text(textwrap.dedent(SCRIPT))
+    traces.mkdir()
+    # many containers set PYTHONUNBUFFERED; each part of a print is then a write
+    environ = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    caller = subprocess.Popen(
+        [sys.executable, script, traces],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: len(list(traces.iterdir())) == 12 or caller.poll() is not None)
+        started = psutil.Process(caller.pid).children(recursive=True)
+        caller.send_signal(number)
+        out, err = caller.communicate(timeout=30)
+    finally:
+        caller.kill()
+    lines = out.splitlines()
+    assert lines.count("a b c d e f g h") == 600  # whole lines
+    others = [line for line in lines if line != "a b c d e f g h"]
+    interrupted = number == signal.SIGINT
+    assert others == ["top level", "[15, 16]", "caught from main", *["interrupted"] * interrupted]
+    assert (err, caller.returncode) == ("", 0 if interrupted else -number)
+    assert len(list(traces.iterdir())) == 12
+    wait_until(lambda: not alive(traces) and not any(process.is_running() for process in started))
+    assert list(tmp_path.glob("fsdp_utils_*")) == []
+
+
+# ---- in a notebook -----------------------------------------------------------------------------------------
+
+
+def test_a_function_from_a_notebook_cell_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    cells = [
+        "import torch.distributed as dist\nfrom fsdp_utils import run_on_ranks\nscale = 7",
+        "def fn(x):\n    return x * scale + dist.get_rank()",
+        "run_on_ranks(fn, 2)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+    assert notebook.cells[2].outputs[0]["data"]["text/plain"] == "[14, 15]"

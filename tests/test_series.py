@@ -42,11 +42,18 @@ def test_every_exercise_has_a_solution_that_is_checked_strictly(stem: str) -> No
     turns = len(re.findall(r"^# ## Your turn \d+ · ", TEXTS[stem], re.MULTILINE))
     if turns:
         found = answers(TEXTS[stem])
+        cells = TEXTS[stem].split('# %% tags=["exercise"]\n')[1:]
+        stubs = [set(re.findall(r"^(?:def|class) (\w+)", c.partition("\n# %% ")[0], re.M)) for c in cells]
         assert turns >= 2
         for turn in range(1, turns + 1):
             kinds = [answer.kind for answer in found if answer.turn == turn]
             assert kinds.count("solution") == 1
             assert "wrong" in kinds
+            # The turn scores, by its own call, what the reader writes in the stub; nothing is kept beside it.
+            names = re.findall(rf'^turn\(\n    {turn},\n    "\w+\((.+)\)",', TEXTS[stem], re.MULTILINE)
+            assert len(names) == 1
+            assert set(names[0].split(", ")) in stubs
+        assert not re.search(r"^result\b", TEXTS[stem], re.MULTILINE)
         assert f"\ntry_answers({number(stem)})\n" in TEXTS[stem]
         return
     exercises, solutions = TEXTS[stem].split("# ## Solutions\n")

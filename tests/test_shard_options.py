@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_utils import check_sharding, load_distributed, run_on_ranks, save_distributed, shard
@@ -256,3 +257,42 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
         return any(isinstance(p, DTensor) for p in model.parameters())
 
     assert two_ranks(fn) == [False, False]
+
+
+def test_an_optimizer_of_gathered_parameters_is_named(two_ranks: TwoRanks) -> None:
+    """After an evaluation the root stays gathered, and model.parameters() gives what is freed later."""
+
+    def fn() -> tuple[list[str], list[str], bool]:
+        torch.manual_seed(0)
+        model = shard(HandWritten())
+        with torch.no_grad():
+            model(**hand_written_batch())
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.reshard()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        problems = check_sharding(model, early), check_sharding(model, optimizer)
+        before = whole(model.embedding.weight.detach()).clone()
+        loss_of(model(**hand_written_batch())).backward()
+        early.step()  # what the message says
+        assert torch.equal(whole(model.embedding.weight.detach()), before)
+        optimizer.step()
+        return *problems, torch.equal(whole(model.embedding.weight.detach()), before)
+
+    for problems, none, same in two_ranks(fn):
+        (problem,) = problems
+        assert problem.startswith("The optimizer holds 4 gathered parameters")
+        assert none == []
+        assert not same
+
+
+def test_output_dtype_is_that_of_the_models_output(two_ranks: TwoRanks) -> None:
+    def fn() -> tuple[torch.dtype, torch.dtype]:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        model = shard(HandWritten(), mp_policy=policy)
+        inner = []
+        model.head.register_forward_pre_hook(lambda _, args: inner.append(args[0].dtype))
+        (output,) = model(**hand_written_batch())
+        output.sum().backward()
+        return inner[0], output.dtype
+
+    assert two_ranks(fn) == [(torch.bfloat16, torch.float32)] * 2

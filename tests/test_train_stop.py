@@ -1,254 +1,360 @@
-"""Asked to stop: a rank that moves saves first; one that waits in C for ever ends by itself, in words."""
+"""A run that is stopped, killed, damaged, or without room on its disk loses no step, and says so."""
 
-import json
-import multiprocessing
+import contextlib
+import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch.distributed as dist
+import torch
 
-from fsdp_utils.checkpoint.manifest import committed
-from fsdp_utils.train.loop import train
-from fsdp_utils.train.watchdog import Heartbeat, StopSignal
-from tests.training_runs import configured, metrics
+from benchmarks import chaos
+from fsdp_utils import CheckpointError, checkpoints, get_rank, run_on_ranks
+from fsdp_utils.train import ConfigError, NotFinite, Progress, rows_at, train
+from tests.training_runs import (
+    STEPS,
+    after_step,
+    alone,
+    configured,
+    events,
+    metrics,
+    one_rank,
+    program,
+    run,
+)
 
-MOMENTS = 5
 ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def stopped_after_4_steps(out: Path, task: str, stuck_s: float) -> tuple[int, float, str]:
-    """Exit code, seconds from SIGTERM to the end, and stderr of a program of one rank."""
-    code = f"import sys; from fsdp_utils.train import loop, watchdog; watchdog._STUCK_S = {stuck_s}; "
-    command = [sys.executable, "-c", code + "sys.exit(loop.main())", f"--out={out}", "--save_every=2"]
-    command += [f"--data.source=tests.tiny_training:{task}", "--data.batch_size=8", "--parallel.device=cpu"]
-    program = subprocess.Popen(
-        [*command, "--steps=500"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
+def saved(out: Path) -> dict[int, Path]:
+    return checkpoints(out / "checkpoints")
+
+
+def damage(checkpoint: Path) -> None:
+    """One bit of its largest file."""
+    file = max(checkpoint.iterdir(), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+# ---- on two ranks ----------------------------------------------------------------------------------
+
+
+def scenes(out: Path) -> dict[str, Any]:
+    def fails(kind: type[Exception], name: str, source: str, **settings: Any) -> str:
+        with pytest.raises(kind) as caught:
+            run(out / name, source, **settings)
+        return str(caught.value)
+
+    found: dict[str, Any] = {"whole": run(out / "whole")}
+    with after_step(3, lambda: os.kill(os.getpid(), signal.SIGUSR1) if get_rank() == 1 else None):
+        found["stopped"] = train(configured(out / "stopped"))
+    if get_rank() == 0:
+        for step in (STEPS - 2, STEPS):
+            damage(saved(out / "whole")[step])
+    torch.distributed.barrier()
+    found["damaged"] = run(out / "whole")
+    found["nan"] = fails(NotFinite, "nan", "poisoned")
+    found["nan loss"] = fails(NotFinite, "nan loss", "poisoned_loss", save_every=1)
+    found["another model"] = fails(CheckpointError, "whole", "wider", steps=2 * STEPS)
+    return found
+
+
+Told = tuple[list[dict[str, Any]], Path]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    out = tmp_path_factory.mktemp("runs")
+    return run_on_ranks(scenes, out, world_size=2), out
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_saves_it(told: Told) -> None:
+    (first, second), out = told
+    step = first["stopped"].step
+    assert first["stopped"] == second["stopped"] == Progress(step, 8 * step, "SIGUSR1")
+    assert 3 <= step < STEPS
+    assert list(saved(out / "stopped"))[-1] == step
+    assert [event["signal"] for event in events(out / "stopped", "stopped")] == ["SIGUSR1"]
+    resumed = alone(out / "stopped")  # and goes on without a seam on another number of ranks
+    assert list(resumed) == list(range(1, STEPS + 1))
+    assert resumed == pytest.approx(first["whole"], rel=1e-4)
+
+
+def test_damaged_checkpoints_are_set_aside_until_one_is_whole(told: Told) -> None:
+    (found, _), out = told
+    assert found["damaged"] == found["whole"]  # the same ranks: to the bit
+    last, before = (event["error"] for event in events(out / "whole", "damaged"))
+    assert (f"step-{STEPS}" in last, f"step-{STEPS - 2}" in before) == (True, True)
+    assert len([*(out / "whole" / "checkpoints").glob("damaged-*")]) == 2
+    assert events(out / "whole", "started")[1]["step"] == STEPS - 4
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_all_ranks_and_stays(told: Told) -> None:
+    (first, second), out = told
+    assert first["another model"] == second["another model"]
+    assert "head.bias" in first["another model"]
+    assert list(saved(out / "whole"))[-1] == STEPS
+
+
+def test_a_number_that_is_none_ends_the_run_on_all_ranks_and_its_samples_are_named(told: Told) -> None:
+    """Sample 5 is the bad one; the checkpoints are from before."""
+    (first, second), out = told
+    for name, what in (("nan", "gradient's norm"), ("nan loss", "loss")):
+        assert first[name] == second[name]
+        named = re.search(
+            rf"step (\d+): the {what} is nan; the loss of rank (\d) is nan .samples ([\d, ]+)", first[name]
+        )
+        assert named
+        step, rank, samples = int(named[1]), int(named[2]), [int(sample) for sample in named[3].split(", ")]
+        assert 5 in samples
+        assert samples == rows_at(8 * (step - 1), 8, 24, seed=0).view(2, 4)[rank].tolist()
+        assert max(saved(out / name), default=0) < step
+        assert torch.isfinite(torch.tensor([*metrics(out / name).values()])).all()
+
+
+def test_where_all_checkpoints_are_damaged_a_run_begins_anew(tmp_path: Path) -> None:
+    first = alone(tmp_path, steps=3, keep=1)
+    for path in saved(tmp_path).values():
+        damage(path)
+    assert alone(tmp_path, steps=3, keep=1) == first
+    assert [event["step"] for event in events(tmp_path, "started")] == [0, 0]
+
+
+# ---- saves that fail, and a full disk --------------------------------------------------------------
+
+
+def test_a_save_that_fails_is_told_and_ends_nothing_but_the_last(tmp_path: Path) -> None:
+    folder, aside = tmp_path / "run" / "checkpoints", tmp_path / "aside"
+
+    def take_away() -> None:
+        while 2 not in saved(tmp_path / "run"):
+            time.sleep(0.01)
+        folder.rename(aside)
+        folder.write_text("not a folder")
+
+    def bring_back() -> None:
+        folder.unlink()
+        aside.rename(folder)
+
+    with after_step(3, take_away), after_step(7, bring_back):
+        alone(tmp_path / "run", steps=9, decay="none")
+    assert [event["step"] for event in events(tmp_path / "run", "failed to save")] == [4, 6]
+    assert [event["step"] for event in events(tmp_path / "run", "saved")] == [2, 8, 9]
+
+    with after_step(2, take_away), pytest.raises(CheckpointError):  # the last: the run has not ended well
+        alone(tmp_path / "run", steps=11, decay="none")
+    bring_back()
+    resumed = alone(tmp_path / "run", steps=11, decay="none")
+    assert resumed == pytest.approx(alone(tmp_path / "whole", steps=11, decay="none"), rel=1e-6)
+    assert list(saved(tmp_path / "run"))[-1] == 11
+
+
+@pytest.mark.skipif(not chaos.can_fill_a_disk(), reason="it takes root to fill a disk of its own")
+def test_a_full_disk_costs_no_line_and_no_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, few = tmp_path / "disk", {"save_every": 50, "eval_every": 50}
+    with chaos.small_disk(out), contextlib.ExitStack() as full:
+
+        def fill() -> None:
+            full.enter_context(chaos.full_disk(out))
+
+        def free() -> None:
+            full.close()
+            monkeypatch.undo()
+
+        with (out / "log").open("w", buffering=1) as log:  # as sbatch's file is that lies beside the run
+            monkeypatch.setattr(sys, "stderr", log)
+            with after_step(5, fill), after_step(45, free):  # more lines than what is left of a block
+                alone(out, steps=60, **few)
+        assert list(metrics(out)) == list(range(1, 61))
+
+        with after_step(5, fill), pytest.raises(CheckpointError, match="No space left"):
+            alone(out, steps=100, **few)
+        shown = capfd.readouterr().err
+        assert shown.count("No space left on device; the run goes on") == 1
+        assert '"step": 100' in shown.partition("never written:")[2]
+        free()
+        assert list(alone(out, steps=100, **few)) == list(range(1, 101))
+
+
+# ---- data that changes under a run -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("cut short", "expected 40,128 bytes with hash .*, found 1,000 bytes"),
+        ("written anew", "expected 40,128 bytes with hash .*, found 40,128 bytes with hash"),
+        ("touched", None),
+        ("replaced", None),  # this one is still there for who has it open
+    ],
+)
+def test_data_that_changes_under_a_run_end_it_in_one_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture, change: str, told: str | None
+) -> None:
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "a.npy"
+    np.save(file, np.arange(20_000, dtype=np.uint16) % 256)
+
+    def act() -> None:
+        if change == "cut short":
+            os.truncate(file, 1000)
+        elif change == "written anew":
+            file.write_bytes(file.read_bytes()[:128] + bytes(40_000))
+        elif change == "touched":
+            os.utime(file, ns=(1, 1))
+        else:
+            (tmp_path / "other").write_bytes(b"")
+            (tmp_path / "other").replace(file)
+
+    arguments = [f"--data.source={tmp_path}/data", "--data.batch_size=4", "--data.seq_len=16"]
+    arguments += ["--model.config=llama-tiny", "--parallel.device=cpu", "--steps=6"]
+    with after_step(3, act):
+        assert program(f"--out={tmp_path}/run", *arguments) == (0 if told is None else 1)
+    shown = capfd.readouterr().err.strip().splitlines()[-1]
+    if told is not None:
+        assert re.match(f"rank 0: DataError: {file} changed while the run was reading it: {told}", shown)
+        assert "another --out" in shown
+
+
+# ---- asked to stop ---------------------------------------------------------------------------------
+
+
+def start(out: Path, source: str, *arguments: str) -> "subprocess.Popen[str]":
+    """The program on one rank, when it has trained four steps."""
+    command = [sys.executable, "-m", "fsdp_utils.train", f"--out={out}", "--save_every=2", "--steps=500"]
+    command += [f"--data.source=tests.tiny_training:{source}", "--data.batch_size=8", "--parallel.device=cpu"]
+    command += arguments
+    running = subprocess.Popen(
+        command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
-    try:
-        while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 4:
-            assert program.poll() is None
-            time.sleep(0.05)
-        program.send_signal(signal.SIGTERM)
-        begun = time.monotonic()
-        _, told = program.communicate(timeout=60)
-        return program.returncode, time.monotonic() - begun, told
-    finally:
-        program.kill()
-        program.communicate()
-
-
-def test_a_rank_that_waits_in_c_ends_by_itself_in_words(tmp_path: Path) -> None:
-    code, seconds, told = stopped_after_4_steps(tmp_path, "stuck", 1.0)
-    assert code == 70, told[-3000:]
-    assert seconds < 10
-    assert "[rank 0] asked to stop by SIGTERM, it has not moved for" in told
-    assert "at step 5: it ends without saving" in told
-    assert "in forward" in told  # the stack of what it waits in
-    assert committed(tmp_path / "checkpoints")[-1].step in (2, 4)
-
-
-def test_a_rank_whose_steps_take_longer_than_that_still_saves(tmp_path: Path) -> None:
-    """A step takes a tenth of a second, where a fiftieth without a move counts as stuck."""
-    code, _, told = stopped_after_4_steps(tmp_path, "slow", 0.02)
-    assert code == 75, told[-3000:]
-    assert committed(tmp_path / "checkpoints")[-1].step == max(metrics(tmp_path))
-
-
-def test_what_counts_as_stuck(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        heart = Heartbeat(tmp_path, 60.0)
-        asked = time.monotonic()
+    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 4:
+        if running.poll() is not None:
+            raise RuntimeError(running.communicate()[1])
         time.sleep(0.05)
-        assert heart.where == "start"
-        assert (heart.stuck_s(asked, 0.02) or 0) >= 0.05
-        assert heart.stuck_s(time.monotonic(), 0.02) is None  # it was asked only now
-        heart.longest_step_s = 10.0
-        assert heart.stuck_s(asked, 0.02) is None
-        long_ago = heart._when = time.monotonic() - 100.0
-        heart.longest_step_s = 70.0  # it may take twice as long
-        assert heart.stuck_s(long_ago, 0.02) is None
-        heart.longest_step_s = 40.0
-        assert (heart.stuck_s(long_ago, 0.02) or 0) >= 100.0
-        heart.longest_step_s = 0.0
-        heart._is_saving = True
-        assert heart.stuck_s(asked, 0.02) is None
-    finally:
-        dist.destroy_process_group()
+    return running
 
 
-def test_a_limit_holds_until_another_is_given(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+@pytest.mark.parametrize(("source", "code"), [("stuck", 70), ("long_steps", 75)])
+def test_asked_to_stop_it_saves_and_if_it_waits_in_c_ends_by_itself_in_words(
+    tmp_path: Path, source: str, code: int
+) -> None:
+    """A quick clock makes of one second the 20 that are waited, and longer ones of its steps."""
+    running = start(tmp_path, source, "--hang_s=1e5", "--timeout_s=1e5")
     try:
-        with Heartbeat(tmp_path, 60.0) as heart:
-            limits = [heart._limit_s]
-            for given in (5.0, None, 7.0, None):
-                heart.at("a step", given)
-                limits.append(heart._limit_s)
-        assert limits == [60.0, 5.0, 5.0, 7.0, 7.0]
+        running.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        shown = running.communicate(timeout=60)[1]
+        assert running.returncode == code, shown[-3000:]
     finally:
-        dist.destroy_process_group()
+        running.kill()
+        running.communicate()
+    assert time.monotonic() - begun < 10
+    if code == 70:
+        assert "[rank 0] asked to stop by SIGTERM, it has not moved for" in shown
+        assert "at step 5: it ends without saving" in shown
+        assert "in forward" in shown  # the stack of what it waits in
+        assert list(saved(tmp_path))[-1] in (2, 4)
+    else:
+        assert list(saved(tmp_path))[-1] == max(metrics(tmp_path))
 
 
-AFTER = """
-import sys, time
-from pathlib import Path
-import torch.distributed as dist
-from fsdp_utils.train import watchdog
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-watchdog._ANSWER_S = 0.1
-with watchdog.Heartbeat(Path("hang"), 0.5):
-    pass
-time.sleep(2.5)  # twice the limit and twice the time for answers is over by then
-print("well")
-"""
-
-
-def test_after_its_end_no_limit_ends_the_process(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", AFTER],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "well"), done.stderr[-3000:]
-    assert not (tmp_path / "hang").exists()
-
-
-def test_another_signal_is_no_request_to_stop_and_the_thread_goes_on_waiting(tmp_path: Path) -> None:
-    def waiting() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "stop"]
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    before = signal.signal(signal.SIGUSR2, lambda *_: None)
-    try:
-        with StopSignal(Heartbeat(tmp_path, 60.0)) as stop:
-            (thread,) = waiting()
-            os.kill(os.getpid(), signal.SIGUSR2)
-            thread.join(0.3)
-            assert thread.is_alive()
-            assert stop.wanted is None
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.wanted == "SIGTERM"
-        thread.join(10)
-        assert not thread.is_alive()
-        with StopSignal(Heartbeat(tmp_path, 60.0)):
-            (thread,) = waiting()
-        thread.join(10)  # it ends where no signal came, too
-        assert not thread.is_alive()
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-        dist.destroy_process_group()
-
-
-def test_handlers_are_as_before_after_it(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        numbers = (signal.SIGTERM, signal.SIGUSR1)
-        before = [signal.getsignal(number) for number in numbers]
-        wakeup = signal.set_wakeup_fd(-1)
-        signal.set_wakeup_fd(wakeup)
-        with StopSignal(Heartbeat(tmp_path, 60.0)) as stop:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.wanted == "SIGUSR1"
-        assert [signal.getsignal(number) for number in numbers] == before
-        assert signal.set_wakeup_fd(wakeup) == wakeup
-    finally:
-        dist.destroy_process_group()
-
-
-def train_alone(out: Path, signal_at: int) -> tuple[int, str | None]:
-    """In a process of its own, which gets SIGTERM at its place or file with that number: both are counted.
-
-    Returns:
-        How many there were, and the signal that the run says it was stopped by.
-    """
-    count = 0
-
-    def moment() -> None:
-        nonlocal count
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            count += 1
-            if count == signal_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    def opened(event: str, arguments: tuple[object, ...]) -> None:
-        if event in ("open", "os.rename", "os.mkdir") and str(arguments[0]).startswith(str(out)):
-            moment()
-
-    at = Heartbeat.at
-    Heartbeat.at = lambda *given, **named: (moment(), at(*given, **named))[1]  # type: ignore[method-assign]
-    sys.addaudithook(opened)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    stopped = train(configured(out, steps=6)).stopped
-    return count, stopped
-
-
-def stop_at_moments(folder: Path, pipe: Connection) -> None:
-    """Forks the runs: what each of them says, and None for one that was killed."""
-
-    def forked(out: Path, signal_at: int) -> tuple[int, str | None] | None:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                (folder / f"{out.name}.json").write_text(json.dumps(train_alone(out, signal_at)))
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
-        told = folder / f"{out.name}.json"
-        found = json.loads(told.read_text()) if told.exists() else None
-        told.unlink(missing_ok=True)
-        return found
-
-    whole = forked(folder / "whole", 0)
-    assert whole is not None
-    moments = range(1, whole[0] + 1, max(1, whole[0] // MOMENTS))
-    outs = {moment: folder / f"at {moment}" for moment in moments}
-    found = [(out.name, forked(out, moment), forked(out, 0)) for moment, out in outs.items()]
-    pipe.send([whole, *found])
+def test_after_a_run_signals_and_threads_are_as_before_it(tmp_path: Path) -> None:
+    """And no limit of it ends this process: its shortest one is over while other tests of this file run."""
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    before = [*map(signal.getsignal, signals), signal.set_wakeup_fd(-1)]
+    with one_rank(), after_step(2, lambda: os.kill(os.getpid(), signal.SIGUSR1)):
+        assert train(configured(tmp_path, steps=9, hang_s=0.5, timeout_s=2.0)).stopped == "SIGUSR1"
+    assert [*map(signal.getsignal, signals), signal.set_wakeup_fd(-1)] == before
+    limit = time.monotonic() + 10
+    while {thread.name for thread in threading.enumerate()} & {"stop", "heartbeat"}:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
 
 
 def test_asked_at_any_moment_it_saves_and_goes_on_without_a_seam(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=stop_at_moments, args=(tmp_path, theirs))
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(100)
-        whole, *moments = ours.recv()
-    finally:
-        process.kill()
-        process.join(60)
-    expected = metrics(tmp_path / "whole")
-    assert whole[0] > 20
-    assert list(expected) == [1, 2, 3, 4, 5, 6]
+    """SIGTERM comes at one of the forwards and files of a run, which are counted in a first one."""
+    watched, count, signal_at = "", 0, 0
+
+    def happened(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal count
+        is_file = event in ("open", "os.rename", "os.mkdir") and str(arguments[0]).startswith(watched)
+        if watched and (is_file or event == "tests.forward"):
+            count += 1
+            if count == signal_at and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def stopped(out: Path, at: int) -> str | None:
+        nonlocal watched, count, signal_at
+        watched, count, signal_at = str(out), 0, at
+        with one_rank():
+            progress = train(configured(out, steps=6))
+        watched = ""  # a hook for audits stays
+        return progress.stopped
+
+    sys.addaudithook(happened)
+    assert stopped(tmp_path / "whole", 0) is None
+    moments = range(count // 10, count, count // 5)
     answers = []
-    for name, first, second in moments:
-        assert first is not None, f"{name}: it was killed, or failed"
-        answers.append(first[1])
-        assert second[1] is None
-        assert metrics(tmp_path / name) == expected, name
-        assert metrics(tmp_path / name, "eval_loss") == metrics(tmp_path / "whole", "eval_loss"), name
-        there = [path.name for path in (tmp_path / name / "checkpoints").iterdir()]
-        assert not [file for file in there if file.startswith(".")], (name, there)
-        assert committed(tmp_path / name / "checkpoints")[-1].step == 6
-    assert set(answers) == {"SIGTERM", None}  # None: after the last step, and so finished
-    assert answers.index(None) > len(answers) // 2
+    for moment in moments:
+        out = tmp_path / f"at {moment}"
+        answers.append(stopped(out, moment))
+        assert stopped(out, 0) is None
+        for name in ("loss", "eval_loss"):
+            assert metrics(out, name) == metrics(tmp_path / "whole", name), out
+        assert list(metrics(out)) == [1, 2, 3, 4, 5, 6]
+        assert not [path for path in (out / "checkpoints").iterdir() if path.name.startswith(".")]
+        assert list(saved(out))[-1] == 6
+    assert len(answers) >= 5
+    assert answers.count("SIGTERM") >= 3  # None: after the last step, and so finished
 
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+# ---- alone in its directory ------------------------------------------------------------------------
+
+
+def begin(out: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run(out)
+    return str(caught.value)
+
+
+def test_a_second_run_in_a_directory_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    """A killed one leaves no lock, though a child of it lives on."""
+    first = start(tmp_path, "forking")
+    try:
+        refused = run_on_ranks(begin, tmp_path, world_size=2)
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    assert refused[0] == refused[1]
+    owner = f"no other run is going on, found {tmp_path} is in use by process {first.pid} on .*, since 20"
+    assert re.search(f"out: expected a directory in which {owner}.*choose another --out", refused[0])
+    begun, steps = time.monotonic(), max(metrics(tmp_path)) + 1
+    losses = alone(tmp_path, "slow", steps=steps)
+    assert time.monotonic() - begun < 5
+    assert list(losses) == list(range(1, steps + 1))
+
+
+def test_where_there_are_no_locks_it_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    alone(tmp_path, steps=2)
+    assert "cannot be locked here (the file system has no locks)" in capfd.readouterr().err
+    assert len(events(tmp_path, "finished")) == 1

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from fsdp_utils import check_sharding, run_on_ranks, shard, transformer_block_classes, wrap_policy
+from fsdp_utils import check_sharding, run_on_ranks, shard, transformer_block_classes
 from fsdp_utils.sharding import wrapping
 from tests.sharded import (
     HAND_WRITTEN,
@@ -95,7 +95,7 @@ def test_a_model_without_blocks_is_refused_with_what_to_do(model: nn.Module) -> 
         transformer_block_classes(model)
 
 
-# ---- shard and wrap_policy: equal to the unsharded model -------------------------------------------------
+# ---- shard: equal to the unsharded model -------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -444,7 +444,9 @@ def test_only_the_root_is_a_unit(two_ranks: TwoRanks) -> None:
     assert message.endswith("Call fully_shard on each Block before the model, or shard(model) instead.")
     message = one_problem(two_ranks, with_fsdp1)
     assert message.startswith("Only the root is a unit")
-    assert message.endswith("Pass auto_wrap_policy=wrap_policy(model) to FSDP.")
+    assert message.endswith(
+        "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
+    )
 
 
 def test_where_nothing_is_a_block_it_is_said_of_parts(two_ranks: TwoRanks) -> None:
@@ -534,7 +536,9 @@ def test_several_blocks_are_in_one_unit(two_ranks: TwoRanks) -> None:
     assert message.endswith("Call fully_shard on each Block before the model, or shard(model) instead.")
     message = one_problem(two_ranks, with_fsdp1)
     assert message.startswith("3 of 3 blocks (Block) are in one unit (blocks), which gathers 100% of all")
-    assert message.endswith("Pass auto_wrap_policy=wrap_policy(model) to FSDP.")
+    assert message.endswith(
+        "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
+    )
 
 
 def test_blocks_that_share_a_parameter_are_rightly_in_one_unit(two_ranks: TwoRanks) -> None:
@@ -620,7 +624,11 @@ def test_most_parameters_are_left_in_the_root(two_ranks: TwoRanks, use_orig_para
     def with_fsdp1() -> list[str]:
         model = HandWritten(vocabulary=1000)
         return check_sharding(
-            fsdp1(model, auto_wrap_policy=wrap_policy(model), use_orig_params=use_orig_params)
+            fsdp1(
+                model,
+                auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)),
+                use_orig_params=use_orig_params,
+            )
         )
 
     # root: 2 * 1000 * 8 + 8 * 8 + 8 = 16072; blocks: 3 * (2 * 8 * 32 + 32 + 8) = 1656
@@ -639,7 +647,11 @@ def test_a_unit_of_fsdp1_mixes_frozen_and_trained_parameters(two_ranks: TwoRanks
     def with_fsdp1() -> list[str]:
         model = mixed()
         with pytest.warns(UserWarning, match="gradient memory usage will be higher"):  # torch's own
-            model = fsdp1(model, auto_wrap_policy=wrap_policy(model), use_orig_params=True)
+            model = fsdp1(
+                model,
+                auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)),
+                use_orig_params=True,
+            )
         problems = check_sharding(model)
         model(**hand_written_batch())[0].sum().backward()
         flat = model.module.blocks[1]._handle.flat_param
@@ -655,7 +667,13 @@ def test_a_unit_of_fsdp1_that_is_wholly_frozen_is_no_problem(two_ranks: TwoRanks
     def fn() -> list[str]:
         model = HandWritten()
         model.blocks[1].requires_grad_(False)
-        return check_sharding(fsdp1(model, auto_wrap_policy=wrap_policy(model), use_orig_params=True))
+        return check_sharding(
+            fsdp1(
+                model,
+                auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)),
+                use_orig_params=True,
+            )
+        )
 
     assert two_ranks(fn) == [[], []]
 
@@ -681,7 +699,7 @@ def test_the_optimizer_holds_parameters_from_before_sharding(two_ranks: TwoRanks
     def with_fsdp1() -> list[str]:
         model = HandWritten()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model = fsdp1(model, auto_wrap_policy=wrap_policy(model))
+        model = fsdp1(model, auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)))
         problems = check_sharding(model, optimizer)
         assert not train_step(model, optimizer)
         return problems
@@ -707,7 +725,9 @@ def test_an_optimizer_of_the_sharded_parameters_is_no_problem_at_any_time(two_ra
     def before_fsdp1_with_the_original_parameters() -> list[list[str]]:
         model = HandWritten()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model = fsdp1(model, auto_wrap_policy=wrap_policy(model), use_orig_params=True)
+        model = fsdp1(
+            model, auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)), use_orig_params=True
+        )
         return [check_sharding(model, optimizer)] * train_step(model, optimizer)
 
     assert two_ranks(fn) == [[[], [], []]] * 2
@@ -721,7 +741,7 @@ def test_a_sharded_model_inside_a_training_wrapper_is_no_problem(two_ranks: TwoR
             self.model = model
 
     def fn() -> tuple[list[str], list[str]]:
-        policy = wrap_policy(HandWritten())
+        policy = ModuleWrapPolicy(transformer_block_classes(HandWritten()))
         return check_sharding(Task(shard(HandWritten()))), check_sharding(
             Task(fsdp1(HandWritten(), auto_wrap_policy=policy))
         )

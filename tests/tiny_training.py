@@ -2,13 +2,11 @@
 
 import ctypes
 import os
-import signal
-import subprocess
-import threading
+import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +32,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(8, VOCABULARY, bias=width == 8)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        sys.audit("tests.forward")
         if self.training != torch.is_grad_enabled():
             raise RuntimeError("dropout is for training, where there are gradients, and not for evaluation")
         x = self.embedding(input_ids)
@@ -177,26 +176,73 @@ class Stuck(Decoder):
 
 
 def stuck() -> Counting:
-    """The same data, for a model that gets stuck."""
+    """The same data, for a model that gets stuck, and a second that takes a twentieth of one."""
+    _quicken_clock(20)
     task = counting()
     task.build = lambda: build(Stuck)  # type: ignore[method-assign]
     return task
 
 
-def faulty() -> Counting:
-    """The same; and rank 1 sends itself the signals of FAULTS, "step:signal ...", one in each start."""
-    faults = os.environ["FAULTS"].split()
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if os.environ["RANK"] == "1" and attempt < len(faults):
-        step, name = faults[attempt].split(":")
-        threading.Thread(target=_signal_myself, args=(int(step), signal.Signals[name]), daemon=True).start()
-    return counting()
+def long_steps() -> Counting:
+    """The same as slow; and a tenth of a second takes 25 s by the program's clock."""
+    _quicken_clock(250)
+    return slow()
 
 
-def _signal_myself(step: int, number: signal.Signals) -> None:
-    metrics = Path(os.environ["METRICS"])
-    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
-        time.sleep(0.005)
-    if number == signal.SIGSTOP:  # torchrun waits 30 s for a process that does not end: move on before
-        subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), number)
+def _quicken_clock(times: float) -> None:
+    now, begun = time.monotonic, time.monotonic()
+    time.monotonic = lambda: begun + times * (now() - begun)
+
+
+class Pairs(Decoder):
+    """Is trained on two samples at once: the largest equal parts of a batch of 8 that are at most 3."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        assert len(input_ids) == 2 or not self.training
+        return super().forward(input_ids, labels)
+
+
+def pairs() -> Counting:
+    """The same data, for such a model."""
+    task = counting()
+    task.build = lambda: build(Pairs)  # type: ignore[method-assign]
+    return task
+
+
+class Drawing(Decoder):
+    """Notes a random number in each forward, as dropout would use it."""
+
+    drawn: ClassVar[list[float]] = []
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        if self.training:
+            self.drawn.append(torch.rand(()).item())
+        return super().forward(input_ids, labels)
+
+
+def drawing() -> Counting:
+    """The same data, for such a model."""
+    task = counting()
+    task.build = lambda: build(Drawing)  # type: ignore[method-assign]
+    return task
+
+
+def forking() -> Counting:
+    """The data of `slow`, in a process with a child that outlives it, as a worker that reads data may."""
+    if os.fork() == 0:
+        os.setsid()
+        for stream in (0, 1, 2):
+            os.close(stream)
+        time.sleep(30)
+        os._exit(0)
+    return slow()
+
+
+def no_labels() -> SimpleNamespace:
+    """No data to train on."""
+    return SimpleNamespace(train={"x": torch.ones(8, 2)}, test={})
+
+
+def uneven() -> SimpleNamespace:
+    """A label is missing."""
+    return SimpleNamespace(train={"x": torch.ones(8, 2), "labels": torch.ones(7)}, test={})

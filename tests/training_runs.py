@@ -1,43 +1,112 @@
 """Runs of the training program within a test, and what they leave to read."""
 
+import contextlib
+import faulthandler
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp_utils.train.config import DataConfig, OptimConfig, TrainConfig
-from fsdp_utils.train.loop import train
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fsdp_utils import load_distributed
+from fsdp_utils.train import ConfigError, DataConfig, OptimConfig, TrainConfig, main, train
+from tests import tiny_training
 
 STEPS = 40
 
 
 def configured(out: Path, source: str = "counting", **changes: Any) -> TrainConfig:
-    data = DataConfig(
-        f"tests.tiny_training:{source}", batch_size=8, micro_batch=changes.pop("micro_batch", None)
-    )
-    optim = OptimConfig(lr=changes.pop("lr", 0.01), warmup=2, name=changes.pop("name", "adamw"))
-    settings = {
-        "steps": STEPS,
-        "save_every": 2,
-        "eval_every": 3,
-        "keep": 9,
-        "hang_s": 20.0,
-        "timeout_s": 30.0,
-    }
-    return TrainConfig(str(out), data, optim=optim, **{**settings, **changes})
+    """A short run: of a function of tests/tiny_training.py, or of a folder; each setting by its own name."""
+    data = DataConfig(f"tests.tiny_training:{source}" if source.isidentifier() else source, batch_size=8)
+    config = TrainConfig(str(out), data, optim=OptimConfig(lr=0.01, warmup=2), steps=STEPS)
+    config.save_every, config.eval_every, config.keep = 2, 3, 9
+    config.hang_s, config.timeout_s = 20.0, 30.0
+    parts = (config, config.data, config.model, config.optim, config.parallel)
+    for name, value in changes.items():
+        (part,) = [part for part in parts if hasattr(part, name)]
+        setattr(part, name, value)
+    return config
 
 
 def metrics(out: Path, name: str = "loss") -> dict[int, float]:
-    """By step; no step may be told twice."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["step"], line[name]) for line in lines if name in line]
+    """By step; no step may be told twice. A last line that is still being written is left out."""
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    found = [(line["step"], line[name]) for line in whole if name in line]
     assert len(dict(found)) == len(found)
     return dict(found)
 
 
-def events(out: Path) -> list[str]:
-    return [json.loads(line)["event"] for line in (out / "events.jsonl").read_text().splitlines()]
+def events(out: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
 
 
 def run(out: Path, source: str = "counting", **changes: Any) -> dict[int, float]:
+    """Train on the ranks that are there: the losses."""
     train(configured(out, source, **changes))
     return metrics(out)
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def alone(out: Path, source: str = "counting", **changes: Any) -> dict[int, float]:
+    """Train as a single rank: the losses."""
+    with one_rank():
+        return run(out, source, **changes)
+
+
+def refusal(out: Path, source: str = "counting", **changes: Any) -> str:
+    """Why a single rank does not begin."""
+    with one_rank(), pytest.raises(ConfigError) as caught:
+        train(configured(out, source, **changes))
+    return str(caught.value)
+
+
+def program(*arguments: str) -> int:
+    """The exit code of the program, run in this process, which may go on after it."""
+    try:
+        return main([*arguments])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def after_step(step: int, act: Callable[[], object]) -> Iterator[None]:
+    """Call `act` in a run, when the optimizer has made so many steps in this process."""
+    count = 0
+
+    def made(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count == step:
+            act()
+
+    hook = register_optimizer_step_post_hook(made)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def saved_optimizer(
+    out: Path, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
+    """An optimizer with the state of a run's newest checkpoint, in this process alone."""
+    model = tiny_training.build()
+    optimizer = kind(model.parameters())
+    load_distributed(out / "checkpoints", model, optimizer)
+    return optimizer

@@ -257,7 +257,9 @@ def print_table(results: list[Built]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Rebuild the lessons from notebooks/src.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Rebuild the lessons from notebooks/src."
+    )
     parser.add_argument("only", nargs="*", help="the beginnings of the names wanted, such as 01")
     parser.add_argument("--check-twins", action="store_true", help="only compare sources with notebooks")
     args = parser.parse_args()

@@ -48,6 +48,7 @@ class Run:
 
 def main() -> int:
     runs, memory = [], []
+    values: dict[str, set[Any]] = {name: set() for name in efficiency.PUBLISHED}
     for row in rows("fit"):
         asked: list[Any] = []
 
@@ -65,6 +66,9 @@ def main() -> int:
         if found.memory and not found.not_comparable:
             memory.append((row["source"], 1 / found.memory))
             shown += f" memory {found.memory:5.2f}"
+        had = {**vars(found.plan.setting), "gpu": found.plan.gpu.name, "offload": found.plan.offload}
+        for name, seen in values.items():
+            seen.add(had[name])
         if found.speed:
             runs.append(run_of(found, asked[0]))
             shown += f" speed {found.speed:5.2f} of the published, as it is"
@@ -83,6 +87,7 @@ def main() -> int:
     print("FUSED =", round(fused, 3))
     print("STEP_RANGE =", {kind: middle(found) for kind, found in ratios.items()})
     print("MEMORY_RANGE =", middle([ratio for _, ratio in memory]))
+    print("PUBLISHED =", {name: tuple(sorted(seen)) for name, seen in values.items()})
     print("RUNS =", {**{kind: len(found) for kind, found in ratios.items()}, "memory": len(memory)})
     return 0
 

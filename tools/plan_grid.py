@@ -2,7 +2,7 @@
 
     python tools/plan_grid.py [MODEL ...]
 
-Writes fsdp_utils/lessons/plan_grid.json; models that are not named keep their numbers. `plan()` takes a
+Writes notebooks/plan_grid.json; models that are not named keep their numbers. `plan()` takes a
 second or more, and the grid has thousands of points. So `plan()` computes a few for each model, strategy,
 checkpointing and with or without accumulation; the others follow from these by a closed form:
 
@@ -41,7 +41,7 @@ from fsdp_utils.planner.result import Plan
 from fsdp_utils.planner.roofline import collective_s
 from fsdp_utils.planner.work_items import Send
 
-PATH = Path(__file__).parent.parent / "fsdp_utils/lessons/plan_grid.json"
+PATH = Path(__file__).parent.parent / "notebooks/plan_grid.json"
 GPU, PER_HOST = "A100-80", 8
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 3.2 1B": {

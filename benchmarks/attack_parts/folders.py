@@ -85,15 +85,15 @@ def _changed_header(chance: random.Random, data: bytes, canary: str) -> bytes:
 
 
 def _read_by_the_library(folder: Path) -> dict[str, torch.Tensor]:
+    """As transformers does: all tensors of the files that the index names."""
     from safetensors import safe_open
 
-    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     found = {}
-    for name, file in weight_map.items():
+    for file in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values())):
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{file!r} is not in the folder")
         with safe_open(folder / file, "pt") as opened:
-            found[name] = opened.get_tensor(name)
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return found
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 SURVIVED, REFUSED = "survived", "refused in words"
@@ -156,7 +156,6 @@ def _work(
     sys.addaudithook(lambda event, _: started.append(event) if event in _PROGRAMS else None)
     most = _status("VmSize") + _BACKSTOP_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    classes = _classes()
     for number in numbers:
         pipe.send(number)
         started.clear()
@@ -167,10 +166,6 @@ def _work(
         if started or (folder / "canary").exists():
             verdict = Verdict(CODE, f"{started or 'the command in the file'}: {verdict.text}", verdict.peer)
             (folder / "canary").unlink(missing_ok=True)
-        elif (changed := _classes()) != classes:
-            names = [name for name in classes | changed if classes.get(name) is not changed.get(name)]
-            verdict = Verdict(CODE, f"changed: {', '.join(names)}: {verdict.text}", verdict.peer)
-            classes = changed
         elif taken > MOST_BYTES:
             verdict = Verdict(MEMORY, f"{taken / 2**30:.1f} GiB: {verdict.text}", verdict.peer)
         pipe.send(verdict)
@@ -179,21 +174,3 @@ def _work(
 def _status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def _classes() -> dict[str, Any]:
-    """The attributes of classes that a pickle has been seen to change."""
-    from torch.distributed.checkpoint import metadata
-
-    classes = [
-        *(one for one in vars(metadata).values() if isinstance(one, type)),
-        Path,
-        PurePath,
-        type(Path()),
-    ]
-    return {
-        f"{one.__qualname__}.{name}": value
-        for one in classes
-        for name, value in list(vars(one).items())
-        if name != "__slotnames__"  # a cache of copyreg's
-    }

@@ -14,14 +14,8 @@ import torch
 from torch import nn
 
 from benchmarks.attack_parts.harness import START_S, Attack, Verdict, judge
-from fsdp_utils import (
-    CheckpointError,
-    load_distributed,
-    load_full,
-    save_distributed,
-    save_full,
-    verify_checkpoint,
-)
+from fsdp_utils import load_distributed, save_distributed, verify_checkpoint
+from fsdp_utils.checkpoint import CheckpointError
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -38,20 +32,16 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer, value: int) -> Non
             optimizer.state[param] = {"step": torch.tensor(float(value)), **moments}
 
 
-def _save(folder: Path, way: str, first: int, pipe: Connection) -> None:
+def _save(folder: Path, asynchronous: bool, first: int, pipe: Connection) -> None:
     """Step after step, until it is killed."""
     torch.set_num_threads(1)
     model, optimizer = _model()
     for step in range(first, first + 10_000):
         _fill(model, optimizer, step)
         pipe.send(("begins", step))
-        if way == "full":
-            save_full(folder / "one.pt", model, optimizer, at=step)
-        else:
-            save = save_distributed(
-                folder / "home", model, optimizer, step=step, keep=2, asynchronous=way == "async", at=step
-            )
-            save.wait()
+        save_distributed(
+            folder, model, optimizer, step=step, keep=2, asynchronous=asynchronous, state={"at": step}
+        ).wait()
         pipe.send(("saved", step))
 
 
@@ -60,12 +50,11 @@ def prepare(folder: Path, quick: bool) -> None:
 
 
 def killed(folder: Path, chance: random.Random) -> Verdict:
-    way = chance.choice(("distributed", "distributed", "async", "full"))
-    path = folder / ("one.pt" if way == "full" else "home")
-    last = int((folder / f"{path.name}.step").read_text()) if (folder / f"{path.name}.step").exists() else 0
+    home, note = folder / "home", folder / "step"
+    last = int(note.read_text()) if note.exists() else 0
     fork = multiprocessing.get_context("fork")  # this process has a single thread, and all that is needed
     ours, theirs = fork.Pipe(duplex=False)
-    saver = fork.Process(target=_save, args=(folder, way, last + 1, theirs))
+    saver = fork.Process(target=_save, args=(home, chance.random() < 0.3, last + 1, theirs))
     saver.start()
     theirs.close()
     heard: list[tuple[str, int]] = []
@@ -96,21 +85,20 @@ def killed(folder: Path, chance: random.Random) -> Verdict:
 
     def call() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
         model, optimizer = _model()
-        verify_checkpoint(path)
-        load = load_full if way == "full" else load_distributed
-        return load(path, model, optimizer), model, optimizer
+        verify_checkpoint(home)
+        return load_distributed(home, model, optimizer), model, optimizer
 
     def right(found: tuple[Any, nn.Module, torch.optim.Optimizer]) -> str:
         state, model, optimizer = found
         if not told <= state["at"] <= told + 1:
             return f"step {told} was saved, found {state['at']}"
-        (folder / f"{path.name}.step").write_text(str(state["at"]))
+        note.write_text(str(state["at"]))
         tensors = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
         return "" if all((t == state["at"]).all() for t in tensors) else "two steps are mixed"
 
     verdict = judge(call, (CheckpointError,), right)
     if verdict.outcome != "survived":  # there was a whole checkpoint before: to be refused is a loss
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(home, ignore_errors=True)
         return Verdict("silently wrong", verdict.text)
     return verdict
 

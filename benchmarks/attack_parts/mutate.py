@@ -1,7 +1,6 @@
-"""Seeded changes to bytes, to JSON-like trees and to pickles."""
+"""Seeded changes to bytes, to JSON-like trees."""
 
 import copy
-import pickletools
 import random
 from typing import Any
 
@@ -94,32 +93,3 @@ def _places(tree: Any) -> Any:
             yield one, key
             if isinstance(one[key], dict | list):
                 level.append(one[key])
-
-
-def _name(module: str, name: str) -> bytes:
-    return f"c{module}\n{name}\n".encode()
-
-
-def insert_opcodes(chance: random.Random, data: bytes, canary: str) -> bytes:
-    """A pickle with instructions put in between its own: calls, changes to classes, what takes memory."""
-    command = f"touch {canary}".encode()
-    metadata = "torch.distributed.checkpoint.metadata"
-    calls = [
-        _name("posix", "system") + b"X" + len(command).to_bytes(4, "little") + command + b"\x85R0",
-        _name("builtins", "exec") + b"X\1\0\0\0x\x85R0",
-        _name("pathlib", "Path") + b"(N}\x8c\x06rename" + _name("torch", "Size") + b"stb0",
-        _name(metadata, "StorageMeta") + b"(N}\x8c\x07modulesK\x07stb0",
-        _name(metadata, "MetadataIndex") + b"(N}\x8c\x08__hash__Nstb0",
-        _name("builtins", "getattr") + _name("torch", "Size") + b"\x8c\x05numel\x86R0",
-        _name("torch", "Size") + b"]K\xff\x85R0",
-        b"r\xff\xff\xff\x7f",  # LONG_BINPUT into the last place
-        b"\x8d\xff\xff\xff\xff\xff\0\0\0",  # a text of a tebibyte
-        b"(" * chance.choice((1, 1000)),
-        b")" + b"\x85" * chance.choice((1, 100_000)),
-        b"0",
-        b"2",
-        b".",
-    ]
-    ends = [place for _, _, place in pickletools.genops(data) if place]
-    place = chance.choice(ends)
-    return data[:place] + chance.choice(calls) + data[place:]

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks.gpu_parts import Done, Result, Setting, workload
-from fsdp_utils import wrap_policy
+from fsdp_utils import transformer_block_classes
 
 USES = ("benchmarks/gpu_parts/workload.py",)
 GROUP = workload.GROUP
@@ -30,7 +31,7 @@ def measure(setting: Setting, device: torch.device, tiny: bool) -> Result:
     dtype = torch.bfloat16
     model = FullyShardedDataParallel(
         model,
-        auto_wrap_policy=wrap_policy(model),
+        auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)),
         param_init_fn=lambda module: workload.fill(module, device, recurse=False),
         mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype),
         limit_all_gathers=setting["limit_all_gathers"],

@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +24,9 @@ from fsdp_utils import (
     bf16_support,
     find_batch_size,
     load_distributed,
-    load_full,
     record_collectives,
     run_on_ranks,
     save_distributed,
-    save_full,
 )
 
 USES = (
@@ -104,14 +101,13 @@ def an_asynchronous_save_keeps_the_weights_of_its_step(device: torch.device, tin
     return {}
 
 
-def a_full_file_loads_into_each_wrapper(device: torch.device, tiny: bool) -> Said:
+def a_checkpoint_loads_into_each_wrapper(device: torch.device, tiny: bool) -> Said:
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "full.pt")
         _, model, optimizer = next(_trained(device, (_fsdp2,)))
         saved = [p.full_tensor().clone() for p in model.parameters()]
-        save_full(file, model, optimizer)
+        save_distributed(folder, model, optimizer, step=1)
         for name, model, optimizer in _trained(device, (_fsdp1, _fsdp2, _plain), steps=0):
-            load_full(file, model, optimizer)
+            load_distributed(folder, model, optimizer)
             pairs = zip(saved, model.parameters(), strict=True)
             assert all(torch.equal(a, _local(b).view_as(a)) for a, b in pairs), f"{name}: other weights"
             _train(model, optimizer, device)
@@ -164,7 +160,7 @@ CHECKS: dict[str, Callable[[torch.device, bool], Said]] = {
         ranks_on_the_cpu_do_not_see_the_gpu,
         a_recording_has_device_times,
         an_asynchronous_save_keeps_the_weights_of_its_step,
-        a_full_file_loads_into_each_wrapper,
+        a_checkpoint_loads_into_each_wrapper,
         child_tuning_steps_as_on_the_cpu,
         a_search_survives_out_of_memory,
         bf16_gets_an_answer,

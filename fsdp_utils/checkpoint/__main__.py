@@ -9,79 +9,63 @@ Without --step, `inspect` and `export` take the checkpoint that was saved last, 
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from fsdp_utils._commands import new_parser, run
+from fsdp_utils.checkpoint.codec import DTYPES
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import readable
-from fsdp_utils.checkpoint.full import read_full
-from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, find, read_manifest, tensor_specs
-from fsdp_utils.checkpoint.metadata import read_any_metadata, specs
-from fsdp_utils.checkpoint.remote import located
-from fsdp_utils.checkpoint.state import MODEL, OptimizerPlan
-from fsdp_utils.checkpoint.verify import bytes_of, checkpoints_in, newest, verify_checkpoint
-from fsdp_utils.pretrained.export import export_safetensors, open_model
+from fsdp_utils.checkpoint.folder import checkpoints, find, read_manifest
+from fsdp_utils.checkpoint.tensor_files import StoredTensors
+from fsdp_utils.checkpoint.verify import verify_checkpoint
+from fsdp_utils.pretrained.export import ADAPTER_FILE, export_safetensors
+from fsdp_utils.pretrained.reading import open_folder
+
+_ABOUT = ("step", "saved_at", "world_size", "model", "optimizer")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 0, or 1 for a CheckpointError."""
     parser = new_parser("fsdp_utils.checkpoint", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (
-        ("list", "the checkpoints of a directory: step, when saved, ranks, size"),
-        ("inspect", "what is in it: tensors, dtypes, sizes, ranks, step"),
-        ("verify", "is every byte what was saved?"),
-        ("export", "the model as safetensors, for from_pretrained"),
+    for name, run_command, text in (
+        ("list", _list, "the checkpoints of a directory: step, when saved, ranks, size"),
+        ("inspect", _inspect, "what is in it: tensors, dtypes, sizes, ranks, step"),
+        ("verify", _verify, "is every byte what was saved?"),
+        ("export", _export, "the model as safetensors, for from_pretrained"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument(
-            "checkpoint", help="a file, a checkpoint, or a directory of checkpoints; a path or a URL"
-        )
+        command.set_defaults(run=run_command)
+        command.add_argument("checkpoint", type=Path, help="a checkpoint, or a directory of checkpoints")
         command.add_argument("--json", action="store_true", help="print the result as JSON")
         if name != "list":
             command.add_argument("--step", type=int, help="which checkpoint of the directory")
     command.add_argument("out_dir", type=Path, help="the folder to write; made if it is not there")
-    command.add_argument("--shard-gib", type=_gib, default=4.0, help="largest file, in GiB (default: 4)")
-    command.add_argument("--adapter-only", action="store_true", help="LoRA alone, for peft (default: merged)")
+    command.add_argument("--shard-gib", type=float, default=4.0, help="largest file, in GiB (default: 4)")
+    command.add_argument("--prefix", default="", help="export what these names begin with, without it")
+    command.add_argument("--adapter-only", action="store_true", help="the LoRA adapter, for peft")
     options = parser.parse_args(arguments)
-    run_command = {"list": _list, "inspect": _inspect, "verify": _verify, "export": _export}[options.command]
     try:
-        options.checkpoint = located(options.checkpoint)
         with readable(options.checkpoint):
             if getattr(options, "step", None) is not None:
                 options.checkpoint = find(options.checkpoint, options.step)
-            run_command(options)
+            options.run(options)
     except CheckpointError as error:
         print(f"CheckpointError: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _gib(text: str) -> float:
-    try:
-        if 0 < (value := float(text)) < float("inf"):
-            return value
-    except ValueError:
-        pass  # the same sentence
-    raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
-
-
 def _list(options: argparse.Namespace) -> None:
+    latest = find(options.checkpoint)
     found, problems = [], []
-    for path in checkpoints_in(options.checkpoint):
-        about: dict[str, Any] = {"checkpoint": str(path), "bytes": bytes_of(path)}
+    for path in checkpoints(options.checkpoint).values() or [latest]:
+        about = {"checkpoint": str(path), "bytes": _bytes_of(path)}
         try:
-            manifest = read_manifest(path) if (path / MANIFEST).exists() else {}
-            about |= {
-                key: manifest.get(key) for key in ("step", "saved_at", "world_size", "model", "optimizer")
-            }
+            manifest = read_manifest(path)
+            about |= {key: manifest[key] for key in _ABOUT}
         except CheckpointError as error:
             about["problem"] = str(error)
             problems.append(error)
@@ -90,74 +74,40 @@ def _list(options: argparse.Namespace) -> None:
         print(json.dumps({"checkpoints": found}))
     else:
         for about in found:
-            step = "?" if about.get("step") is None else about["step"]
-            ranks = about.get("world_size") or "?"
-            saved = about.get("saved_at") or ("damaged" if "problem" in about else "plain DCP")
-            size = _size(about["bytes"])
-            print(f"step {step:>8}  {saved:<26}  {ranks:>4} ranks  {size:>11}  {about['checkpoint']}")
+            step, ranks, saved = (about.get(key) for key in ("step", "world_size", "saved_at"))
+            text = (
+                f"step {'?' if step is None else step:>8}  {saved or 'damaged':<26}  {ranks or '?':>4} ranks"
+            )
+            print(f"{text}  {_size(about['bytes']):>11}  {about['checkpoint']}")
     if problems:
         raise problems[0]
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    about, found = _look(newest(options.checkpoint))
+    path = find(options.checkpoint)
+    manifest = read_manifest(path)
+    tied = ", ".join(f"{alias} = {name}" for alias, name in manifest["tied"].items())
+    about = {"checkpoint": str(path)} | {key: manifest[key] for key in (*_ABOUT, "torch")}
+    about |= {"tied": tied or "nothing", "files": len(manifest["files"]) + 1}
     if options.json:
-        tensors = {
-            key: {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
-            for key, (dtype, shape) in found.items()
-        }
-        print(json.dumps({**about, "checkpoint": str(about["checkpoint"]), "tensors": tensors}))
+        print(json.dumps(about | {"tensors": manifest["tensors"]}))
         return
-    rows = [
-        (
-            key,
-            str(dtype).removeprefix("torch."),
-            " x ".join(map(str, shape)) or "-",
-            shape.numel() * dtype.itemsize,
-        )
-        for key, (dtype, shape) in found.items()
-    ]
-    widths = [max([len(str(row[column])) for row in rows], default=0) for column in range(3)]
+    rows, total = [], 0
+    for key, entry in manifest["tensors"].items():
+        size = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
+        total += size
+        rows.append([key, entry["dtype"], " x ".join(map(str, entry["shape"])) or "-", _size(size)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, dtype, shape, size in rows:
-        print(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:>{widths[2]}}  {_size(size):>11}")
+        print(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:>{widths[2]}}  {size:>11}")
     print()
-    for key, value in about.items():
+    for key, value in {**about, "tensors": f"{len(rows)} of {_size(total)}"}.items():
         print(f"{key + ':':<15}{value}")
-    print(f"{'tensors:':<15}{len(rows)} of {_size(sum(row[3] for row in rows))}")
-
-
-def _look(path: Path) -> tuple[dict[str, Any], dict[str, tuple[torch.dtype, torch.Size]]]:
-    """Describe a checkpoint: what `inspect` prints below its tensors, and the tensors."""
-    if path.is_dir() and not (path / MANIFEST).exists():
-        found = specs(read_any_metadata(path))
-        return {"checkpoint": path, "manifest": "none (plain DCP): nothing to verify it with"}, found
-    if path.is_dir():
-        manifest = read_manifest(path)
-        keys = ("step", "saved_at", "world_size", "torch", "model", "optimizer")
-        about = {"checkpoint": path} | {key: manifest[key] for key in keys}
-        about["tied"] = (
-            ", ".join(f"{alias} = {name}" for alias, name in manifest["tied"].items()) or "nothing"
-        )
-        about["files"] = len(manifest["files"]) + 1
-        return about, {k: spec for k, spec in tensor_specs(manifest).items() if k in manifest["tensors"]}
-    content = read_full(path)
-    found = {
-        MODEL + name: (tensor.dtype, tensor.shape)
-        for name, tensor in content["model"].items()
-        if isinstance(tensor, Tensor) and name not in content["tied"]
-    }
-    if content["optimizer"] is not None:
-        _, tensors = OptimizerPlan.of(content["optimizer"])
-        found |= {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
-    about = {"checkpoint": path, "world_size": content["world_size"], "torch": content["torch"]}
-    about |= {"model": content["about"]["model"], "state": ", ".join(content["state"]) or "nothing"}
-    return about, found
 
 
 def _verify(options: argparse.Namespace) -> None:
-    with _bar("verifying", bytes_of(options.checkpoint)) as progress:
-        verify_checkpoint(options.checkpoint, progress=progress)
-    count = bytes_of(options.checkpoint)
+    verify_checkpoint(options.checkpoint)
+    count = _bytes_of(options.checkpoint)
     if options.json:
         print(json.dumps({"checkpoint": str(options.checkpoint), "bytes": count, "whole": True}))
     else:
@@ -165,52 +115,18 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    checkpoint = newest(options.checkpoint)
-    if not checkpoint.is_dir() or (checkpoint / MANIFEST).exists():
-        with _bar("verifying", bytes_of(checkpoint)) as progress:
-            verify_checkpoint(checkpoint, progress=progress)
-    lora = options.adapter_only
-    found = open_model(checkpoint, verify=False, adapter_only=lora).specs
-    size = sum(shape.numel() * dtype.itemsize for dtype, shape in found.values())
-    with _bar("exporting", size) as progress:
-        export_safetensors(
-            checkpoint,
-            options.out_dir,
-            shard_gib=options.shard_gib,
-            adapter_only=lora,
-            verify=False,
-            progress=progress,
-        )
+    settings = {name: getattr(options, name) for name in ("shard_gib", "prefix", "adapter_only")}
+    out = export_safetensors(options.checkpoint, options.out_dir, **settings)
+    written = StoredTensors(out, [out / ADAPTER_FILE]) if options.adapter_only else open_folder(out)
+    count, size = len(written.specs), sum(spec.nbytes for spec in written.specs.values())
     if options.json:
-        print(json.dumps({"out_dir": str(options.out_dir), "tensors": len(found), "bytes": size}))
+        print(json.dumps({"out_dir": str(options.out_dir), "tensors": count, "bytes": size}))
     else:
-        print(f"{options.out_dir}: {len(found)} tensors, {_size(size)}")
+        print(f"{options.out_dir}: {count} tensors, {_size(size)}")
 
 
-@contextmanager
-def _bar(what: str, total: int) -> Iterator[Progress]:
-    """Show a progress bar on the terminal; nothing where stderr is a file."""
-    done = shown = 0
-
-    def show(end: str) -> None:
-        part = done / total if total else 1.0
-        print(
-            f"\r{what} [{'#' * int(30 * part):<30}] {_size(done)} of {_size(total)}",
-            end=end,
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def progress(count: int) -> None:
-        nonlocal done, shown
-        done += count
-        if sys.stderr.isatty() and done - shown > total / 200:
-            shown = done
-            show("")
-
-    yield progress
-    if sys.stderr.isatty():
-        show("\n")
+def _bytes_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _size(count: int) -> str:

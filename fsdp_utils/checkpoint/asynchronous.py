@@ -3,7 +3,8 @@
 import atexit
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -14,38 +15,35 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.torch_internals.runtime import dtensor_like
 
-# The copies, by name, kept for the next save: fresh memory costs several times as much as the copy into it.
-_buffers: dict[str, Tensor] = {}
+# The memory of the copies, kept for the next save: fresh memory takes longer than the copy into it.
+_memory = torch.empty(0, dtype=torch.uint8)
+_ALIGNED = 64  # each copy begins at a multiple of so many bytes
 
 
-def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors, sharded alike, to CPU memory that training does not touch.
 
     The copies are overwritten by the next call.
 
-    Memory: the bytes of the rank's shards. The copies of CUDA tensors are pinned, and PyTorch rounds each
-    pinned tensor up to a power of two: 96 MiB take 128 MiB, 129 MiB take 256 MiB, all up to twice the shards.
+    Memory: the bytes of the rank's shards. For tensors on a GPU the memory is pinned, which PyTorch rounds up
+    to a power of two.
     """
-    for name in _buffers.keys() - tensors.keys():
-        del _buffers[name]
-    staged = {name: _staged(name, tensor.detach()) for name, tensor in tensors.items()}
-    if any(tensor.device.type == "cuda" for tensor in tensors.values()):
-        torch.cuda.synchronize()  # pinned buffers are copied to without waiting
+    global _memory
+    parts = {key: local(tensor.detach()) for key, tensor in tensors.items()}
+    ends = list(accumulate((-(-part.nbytes // _ALIGNED) * _ALIGNED for part in parts.values()), initial=0))
+    cuda = any(part.is_cuda for part in parts.values())
+    if _memory.nbytes != ends[-1] or (cuda and not _memory.is_pinned()):
+        _memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees what there was before
+        _memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=cuda, device="cpu")
+    staged = {}
+    for (key, part), begin in zip(parts.items(), ends, strict=False):
+        copy = _memory[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+        copy.copy_(part, non_blocking=True)
+        tensor = tensors[key]
+        staged[key] = dtensor_like(copy, tensor) if isinstance(tensor, DTensor) else copy
+    if cuda:
+        torch.cuda.synchronize()  # pinned memory is copied to without waiting
     return staged
-
-
-def _staged(name: str, tensor: Tensor) -> Tensor:
-    part = local(tensor)
-    buffer = _buffers.get(name)
-    if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
-        buffer = torch.empty(
-            part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda", device="cpu"
-        )
-        _buffers[name] = buffer
-    buffer.copy_(part, non_blocking=True)
-    if isinstance(tensor, DTensor):
-        return dtensor_like(buffer, tensor)
-    return buffer
 
 
 class Save:

@@ -13,7 +13,7 @@ class CheckpointError(RuntimeError):
         try:
             verify_checkpoint("run")
         except CheckpointError as error:
-            print(error)  # run/.../__0_0.distcp: expected ... bytes, found 100
+            print(error)  # .../rank-00000.safetensors: expected 12424 bytes, found 100
     """
 
 

@@ -1,59 +1,62 @@
-"""Files that another program may have put there, or may be using too: open, lock and replace them safely."""
+"""Files that another program may have put there, or may be using too: read, write and lock them."""
 
 import errno
-import glob
+import fcntl
 import io
 import json
 import os
+import re
 import socket
 import stat
-import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, cast
+from typing import Any
+
+from blake3 import blake3
 
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
-from fsdp_utils.checkpoint.remote import is_remote
 
-# On POSIX, opening a pipe then returns at once; a regular file is read as ever.
-_AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+# Bytes that are read or written and then hashed: few enough to stay in the processor's cache in between.
+_BLOCK = 1 << 17
+_SYNC_BYTES = 1 << 26  # after so many the disk begins to write
+_ADVICE: int | None = getattr(os, "POSIX_FADV_DONTNEED", None)  # Linux has it, macOS has not
+_MOST_BYTES = 1 << 28  # of a JSON file; that of 100,000 tensors has 16 MB
+# URLs, also with the one slash that Path leaves of two. "run:1" and "C:/run" are paths.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[:/]|.*://", re.DOTALL)
 
 
-def open_regular(path: Path) -> io.FileIO:
-    """Open a regular file for reading, without a buffer. (Behind a URL: fsspec's file, with its buffer.)
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a file or directory of a file system that is mounted here.
 
     Raises:
-        CheckpointError: it is no regular file.
-        OSError: it cannot be opened.
+        CheckpointError: it is a URL, a Path that was made of one, or begins with ~.
     """
-    if is_remote(path):
-        return cast(io.FileIO, path.open("rb"))
-    descriptor = os.open(path, os.O_RDONLY | _AT_ONCE)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointDamagedError(f"{path}: expected a file, found a directory, a pipe or a device")
-    return io.FileIO(descriptor, "rb")
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text:
+        raise CheckpointError(f"expected the path of a directory, as text or a Path, found {path!r}")
+    if text.startswith("~"):
+        raise CheckpointError(f"{text}: expected a path without ~. Pass it through os.path.expanduser")
+    if _URL.match(text) or "\0" in text:
+        raise CheckpointError(
+            f"{text!r}: expected the path of a file system that is mounted here, found a URL, or a NUL "
+            "character. Save to a local folder, and upload the one that save_distributed(...).wait() returns"
+        )
+    return Path(text).absolute()
 
 
-def size_of(file: io.FileIO) -> int:
-    """Bytes of an open file, which is left at its begin."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    return size
-
-
-def is_plain_name(name: str) -> bool:
+def is_plain_name(name: object) -> bool:
     """Whether the name is that of a file in the directory itself."""
-    if name in ("", ".", ".."):
+    if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     return Path(name).name == name and name.isprintable()  # no NUL, and no half of a surrogate pair
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn an OSError about a file of that checkpoint into a CheckpointError."""
+    """Turn an OSError about something that is being read into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -63,43 +66,194 @@ def readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_regular(path: Path, *, at_most: int | None = None) -> bytes:
-    """Read a whole regular file.
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Turn an OSError about something that is being written into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: expected to be able to write it, found {error.strerror or error}"
+        ) from error
+
+
+@contextmanager
+def interpreted(path: Path, what: str = "a file as it was written") -> Iterator[None]:
+    """Turn whatever the content of a damaged or forged file leads to into an error that names the file.
+
+    So what reads a file asks for what it needs, and checks only what would go wrong in silence.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointDamagedError(
+            f"{path}: expected {what}, found {type(error).__name__}: {error!s:.300}"
+        ) from error
+
+
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path, *, follow_links: bool = False) -> io.FileIO:
+    """Open a regular file for reading, without a buffer.
 
     Raises:
-        CheckpointError: it is no regular file, or has more than at_most bytes.
-        OSError: it cannot be read.
+        CheckpointDamagedError: there is no file; or a directory, a pipe, a device, or a symbolic link that
+            is not to be followed.
+        CheckpointError: the file cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK  # without O_NONBLOCK, opening a pipe waits for its writer
+    try:
+        descriptor = os.open(path, flags if follow_links else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        absent = error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
+        found = "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+        kind = CheckpointDamagedError if absent else CheckpointError
+        raise kind(f"{path}: expected a file that can be read, found: {found}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointDamagedError(f"{path}: expected a file, found a directory, a pipe or a device")
+    return io.FileIO(descriptor, "rb")
+
+
+def size_of(file: io.FileIO) -> int:
+    """Count the bytes of an open file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def fill(target: memoryview, file: io.FileIO, begin: int, path: Path) -> None:
+    """Read the bytes of an open file from `begin` on, until the target is full.
+
+    Raises:
+        CheckpointDamagedError: the file ends before.
+        CheckpointError: the file cannot be read.
+    """
+    with readable(path):
+        file.seek(begin)
+        while target:
+            count = file.readinto(target)
+            if not count:
+                raise CheckpointDamagedError(
+                    f"{path}: expected {len(target)} bytes more, found the end of the file"
+                )
+            target = target[count:]
+
+
+def hash_file(path: Path) -> str:
+    """Return the BLAKE3 of a file, as hex digits.
+
+    Raises:
+        CheckpointError: there is no regular file, or it cannot be read.
+    """
+    hashed, block = blake3(), memoryview(bytearray(_BLOCK))
+    with open_regular(path) as file, readable(path):
+        while count := file.readinto(block):
+            hashed.update(block[:count])
+    return hashed.hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file in which no name stands twice.
+
+    Raises:
+        CheckpointDamagedError: there is none, or something else.
+        CheckpointError: it cannot be read.
     """
     with open_regular(path) as file:
-        size = size_of(file)
-        if at_most is not None and size > at_most:
-            raise CheckpointDamagedError(f"{path}: expected at most {at_most} bytes, found {size}")
-        return file.read()
+        if (size := size_of(file)) > _MOST_BYTES:
+            raise CheckpointDamagedError(f"{path}: expected at most {_MOST_BYTES} bytes, found {size}")
+        content = bytearray(size)
+        fill(memoryview(content), file, 0, path)
+    return parse_json(content, path)
+
+
+def parse_json(text: str | bytes | bytearray, path: Path) -> Any:
+    """Parse JSON in which no name stands twice, from the file of that path.
+
+    Raises:
+        CheckpointDamagedError: it is something else.
+    """
+    with interpreted(path):
+        return json.loads(text, object_pairs_hook=_no_duplicates)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object. (json.loads keeps the last of several entries of one name.)"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r:.100} twice")
+    return found
+
+
+# ---- writing -----------------------------------------------------------------------------------------
+
+
+class HashedFile:
+    """A new file that knows the BLAKE3 of what is written to it, and is on disk when it is finished.
+
+    Args:
+        path: of a file that is not there yet. A link in its place is not followed.
+        size: bytes that will be written, where that is known. The disk has to have room for them.
+
+    Raises:
+        CheckpointError: the file cannot be written, from any method; names the file.
+    """
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        self._path, self._hash, self._bytes, self._begun = path, blake3(), 0, 0
+        with writable(path), ExitStack() as opened:
+            self._file = opened.enter_context(path.open("xb", buffering=0))
+            if size and _ADVICE is not None:
+                os.posix_fallocate(self._file.fileno(), 0, size)
+            opened.pop_all()
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, data: memoryview | bytes) -> None:
+        left = memoryview(data).cast("B")
+        with writable(self._path):
+            while left:
+                count = self._file.write(left[:_BLOCK])
+                self._hash.update(left[:count])
+                self._bytes += count
+                left = left[count:]
+                if (length := self._bytes - self._begun) >= _SYNC_BYTES and _ADVICE is not None:
+                    # The disk begins to write, while the processor hashes on.
+                    os.posix_fadvise(self._file.fileno(), self._begun, length, _ADVICE)
+                    self._begun = self._bytes
+
+    def finish(self) -> dict[str, Any]:
+        """Wait until everything is on disk, and return {"bytes": length, "blake3": hex digits}."""
+        with writable(self._path):
+            os.fsync(self._file.fileno())
+        return {"bytes": self._bytes, "blake3": self._hash.hexdigest()}
+
+
+def write_file(path: Path, content: bytes) -> dict[str, Any]:
+    """Write a new file durably, and return {"bytes": length, "blake3": hex digits}.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with HashedFile(path, len(content)) as file:
+        file.write(content)
+        return file.finish()
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. (Windows has no such call, and does not need it.)"""
-    if os.name == "nt":
-        return
+    """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# ---- a lock between programs ------------------------------------------------------------------------
-
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
-
-_TAKEN = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_FAR = 2**30  # where Windows locks: readers need the bytes that say who holds the lock
-_POLL_S = 0.05
 
 
 class LockTaken(RuntimeError):
@@ -123,166 +277,54 @@ class Lock:
         OSError: the file cannot be made, or is a symbolic link.
     """
 
-    def __init__(self, path: Path, *, wait_s: float = 0.0) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, wait_s: float) -> None:
+        self._path, self.held = path, False
         limit = time.monotonic() + wait_s
-        while True:
-            descriptor = open_without_links(path, os.O_RDWR | os.O_CREAT)
-            locked = try_lock(descriptor)
-            if locked is not False and is_file(path, descriptor):
-                break
-            os.close(descriptor)  # its holder has just deleted it, or still holds it
-            if locked is False:
-                if time.monotonic() >= limit:
-                    raise LockTaken(_owner(path))
-                time.sleep(_POLL_S)
-        self._descriptor, self.held = descriptor, bool(locked)
+        while not self._take():
+            if time.monotonic() > limit:
+                with self.file:
+                    owner = os.pread(self.file.fileno(), 200, 0).decode(errors="replace")
+                raise LockTaken(owner or "another program")
+            self.file.close()
+            time.sleep(0.05)
         _held.add(self)
-        owner = {"process": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError):  # a full disk; the lock holds without its owner's name
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, json.dumps(owner).encode())
+            self.file.truncate(0)
+            self.file.write(f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode())
+
+    def _take(self) -> bool:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        self.file = io.FileIO(os.open(self._path, flags, 0o666), "r+b")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.held = True
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:  # the file system has no locks
+            return True
+        with suppress(FileNotFoundError):  # its holder has just deleted it
+            return os.path.samestat(self._path.lstat(), os.fstat(self.file.fileno()))
+        return False
 
     def release(self) -> None:
         if self not in _held:  # this process is a fork of the owner
             return
         _held.discard(self)
-        with suppress(OSError):  # (Windows deletes no open file, and then it stays)
+        with suppress(OSError):
             self._path.unlink()
-        unlock(self._descriptor)
-        os.close(self._descriptor)
+        with suppress(OSError):  # at once, also where a forked child still has the file open
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+        self.file.close()
 
 
 _held: set[Lock] = set()
 
 
 def _close_in_fork() -> None:
-    """A fork shares its parent's locks, and would keep them after the parent's death."""
-    for lock in _held:
-        os.close(lock._descriptor)
-    _held.clear()
+    """Close the parent's locks in a fork, which would keep them after the parent's death."""
+    while _held:
+        _held.pop().file.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_fork)
-
-
-def open_without_links(path: Path, flags: int) -> int:
-    """Open the file itself, never one that a symbolic link points to."""
-    more = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    return os.open(path, flags | more | getattr(os, "O_NONBLOCK", 0), 0o666)
-
-
-def try_lock(descriptor: int) -> bool | None:
-    """Try to lock an open file: False if another program holds the lock, None if the file system has none."""
-    try:
-        if sys.platform == "win32":
-            os.lseek(descriptor, _FAR, os.SEEK_SET)
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-        else:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _TAKEN:
-            return False
-        if error.errno in _NO_LOCKS:
-            return None
-        raise
-    return True
-
-
-def unlock(descriptor: int) -> None:
-    """Release the lock at once, also where a forked child still has the file open."""
-    if sys.platform != "win32":
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def is_file(path: Path, descriptor: int) -> bool:
-    """Whether the open file is the one that has that name now."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    return False
-
-
-def _owner(path: Path) -> str:
-    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        descriptor = open_without_links(path, os.O_RDONLY)
-        try:
-            owner = json.loads(os.read(descriptor, 1024))
-        finally:
-            os.close(descriptor)
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
-        return f"process {int(owner['process'])} on {str(owner['host'])[:100]}, since {since}"
-    return "another program"
-
-
-# ---- atomic replacement -------------------------------------------------------------
-
-
-PREFIX = ".saving-"
-ABANDONED_S = 24 * 3600.0  # where there are no locks, what is older than this has no owner any more
-
-
-class NewFile:
-    """A new file beside the one that it will replace, under a random name that no other program writes to.
-
-    It is locked as long as this process has it. Files that a program left behind are deleted once their lock
-    shows that the program has ended.
-    """
-
-    def __init__(self, final: Path) -> None:
-        self._final = final
-        for leftover in final.parent.glob(f"{PREFIX}*-{glob.escape(final.name)}"):
-            _delete_if_abandoned(leftover)
-        while True:
-            self.path = final.with_name(f"{PREFIX}{os.urandom(4).hex()}-{final.name}")
-            self._descriptor = open_without_links(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            if try_lock(self._descriptor) is not False and is_file(self.path, self._descriptor):
-                return
-            os.close(self._descriptor)  # taken for a leftover before it was locked
-
-    def descriptor(self) -> int:
-        """Duplicate the descriptor, to write to and to close. The lock stays."""
-        return os.dup(self._descriptor)
-
-    def commit(self) -> None:
-        """Rename the file to its final name, which replaces an older one atomically."""
-        if os.name == "nt":  # which renames no open file
-            self._close()
-        self.path.replace(self._final)
-        self._close()
-
-    def discard(self) -> None:
-        """Delete the file if it was not committed."""
-        with suppress(OSError):
-            self.path.unlink()
-        self._close()
-
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-@contextmanager
-def replacing(final: Path) -> Iterator[IO[bytes]]:
-    """Write a file that becomes `final` if the block succeeds and is deleted otherwise."""
-    new = NewFile(final)
-    try:
-        with os.fdopen(new.descriptor(), "wb") as file:
-            yield file
-        new.commit()
-    finally:
-        new.discard()
-
-
-def _delete_if_abandoned(path: Path) -> None:
-    with suppress(OSError):
-        descriptor = open_without_links(path, os.O_RDWR)
-        try:
-            locked = try_lock(descriptor)
-            if locked or (locked is None and time.time() - os.fstat(descriptor).st_mtime > ABANDONED_S):
-                path.unlink()
-        finally:
-            os.close(descriptor)
+os.register_at_fork(after_in_child=_close_in_fork)

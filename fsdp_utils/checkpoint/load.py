@@ -1,50 +1,78 @@
 """load_distributed: all ranks check everything before the first byte goes into the model."""
 
+import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp_utils.checkpoint.collective import IgnoredParams, collective_call
-from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.manifest import (
-    MANIFEST,
-    check_hashes,
-    check_sizes,
-    find,
-    hash_file,
-    read_manifest,
-    share,
-    tensor_specs,
-)
-from fsdp_utils.checkpoint.metadata import read_described, reduced
-from fsdp_utils.checkpoint.reader import TensorReads, read_plain
-from fsdp_utils.checkpoint.remote import located, refreshed
+from fsdp_utils.checkpoint.codec import decode, read_values
+from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
+from fsdp_utils.checkpoint.errors import CheckpointError, CheckpointMismatchError
+from fsdp_utils.checkpoint.files import interpreted, local_path, read_json
+from fsdp_utils.checkpoint.folder import MANIFEST, find, read_manifest
 from fsdp_utils.checkpoint.restore import (
-    optimizer_buffers,
-    restore_model,
-    restore_optimizers,
-    state_buffers,
+    Buffers,
+    NotLoaded,
+    SavedOptimizer,
+    check_model,
+    match_optimizers,
+    put_back_model,
+    put_back_optimizers,
 )
-from fsdp_utils.checkpoint.save import is_int
+from fsdp_utils.checkpoint.save import STATE_FILE
 from fsdp_utils.checkpoint.state import (
     MODEL,
-    PLAIN,
-    OptimizerPlan,
+    Held,
     Optimizers,
-    Snapshot,
-    class_names,
+    frozen_names,
     listed,
-    whole,
+    unwrapped,
     without_unsharded_wrappers,
 )
-from fsdp_utils.checkpoint.user_state import LoadedState, PerRank, Places, StateToLoad, insert_sharded
-from fsdp_utils.checkpoint.validate import NotLoaded, check_model, match_optimizers, read_state
-from fsdp_utils.distributed.agreement import WAIT_S, Ranks
+from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors, share
+from fsdp_utils.checkpoint.verify import check_files, check_hashes, check_tensors
+from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
+from fsdp_utils.sharding.unsaved_buffers import warning_of
+
+
+class PerRank(list[Any]):
+    """The values that one name in per_rank had on each rank, in the order of the ranks that saved them.
+
+    `load_distributed` returns it where the number of ranks is another one now: the program decides what its
+    ranks make of them.
+
+    Example::
+
+        rng = load_distributed("run", model, optimizer)["rng"]
+        if isinstance(rng, PerRank):
+            print(f"saved by {len(rng)} ranks")  # saved by 2 ranks
+            rng = rng[get_rank() % len(rng)]
+        torch.set_rng_state(rng)
+    """
+
+
+class LoadedState(dict[str, Any]):
+    """The state that a load returns, by name, and what of the model it did not load.
+
+    Attributes:
+        missing_keys: names in the model that were not loaded, and are as they were.
+        unexpected_keys: names in the checkpoint that were left aside.
+
+    Example::
+
+        model.score = nn.Linear(8, 2)
+        loaded = load_distributed("run", model, strict=False)
+        print("start anew:", loaded.missing_keys)
+    """
+
+    def __init__(self, state: Mapping[str, Any], missing_keys: list[str], unexpected_keys: list[str]) -> None:
+        super().__init__(state)
+        self.missing_keys, self.unexpected_keys = missing_keys, unexpected_keys
 
 
 def load_distributed(
@@ -59,14 +87,16 @@ def load_distributed(
     cast: bool = False,
     verify: bool = True,
     wait_s: float = WAIT_S,
-) -> LoadedState:
+) -> "LoadedState":
     """Load what save_distributed saved, on any number of ranks, into any wrapper of the same model.
 
     Call it on every rank.
 
     Args:
         directory: as for save_distributed.
-        model: with parameters on their devices (not on meta); their values are replaced.
+        model: with parameters on their devices (not on meta); their values are replaced. A warning names
+            buffers that are not saved with the model, such as rotary frequencies, where their values are not
+            those of the saved model: to_empty() leaves them uninitialised.
         optimizer: as many as were saved, each of a related class, such as Adam and AdamW, over the same
             parameters in the same groups; their order and names may be others. Their settings (lr, betas,
             weight_decay and all else in param_groups) become those that were saved, as with
@@ -88,11 +118,11 @@ def load_distributed(
 
     Returns:
         The state that was saved, and "step", in a LoadedState, which also names what of the model was not
-        loaded. A value that differed between ranks comes back to the rank that saved it, when there are as
-        many ranks as then; otherwise as a PerRank, the list of all values by the rank that saved them. A
-        DTensor comes back as this rank's part of a DTensor over the model's mesh: sharded as the parameter of
-        the same name and shape is (an average of the weights), else along the same dimensions as before; or
-        as a whole tensor where the model is not sharded by FSDP2.
+        loaded. A value of per_rank comes back to the rank that saved it, when there are as many ranks as
+        then; otherwise as a PerRank, the list of all values by the rank that saved them. A DTensor comes back
+        as this rank's part of a DTensor over the model's mesh: sharded as the parameter of the same name and
+        shape is (an average of the weights), else along the same dimensions as before; or as a full tensor
+        where the model is not sharded by FSDP2.
 
     Raises:
         CheckpointError: the same on every rank. Model and optimizer are as they were, unless it says
@@ -104,116 +134,153 @@ def load_distributed(
         torch.set_rng_state(state["rng"])
         print(state["step"], state["epoch"])  # 7 3
     """
-    home, model = located(directory).absolute(), without_unsharded_wrappers(model)
-    objects, optimizers = StateToLoad(state), listed(optimizer)
-    ignored = IgnoredParams(model, ignore_frozen_params)
+    model, optimizers = without_unsharded_wrappers(model), listed(optimizer)
+    objects: dict[str, Any] = {}
+    ignored: list[str] = []
 
     def facts() -> dict[str, Any]:
         if step != "latest" and not is_int(step):
             raise CheckpointError(f'expected step to be a whole number or "latest", found {step!r}')
+        objects.update(_objects(state))
+        ignored.extend(frozen_names(model) if ignore_frozen_params else [])
         return {
-            "directory": str(home),
+            "directory": str(local_path(directory)),
             "step": step,
             "strict": strict,
-            **ignored.facts(),
+            "ignore_frozen_params": ignore_frozen_params,
+            "frozen parameters": fingerprint(ignored),
             "cast": cast,
             "verify": verify,
-            "state": objects.names(),
+            "state": sorted(objects),
         }
 
     with collective_call("load_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
-        checkpoint = ranks.first(lambda: find(home, step))
-        manifest: dict[str, Any] = {}
+        checkpoint = ranks.first(lambda: find(directory, step))
+        manifest = ranks.each(lambda: _read_manifest(checkpoint))
+        ranks.same("checkpoint", {str(checkpoint / MANIFEST): fingerprint([json.dumps(manifest)])})
+        held = ranks.each(lambda: Held.of(model))
 
-        def read() -> str:
-            manifest.update(_read_manifest(checkpoint))
-            return hash_file(checkpoint / MANIFEST)
+        def check() -> tuple[StoredTensors, NotLoaded]:
+            with interpreted(checkpoint / MANIFEST):
+                check_files(checkpoint, manifest)
+                stored = open_tensors(checkpoint, manifest)
+                check_tensors(checkpoint, manifest, stored)
+                left = check_model(
+                    model, held, stored.specs, manifest["tied"], cast=cast, strict=strict, ignored=ignored
+                )
+                if verify:
+                    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+                    mine = share(sizes, ranks.rank, ranks.world_size)
+                    check_hashes(checkpoint, manifest, mine, threads=ranks.threads())
+            return stored, left
 
-        hashes = ranks.all(read)
-        wanted = Snapshot.take(model)
-        found = tensor_specs(manifest)
+        stored, left = ranks.each(check)
 
-        def check_files() -> tuple[Metadata | None, NotLoaded]:
-            """Rank 0 reads the description for all, while others still hash their share of the files."""
-            _must_be_same(checkpoint, hashes)
-            in_model = {key: spec for key, spec in found.items() if key.startswith(MODEL)}
-            left = check_model(
-                wanted, in_model, manifest["tied"], cast=cast, strict=strict, ignored=ignored.names
-            )
-            if verify:
-                mine = share(manifest["files"], ranks.rank, ranks.world_size)
-                check_hashes(checkpoint, manifest, mine, threads=ranks.threads())
-            return reduced(read_described(checkpoint, manifest)) if ranks.rank == 0 else None, left
+        def prepare() -> tuple[Buffers, dict[str, Any], list[SavedOptimizer], dict[str, Any]]:
+            with interpreted(checkpoint / STATE_FILE):
+                plain = read_json(checkpoint / STATE_FILE)
+                buffers = Buffers(held, model, optimizers, stored.specs, plain["dims"])
+                saved = match_optimizers(held, model, optimizers, plain["optimizers"], buffers)
+                extra = decode(plain["extra"], buffers)
+                own = held.plain["extra"].keys()
+                if strict and own != extra.keys():
+                    raise CheckpointMismatchError(
+                        f"expected the model's state besides tensors to have {sorted(own)[:5]}, found "
+                        f"{sorted(extra)[:5]} in the checkpoint. strict=False loads what both have"
+                    )
+                extra = {name: value for name, value in extra.items() if name in own}
+                values = decode(plain["state"], buffers)
+                values |= _own_values(checkpoint, manifest, ranks, buffers)
+            _check_objects(objects, values)
+            held.leave_out(left.missing_keys)
+            # not the tensors of the model's own extra state, in whose place come those of the checkpoint
+            buffers |= {MODEL + name: tensor for name, tensor in held.of_model().items()}
+            return buffers, extra, saved, values
 
-        described, left = ranks.each(check_files)
-        metadata = ranks.first(lambda: described)
-        assert metadata is not None
-        tensors = wanted.without(left.missing_keys)
-        places: Places = {}  # of the sharded tensors in the state
-
-        def prepare() -> tuple[dict[str, Any], list[OptimizerPlan], TensorReads]:
-            plain = read_state(checkpoint, metadata, manifest["tensors"])
-            wanted.take_extra(plain["extra"], strict=strict)
-            others = _state(checkpoint, metadata, plain, manifest, ranks)
-            places.update(plain.get("sharded", {}))
-            tensors.update(state_buffers(places, found, model))
-            # To know before anything is loaded that it can be.
-            objects.check(insert_sharded(others, tensors, places))
-            saved = []
-            if optimizers:
-                plan = plain["optimizer"] and OptimizerPlan(**plain["optimizer"])
-                saved = match_optimizers(wanted, model, optimizers, plan, _optimizer_classes(manifest))
-                tensors.update(optimizer_buffers(wanted, model, optimizers, saved, found))
-            reads = TensorReads(checkpoint, metadata, tensors)
-            reads.check()
-            return others, saved, reads
-
-        others, saved, reads = ranks.each(prepare)
+        buffers, extra, saved, values = ranks.each(prepare)
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
-        ranks.each(lambda: reads.read(ranks.threads()))
-        restore_model(model, wanted)
-        restore_optimizers(wanted, model, optimizers, saved, tensors, lambda key: whole(tensors[key]))
-        others = insert_sharded(others, tensors, places)
-        ranks.each(lambda: objects.load(others))  # nobody goes on with what another rank failed to load
-    return LoadedState({**others, "step": others.get("step", manifest["step"])}, *left)
+        ranks.each(lambda: stored.read_into(buffers, threads=ranks.threads()))
+        put_back_model(model, held, extra)
+        put_back_optimizers(held, model, optimizers, saved)
+        ranks.each(lambda: _load_objects(objects, values))
+    if text := warning_of(unwrapped(model), manifest.get("unsaved_buffers")):
+        warnings.warn(f"load_distributed: {text}", stacklevel=2)
+    return LoadedState({"step": manifest["step"], **values}, *left)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Read the state that was saved, without a model; a tensor in it is a Spec.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    manifest = read_manifest(checkpoint)
+    with interpreted(checkpoint / MANIFEST):
+        check_hashes(checkpoint, manifest, [STATE_FILE])
+        stored = open_tensors(checkpoint, manifest)
+    with interpreted(checkpoint / STATE_FILE):
+        return decode(read_json(checkpoint / STATE_FILE)["state"], stored.specs)
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    if not refreshed(checkpoint).is_dir():
+    if not checkpoint.is_dir():
         raise CheckpointError(
             f"{checkpoint}: expected the directory that rank 0 sees, found none: it is not shared between "
             "the hosts"
         )
-    manifest = read_manifest(checkpoint)
-    check_sizes(checkpoint, manifest)
-    return manifest
+    return read_manifest(checkpoint)
 
 
-def _optimizer_classes(manifest: dict[str, Any]) -> list[Any]:
-    """recorded_classes() of the saved optimizers; empty if an old checkpoint names an unknown class."""
-    known = getattr(torch.optim, str(manifest["optimizer"]), None)
-    return manifest.get("optimizer_classes", class_names(known) if isinstance(known, type) else [])
+def _own_values(checkpoint: Path, manifest: dict[str, Any], ranks: Ranks, buffers: Buffers) -> dict[str, Any]:
+    """What was given as per_rank=: this rank's, or that of all ranks where there are others now."""
+
+    def of(rank: int) -> dict[str, Any]:
+        name = f"rank-{rank:05d}.json"
+        return read_values(checkpoint / name, buffers) if name in manifest["files"] else {}
+
+    if manifest["world_size"] == ranks.world_size:
+        return of(ranks.rank)
+    by_rank = [of(rank) for rank in range(manifest["world_size"])]
+    return {name: PerRank(values[name] for values in by_rank) for name in by_rank[0]}
 
 
-def _must_be_same(checkpoint: Path, hashes: list[str]) -> None:
-    if len(set(hashes)) > 1:
+# ---- objects that are loaded in place ----------------------------------------------------------------
+
+
+def _objects(state: Any) -> dict[str, Any]:
+    objects = named_values(state)
+    for name, value in objects.items():
+        if not isinstance(value, Stateful):
+            raise CheckpointError(
+                f"state {name!r}: expected an object with state_dict() and load_state_dict(), found a "
+                f"{type(value).__name__}. What is no such object comes back in the dict that is returned"
+            )
+    return objects
+
+
+def _check_objects(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Check before anything is loaded that the checkpoint holds a state for each object."""
+    for name in objects:
+        if name not in saved:
+            raise CheckpointMismatchError(
+                f"state {name!r}: expected in the checkpoint, which holds {sorted(saved)[:10]}. Leave it out "
+                "of state= if it is to start anew"
+            )
+        if isinstance(saved[name], PerRank):
+            raise CheckpointMismatchError(
+                f"state {name!r}: expected one value, found one for each of {len(saved[name])} ranks, which "
+                "are not as many as now. Leave it out of state=, and decide which rank goes on from which of "
+                "the values in the dict that is returned"
+            )
+
+
+def _load_objects(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    name = ""
+    try:
+        for name, value in objects.items():
+            value.load_state_dict(saved[name])
+    except Exception as error:
         raise CheckpointError(
-            f"{checkpoint / MANIFEST}: expected the same file on all ranks, found others on ranks "
-            f"{[rank for rank, one in enumerate(hashes) if one != hashes[0]]}: the directory is not shared"
-        )
-
-
-def _state(
-    checkpoint: Path, metadata: Metadata, plain: dict[str, Any], manifest: dict[str, Any], ranks: Ranks
-) -> dict[str, Any]:
-    state = dict(plain["state"])
-    if plain["per_rank"]:
-        if manifest["world_size"] == ranks.world_size:
-            state |= read_plain(checkpoint, metadata, f"{PLAIN}.rank{ranks.rank}")
-        else:
-            by_rank = [
-                read_plain(checkpoint, metadata, f"{PLAIN}.rank{rank}")
-                for rank in range(manifest["world_size"])
-            ]
-            state |= {name: PerRank(part[name] for part in by_rank) for name in plain["per_rank"]}
-    return state
+            f"state {name!r}: load_state_dict() of {type(objects[name]).__name__} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error

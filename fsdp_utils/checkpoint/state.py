@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and an optimizer: flat names and tensors.
+"""Collect what a checkpoint holds of a model, optimizers and the user's state: tensors by key, and the rest.
 
 torch.distributed.checkpoint.state_dict gives the tensors: under names that do not depend on the wrapper
 (FSDP1, FSDP2, DDP, torch.compile), and sharded as the model is.
@@ -7,8 +7,7 @@ torch.distributed.checkpoint.state_dict gives the tensors: under names that do n
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,216 +20,139 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from fsdp_utils.checkpoint.codec import encode, encode_named
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.user_state import holds_sharded
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
 from fsdp_utils.torch_internals.names import WRAPPED, ShardedTensor, get_param_to_fqns
 from fsdp_utils.torch_internals.runtime import sharded_tensor_group
 
-MODEL = "model."
-OPTIMIZER = "optimizer.state."
-# What is not a tensor is stored as the bytes of one: under this name, or with ".rank<r>" if it is rank r's.
-PLAIN = "plain"
-
+# What the keys of tensors begin with.
+MODEL, EXTRA, OPTIMIZER, STATE, PER_RANK = "model.", "extra.model.", "optimizer.", "state.", "per_rank."
 # What a save and a load take as `optimizer`: one, or several over different parameters.
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 
 
 @dataclass
-class Snapshot:
-    """A model and an optimizer as flat names and tensors."""
+class Held:
+    """The tensors of a model, its optimizers and the user's state by key, and all that is no tensor as JSON.
 
-    # by flat name, "model.<name>" and "optimizer.state.<parameter>.<what>"; sharded or whole
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    # what the model has besides tensors, by name
-    extra: dict[str, Any] = field(default_factory=dict)
-    optimizer: "OptimizerPlan | None" = None
-    # name of a tensor that is left out -> the name under which it is there
-    tied: dict[str, str] = field(default_factory=dict)
-    # name of what the model has -> its name in torch's state dict, which may hold names of wrappers
-    raw_names: dict[str, str] = field(default_factory=dict)
-    # FSDP1's own sharded tensors, by name, over the memory of those in `tensors`
-    originals: dict[str, ShardedTensor] = field(default_factory=dict)
+    The tensors share the model's memory where they can. `plain` holds values as codec.encode() makes them:
+    "extra" (what the model's state dict has besides tensors, by name), "optimizers" (of each "classes",
+    "groups" and "state", with parameters by name), "state", and "dims" (by key of each DTensor in the state
+    the dimension that each dimension of its mesh shards, None where it is replicated).
+    """
+
+    tensors: dict[str, Tensor]
+    plain: dict[str, Any]
+    tied: dict[str, str]  # name of a parameter that is left out -> the name under which it is there
+    # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
+    state_dict: dict[str, Any]
+    raw_names: dict[str, str]
 
     @classmethod
-    def take(
-        cls, model: nn.Module, optimizer: Optimizers | None = None, *, stateful: Sequence[bool] | None = None
-    ) -> "Snapshot":
-        """Take a snapshot, which shares the model's memory where it can. A collective under FSDP.
+    def of(
+        cls, model: nn.Module, optimizers: Sequence[Optimizer] = (), stateful: Sequence[bool] = ()
+    ) -> "Held":
+        """Collect what a model and its optimizers hold. A collective under FSDP1.
 
         Args:
-            stateful: whether each optimizer has a state on any rank; the same on all ranks. None if all have.
+            stateful: whether each optimizer has a state on any rank.
+
+        Raises:
+            CheckpointError: something cannot be saved; names it.
         """
         with quiet():
             found = get_model_state_dict(model)
-        flat = has_fsdp1(model)  # which cannot load under other names than it gives
-        raw_names = {name if flat else plain_name(name): name for name in found}
-        state = {name: found[raw] for name, raw in raw_names.items()}
         tied = tied_names(model)
-        params = {name for names in parameter_names(model).values() for name in names}
-        if hidden := sorted(params - state.keys()):
+        flat = has_fsdp1(model)  # which cannot load under other names than torch gives
+        raw_names = {raw if flat else plain_name(raw): raw for raw in found}
+        if twice := sorted(found.keys() - raw_names.values()):
+            raise CheckpointError(
+                f"expected names that differ, found two tensors that are called {plain_name(twice[0])!r} "
+                f"without the names that wrappers add, such as {twice[0]!r}. Rename one of the modules"
+            )
+        params = {name for some in parameter_names(model).values() for name in some}
+        if hidden := sorted(params - raw_names.keys()):
             raise CheckpointError(
                 f"expected the parameter {hidden[0]!r} in the model's state dict, found "
-                f"{sorted(state.keys() - tied.keys())[:3]}: torch leaves the name of a wrapper in where "
+                f"{sorted(raw_names.keys() - tied.keys())[:3]}: torch leaves the name of a wrapper in where "
                 "another one hides it. Put FSDP1 inside of torch.compile, and activation checkpointing "
                 "inside of both and of DDP"
             )
-        snapshot = cls(
-            tied={alias: name for alias, name in tied.items() if alias in state}, raw_names=raw_names
-        )
+        tied = {alias: name for alias, name in tied.items() if alias in raw_names}
+        own = {name: found[raw] for name, raw in raw_names.items() if name not in tied}
+        extra: dict[str, Any] = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
         meshes: dict[Any, DeviceMesh] = {}
-        for name, value in state.items():
-            if name in snapshot.tied:
-                continue
-            if isinstance(value, ShardedTensor):
-                snapshot.originals[name] = value
-            if isinstance(value, Tensor):
-                snapshot.tensors[MODEL + name] = _common(value, meshes)
-            else:
-                snapshot.extra[name] = value
-        plans = []
-        for number, one in enumerate(listed(optimizer)):
-            has_state = stateful is None or stateful[number]
-            plan, tensors = OptimizerPlan.of(_optimizer_state(model, one, has_state))
-            snapshot.tensors |= {key: _common(tensor, meshes) for key, tensor in tensors.items()}
-            plans.append(plan)
-        snapshot.optimizer = OptimizerPlan.joined(plans)
-        return snapshot
+        tensors = {
+            MODEL + name: _as_dtensor(value, meshes)
+            for name, value in own.items()
+            if isinstance(value, Tensor)
+        }
+        plain: dict[str, Any] = {
+            "extra": {name: encode(value, EXTRA + name, tensors) for name, value in extra.items()},
+            "optimizers": [],
+            "state": {},
+            "dims": {},
+        }
+        for number, (optimizer, has_state) in enumerate(zip(optimizers, stateful, strict=True)):
+            groups, state = _optimizer_state(model, optimizer, has_state)
+            entries = {
+                name: {what: _as_dtensor(value, meshes) for what, value in of_param.items()}
+                for name, of_param in state.items()
+            }
+            plain["optimizers"].append(
+                {
+                    "classes": optimizer_classes(optimizer),
+                    "groups": encode(groups, f"{OPTIMIZER}param_groups.{number}", tensors),
+                    "state": {n: encode(one, OPTIMIZER + n, tensors) for n, one in entries.items()},
+                }
+            )
+        return cls(tensors, plain, tied, found, raw_names)
+
+    def add_state(self, values: Mapping[str, Any]) -> None:
+        """Add the user's state: plain values and tensors, by name.
+
+        Raises:
+            CheckpointError: a value cannot be saved; names it.
+        """
+        tensors: dict[str, Tensor] = {}
+        self.plain["state"] = encode_named(values, STATE, tensors)
+        for key, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                if any(one.is_partial() for one in tensor.placements):
+                    raise CheckpointError(
+                        f"{key}: expected a DTensor with placements Shard and Replicate, found "
+                        f"{tensor.placements}. Save its full_tensor()"
+                    )
+                # FSDP2 over tensor parallelism has a placement of its own, which shards a dimension too.
+                self.plain["dims"][key] = [getattr(one, "dim", None) for one in tensor.placements]
+        self.tensors |= tensors
+
+    def of_model(self) -> dict[str, Tensor]:
+        """The model's tensors, by name."""
+        return {key.removeprefix(MODEL): one for key, one in self.tensors.items() if key.startswith(MODEL)}
 
     def first_name(self, name: str) -> str:
-        """The name under which a tied tensor is stored."""
+        """The name under which a tied parameter is stored."""
         return self.tied.get(name, name)
-
-    def without(self, names: Collection[str]) -> dict[str, Tensor]:
-        """The tensors, without some of the model's."""
-        left_out = {MODEL + name for name in names}
-        return {key: tensor for key, tensor in self.tensors.items() if key not in left_out}
-
-    def take_extra(self, saved: dict[str, Any], *, strict: bool) -> None:
-        """Take over what the checkpoint has besides tensors; if not strict, only what the model has too."""
-        self.extra = saved if strict else {name: saved.get(name, own) for name, own in self.extra.items()}
 
     def leave_out(self, names: Collection[str]) -> None:
         """Forget tensors of the model."""
-        self.tensors = self.without(names)
+        for name in names:
+            self.tensors.pop(MODEL + name, None)
         self.tied = {alias: name for alias, name in self.tied.items() if name not in names}
 
-    def gathered(self, rank: int) -> "Snapshot":
-        """Gather full tensors in the CPU memory of rank 0, none on the others. A collective under FSDP."""
-        tensors = {}
-        for key, tensor in self.tensors.items():
-            full = whole(tensor)
-            if rank == 0:
-                tensors[key] = full.detach().cpu()
-        return replace(self, tensors=tensors, originals={})
 
-    def nested(self) -> dict[str, Any]:
-        """Nest the tensors as for plain DCP, which joins the keys to the same flat names."""
-        model = {key.removeprefix(MODEL): t for key, t in self.tensors.items() if key.startswith(MODEL)}
-        paths = self.optimizer.paths if self.optimizer else {}
-        other = {key: t for key, t in self.tensors.items() if not key.startswith(MODEL) and key not in paths}
-        optimizer = {"state": _tree((path, self.tensors[key]) for key, path in paths.items())}
-        return {"model": model, **({"optimizer": optimizer} if paths else {}), **other}
+def specs(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Describe tensors for the manifest."""
+    return {
+        key: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)}
+        for key, one in tensors.items()
+    }
 
 
-@dataclass
-class OptimizerPlan:
-    """The state, without its tensors, of an optimizer or of several over different parameters."""
-
-    groups: list[dict[str, Any]]  # param_groups, with the names of the parameters under "params"
-    paths: dict[str, tuple[Any, ...]]  # flat name of a tensor -> (parameter, what, ...)
-    plain: dict[tuple[Any, ...], Any]  # (parameter, what, ...) -> what is no tensor
-    group_counts: list[int] = field(default_factory=list)  # of each of several optimizers; [] for one
-
-    @classmethod
-    def joined(cls, plans: "Sequence[OptimizerPlan]") -> "OptimizerPlan | None":
-        """Join the plans of optimizers over different parameters; None for none."""
-        if len(plans) <= 1:
-            return plans[0] if plans else None
-        whole = cls([], {}, {}, [len(plan.groups) for plan in plans])
-        for plan in plans:
-            whole.groups += plan.groups
-            whole.paths |= plan.paths
-            whole.plain |= plan.plain
-        return whole
-
-    def split(self) -> "list[OptimizerPlan]":
-        """Take apart what joined() joined: a plan for each optimizer."""
-        if not self.group_counts:
-            return [self]
-        groups = iter(self.groups)
-        plans = [OptimizerPlan(list(islice(groups, count)), {}, {}) for count in self.group_counts]
-        owners = {name: plan for plan in plans for group in plan.groups for name in group["params"]}
-        for key, path in self.paths.items():
-            owners.get(path[0], plans[0]).paths[key] = path
-        for path, value in self.plain.items():
-            owners.get(path[0], plans[0]).plain[path] = value
-        return plans
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "tuple[OptimizerPlan, dict[str, Tensor]]":
-        """Take {"state": ..., "param_groups": ...} apart, as get_optimizer_state_dict gives it."""
-        plan, tensors = cls(state.get("param_groups", []), {}, {}, state.get("group_counts", [])), {}
-        for path, value in _leaves(state.get("state", {})):
-            if not isinstance(value, Tensor) and holds_sharded(value):  # it would be stored as rank 0 has it
-                raise CheckpointError(
-                    f"optimizer state {path!r}: expected sharded tensors by name, found them in a "
-                    f"{type(value).__name__}, which cannot be saved by parts"
-                )
-            if not isinstance(value, Tensor):
-                plan.plain[path] = value
-                continue
-            flat = OPTIMIZER + ".".join(map(str, path))
-            if flat in tensors:
-                raise CheckpointError(f"two entries of the optimizer's state have the name {flat!r}")
-            plan.paths[flat], tensors[flat] = path, value
-        return plan, tensors
-
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Rebuild the state dict that of() took apart."""
-        leaves = [*((path, tensors[key]) for key, path in self.paths.items()), *self.plain.items()]
-        counts = {"group_counts": self.group_counts} if self.group_counts else {}
-        return {"state": _tree(leaves), "param_groups": self.groups, **counts}
-
-
-def _optimizer_state(model: nn.Module, optimizer: Optimizer, stateful: bool) -> Mapping[str, Any]:
-    # Asked for a state that is not there yet, torch would take a step to make one: the run that is merely
-    # saved would go on with another bias correction.
-    if stateful:
-        # Under FSDP1 a rank whose shard is all frozen has no state, but takes part in the collectives. An
-        # empty entry, of a parameter of which other ranks have a state, keeps torch from the step.
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        added = [] if optimizer.state else [next((p for p in params if p.requires_grad), params[0])]
-        for param in added:
-            optimizer.state[param] = {}
-        try:
-            with quiet():
-                found: Any = get_optimizer_state_dict(model, optimizer)
-            return {
-                "state": {plain_name(name): value for name, value in found["state"].items()},
-                "param_groups": [
-                    {**group, "params": [plain_name(name) for name in group["params"]]}
-                    for group in found["param_groups"]
-                ],
-            }
-        finally:
-            for param in added:
-                del optimizer.state[param]
-    names = parameter_names(model)
-    groups = [
-        {**group, "params": [name for param in group["params"] for name in names[param]]}
-        for group in optimizer.param_groups
-    ]
-    return {"state": {}, "param_groups": groups}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gather a full tensor. A collective of the ranks that share it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _common(tensor: Tensor, meshes: dict[Any, DeviceMesh]) -> Tensor:
+def _as_dtensor(tensor: Any, meshes: dict[Any, DeviceMesh]) -> Any:
     """View FSDP1's ShardedTensor as a DTensor over the same memory; both shard the first dimension alike."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
@@ -250,25 +172,60 @@ def _common(tensor: Tensor, meshes: dict[Any, DeviceMesh]) -> Tensor:
     )
 
 
-def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
+# ---- optimizers --------------------------------------------------------------------------------------
 
 
-def _tree(leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[Any, Any]:
-    tree: dict[Any, Any] = {}
-    for path, value in leaves:
-        place = tree
-        for key in path[:-1]:
-            place = place.setdefault(key, {})
-        place[path[-1]] = value
-    return tree
+def listed(optimizer: Optimizers | None) -> list[Optimizer]:
+    """List the optimizers that were given."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Mapping):
+        return list(optimizer.values())
+    single = isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
+    return [optimizer] if single else list(optimizer)  # type: ignore[list-item]
 
 
-# ---- names ------------------------------------------------------------------------------------------
+def optimizer_classes(optimizer: Optimizer) -> list[str]:
+    """Name the class of an optimizer and its base classes, without Optimizer itself."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's wrapper
+        optimizer = inner
+    return [one.__name__ for one in type(optimizer).__mro__[:-1] if one not in (Optimizer, object)]
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: Optimizer, has_state: bool
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return an optimizer's param_groups and, by name, its state of each parameter.
+
+    A collective under FSDP1.
+    """
+    # Asked for a state that is not there yet, torch would take a step to make one: the run that is merely
+    # saved would go on with another bias correction.
+    if not has_state:
+        names = parameter_names(model)
+        return [
+            {**group, "params": [name for param in group["params"] for name in names[param]]}
+            for group in optimizer.param_groups
+        ], {}
+    # Under FSDP1 a rank whose shard is all frozen has no state, but takes part in the collectives. An empty
+    # entry, of a parameter of which other ranks have a state, keeps torch from the step.
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    added = [] if optimizer.state else [next((one for one in params if one.requires_grad), params[0])]
+    for param in added:
+        optimizer.state[param] = {}
+    try:
+        with quiet():
+            found: Any = get_optimizer_state_dict(model, optimizer)
+    finally:
+        for param in added:
+            del optimizer.state[param]
+    groups = [
+        {**group, "params": [plain_name(name) for name in group["params"]]} for group in found["param_groups"]
+    ]
+    return groups, {plain_name(name): entries for name, entries in found["state"].items() if entries}
+
+
+# ---- names -------------------------------------------------------------------------------------------
 
 
 def _inner(module: object) -> tuple[str, nn.Module] | None:
@@ -279,7 +236,11 @@ def _inner(module: object) -> tuple[str, nn.Module] | None:
     if isinstance(module, DistributedDataParallel | nn.DataParallel):
         return "module", module.module
     children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
-    return next(((name, children[name]) for name in (*WRAPPED, "_forward_module") if name in children), None)
+    # A module that holds more than that is no wrapper. Fabric's has the model under a second name.
+    names = [name for name in children if name != "_original_module"]
+    if len(names) != 1 or names[0] not in (*WRAPPED, "_forward_module"):
+        return None
+    return names[0], children[names[0]]
 
 
 def without_unsharded_wrappers(model: nn.Module) -> nn.Module:
@@ -299,63 +260,26 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def listed(optimizer: Optimizers | None) -> list[Optimizer]:
-    """List the optimizers that were given."""
-    if optimizer is None:
-        return []
-    if isinstance(optimizer, Mapping):
-        return list(optimizer.values())
-    single = isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
-    return [optimizer] if single else list(optimizer)  # type: ignore[list-item]
-
-
-def optimizer_classes(optimizer: Optimizer) -> list[str]:
-    """class_names() of an optimizer, or of the one inside Accelerate's wrapper."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's wrapper
-        optimizer = inner
-    return class_names(type(optimizer))
-
-
-def recorded_classes(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """What a checkpoint records: optimizer_classes() of the one, or a list of that for several."""
-    classes = [optimizer_classes(one) for one in optimizers]
-    return classes if len(classes) > 1 else [name for one in classes for name in one]
-
-
-def class_names(kind: type) -> list[str]:
-    """Name a class of optimizers and its base classes, without Optimizer itself."""
-    classes = [one for one in kind.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
-    return [one.__name__ for one in classes]
-
-
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Map every parameter that an optimizer may hold to its name, or names (FSDP1's flat parameters)."""
-    return {
-        param: [clean_name(model, name) for name in names]
-        for param, names in get_param_to_fqns(model).items()
-    }
+    found = get_param_to_fqns(model).items()
+    return {param: [clean_name(model, name) for name in names] for param, names in found}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Map further names of tied parameters to their first name."""
     first: dict[int, str] = {}
     tied = {}
-    for raw_name, param in model.named_parameters(remove_duplicate=False):
-        name = clean_name(model, raw_name)
+    for raw, param in model.named_parameters(remove_duplicate=False):
+        name = clean_name(model, raw)
         if (earlier := first.setdefault(id(param), name)) != name:
             tied[name] = earlier
     for path, module in model.named_modules():
         # FSDP1 without use_orig_params has one flat parameter, which remembers what was tied.
         flat = fsdp1_flat(module) if isinstance(module, FSDP1) else None
         for info in Flat(flat).tied:
-            name, earlier = (
-                clean_name(model, ".".join(filter(None, (path, *inner))))
-                for inner in (
-                    (info.module_name, info.param_name),
-                    (info.prim_module_name, info.prim_param_name),
-                )
-            )
-            tied[name] = earlier
+            alias = clean_name(model, _joined(path, info.module_name, info.param_name))
+            tied[alias] = clean_name(model, _joined(path, info.prim_module_name, info.prim_param_name))
     return tied
 
 
@@ -382,6 +306,10 @@ def clean_name(model: nn.Module, name: str) -> str:
         else:
             module = inner[1]
     return plain_name(*parts)
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def has_fsdp1(model: nn.Module) -> bool:

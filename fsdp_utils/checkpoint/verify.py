@@ -1,32 +1,23 @@
 """verify_checkpoint: compare the files of checkpoints with their hashes."""
 
 import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from fsdp_utils.checkpoint.errors import CheckpointNotFoundError
-from fsdp_utils.checkpoint.files import readable
-from fsdp_utils.checkpoint.full import read_full, verify_file
-from fsdp_utils.checkpoint.manifest import (
-    MANIFEST,
-    Progress,
-    check_hashes,
-    check_sizes,
-    committed,
-    find,
-    read_manifest,
-)
-from fsdp_utils.checkpoint.metadata import read_described
-from fsdp_utils.checkpoint.remote import located
-from fsdp_utils.checkpoint.validate import read_state
+from fsdp_utils.checkpoint.codec import read_values
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError
+from fsdp_utils.checkpoint.files import hash_file, interpreted, local_path, open_regular, readable, size_of
+from fsdp_utils.checkpoint.folder import MANIFEST, checkpoints, find, read_manifest
+from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors
 
 
-def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lambda count: None) -> None:
+def verify_checkpoint(path: str | os.PathLike[str]) -> None:
     """Verify that every byte is what was saved. Call it on one rank, or use the command line.
 
     Args:
-        path: a file of save_full, a checkpoint of save_distributed, or a directory of such checkpoints, of
-            which all are verified.
-        progress: told of each piece of work, in bytes of the total that `bytes_of(path)` gives.
+        path: a checkpoint of save_distributed, or a directory of such checkpoints, of which all are verified.
 
     Raises:
         CheckpointError: names the file, what was expected and what was found.
@@ -35,42 +26,75 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
 
         verify_checkpoint("run")  # all checkpoints in the directory
     """
-    path = located(path)
-    with readable(path):
-        if not path.is_dir():
-            verify_file(path, progress=progress)
-            read_full(path)
-            return
-        for checkpoint in checkpoints_in(path):
-            manifest = read_manifest(checkpoint)
-            check_sizes(checkpoint, manifest)
-            check_hashes(
-                checkpoint, manifest, manifest["files"], threads=os.cpu_count() or 1, progress=progress
+    home = local_path(path)
+    latest = find(home)
+    for checkpoint in [home] if latest == home else checkpoints(home).values():
+        manifest = read_manifest(checkpoint)
+        with interpreted(checkpoint / MANIFEST):
+            check_files(checkpoint, manifest)
+            check_hashes(checkpoint, manifest, manifest["files"], threads=os.cpu_count() or 1)
+            stored = open_tensors(checkpoint, manifest)
+            check_tensors(checkpoint, manifest, stored)
+        for name in manifest["files"]:
+            if name.endswith(".json"):
+                read_values(checkpoint / name, stored.specs)
+
+
+def check_files(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    """Check that a checkpoint has the files that its manifest names, with their sizes, and no others.
+
+    Raises:
+        CheckpointError: names the file, what was expected and what was found.
+    """
+    files = manifest["files"]
+    with readable(checkpoint):
+        there = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
+    if odd := sorted(there ^ files.keys()):
+        found = "another one" if odd[0] in there else "none of that name"
+        raise CheckpointDamagedError(
+            f"{checkpoint / odd[0]}: expected the files that {MANIFEST} names and no others, found {found}"
+        )
+    for name, entry in files.items():
+        with open_regular(checkpoint / name) as file:
+            found = size_of(file)
+        if found != entry["bytes"]:
+            raise CheckpointDamagedError(
+                f"{checkpoint / name}: expected {entry['bytes']} bytes, found {found}"
             )
-            read_state(checkpoint, read_described(checkpoint, manifest), manifest["tensors"])
 
 
-def checkpoints_in(path: Path) -> list[Path]:
-    """List the checkpoint itself, or all in the directory."""
-    if (path / MANIFEST).exists() or (path / ".metadata").exists() or any(path.glob("__*.metadata")):
-        return [path]
-    there = [one.path for one in committed(path)]
-    if not there:
-        find(path, "latest")  # says that there is none
-    return there
+def check_hashes(
+    checkpoint: Path, manifest: Mapping[str, Any], names: Iterable[str], *, threads: int = 1
+) -> None:
+    """Compare the hashes of those files of a checkpoint with its manifest, `threads` files at a time.
+
+    Raises:
+        CheckpointError: names the file, what was expected and what was found.
+    """
+
+    def check(name: str) -> None:
+        expected, found = manifest["files"][name]["blake3"], hash_file(checkpoint / name)
+        if found != expected:
+            raise CheckpointDamagedError(
+                f"{checkpoint / name}: expected blake3 {expected}, found {found}: it is not what was saved "
+                "(a damaged disk or copy, or a file of another checkpoint)"
+            )
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(check, names))  # raises the first error
 
 
-def bytes_of(path: Path) -> int:
-    """Count the bytes that there are to verify."""
-    with readable(path):
-        if not path.is_dir():
-            return path.stat().st_size if path.exists() else 0
-        files = [file for one in checkpoints_in(path) for file in one.iterdir() if file.is_file()]
-        return sum(file.stat().st_size for file in files if file.name != MANIFEST)
+def check_tensors(checkpoint: Path, manifest: Mapping[str, Any], stored: StoredTensors) -> None:
+    """Check that the files hold the tensors that the manifest names.
 
-
-def newest(path: Path) -> Path:
-    """Return the file or checkpoint itself, or the last checkpoint in the directory."""
-    if not path.exists():
-        raise CheckpointNotFoundError(f"{path}: expected a checkpoint, found no such file or directory")
-    return checkpoints_in(path)[-1] if path.is_dir() else path
+    Raises:
+        CheckpointDamagedError: names the first one that differs.
+    """
+    found = {key: f"{spec.dtype} {list(spec.shape)}" for key, spec in stored.specs.items()}
+    expected = {key: f"torch.{entry['dtype']} {entry['shape']}" for key, entry in manifest["tensors"].items()}
+    for key in sorted(found.keys() | expected.keys()):
+        if found.get(key) != expected.get(key):
+            raise CheckpointDamagedError(
+                f"{checkpoint}: expected {key} as {expected.get(key, 'no tensor')}, which {MANIFEST} says, "
+                f"found {found.get(key, 'none')} in the files"
+            )

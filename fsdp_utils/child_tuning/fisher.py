@@ -19,7 +19,7 @@ from fsdp_utils.sharding.names import plain_name
 
 __all__ = ["fisher_mask"]
 
-_CHUNK = 2**20  # values that are counted at once: bincount wants them as int64
+_CHUNK = 2**20  # values that are counted at once
 
 
 def fisher_mask(
@@ -33,8 +33,9 @@ def fisher_mask(
 
     Sums the squares of the gradient over the batches, and keeps the largest fraction of all weights of the
     model that require gradients. Smaller batches are closer to the Fisher information, whose expectation is
-    over single samples. Under DDP and FSDP the gradient that is squared is the mean over the ranks: for
-    single samples give every rank the same one. The model computes as it stands: call model.eval() first to
+    over single samples. Under DDP and FSDP it squares the mean of the ranks' gradients, and does not average
+    their squares: for single samples give every rank the same one. The sums are float64, 8 bytes for each
+    weight on this rank. The model computes as it stands: call model.eval() first to
     leave dropout out. Under DDP and FSDP every rank must call it, with as many batches; afterwards all
     p.grad are None.
 
@@ -51,8 +52,9 @@ def fisher_mask(
         (parameter by parameter with flat parameters too).
 
     Raises:
-        ValueError: keep is out of range; no parameter requires gradients; there are no batches; the ranks
-            have different numbers of batches; a gradient is not finite. The same on all ranks.
+        ValueError: keep is out of range; no parameter requires gradients; there are no batches; one is None;
+            keep or the number of batches differs between ranks; a gradient is not finite. The same on all
+            ranks.
 
     Source: Xu et al. 2021, "Raise a Child in Large Language Model" (arXiv 2109.05687), section 2.2.2.
 
@@ -67,9 +69,13 @@ def fisher_mask(
     if not named:
         raise ValueError("fisher_mask: no parameter of the model requires gradients.")
     ranks = _Ranks(model, list(named.values()))
+    asked = ranks.gather(torch.tensor([keep], dtype=torch.float64).view(torch.int64))  # as bits, exactly
+    if any(other != asked[0] for other in asked):
+        found = ", ".join(f"{other.view(torch.float64).item():g}" for other in asked[:8])
+        raise ValueError(f"fisher_mask: expected the same keep on all ranks, found {found}")
     where = places(list(named.values()))
     fisher = [
-        torch.zeros(place.numel - place.padding, dtype=torch.float32, device=local(p).device)
+        torch.zeros(place.numel - place.padding, dtype=torch.float64, device=_with_float64(local(p).device))
         for p, place in zip(named.values(), where, strict=True)
     ]
     for batch in _in_step(batches, ranks):
@@ -78,7 +84,8 @@ def fisher_mask(
         for total, p in zip(fisher, named.values(), strict=True):
             if p.grad is not None:
                 grad = local(p.grad.to_dense() if p.grad.is_sparse else p.grad)
-                total += grad.detach().reshape(-1)[: total.numel()].to(torch.float32).square()
+                grad = grad.detach().reshape(-1)[: total.numel()].to(total.device).to(total.dtype)
+                total.addcmul_(grad, grad)  # in fp32 the square of 1e20 is infinite, and that of 1e-23 is 0
     model.zero_grad(set_to_none=True)
 
     bad = [bool(total.isfinite().all().logical_not()) for total in fisher]
@@ -104,12 +111,22 @@ def fisher_mask(
     return result
 
 
+def _with_float64(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def _in_step(batches: Iterable[Any], ranks: "_Ranks") -> Iterator[Any]:
     """The batches, as long as all ranks have one; a rank without would leave the others waiting."""
-    given, iterator = 0, iter(batches)
+    given, end, iterator = 0, object(), iter(() if batches is None else batches)
     while True:
-        batch = next(iterator, None)
-        with_one = int(ranks.sum(torch.tensor([batch is not None], dtype=torch.int64)))
+        batch = next(iterator, end)
+        found = torch.tensor([batch is not end, batch is None], dtype=torch.int64)
+        with_one, empty = ranks.sum(found).tolist()
+        if empty:
+            raise ValueError(
+                f"fisher_mask: expected batches, found None as number {given}, counted from 0. Does the "
+                "collate function of the DataLoader return its batch?"
+            )
         if with_one == 0:
             break
         if with_one < ranks.world_size:
@@ -135,13 +152,14 @@ def _largest(fisher: list[Tensor], where: list[Place], keep: float, ranks: "_Ran
     total = int(ranks.sum(torch.tensor([sum(f.numel() for f in owned)])))
     wanted = max(1, round(keep * total))
 
-    # The bits of floats that are not negative are in the order of the floats. First the upper 16 bits of the
-    # threshold, then the lower ones.
-    high, wanted_there = _bin_of(wanted, ranks.sum(_histogram(owned, None)))
-    low, wanted_ties = _bin_of(wanted_there, ranks.sum(_histogram(owned, high)))
-    bound = high << 16 | low
+    # The bits of floats that are not negative are in the order of the floats. The threshold's are found 16 at
+    # a time, from above.
+    bound, wanted_ties = 0, wanted
+    for shift in (48, 32, 16, 0):
+        digit, wanted_ties = _bin_of(wanted_ties, ranks.sum(_histogram(owned, bound, shift)))
+        bound |= digit << shift
 
-    ties = [int((f.view(torch.int32) == bound).sum()) for f in fisher]
+    ties = [int((f.view(torch.int64) == bound).sum()) for f in fisher]
     all_ties = ranks.gather(torch.tensor(ties))
     masks = []
     earlier = 0  # ties in the parameters before
@@ -149,20 +167,20 @@ def _largest(fisher: list[Tensor], where: list[Place], keep: float, ranks: "_Ran
         pairs = zip(spans, all_ties, strict=True)
         of_part = {int(span[i, 0]): int(count[i]) for span, count in pairs if span[i, 1]}
         before = sum(count for offset, count in of_part.items() if offset < where[i].offset)
-        mask = f.view(torch.int32) > bound
+        mask = f.view(torch.int64) > bound
         quota = min(max(wanted_ties - earlier - before, 0), ties[i])
-        mask[(f.view(torch.int32) == bound).nonzero()[:quota, 0]] = True
+        mask[(f.view(torch.int64) == bound).nonzero()[:quota, 0]] = True
         masks.append(mask)
         earlier += sum(of_part.values())
     return masks
 
 
-def _histogram(tensors: list[Tensor], high: int | None) -> Tensor:
-    """How many values have each upper half of bits; or, of those with the upper half `high`, each lower."""
+def _histogram(tensors: list[Tensor], bound: int, shift: int) -> Tensor:
+    """Count the values by their 16 bits from `shift` on, of those with the same bits above as `bound`."""
     counts = torch.zeros(2**16, dtype=torch.int64)
-    for chunk in (chunk for values in tensors for chunk in values.view(torch.int32).split(_CHUNK)):
-        halves = chunk >> 16 if high is None else chunk[chunk >> 16 == high] & 0xFFFF
-        counts += torch.bincount(halves, minlength=2**16).cpu()
+    for chunk in (chunk for values in tensors for chunk in values.view(torch.int64).split(_CHUNK)):
+        upper = chunk >> shift
+        counts += torch.bincount(upper[upper >> 16 == bound >> shift >> 16] & 0xFFFF, minlength=2**16).cpu()
     return counts
 
 

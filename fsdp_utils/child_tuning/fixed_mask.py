@@ -75,7 +75,7 @@ def assigned(given: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> Masks
             masks[where] = mask = torch.ones_like(p, dtype=torch.bool, requires_grad=False)
             for member, inner in zip(place.members, member_names(name, place), strict=True):
                 if inner in wanted:
-                    inner_place = Place(member.shape, member.offset, member.numel)
+                    inner_place = Place(member.shape, member.offset, member.numel, strides=member.strides)
                     part = _part(inner, wanted.pop(inner), inner_place, (member.numel,))
                     mask[member.start : member.start + member.numel] = part
             continue
@@ -140,14 +140,17 @@ def _laid_out(name: str, mask: Tensor, p: Tensor, place: Place) -> Tensor:
     """A mask, given whole or as this rank's part, as the parameter is laid out."""
     if isinstance(p, DTensor):
         return _dtensor_mask(name, mask, p)
-    part = _part(name, mask, place, p.shape).view(p.shape)
-    return torch.empty_like(p, dtype=torch.bool, requires_grad=False).copy_(part)
+    if local(mask).shape != p.shape:
+        mask = _part(name, mask, place, p.shape).view(p.shape)
+    return torch.empty_like(p, dtype=torch.bool, requires_grad=False).copy_(local(mask))
 
 
 def _part(name: str, mask: Tensor, place: Place, shape: Iterable[int]) -> Tensor:
     """This rank's part of a mask that is given whole, or is already this part."""
     mask = local(mask)
     if mask.shape == place.shape:
+        if place.strides:
+            mask = row(torch.empty_strided(place.shape, place.strides, dtype=mask.dtype).copy_(mask))
         return mask.reshape(-1)[place.offset : place.offset + place.numel]
     if tuple(mask.shape) in (tuple(shape), (place.numel,)):
         return mask.reshape(-1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_utils.child_tuning.fused_kernel import fused_adamw, row, steps_on
+from fsdp_utils.child_tuning.fused_kernel import fused_adamw, steps_on
 from fsdp_utils.child_tuning.random_masks import PAGE, draw, keep, keys, table, threshold
 from fsdp_utils.torch_internals.names import foreach_copy_
 
@@ -120,7 +120,7 @@ class Plan:
 
     def __init__(self, chosen: list[int], parts: list[Tensor], first: list[int], scratch: Scratch) -> None:
         self.device = parts[chosen[0]].device
-        self._scratch = scratch
+        self._chosen, self._scratch = chosen, scratch
         self._batches: list[_Batch] = []
         for index, number in zip(chosen, first, strict=True):
             part, start = parts[index], 0
@@ -129,7 +129,7 @@ class Plan:
                     self._batches.append(_Batch())
                 batch = self._batches[-1]
                 stop = min(part.numel(), start + scratch.capacity - batch.n)
-                whole = stop - start == part.numel() and part.is_contiguous()
+                whole = stop - start == part.numel()
                 before, numbers, after = (
                     memory[batch.n : batch.n + stop - start].view(part.shape if whole else (-1,))
                     for memory in (scratch.gathered, scratch.bits, scratch.out)
@@ -157,7 +157,9 @@ class Plan:
             tensors: parameters, gradients and both moments; local ones, and alike in memory.
             steps: for each parameter how many steps it has taken, with this one.
         """
-        params, grads, exp_avgs, exp_avg_sqs = tensors
+        params, _, exp_avgs, exp_avg_sqs = tensors
+        # Elements are numbered as in a contiguous tensor: those of another memory format are copied into one.
+        used = [{i: column[i].contiguous() for i in self._chosen} for column in tensors]
         bound, kept = threshold(group["reserve_p"])
         divisor = torch.full((), kept, dtype=torch.float32, device=self.device)
         steps = steps_on(self.device, steps)
@@ -165,8 +167,8 @@ class Plan:
         of_draws = zip(k1.split(self._rows), k2.split(self._rows), strict=True)
         for batch in self._batches:
             weights, gradients, moments, squares = (
-                [t[i.index] if i.whole else row(t[i.index])[i.start : i.stop] for i in batch.items]
-                for t in (params, grads, exp_avgs, exp_avg_sqs)
+                [t[i.index] if i.whole else t[i.index].view(-1)[i.start : i.stop] for i in batch.items]
+                for t in used
             )
             for (numbers, entries), (own_k1, own_k2) in zip(batch.drawn, of_draws, strict=False):
                 draw(numbers, entries, own_k1, own_k2)
@@ -178,6 +180,10 @@ class Plan:
             masked = [item.after for item in batch.items]
             at = [steps[item.index] for item in batch.items]
             fused_adamw(group, (weights, masked, moments, squares), at, group["weight_decay"], divisor)
+        for i in self._chosen:
+            if not params[i].is_contiguous():
+                for column, copies in ((params, used[0]), (exp_avgs, used[2]), (exp_avg_sqs, used[3])):
+                    column[i].copy_(copies[i])
 
     def _keep(self, batch: _Batch, gradients: list[Tensor], bound: int) -> None:
         """The gradients into the scratch memory, where the number there is greater than bound; else 0."""

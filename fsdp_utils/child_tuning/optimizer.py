@@ -37,16 +37,20 @@ class ChildTuningAdamW(AdamW):
     momentum, from a loaded state of AdamW, does not move them either; but a gradient that is not finite
     spoils the weight even if it is masked.
 
-    The mask is a function of seed, step and the element's place in the whole model. So replicas stay equal
-    whatever their ranks' seeds are, a resumed run goes on as it would have gone on, and nobody else's random
-    numbers change. With FSDP2 as `fully_shard` shards (along the first dimension), and with FSDP1 and
-    use_orig_params=True, the masks are those of the unsharded model, on any number of ranks. Tensors that
-    are split along another dimension, and FSDP1's flat parameters, have other masks than in the unsharded
-    model; for the former they change with the number of ranks.
+    The mask is a function of seed, step and the element's place in the whole model, whatever its memory
+    format. So replicas stay equal whatever their ranks' seeds are, a resumed run goes on as it would have
+    gone on, and nobody else's random numbers change. With FSDP2 as `fully_shard` shards (along the first
+    dimension), and with FSDP1 and use_orig_params=True, the masks are those of the unsharded model, on any
+    number of ranks. Tensors that are split along another dimension (as `shard` splits those with few rows),
+    and FSDP1's flat parameters, have other masks than in the unsharded model, and so have channels_last
+    parameters under FSDP1, which flattens them in the order of their memory; for the first of these, masks
+    change with the number of ranks.
 
     step() leaves every p.grad as it is, takes a sparse gradient for the dense one that it stands for, and in
     mode "taskfree" needs scratch memory: on a CPU an eighth of the parameters (0.3 MiB if that is more), on a
-    GPU up to 32 MiB for fp32, 40 MiB for bf16 and fp16, and 80 MiB for fp64. Mode "task" needs none: there
+    GPU up to 32 MiB for fp32, 40 MiB for bf16 and fp16, and 80 MiB for fp64. In this mode a channels_last
+    parameter is copied while it is stepped, with its gradient and moments; in every mode all gradients whose
+    dtype is not their parameter's (`grad_dtype`) are copied. Mode "task" needs none: there
     the second moment of a masked weight is infinite, so that AdamW's own kernel does not move it, and `state`
     has averages of its gradients that nothing reads. In state_dict(), and so in checkpoints, both moments of
     such a weight are 0, and mode, reserve_p, seed, the number of steps and the masks are there; a mask takes
@@ -57,9 +61,12 @@ class ChildTuningAdamW(AdamW):
 
     Args:
         params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
-        lr, betas, eps, weight_decay: as for AdamW. lr, weight_decay and reserve_p may differ between groups.
-        reserve_p: the fraction that is kept, in (0, 1]; only for mode "taskfree". Where a gradient changes
-            slowly, it makes a step about sqrt(reserve_p) as long as AdamW's: compare at several rates.
+        lr, betas, eps: as for AdamW. lr, weight_decay and reserve_p may differ between groups.
+        weight_decay: as for AdamW; but the default is 0, and not AdamW's 0.01.
+        reserve_p: the fraction that is kept, in (0, 1]; only for mode "taskfree". Steps become shorter: what
+            is kept is divided by reserve_p, so the first moment stays and the second grows by 1 / reserve_p
+            on average. Where a gradient changes slowly, a step is about sqrt(reserve_p) as long as AdamW's.
+            Compare with AdamW at several rates.
         mode: "taskfree", "task" or None.
         gradient_mask: for mode "task": by parameter name what to keep, as bools: this rank's part of them or
             the whole. The gradients of parameters that it does not name pass as they are. A mask belongs to a
@@ -198,6 +205,9 @@ class ChildTuningAdamW(AdamW):
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         params, grads, exp_avgs, exp_avg_sqs, none, steps = lists
         has_complex = collect_adamw(self, group, lists)
+        for i, (grad, p) in enumerate(zip(grads, params, strict=True)):
+            if grad.dtype != p.dtype:  # p.grad_dtype allows it, and no kernel of AdamW takes it
+                grads[i] = grad.to(p.dtype)
         group["mask_step"] += 1
         if group["mode"] is None or (group["mode"] == "taskfree" and group["reserve_p"] == 1):
             adamw(
@@ -289,7 +299,8 @@ class ChildTuningAdamW(AdamW):
                     [self._first[id(params[i])] for i in chosen],
                     self._scratch_for(like),
                 )
-                for like, chosen in _alike(parts).items()
+                for like, alike in _alike(parts).items()
+                for chosen in _one_by_one_if_strided(alike, parts)
             ]
             self._planned[number] = key, plans
         return plans
@@ -325,6 +336,12 @@ def _alike(parts: list[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[i
     for i, part in enumerate(parts):
         groups.setdefault((part.dtype, part.device), []).append(i)
     return groups
+
+
+def _one_by_one_if_strided(alike: list[int], parts: list[Tensor]) -> list[list[int]]:
+    """The positions of contiguous tensors, and each other one by itself: it is copied while it is stepped."""
+    contiguous = [i for i in alike if parts[i].is_contiguous()]
+    return [contiguous] * bool(contiguous) + [[i] for i in alike if not parts[i].is_contiguous()]
 
 
 def _step_held(group: dict[str, Any], lists: list[list[Tensor]], steps: list[Tensor]) -> None:

@@ -1,5 +1,6 @@
 """Record which collectives FSDP or DDP issues: order, bytes, links and durations; replay, draw, compare."""
 
+from fsdp_utils.collectives.c10d_hooks import listen_to_calls
 from fsdp_utils.collectives.events import Span, StepEvent
 from fsdp_utils.collectives.in_step import InStep, OutOfStep, check_in_step
 from fsdp_utils.collectives.player import Player, play
@@ -20,6 +21,7 @@ __all__ = [
     "StepEvent",
     "Trace",
     "check_in_step",
+    "listen_to_calls",
     "play",
     "record_collectives",
 ]

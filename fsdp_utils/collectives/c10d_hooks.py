@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -50,14 +50,26 @@ class Call(NamedTuple):
 
     Args:
         kind: "all_gather", ...
-        bytes_in, bytes_out: What this rank gives and gets.
+        given, output: The tensors that this rank passes to be sent and to be filled, possibly in lists.
         group: The process group that it runs on.
+        options: What the operation takes after the group, in the dispatcher's order.
     """
 
     kind: str
-    bytes_in: int
-    bytes_out: int
+    given: Any
+    output: Any
     group: Any
+    options: Sequence[Any] = ()
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes that this rank gives."""
+        return _nbytes(self.given)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes that this rank gets."""
+        return _nbytes(self.output)
 
 
 Around = Callable[[Call, Callable[[], Any]], Any]
@@ -74,6 +86,17 @@ def listen_to_calls(around: Around) -> Iterator[None]:
 
     Args:
         around: Gets the call, and a function that issues it and whose result it has to return.
+
+    Example::
+
+        kinds = []
+
+        def note(call, issue):
+            kinds.append(call.kind)
+            return issue()
+
+        with listen_to_calls(note):
+            train_step(batch)
     """
     if not _library:
         here = threading.local()  # each thread is inside of a call, or not
@@ -105,19 +128,14 @@ def _kernel(name: str, kind: str, here: threading.local) -> Callable[..., Any]:
 
         if getattr(here, "inside", False):  # what a call issues on its way, is the same call
             return issue()
-        bytes_in = bytes_out = 0
-        if kind != "barrier":  # its tensor only says on which device
-            # first the output, then the input; or one operand that is both; then the group
-            output, given, *_ = args
-            given = output if isinstance(given, torch.ScriptObject) else given
-            bytes_in = 0 if kind == "recv" else _nbytes(given)
-            bytes_out = 0 if kind == "send" else _nbytes(output)
-        group = args[1] if isinstance(args[1], torch.ScriptObject) else args[2]
+        # the output, then the input; or one operand that is both; then the group
+        at = 1 if isinstance(args[1], torch.ScriptObject) else 2
+        given = () if kind in ("barrier", "recv") else args[at - 1]  # barrier's only says on which device
+        output = () if kind in ("barrier", "send") else args[0]
+        call = Call(kind, given, output, dist.ProcessGroup.unbox(args[at]), args[at + 1 :])
         here.inside = True
         try:
-            return _around(
-                _listeners[:], Call(kind, bytes_in, bytes_out, dist.ProcessGroup.unbox(group)), issue
-            )
+            return _around(_listeners[:], call, issue)
         finally:
             here.inside = False
 

@@ -7,7 +7,6 @@ import linecache
 import math
 import os
 import sys
-import sysconfig
 import threading
 import time
 import weakref
@@ -17,28 +16,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
+from fsdp_utils.collectives.program_line import GATHER_OBJECT, find_line, place_in_words
+from fsdp_utils.collectives.signature import ROOTED, Signature, signature
 from fsdp_utils.distributed.agreement import has_peers, library_store, rank_names, wait_for
-from fsdp_utils.torch_internals.fsdp import fsdp2_unit_of_frame
+from fsdp_utils.distributed.rank_errors import keep_finding
 
 POLL_S = 0.5  # how often a rank publishes where it is, and the first rank compares
 ANSWER_S = 3.0  # for the ranks to publish their records once they are asked
+COMING_S = 2.0  # for the others to come to a call that has failed on this rank
 LEFT = "has left the block"  # without an error
+RESTS = 0.05  # a rank that waits uses less CPU, as a share of the time
 WINDOW = 4096  # calls that a rank remembers of each group
 _RECENT, _EVERY = 48, 64  # hashes are published of so many last calls, and of every so-many-th before
 
 # Paired one to one between two ranks, not by order within the group.
 _POINT_TO_POINT = {"send", "recv"}
-# One rank does something else than the others in these, so programs may call them on two lines.
-_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
-# Which side of a call must have the same size on all ranks.
-_SAME_IN, _SAME_OUT = {"all_reduce", "reduce", "broadcast", "reduce_scatter"}, {"all_gather"}
 
 
 class OutOfStep(RuntimeError):
@@ -52,8 +50,8 @@ class OutOfStep(RuntimeError):
         except OutOfStep as error:
             print(error)
             # the ranks part at collective 1 of all ranks.
-            #   rank 0: all_reduce, 192 bytes, at train.py:4
-            #   rank 1: all_reduce, 192 bytes, at train.py:6
+            #   rank 0: all_reduce of float32[8] by SUM, at train.py:4 `dist.all_reduce(x, op)`
+            #   rank 1: all_reduce of float32[8] by MAX, at train.py:4 `dist.all_reduce(x, op)`
     """
 
 
@@ -73,21 +71,28 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
 
     Put it around the training loop, on all ranks. Collectives are paired by their order within a process
     group. A rank that calls another one than its peers gets an error, waits until the time-out of the group,
-    or mixes up data silently. Here each rank records kind, size and line of every call. Nothing is sent with
-    the training's own collectives. Twice a second a thread on each rank publishes a hash of the record in the
-    process group's store, and rank 0 compares the hashes.
+    or mixes up data silently. Here each rank records every call. Nothing is sent with the training's own
+    collectives. Twice a second a thread on each rank publishes a hash of the record in the process group's
+    store, and rank 0 compares the hashes.
 
-    The ranks part where kinds or sizes differ, where equal calls come from different lines, or where a rank
-    leaves the block while others wait in a collective for it. This is found within about a second. Rank 0
-    then prints a report to stderr, and each rank raises it at its next collective, or at the end of the
-    block. A rank that already waits inside a collective cannot be interrupted: it raises when its own wait
-    ends, which is when a peer has gone or at the time-out of its process group.
+    The ranks part where the kind, the dtype, the shape, the reduce operation, the root or FSDP2's unit of a
+    call differs, where an all_to_all expects another number of elements than the peer gives, where equal
+    calls come from different lines, or where a rank leaves the block while others wait in a collective for
+    it. This is found within about a second. Rank 0 then prints a report to stderr, and each rank raises it
+    at its next collective, or at the end of the block. A rank that already waits inside a collective cannot
+    be interrupted: it raises when its own wait ends, which is when a peer has gone or at the time-out of its
+    process group. Where the time of `run_on_ranks` ends first, it raises the report.
 
     A rank that computes for long while others wait for it looks like a hang, and may be none. Rank 0 reports
-    such a wait once, after `after_s`, and nothing is raised.
+    such a wait once, after `after_s`, and nothing is raised. The same holds if all ranks wait in the same
+    collective, such as in a receive that nobody sends to, and if a rank has left the block that others wait
+    for on a group that threads of the program call on: the thread may call yet.
 
-    send and recv are not compared, nor the lines of broadcast, reduce, gather and scatter, which one rank may
-    call on a line of its own.
+    Not watched: send, recv and what is built of them (batch_isend_irecv, pipelines), so a send without its
+    recv is found only through the collectives that follow it; monitored_barrier; and the values of tensors.
+    Lines are not compared of broadcast, reduce, gather and scatter, which one rank may call on a line of its
+    own, nor of gather_object. Where more bytes arrive than a rank expects, gloo ends its process before the
+    ranks are compared. Dimensions of size 1 do not count as part of a shape.
 
     Args:
         after_s: seconds that a collective may wait for a rank until the wait is reported; also the longest
@@ -116,55 +121,44 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
         return
     watch = _Watch(after_s, by_line)
     watch.start()
-    try:
-        with listen_to_calls(watch.collective):
+    with listen_to_calls(watch.collective):  # until all have left: a thread of the program may go on calling
+        try:
             yield watch.found
-    except OutOfStep:
-        watch.leave("raised OutOfStep", wait_s=0)
-        raise
-    except BaseException as error:
-        report = watch.leave(f"left the block by {type(error).__name__}", wait_s=ANSWER_S)
-        if report and _is_from_collective(error):
-            raise OutOfStep(report) from error
-        if report and hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(report)  # pyright: ignore[reportAttributeAccessIssue]
-        raise
-    else:
-        report = watch.leave(LEFT, wait_s=after_s + ANSWER_S)
-        if report and watch.parted:
-            raise OutOfStep(report)
-    finally:
-        watch.stop()
+        except OutOfStep:
+            watch.leave("raised OutOfStep", wait_s=0)
+            raise
+        except BaseException as error:
+            report = watch.leave(f"left the block by {type(error).__name__}", wait_s=ANSWER_S)
+            if watch.parted and _is_from_collective(error):
+                raise OutOfStep(report) from error
+            if report and hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(report)  # pyright: ignore[reportAttributeAccessIssue]
+            raise
+        else:
+            report = watch.leave(LEFT, wait_s=after_s + ANSWER_S)
+            if report and watch.parted:
+                raise OutOfStep(report)
+        finally:
+            watch.stop()
 
 
 # ---- what is recorded of a call -------------------------------------------------------------------
 
 
-class _Site(NamedTuple):
+class _Site:
     """One way to call a collective."""
 
-    kind: str
-    nbytes: int
-    unit: str | None  # of FSDP2, that the call works for
-    file: str
-    line: int
-
-    def words(self) -> str:
-        """Such as "all_gather, 1,024 bytes, for blocks.0, at train.py:31 `x = block(x)`"."""
-        size = "" if self.kind == "barrier" else f", {self.nbytes:,} bytes"
-        unit = "" if self.unit is None else f", for {self.unit or 'the root'}"
-        return f"{self.kind}{size}{unit}, {_place(self.file, self.line)}"
-
-    def compared(self, by_line: bool) -> str:
-        """What has to be the same on all ranks."""
-        size = self.nbytes if self.kind in _SAME_IN | _SAME_OUT else ""
-        line = _place(self.file, self.line) if by_line and self.kind not in _ROOTED else ""
-        return f"{self.kind}|{size}|{self.unit}|{line}"
-
-
-class _Known(NamedTuple):
-    site: int  # its index in the list of this rank's sites
-    hashed: bytes  # of what is compared
+    def __init__(
+        self, what: Signature, unit: str | None, code: CodeType | None, line: int, own: int, by_line: bool
+    ):
+        place = place_in_words("" if code is None else code.co_filename, line)
+        of_unit = "" if unit is None else f", for {unit or 'the root'}"  # of FSDP2, that the call works for
+        self.words = f"{what.words()}{of_unit}, {place}"
+        rooted = what.kind in ROOTED or unit == GATHER_OBJECT
+        # What has to be the same on all ranks: the call, and its line.
+        self.compared = (f"{what.agreed()}|{unit}", place if by_line and not rooted else "")
+        self.hashed = "|".join(self.compared).encode()
+        self.balance = what.balance(own)
 
 
 class _Calls:
@@ -174,77 +168,38 @@ class _Calls:
         self.ranks = list(ranks)
         self.count = 0
         self.chain = 0  # a hash of all calls until now
-        self.window: deque[tuple[int, int, int]] = deque(maxlen=WINDOW)  # number, site, chain
+        self.balance = 0  # the sum of theirs
+        self.threaded = False  # whether a thread of the program calls here, which may outlast the block
+        self.known: dict[tuple[Any, ...], _Site] = {}
+        self.window: deque[tuple[int, _Site, tuple[int, int]]] = deque(maxlen=WINDOW)
 
-    def add(self, known: _Known) -> None:
+    def add(self, site: _Site) -> None:
         self.count += 1
-        self.chain = zlib.crc32(known.hashed, self.chain)
-        self.window.append((self.count, known.site, self.chain))
-
-
-_OURS, _INSTALLED, _LIBRARY, _UNIT = range(4)
-
-
-def _kind_of(code: CodeType) -> int:
-    file = code.co_filename
-    if file.endswith("_fsdp_param_group.py"):
-        return _UNIT
-    library = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    if file.startswith("<") and not file.startswith("<ipython"):
-        return _LIBRARY
-    if file.startswith(tuple(folder + os.sep for folder in library)):
-        return _LIBRARY
-    if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file:
-        return _INSTALLED
-    return _LIBRARY if file.startswith(sysconfig.get_path("stdlib") + os.sep) else _OURS
-
-
-_kinds: dict[CodeType, int] = {}
-
-
-def _find_line(frame: FrameType | None) -> tuple[CodeType | None, int, str | None]:
-    """The innermost line of the program among the callers, and the unit of FSDP2 that the call is for."""
-    unit = None
-    code, line = None, 0
-    while frame is not None:
-        kind = _kinds.get(frame.f_code)
-        if kind is None:
-            kind = _kinds[frame.f_code] = _kind_of(frame.f_code)
-        if kind == _OURS:
-            return frame.f_code, frame.f_lineno, unit
-        if kind == _INSTALLED and code is None:
-            code, line = frame.f_code, frame.f_lineno
-        elif kind == _UNIT and unit is None:
-            unit = fsdp2_unit_of_frame(frame)
-        frame = frame.f_back
-    return code, line, unit
-
-
-def _place(file: str, line: int) -> str:
-    """A line of a file as a reader knows it: the same text on all ranks and hosts."""
-    if not file:
-        return "in backward"
-    path = Path(file)
-    in_cell = path.parent.name.startswith("ipykernel_") or file.startswith("<ipython")
-    source = linecache.getline(file, line).strip()
-    return (f"line {line} of the cell" if in_cell else f"at {path.name}:{line}") + (source and f" `{source}`")
+        self.chain = zlib.crc32(site.hashed, self.chain)
+        self.balance += site.balance
+        self.window.append((self.count, site, (self.chain, self.balance)))
 
 
 def _is_from_collective(error: BaseException) -> bool:
-    """Did torch.distributed raise it, or an operator that it called?"""
-    files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
-    distributed, operators = f"torch{os.sep}distributed{os.sep}", f"torch{os.sep}_ops.py"
+    """Did torch.distributed raise it, an operator that it called, or the wait for a collective?"""
+    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     ours = str(Path(__file__).parent)
-    files = [file for file in files if not file.startswith(ours)]
-    return (
-        isinstance(error, RuntimeError)
-        and bool(files)
-        and (
-            distributed in files[-1]
-            or files[-1].endswith(operators)
-            or files[-1].endswith(f"autograd{os.sep}graph.py")
-        )
-    )
+    places = [place for place in places if not place[0].startswith(ours)]
+    return isinstance(error, RuntimeError) and bool(places) and _may_wait(*places[-1])
+
+
+def _may_wait(file: str, line: int, rests: bool = True) -> bool:
+    """Does a rank wait for a collective whose innermost line this is, of torch or of the program?
+
+    Args:
+        rests: whether the rank uses no CPU: operators and backward compute, too.
+    """
+    if ".wait(" in linecache.getline(file, line):
+        return True
+    if f"torch{os.sep}distributed{os.sep}" in file:
+        return rests and f"{os.sep}checkpoint{os.sep}" not in file  # whose lines read and write files
+    operators = (f"torch{os.sep}_ops.py", f"autograd{os.sep}graph.py", f"parallel{os.sep}distributed.py")
+    return rests and file.endswith(operators)
 
 
 # ---- the watch ------------------------------------------------------------------------------------
@@ -266,12 +221,13 @@ class _Watch(threading.Thread):
         self._store = _own_connection(f"in_step/{number}")
         self._main = threading.get_ident()
         self._groups: dict[str, _Calls] = {}
-        self._known: dict[tuple[Any, ...], _Known] = {}
-        self._sites: list[_Site] = []
-        self._last = time.monotonic()  # this rank's last call
+        self._last: _Site | None = None  # this rank's last call
         self._left = ""  # how this rank has left the block
+        self._left_at = 0.0
         self._over, self._settled, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._round = 0  # of records that were asked for
+        self._clocks = (0.0, 0.0)  # CPU seconds of the program, and the time
+        self._rests = False  # whether it has used next to no CPU since the record before
         self._reported = False  # a wait, on rank 0
         self._changed = time.monotonic()  # when the counts of the ranks changed last, on rank 0
         self._counts: Any = None
@@ -284,25 +240,28 @@ class _Watch(threading.Thread):
             return issue()
         if self.parted:
             raise OutOfStep(self.found.report)
-        nbytes = call.bytes_out if call.kind in _SAME_OUT else call.bytes_in
-        code, line, unit = _find_line(sys._getframe(1))
-        key = (call.kind, nbytes, unit, code, line)
-        known = self._known.get(key)
-        if known is None:
-            site = _Site(call.kind, nbytes, unit, "" if code is None else code.co_filename, line)
-            known = self._known[key] = _Known(len(self._sites), site.compared(self._by_line).encode())
-            self._sites.append(site)
         name = call.group.group_name
         calls = self._groups.get(name)
         if calls is None:
             calls = self._groups[name] = _Calls(dist.get_process_group_ranks(call.group))
-        calls.add(known)
-        self._last = time.monotonic()
+        what = signature(call, calls.ranks)
+        code, line, unit = find_line(sys._getframe(1))
+        key = (what, unit, code, line)
+        site = calls.known.get(key)
+        if site is None:
+            if len(calls.known) == WINDOW:  # such as all_to_all, whose sizes may differ in each step
+                calls.known.clear()
+            own = calls.ranks.index(self._rank)
+            site = calls.known[key] = _Site(what, unit, code, line, own, self._by_line)
+        if threading.get_ident() != self._main and not threading.current_thread().name.startswith("Dummy-"):
+            calls.threaded = True  # Dummy: threads of torch, such as backward's on a GPU
+        calls.add(site)
+        self._last = site
         return issue()
 
     def leave(self, how: str, *, wait_s: float) -> str:
         """The program leaves the block: wait for the comparison, at most that long; returns the report."""
-        self._left = how
+        self._left_at, self._left = time.monotonic(), how
         if wait_s > 0 and how != LEFT:
             with suppress(RuntimeError):  # the store has gone with its rank
                 self._store.set("ask", "")
@@ -317,6 +276,8 @@ class _Watch(threading.Thread):
         self._over.set()
         self._wake.set()
         self.join(ANSWER_S + 2 * POLL_S)
+        if self._rank == 0:
+            keep_finding(None)  # this rank raises it, or the program goes on
 
     # in the thread of the watch
 
@@ -336,6 +297,9 @@ class _Watch(threading.Thread):
             self._settled.set()
 
     def _publish(self) -> None:
+        before, self._clocks = self._clocks, (time.process_time() - time.thread_time(), time.monotonic())
+        used, passed = (now - then for now, then in zip(self._clocks, before, strict=True))
+        self._rests = used < RESTS * passed
         beat = {"left": self._left, "groups": {n: self._hashes(c) for n, c in dict(self._groups).items()}}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
@@ -344,40 +308,40 @@ class _Watch(threading.Thread):
         window = list(calls.window)
         last = window[-1][0] if window else 0
         chains = {n: c for n, _, c in window if n > last - _RECENT or n % _EVERY == 0}
-        return {"ranks": calls.ranks, "count": last, "chains": chains}
+        return {"ranks": calls.ranks, "count": last, "chains": chains, "threaded": calls.threaded}
 
     def _answer(self) -> None:
         """Publish the records of this rank where rank 0 asks for them."""
         while self._store.check([f"wanted/{self._round}"]):
-            groups = {}
+            groups, sites = {}, {}
             for name, calls in dict(self._groups).items():
                 window = list(calls.window)
                 groups[name] = {
                     "ranks": calls.ranks,
+                    "threaded": calls.threaded,
                     "first": window[0][0] if window else 1,
-                    "sites": [site for _, site, _ in window],
+                    "sites": [sites.setdefault(site, len(sites)) for _, site, _ in window],
                 }
+            frame, last = sys._current_frames().get(self._main), self._last
+            code, line, _ = find_line(frame)
             record = {
                 "left": self._left,
                 "groups": groups,
-                "compared": [site.compared(self._by_line) for site in self._sites],
-                "words": [site.words() for site in self._sites],
-                "idle": time.monotonic() - self._last,
-                "stands": self._stands(),
+                "sites": [(*site.compared, site.balance, site.words) for site in sites],
+                "stands": code and place_in_words(code.co_filename, line),
+                "waits": frame and _may_wait(frame.f_code.co_filename, frame.f_lineno, self._rests),
+                "last": f"its last: {last.words}" if last else "it has called none yet",
             }
             self._store.set(f"record/{self._round}/{self._rank}", json.dumps(record))
             self._round += 1
-
-    def _stands(self) -> str:
-        code, line, _ = _find_line(sys._current_frames().get(self._main))
-        return "" if code is None else _place(code.co_filename, line)
 
     def _read(self) -> None:
         """Take over what rank 0 has found."""
         if not self.parted and self._store.check(["report"]):
             report = json.loads(self._store.get("report"))
             self.found.report, self.parted = report["text"], report["parted"]
-            if self._left and self._left != LEFT:  # by an error: a wait that was reported may explain it
+            # By an error: a wait that was reported may explain it, once the others have had time to come.
+            if self._left and self._left != LEFT and time.monotonic() - self._left_at > COMING_S:
                 self._settled.set()
         if self._left and (self.parted or self._store.check(["end"])):
             self._settled.set()
@@ -393,10 +357,10 @@ class _Watch(threading.Thread):
         if counts != self._counts:
             self._counts, self._changed = counts, time.monotonic()
         differs = _have_parted(beats)
-        is_behind = _is_behind(beats, everyone)
-        is_stuck = is_behind and time.monotonic() - self._changed > self._after_s and not self._reported
+        is_still = time.monotonic() - self._changed > self._after_s and not self._reported
         asked = self._store.check(["ask"])  # by a rank that leaves with an error
-        if not self.parted and (differs or is_stuck or asked):
+        if not self.parted and (differs or is_still or asked):
+            self._changed = time.monotonic()  # when to look again
             self._report(asked)
             self._store.delete_key("ask")
         if len(beats) == self._world_size and all(beat["left"] for beat in beats.values()):
@@ -419,6 +383,7 @@ class _Watch(threading.Thread):
             return
         self._reported = True
         self._store.set("report", json.dumps({"text": text, "parted": parted}))
+        keep_finding((OutOfStep if parted else TimeoutError)(text))
         print(f"check_in_step: {text}", file=sys.stderr, flush=True)
 
 
@@ -434,11 +399,15 @@ def _own_connection(part: str) -> dist.Store:
 
 def _have_parted(beats: Mapping[int, Any]) -> bool:
     """Do two ranks have different hashes of as many calls, or has a rank left that others wait for?"""
-    first: dict[tuple[str, str], int] = {}
+    seen: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for beat in beats.values():
         for name, group in beat["groups"].items():
-            for number, chain in group["chains"].items():
-                if first.setdefault((name, number), chain) != chain:
+            for number, hashes in group["chains"].items():
+                same = seen.setdefault((name, number), [])
+                same.append(hashes)
+                if same[0][0] != hashes[0]:
+                    return True
+                if len(same) == len(group["ranks"]) and sum(balance for _, balance in same) != 0:
                     return True
     return any(beat["left"] and _lacks(beats, rank) for rank, beat in beats.items())
 
@@ -447,17 +416,13 @@ def _lacks(beats: Mapping[int, Any], rank: int) -> bool:
     """Has another rank called a collective that this one has not?"""
     own = beats[rank]["groups"]
     return any(
-        rank in group["ranks"] and group["count"] > own.get(name, {"count": 0})["count"]
+        rank in group["ranks"]
+        and group["count"] > own.get(name, {"count": 0})["count"]
+        and not group["threaded"]
         for other, beat in beats.items()
         if other != rank
         for name, group in beat["groups"].items()
     )
-
-
-def _is_behind(beats: Mapping[int, Any], everyone: range) -> bool:
-    if any(rank not in beats for rank in everyone):
-        return True
-    return any(_lacks(beats, rank) for rank in beats)
 
 
 # ---- the report -----------------------------------------------------------------------------------
@@ -479,24 +444,40 @@ def _where_they_part(records: Mapping[int, Any], world_size: int) -> tuple[str, 
                 for rank in holders
                 if _count(records[rank]["groups"][name]) >= number
             }
-            keys = {records[rank]["compared"][site] for rank, site in called.items()}
+            sites = {rank: records[rank]["sites"][site] for rank, site in called.items()}
+            whats, lines, balances, _ = zip(*sites.values(), strict=True)
             absent = [rank for rank in members if rank not in called]
-            if len(keys) == 1 and not absent:
+            differ = len({*whats}) > 1 or (not absent and sum(balances) != 0)
+            other_line = not differ and len({*lines}) > 1
+            if not (differ or other_line or absent):
                 continue
             title = f"collective {number} of {_group_words(members, world_size)}"
-            lines = _called(records, called)
-            gone = [rank for rank in absent if rank in records and records[rank]["left"]]
-            for rank in absent:
-                lines.append(f"  rank {rank}: {_absent(records, rank, name)}")
-            if len(keys) > 1:
+            told = _by_words({rank: site[-1] for rank, site in sites.items()})
+            threaded = any(record["groups"][name]["threaded"] for record in holders.values())
+            gone = [rank for rank in absent if rank in records and records[rank]["left"] and not threaded]
+            told += [f"  rank {rank}: {_absent(records, rank)}" for rank in absent]
+            if other_line:
+                told.append(
+                    "If it is right to call them from different lines, use check_in_step(by_line=False)."
+                )
+            if differ or other_line:
                 oldest = "" if number > start or start == 1 else " or before, which no rank remembers"
-                return f"the ranks part at {title}{oldest}.\n" + "\n".join(lines), True
+                return "\n".join([f"the ranks part at {title}{oldest}.", *told]), True
+            text = "\n".join([f"{title} waits for {rank_names(gone or absent)}.", *told])
             if gone:
-                return f"{title} waits for {rank_names(gone)}.\n" + "\n".join(lines), True
-            waits = waits or f"{title} waits for {rank_names(absent)}.\n" + "\n".join(lines)
+                return text, True
+            waits = waits or text
             break
-    if not waits and silent:
+    if not waits and silent and any(record["waits"] or record["left"] for record in records.values()):
         waits = f"nothing is heard of {rank_names(silent)}: has it entered check_in_step, and does it live?"
+    waiting = [rank for rank, record in records.items() if record["waits"] and not record["left"]]
+    if not waits and waiting and all(rank in waiting or record["left"] for rank, record in records.items()):
+        told = {
+            rank: f"{one['left'] or 'waiting ' + _place_of(one)}; {one['last']}"
+            for rank, one in records.items()
+        }
+        who = "all ranks wait" if len(waiting) == world_size else f"waiting: {rank_names(waiting)}"
+        waits = "\n".join([f"{who}, and no rank calls another collective.", *_by_words(told)])
     return waits, False
 
 
@@ -504,23 +485,23 @@ def _count(group: Any) -> int:
     return group["first"] + len(group["sites"]) - 1
 
 
-def _called(records: Mapping[int, Any], called: Mapping[int, int]) -> list[str]:
-    by_words: dict[str, list[int]] = {}
-    for rank, site in sorted(called.items()):
-        by_words.setdefault(records[rank]["words"][site], []).append(rank)
-    return [f"  {rank_names(ranks)}: {words}" for words, ranks in by_words.items()]
+def _by_words(words: Mapping[int, str]) -> list[str]:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(words.items()):
+        ranks.setdefault(text, []).append(rank)
+    return [f"  {rank_names(those)}: {text}" for text, those in ranks.items()]
 
 
-def _absent(records: Mapping[int, Any], rank: int, name: str) -> str:
+def _place_of(record: Any) -> str:
+    return record["stands"] or "outside of the program"
+
+
+def _absent(records: Mapping[int, Any], rank: int) -> str:
     """What a rank does that has not called a collective."""
     if rank not in records:
         return "does not answer"
     record = records[rank]
-    group = record["groups"].get(name, {"sites": []})
-    last = f"its last: {record['words'][group['sites'][-1]]}" if group["sites"] else "it has called none yet"
-    if record["left"]:
-        return f"{record['left']}; {last}"
-    return f"has not called it, and stands {record['stands'] or 'outside of the program'}; {last}"
+    return f"{record['left'] or 'has not called it, and stands ' + _place_of(record)}; {record['last']}"
 
 
 def _group_words(ranks: Sequence[int], world_size: int) -> str:

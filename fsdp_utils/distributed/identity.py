@@ -14,15 +14,6 @@ from torch.utils.data import DistributedSampler
 from fsdp_utils.distributed.agreement import library_store, wait_for
 from fsdp_utils.distributed.rank_errors import pack_error, unpack_error
 
-__all__ = [
-    "get_local_rank",
-    "get_node_rank",
-    "get_rank",
-    "get_world_size",
-    "rank0_first",
-    "sampler",
-]
-
 
 def get_rank() -> int:
     """The rank of this process.
@@ -76,23 +67,6 @@ def get_local_rank() -> int:
         device = torch.device("cuda", get_local_rank())
     """
     return _first_int("LOCAL_RANK", "SLURM_LOCALID", default=get_rank())
-
-
-def get_node_rank() -> int:
-    """The index of this process's host, from 0.
-
-    Returns:
-        GROUP_RANK (torchrun) or SLURM_NODEID (srun), else 0.
-
-    Raises:
-        ValueError: the launcher's variable is not a whole number.
-
-    Example::
-
-        if get_local_rank() == 0:
-            print(f"host {get_node_rank()} is ready")  # host 0 is ready
-    """
-    return _first_int("GROUP_RANK", "SLURM_NODEID", default=0)
 
 
 @contextmanager

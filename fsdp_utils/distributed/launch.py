@@ -1,7 +1,7 @@
 """Run a function on several ranks of this machine and bring back what each returns, or the first failure.
 
-The ranks are processes forked from a server that has torch imported (spawned where fork does not exist, or
-where they use GPUs). Their process group, gloo or NCCL, listens on the loopback interface only.
+The ranks are processes forked from a server that has torch imported. Their process group, gloo, listens on
+the loopback interface only.
 """
 
 import linecache
@@ -19,16 +19,16 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
-import torch
 
 from fsdp_utils.distributed import rank_process
-from fsdp_utils.distributed.rank_errors import unpack_error
-from fsdp_utils.distributed.rank_process import EXIT_CUT_OFF, START_LIMIT_S, CallersOutput, Job, rank_main
+from fsdp_utils.distributed.rank_errors import read_finding, unpack_error
+from fsdp_utils.distributed.rank_process import START_LIMIT_S, CallersOutput, Job, rank_main
 
 _PRELOAD = ["fsdp_utils.distributed.preload"]
 
@@ -37,16 +37,14 @@ _BLAME_S = 0.3  # after the first failure arrived, how long to wait for one that
 _EXIT_S = 5.0  # for a rank to leave once its result is here
 
 
-def run_on_ranks(
-    fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0, device: str = "cpu"
-) -> list[Any]:
+def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0) -> list[Any]:
     """Run `fn(*args)` on each of `world_size` ranks of this machine and return what each rank returned.
 
     Inside fn the process group is initialised, and RANK, LOCAL_RANK, WORLD_SIZE and so on are set as
     torchrun sets them (without MASTER_ADDR and MASTER_PORT: there is no port). fn may be defined anywhere:
     in a notebook cell, in a script (no `if __name__ == "__main__"` needed), in another function. It, its
     arguments and its results travel by value, tensors too. A DTensor arrives without its mesh: return
-    `.full_tensor()` or `.to_local()`.
+    `.full_tensor()` or `.to_local()`. No rank sees a GPU; ranks on GPUs are torchrun's.
     When the call ends, however it ends, the ranks and the processes they started are gone.
 
     Args:
@@ -55,8 +53,6 @@ def run_on_ranks(
         world_size: number of ranks. They share the cores: each has max(1, cores // world_size) threads, or
             OMP_NUM_THREADS if that is fewer.
         timeout: seconds that fn may take, counted from when all ranks are ready.
-        device: "cpu": a gloo process group, and no rank sees a GPU. "cuda": one GPU for each rank, its
-            current device; NCCL for CUDA tensors, gloo for CPU tensors. These ranks take longer to start.
 
     Returns:
         What fn returned, by rank.
@@ -65,10 +61,10 @@ def run_on_ranks(
         Exception: the failure that happened first among the ranks, of its own type, with that rank's
             traceback as its cause. A RuntimeError where that exception cannot be sent or would end this
             process (SystemExit), and where a rank died: it then names the rank and its signal or exit code.
-        TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand.
+        TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand. If it was
+            in `check_in_step`, what that had found is raised, from this error.
         TypeError: fn or args cannot be pickled.
-        ValueError: world_size is below 1, timeout is not above 0, or the device is unknown.
-        RuntimeError: there are fewer GPUs than ranks, for device="cuda"; this process is daemonic.
+        ValueError: world_size is below 1, or timeout is not above 0.
 
     Example::
 
@@ -85,20 +81,6 @@ def run_on_ranks(
         raise ValueError(
             f"run_on_ranks: expected a timeout above 0 and at most {_LONGEST_S:,.0f} seconds, found {timeout}"
         )
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f'run_on_ranks: expected device "cpu" or "cuda", found {device!r}')
-    if device == "cuda" and (gpus := torch.cuda.device_count()) < world_size:
-        why = " (this torch is a build without CUDA)" if not torch.backends.cuda.is_built() else ""
-        raise RuntimeError(
-            f'run_on_ranks: device="cuda" takes a GPU for each rank: expected {world_size}, found {gpus}{why}'
-            '. Ask for fewer ranks, or for device="cpu".'
-        )
-    if multiprocessing.current_process().daemon:
-        raise RuntimeError(
-            "run_on_ranks: this process is daemonic (a worker of a multiprocessing.Pool or of a DataLoader), "
-            "and Python lets such a process start no others. Call run_on_ranks from the main process or a "
-            "concurrent.futures.ProcessPoolExecutor, whose workers are not daemonic."
-        )
     try:
         call = cloudpickle.dumps((fn, args))
     except Exception as error:
@@ -107,7 +89,6 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory(prefix="fsdp_utils_") as directory:
         job = Job(
             world_size=world_size,
-            device=device,
             directory=Path(directory),
             # A forked rank would have the server's environment, as it was when that was started.
             environ={
@@ -123,7 +104,13 @@ def run_on_ranks(
         try:
             for rank in range(world_size):  # appended one by one: _kill is to know all that are started
                 ranks.append(_start(rank, job))  # noqa: PERF401
-            return _collect(ranks, timeout)
+            _receive_all(ranks, "ready", START_LIMIT_S, job)
+            _tell(ranks, "go")
+            packed = _receive_all(ranks, "result", timeout, job)
+            results = [_loads(rank, result) for rank, result in enumerate(packed)]
+            _tell(ranks, "done")
+            _await_exits(ranks)
+            return results
         finally:
             _kill(ranks)
 
@@ -133,52 +120,34 @@ class _Rank(NamedTuple):
     process: BaseProcess
     pipe: Connection
     control: Connection  # what is sent through it ends the rank, as does closing it
-    stack: Path
 
     def exited(self) -> str:
         """How this rank ended, in words."""
         self.process.join(1.0)  # a closed pipe is seen before the exit code is known
         code = self.process.exitcode
-        if code in (None, EXIT_CUT_OFF):
+        if code is None:
             return "closed its connection to the caller (does fn close descriptors that it did not open?)"
         if code < 0:
-            return f"was killed by signal {-code} ({_signal_name(-code)})"
+            names = {one.value: one.name for one in signal.Signals}  # without real-time signals
+            return f"was killed by signal {-code} ({names.get(-code, signal.strsignal(-code))})"
         return f"exited with code {code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have no names of their own
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
 def _start(rank: int, job: Job) -> _Rank:
     with _main_hidden():
-        method = _start_method(job.device)
+        method = _start_method()
         context: Any = multiprocessing.get_context(method)
         (ours, theirs), (control, held) = context.Pipe(), context.Pipe()
         output = CallersOutput() if method == "forkserver" else None
         process = context.Process(
             target=rank_main, args=(rank, job, theirs, held, output), name=f"rank {rank}"
         )
-        try:
+        with theirs, held:  # only the rank's ends stay open, so that its death closes the pipe
             process.start()
-        except BaseException:
-            ours.close()
-            control.close()
-            raise
-        finally:
-            theirs.close()
-            held.close()
-    return _Rank(rank, process, ours, control, job.stack_of(rank))
+    return _Rank(rank, process, ours, control)
 
 
-def _start_method(device: str) -> str:
-    if device == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"  # for CUDA, as a fork of a process that has asked for GPUs cannot use them
-    from multiprocessing.forkserver import ensure_running, set_forkserver_preload
-
+def _start_method() -> str:
     set_forkserver_preload(_PRELOAD)
     try:
         ensure_running()
@@ -205,21 +174,7 @@ def _main_hidden() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
-    """Exchange the messages ready, go, result and done with each rank; returns the results."""
-    _receive_all(ranks, "ready", START_LIMIT_S)
-    for rank in ranks:
-        _tell(rank, "go")
-    results = [_loads(rank, packed) for rank, packed in enumerate(_receive_all(ranks, "result", timeout))]
-    for rank in ranks:
-        _tell(rank, "done")
-    limit = time.monotonic() + _EXIT_S
-    for rank in ranks:
-        rank.process.join(max(0.0, limit - time.monotonic()))
-    return results
-
-
-def _receive_all(ranks: list[_Rank], expected: str, timeout: float) -> list[Any]:
+def _receive_all(ranks: list[_Rank], expected: str, timeout: float, job: Job) -> list[Any]:
     """The next message of each rank, by rank; raises the failure that happened first."""
     waiting = {rank.rank: rank for rank in ranks}
     received: dict[int, Any] = {}
@@ -229,46 +184,43 @@ def _receive_all(ranks: list[_Rank], expected: str, timeout: float) -> list[Any]
         wait([source for rank in waiting.values() for source in (rank.pipe, rank.process.sentinel)], left)
         for rank in list(waiting.values()):
             try:
-                if rank.pipe.poll():
-                    kind, content = rank.pipe.recv()
-                elif rank.process.exitcode is not None:
-                    raise EOFError
-                else:
+                if not rank.pipe.poll() and rank.process.exitcode is None:
                     continue
+                kind, content = rank.pipe.recv()
             except (EOFError, OSError):
                 # A death is never the consequence of an exception elsewhere, but the other way round it
                 # is the rule (connection closed by peer): so it counts as the earliest.
-                failures.append(
-                    (0, RuntimeError(f"run_on_ranks: rank {rank.rank} {rank.exited()} before fn returned"))
-                )
+                died = RuntimeError(f"run_on_ranks: rank {rank.rank} {rank.exited()} before fn returned")
+                failures.append((0, died))
             else:
                 if kind == "failure":
                     when, error = content
                     failures.append((when, unpack_error(error, f"rank {rank.rank} of {len(ranks)}")))
-                else:
-                    assert kind == expected, (kind, expected)
-                    received[rank.rank] = content
+                received[rank.rank] = content
             del waiting[rank.rank]
             if failures:
                 limit = min(limit, time.monotonic() + _BLAME_S)
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
+    if waiting and expected == "ready":
+        raise TimeoutError(f"run_on_ranks: ranks {sorted(waiting)} were not ready after {timeout:g} s")
     if waiting:
-        raise TimeoutError(_stacks(ranks, waiting, expected, timeout))
+        stood = TimeoutError(_stacks(sorted(waiting), job))
+        if (found := read_finding(job.directory / "finding")) is not None:
+            raise found from stood
+        raise stood
     return [received[rank.rank] for rank in ranks]
 
 
-def _stacks(ranks: list[_Rank], waiting: dict[int, _Rank], expected: str, timeout: float) -> str:
-    if expected == "ready":
-        return f"run_on_ranks: ranks {sorted(waiting)} were not ready after {timeout:g} s"
-    lines = [
-        f"run_on_ranks: fn did not return on ranks {sorted(waiting)} within {timeout:g} s. They stand at:"
-    ]
+def _stacks(waiting: list[int], job: Job) -> str:
+    """The lines on which the ranks stand."""
     time.sleep(_BLAME_S)  # their faulthandlers went off at this moment
-    for rank in ranks:
-        lines.append(f"rank {rank.rank}:" if rank.rank in waiting else f"rank {rank.rank}: has returned")
-        if rank.rank in waiting:
-            lines.append(_read_stack(rank.stack))
+    lines = [f"run_on_ranks: fn did not return on ranks {waiting} within {job.timeout:g} s. They stand at:"]
+    for rank in range(job.world_size):
+        if rank in waiting:
+            lines += [f"rank {rank}:", _read_stack(job.stack_of(rank))]
+        else:
+            lines.append(f"rank {rank}: has returned")
     return "\n".join(lines)
 
 
@@ -277,9 +229,7 @@ def _read_stack(path: Path) -> str:
     text = path.read_text() if path.exists() else ""
     main_thread = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)[-1]  # it is written last
     frames = []
-    for file, line, name in re.findall(
-        r'^  File "(.*)", line (\d+) in (.*)$', main_thread, flags=re.MULTILINE
-    ):
+    for file, line, name in re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main_thread, re.MULTILINE):
         if file == rank_process.__file__ and name == rank_main.__name__:
             break
         frames.append((file, int(line), name, linecache.getline(file, int(line)).strip()))
@@ -300,9 +250,16 @@ def _loads(rank: int, result: bytes) -> Any:
         ) from error
 
 
-def _tell(rank: _Rank, word: str) -> None:
-    with suppress(OSError):  # a rank that is gone is noticed where its answer is awaited
-        rank.pipe.send(word)
+def _tell(ranks: list[_Rank], word: str) -> None:
+    for rank in ranks:
+        with suppress(OSError):  # a rank that is gone is noticed where its answer is awaited
+            rank.pipe.send(word)
+
+
+def _await_exits(ranks: list[_Rank]) -> None:
+    limit = time.monotonic() + _EXIT_S
+    for rank in ranks:
+        rank.process.join(max(0.0, limit - time.monotonic()))
 
 
 def _kill(ranks: list[_Rank]) -> None:
@@ -310,17 +267,10 @@ def _kill(ranks: list[_Rank]) -> None:
     for rank in ranks:
         with suppress(OSError):  # the rank and its supervisor are gone
             rank.control.send("end")
-    limit = time.monotonic() + _EXIT_S
+    _await_exits(ranks)
     for rank in ranks:
-        rank.process.join(max(0.0, limit - time.monotonic()))
-    for rank in ranks:
-        if rank.process.exitcode is None:
-            # The supervisor does not answer. It leads the process group of the rank and its children.
-            if hasattr(os, "killpg") and rank.process.pid is not None:
-                with suppress(OSError):
-                    os.killpg(rank.process.pid, signal.SIGKILL)
-            rank.process.kill()
-            rank.process.join(_EXIT_S)
+        rank.process.kill()  # a supervisor that does not answer; the rank ends with it
+        rank.process.join(_EXIT_S)
         if rank.process.exitcode is not None:
             rank.process.close()
         rank.pipe.close()

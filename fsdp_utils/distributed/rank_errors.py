@@ -2,8 +2,12 @@
 
 import pickle
 import traceback
+from contextlib import suppress
+from pathlib import Path
 
 import cloudpickle
+
+finding: Path | None = None  # on a rank of run_on_ranks: for `keep_finding`
 
 
 class RankTraceback(Exception):
@@ -40,3 +44,18 @@ def unpack_error(packed: bytes, where: str) -> BaseException:
         error = RuntimeError(f"{where}: {summary}")
     error.__cause__ = RankTraceback(f"{where}\n\n{text}")
     return error
+
+
+def keep_finding(error: BaseException | None) -> None:
+    """Let run_on_ranks raise this error should its time run out; None takes it back."""
+    if finding is not None:
+        part = finding.with_suffix(".part")
+        with suppress(OSError):  # run_on_ranks has ended, and with it the directory
+            part.write_bytes(b"" if error is None else pack_error(error))
+            part.replace(finding)
+
+
+def read_finding(file: Path) -> BaseException | None:
+    """Read the error that a rank has kept, if one has."""
+    packed = file.read_bytes() if file.exists() else b""
+    return unpack_error(packed, "check_in_step") if packed else None

@@ -1,9 +1,12 @@
-"""A callback for Lightning's Trainer: what its training takes of the device."""
+"""Callbacks for Lightning's Trainer: measure memory, and save and resume with `save_distributed`."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from fsdp_utils._extras import need
+from fsdp_utils.checkpoint import CheckpointNotFoundError, PerRank, load_distributed, save_distributed
 from fsdp_utils.integrations.memory import numbers_of
+from fsdp_utils.integrations.rng import rng_state, set_rng_state
 from fsdp_utils.memory import Memory_Maximizer, MemoryReport
 
 if TYPE_CHECKING:
@@ -15,7 +18,7 @@ else:
     except ModuleNotFoundError:  # the reference is built without Lightning
         Callback = object
 
-__all__ = ["MemoryCallback"]
+__all__ = ["CheckpointCallback", "MemoryCallback"]
 
 
 class MemoryCallback(Callback):
@@ -58,3 +61,126 @@ class MemoryCallback(Callback):
         self.report = self._memory.stop()
         for logger in trainer.loggers:
             logger.log_metrics(numbers_of(self.report), step=trainer.global_step)
+
+
+class CheckpointCallback(Callback):
+    """Saves the training of `Trainer.fit()` with `save_distributed`, and resumes it, on any number of ranks.
+
+    A checkpoint holds the model, optimizers, learning rate schedules, gradient scaler, the progress of the
+    loops (`global_step`, epoch, batch), the callbacks' states, and each rank's random number generators;
+    no hyperparameters, and nothing of `on_save_checkpoint`. `fit()` of a new Trainer begins with the newest
+    checkpoint in the directory. Within an epoch it reads the epoch's earlier batches again and drops them:
+    the data loader needs no state (Lightning warns that it has none), but an order that depends on the epoch
+    alone, as that of `fsdp_utils.sampler(dataset)` does. Positions are counted in batches: on another number
+    of ranks, change each rank's batch size such that the batch of all ranks stays the same.
+
+    Args:
+        directory: as for `save_distributed`.
+        every_n_steps: optimizer steps between two saves. A save that falls on the last batch of an epoch
+            comes after its validation.
+        keep: as for `save_distributed`.
+
+    Raises:
+        ValueError: every_n_steps is below 1; or `fit(ckpt_path=...)` is to load another checkpoint.
+
+    Example::
+
+        checkpoints = CheckpointCallback("run", every_n_steps=2)
+        Trainer(callbacks=[checkpoints], **options).fit(model, loader)
+        print(len(list(Path("run").iterdir())))  # 2
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, every_n_steps: int, keep: int | None = None
+    ) -> None:
+        need("lightning.pytorch", "lightning")
+        if every_n_steps < 1:
+            raise ValueError(
+                f"CheckpointCallback: expected every_n_steps of at least 1, found {every_n_steps}"
+            )
+        self._directory, self._every, self._keep = directory, every_n_steps, keep
+        self._resumed: dict[str, Any] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step:
+            return
+        try:
+            found = load_distributed(self._directory, trainer.model, trainer.optimizers or None)
+        except CheckpointNotFoundError:
+            return
+        if trainer.ckpt_path:
+            raise ValueError(
+                f"CheckpointCallback: expected fit() without ckpt_path, as there is a checkpoint in "
+                f"{self._directory}, found {trainer.ckpt_path}. Leave one of them out"
+            )
+        # on another number of ranks than the one that saved: rank 0's values
+        saved = {key: one[0] if isinstance(one, PerRank) else one for key, one in found.items()}
+        trainer.precision_plugin.load_state_dict(saved["precision"])
+        for config, state in zip(trainer.lr_scheduler_configs, saved["schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
+        for callback in trainer.callbacks:
+            if callback.state_key in saved["callbacks"]:
+                callback.load_state_dict(saved["callbacks"][callback.state_key])
+        loop = trainer.fit_loop
+        loop.load_state_dict(saved["loops"])
+        if loop.epoch_loop.batch_progress.is_last_batch:  # the epoch had ended: begin the next as any other
+            for progress in (loop.epoch_progress.current, loop.epoch_progress.total):
+                progress.ready = progress.completed  # saved after the next epoch was counted
+            loop.epoch_loop.restarting = False
+            loop.on_iteration_done()
+        self._resumed = found
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._last = trainer.global_step
+        if self._resumed is None:
+            return
+        loop = trainer.fit_loop
+        if loop.restarting:  # within an epoch
+            for loader in loop._combined_loader.flattened:
+                if hasattr(getattr(loader, "sampler", None), "set_epoch"):
+                    loader.sampler.set_epoch(trainer.current_epoch)
+            fetcher = iter(loop._data_fetcher)  # Lightning began to read before it set the epoch
+            fetched = fetcher.fetched
+            for _ in range(loop.epoch_loop.batch_progress.current.ready):
+                next(fetcher)
+            fetcher.fetched = fetched  # Lightning adds the batches before these
+        if not isinstance(self._resumed["rng"], PerRank):
+            set_rng_state(self._resumed["rng"])
+        self._resumed = None
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._save_if_due(trainer)
+
+    # After the last batch come validation, the hooks of the epoch's end, and its schedulers.
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._save_if_due(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save_if_due(trainer)
+
+    def _save_if_due(self, trainer: Any) -> None:
+        step = trainer.global_step
+        if step // self._every == self._last // self._every:
+            return
+        self._last = step
+        loops = trainer.fit_loop.state_dict()
+        loops["state_dict"].pop("combined_loader", None)  # the position of this number of ranks
+        save_distributed(
+            self._directory,
+            trainer.model,
+            trainer.optimizers or None,
+            step=step,
+            keep=self._keep,
+            state={
+                "precision": trainer.precision_plugin.state_dict(),
+                "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            },
+            per_rank={  # callbacks and loops may keep times and losses of their rank
+                "loops": loops,
+                "callbacks": {
+                    one.state_key: state for one in trainer.callbacks if (state := one.state_dict())
+                },
+                "rng": rng_state(),
+            },
+        )

@@ -3,22 +3,28 @@
 import dataclasses
 import json
 import os
-import random
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from fsdp_utils._extras import need
-from fsdp_utils.checkpoint import CheckpointError, PerRank, Save, load_distributed, save_distributed
+from fsdp_utils.checkpoint import (
+    CheckpointError,
+    PerRank,
+    Save,
+    checkpoints,
+    load_distributed,
+    save_distributed,
+)
 from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
-from fsdp_utils.checkpoint.manifest import committed, find, read_manifest
-from fsdp_utils.checkpoint.metadata import read_described
-from fsdp_utils.checkpoint.validate import read_state
+from fsdp_utils.checkpoint.files import local_path
+from fsdp_utils.checkpoint.load import read_state
+from fsdp_utils.distributed.agreement import Ranks
 from fsdp_utils.distributed.identity import get_world_size
 from fsdp_utils.integrations.memory import numbers_of
+from fsdp_utils.integrations.rng import rng_state, set_rng_state
 from fsdp_utils.memory import Memory_Maximizer, MemoryReport
 
 if TYPE_CHECKING:
@@ -95,6 +101,7 @@ class CheckpointCallback(TrainerCallback):
     Raises:
         ValueError: the Trainer is to load its best model at the end or to upload what it saves, which it can
             with its own folders only; or it trains with DeepSpeed.
+        CheckpointError: the directory is a URL, or begins with ~.
 
     Example::
 
@@ -118,7 +125,7 @@ class CheckpointCallback(TrainerCallback):
                 f"callback replaces, found {found}"
             )
         self._trainer: Any = trainer
-        self._directory = Path(directory).absolute()
+        self._directory = local_path(directory)
         self._asynchronous, self._trained_only = asynchronous, ignore_frozen_params
         self._save_in_flight: Save | None = None
         self._resuming: tempfile.TemporaryDirectory[str] | None = None
@@ -146,19 +153,13 @@ class CheckpointCallback(TrainerCallback):
                 in the background failed.
         """
         wait_for_save_in_flight()  # of a training that raised
-        if not committed(self._directory):
+        # One rank looks, for all: another may see the directory later, and find an older checkpoint or none.
+        found = Ranks("CheckpointCallback.newest", CheckpointError).first(lambda: _newest(self._directory))
+        if found is None:
             return None
-        checkpoint = find(self._directory, "latest")
-        manifest = read_manifest(checkpoint)
-        state = read_state(checkpoint, read_described(checkpoint, manifest), manifest["tensors"])["state"]
-        if "trainer" not in state:
-            raise CheckpointError(
-                f"{checkpoint}: expected a checkpoint that CheckpointCallback saved, found one with the "
-                f"state {sorted(state)}"
-            )
-        self._step = manifest["step"]
+        self._step, text = found
         self._resuming = tempfile.TemporaryDirectory(prefix="trainer-state-")
-        Path(self._resuming.name, "trainer_state.json").write_text(state["trainer"])
+        Path(self._resuming.name, "trainer_state.json").write_text(text)
         return self._resuming.name
 
     def on_train_begin(
@@ -205,25 +206,42 @@ class CheckpointCallback(TrainerCallback):
         text = [json.dumps(dataclasses.asdict(trainer.state))]
         if get_world_size() > 1:
             dist.broadcast_object_list(text)
-        scaler = getattr(trainer.accelerator, "scaler", None)
+        scaler, limit = getattr(trainer.accelerator, "scaler", None), trainer.args.save_total_limit
         self._save_in_flight = save_distributed(
             self._directory,
             trainer.model,
             trainer.optimizer,
             step=trainer.state.global_step,
-            keep=trainer.args.save_total_limit,
+            keep=limit if limit and limit > 0 else None,  # a Trainer deletes nothing for 0 and less
             asynchronous=self._asynchronous,
             ignore_frozen_params=self._trained_only,
-            scheduler=trainer.lr_scheduler.state_dict(),
-            scaler=scaler and scaler.state_dict(),
-            trainer=text[0],
-            rng=_rng_state(),
+            state={
+                "scheduler": trainer.lr_scheduler.state_dict(),
+                "scaler": scaler and scaler.state_dict(),
+                "trainer": text[0],
+            },
+            per_rank={"rng": rng_state()},
         )
 
     def _restore_rng(self) -> None:
         if self._rng is not None:
-            _set_rng_state(self._rng)
+            set_rng_state(self._rng)
             self._rng = None
+
+
+def _newest(directory: Path) -> tuple[int, str] | None:
+    """Return step and Trainer's state, as JSON, of the newest checkpoint; None where there is none."""
+    there = checkpoints(directory)
+    if not there:
+        return None
+    step, checkpoint = list(there.items())[-1]
+    state = read_state(checkpoint)
+    if "trainer" not in state:
+        raise CheckpointError(
+            f"{checkpoint}: expected a checkpoint that CheckpointCallback saved, found one with the "
+            f"state {sorted(state)}"
+        )
+    return step, state["trainer"]
 
 
 def _needs_own_checkpoints(trainer: Any) -> str:
@@ -233,24 +251,3 @@ def _needs_own_checkpoints(trainer: Any) -> str:
     if trainer.args.push_to_hub and trainer.args.hub_strategy != "end":
         return f'push_to_hub=True without hub_strategy="end" (it is {str(trainer.args.hub_strategy)!r})'
     return "DeepSpeed" if trainer.is_deepspeed_enabled else ""
-
-
-def _rng_state() -> dict[str, Any]:
-    """The generators of this rank, as plain data."""
-    numpy = need("numpy", "train")
-    name, keys, *others = numpy.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys), *others),
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    name, keys, *others = state["numpy"]
-    random.setstate(state["python"])
-    need("numpy", "train").random.set_state((name, keys.numpy(), *others))
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -12,9 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_utils.torch_internals.runtime import storage_id
 
-# The names under which FSDP1, FSDP2 and plain torch.distributed calls reach the dispatcher.
-ALL_GATHERS = {"c10d::allgather_", "c10d::_allgather_base_"}
-REDUCE_SCATTERS = {"c10d::reduce_scatter_", "c10d::_reduce_scatter_base_"}
+# The names under which FSDP1, FSDP2, plain torch.distributed calls and functional collectives (those of
+# DTensor) reach the dispatcher.
+ALL_GATHERS = {"c10d::allgather_", "c10d::_allgather_base_", "_c10d_functional::all_gather_into_tensor"}
+REDUCE_SCATTERS = {
+    "c10d::reduce_scatter_",
+    "c10d::_reduce_scatter_base_",
+    "_c10d_functional::reduce_scatter_tensor",
+}
 COPY_OUT = "fsdp::split_with_sizes_copy"  # FSDP2 copies each parameter out of what was gathered
 
 
@@ -89,7 +94,7 @@ class Meter(TorchDispatchMode):
         result = func(*args, **kwargs)
         name = func.name()
         if name in ALL_GATHERS:
-            gathered = list(_tensors(args[0]))
+            gathered = list(_tensors(args[0] if name.startswith("c10d") else result))
             self.all_gathers += 1
             self.gathered_bytes += sum(tensor.nbytes for tensor in gathered)
             self._hold_whole(gathered)

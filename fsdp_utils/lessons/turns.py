@@ -1,20 +1,24 @@
-"""Your turn: what a reader wrote has run on the ranks; hold what was measured against a target."""
+"""Your turn: measure what a reader wrote, and hold the measured values against a target."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from IPython.core.getipython import get_ipython
 
 from fsdp_utils.lessons.lesson import NOTEBOOKS
 from fsdp_utils.lessons.tables import Table
-from fsdp_utils.notebook import ranks
+from fsdp_utils.notebook import ranks, tracebacks
+from fsdp_utils.notebook.cell import RankError
 
 SOURCES = NOTEBOOKS / "src"
+TIMEOUT_S = 10.0  # the longest that a collective of a turn may wait: an answer computes for a second or two
 
 _ANSWER = re.compile(r'^# %% .*tags=\["(solution|wrong)"\].*\bturn=(\d+)(?:.*\braises="(.*)")?')
+_OTHERS = re.compile(r"^Meanwhile\n(.+?)\n\n", re.MULTILINE | re.DOTALL)  # where the other ranks stood
 _WITH_COMMENT_SIGN = re.compile(r"^# (?=%%)")  # a magic is a comment in the source of a lesson
 
 
@@ -35,15 +39,12 @@ class Goal:
 
 def exactly(value: Any, *, otherwise: str) -> Goal:
     """The value itself, where 8 and 8.0 are the same."""
-    return Goal(_text(value), lambda found: found is not None and bool(found == value), otherwise)
+    return Goal(_text(value), lambda found: bool(found == value), otherwise)
 
 
 def at_most(value: float, *, otherwise: str) -> Goal:
     """This value or less."""
-    return Goal(f"at most {_text(value)}", lambda found: found is not None and found <= value, otherwise)
-
-
-_goals: dict[int, Mapping[str, Goal]] = {}  # by the number of the turn, for try_answers
+    return Goal(f"at most {_text(value)}", lambda found: found <= value, otherwise)
 
 
 class Verdict(Table):
@@ -53,18 +54,20 @@ class Verdict(Table):
         missing = [rank for rank, result in enumerate(results) if result is None]
         problems = [result["problem"] for result in results if result and result.get("problem")]
         self.advice: list[str] = [] if missing else problems[:1]
-        shown = next((result for result in results if result is not None), {})
-        marks = []
+        rows, unmeasured = [], []
         for name, goal in goals.items():
-            missed = [
-                rank
-                for rank, result in enumerate(results)
-                if result is not None and not goal.meets(result.get(name))
-            ]
-            if missed and not missing and not problems:
+            values = [] if missing or problems else [(result or {}).get(name) for result in results]
+            measured = [value for value in values if value is not None]
+            missed = [value for value in measured if not goal.meets(value)]
+            if missed:
                 self.advice.append(goal.otherwise)
-                shown = {**shown, name: (results[missed[0]] or {}).get(name)}
-            marks.append("·" if missing or problems else "✗" if missed else "✓")
+            elif len(measured) < len(values):
+                unmeasured.append(name)
+            mark = "✗" if missed else "·" if len(measured) < len(values) or not values else "✓"
+            shown = [*missed, *measured] if mark != "·" else []
+            rows.append([name, _text(shown[0]) if shown else "·", goal.wanted, mark])
+        if unmeasured and not self.advice:
+            self.advice.append(f"Not measured: {'; '.join(unmeasured)}.")
         if missing:
             verdict = (
                 "Not yet: there is nothing to measure."
@@ -74,27 +77,146 @@ class Verdict(Table):
         else:
             verdict = " ".join(self.advice) or "Right: every rank meets the target."
         self.solved = not missing and not self.advice
-        super().__init__(
-            ["", "yours", "target", ""],
-            [
-                [name, "·" if missing or problems else _text(shown.get(name)), goal.wanted, mark]
-                for (name, goal), mark in zip(goals.items(), marks, strict=True)
-            ],
-            note=verdict,
-        )
+        super().__init__(["", "yours", "target", ""], rows, note=verdict)
 
 
-def turn(number: int, results: Sequence[Mapping[str, Any] | None], goals: Mapping[str, Goal]) -> Verdict:
-    """Hold what a reader's code measured against the target.
+@dataclass
+class _Turn:
+    """A turn that was run: how to score an answer, for `try_answers`, and what the reader's measured."""
+
+    call: str
+    goals: Mapping[str, Goal]
+    results: list[Any]
+
+
+_turns: dict[int, _Turn] = {}
+
+
+def turn(
+    number: int,
+    call: str,
+    goals: Mapping[str, Goal],
+    *,
+    on_ranks: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> Verdict:
+    """Measure what a reader wrote, forget it, and hold the measured values against the target.
+
+    The answer, or what there is of it, is deleted here. So an answer whose cell raises is not there, and
+    neither an older answer nor its values can pass for it.
 
     Args:
-        number: of the turn in its lesson; `try_answers` uses the same goals again.
-        results: by rank, the measured values by name (`ranks.get("result")`). None: nothing was written yet.
-            `{"problem": sentence}`: nothing could be measured, for this reason.
-        goals: by the same names, what they should be.
+        number: of the turn in its lesson; `try_answers` uses the same call and goals again.
+        call: the lesson's scoring function and what the reader wrote: `"score(my_save, my_load)"`. It returns
+            the measured values by name; `{"problem": sentence}` where there are none, for this reason; None
+            where the reader's function returned None.
+        goals: by the same names, the targets.
+        on_ranks: whether both are on the ranks, or else in the notebook.
+        timeout_s: the longest that a collective may wait.
     """
-    _goals[number] = goals
-    return Verdict(results, goals)
+    now = _turns[number] = _Turn(call, goals, [])
+    shell = get_ipython()
+    assert shell is not None, "a turn runs in a notebook"
+    try:
+        if on_ranks:
+            module = f"__import__({__name__!r}, fromlist=['measure'])"
+            asked = ranks.get(f"{module}.not_ready({call!r}, globals())")
+            now.results = [result for each in asked for result in each]
+            if now.results:
+                ranks.get(f"{module}.forget({call!r}, globals())")
+            else:
+                measuring = f"_measured = {module}.measure({call!r}, globals())"
+                shell.run_cell_magic("ranks", f"--timeout {timeout_s:g}", measuring)
+                now.results = ranks.get("_measured")
+        else:
+            now.results = not_ready(call, shell.user_ns) or [measure(call, shell.user_ns)]
+            forget(call, shell.user_ns)
+    except RankError as error:
+        _, cell, place = error.details.partition("in an earlier cell")
+        now.results = [_problem(str(error), error.where, cell + place or error.details)]
+        if "A collective waits at most" in error.details and (others := _OTHERS.search(error.details)):
+            now.results[0]["problem"] += f". Meanwhile {others[1].replace(chr(10), ', ')}."
+    except Exception as error:
+        if on_ranks:
+            raise
+        found = tracebacks.describe(error, "")
+        now.results = [
+            _problem(f"your code raised {found['name']}: {found['message']}", found["where"], found["text"])
+        ]
+    return Verdict(now.results, goals)
+
+
+def _problem(what: str, where: str | None, excerpt: str) -> dict[str, str]:
+    print(excerpt)
+    return {"problem": f"Nothing to measure: {what}" + (f" ({where})" if where else "")}
+
+
+def yours(number: int, name: str) -> list[Any]:
+    """Return one measured value of the reader's answer, by rank; nothing where a rank has not measured it.
+
+    Args:
+        number: of the turn.
+        name: of the value.
+    """
+    results = _turns[number].results if number in _turns else []
+    values = [(result or {}).get(name) for result in results]
+    return [] if any(value is None for value in values) else values
+
+
+def forget(call: str, namespace: dict[str, Any]) -> None:
+    """Delete an answer, or what there is of it; arguments as `measure`."""
+    for name in re.findall(r"\w+", call)[1:]:
+        namespace.pop(name, None)
+
+
+def not_ready(call: str, namespace: Mapping[str, Any]) -> list[dict[str, str] | None]:
+    """Return the one result of an answer that cannot be measured yet, or nothing; arguments as `measure`.
+
+    Asked before any rank begins to score: where one of them has no answer, the others would wait for it.
+    """
+    names = re.findall(r"\w+", call)
+    for name in names:
+        if name not in namespace:
+            sentence = f"There is no `{name}`: run the cells of this turn from the first one."
+            why = "Each time its cell runs, your code is measured once."
+            if name == names[0]:
+                why = "After a restart of the ranks or the kernel, begin with the first cell of the lesson."
+            return [{"problem": f"{sentence} {why}"}]
+    empty = [name for name in names[1:] if _is_empty(namespace[name])]
+    if len(empty) == len(names) - 1:
+        return [None]
+    return [{"problem": f"`{name}` is still empty."} for name in empty[:1]]
+
+
+def measure(call: str, namespace: dict[str, Any]) -> dict[str, Any]:
+    """Score the answer in a namespace and delete it there.
+
+    Args:
+        call: as for `turn`.
+        namespace: has the scoring function and the answer.
+
+    Returns:
+        What the scoring function returns.
+
+    Raises:
+        Exception: what the answer raised, or what the scoring function raised because of it.
+    """
+    score, *names = re.findall(r"\w+", call)
+    try:
+        found = namespace[score](*(namespace[name] for name in names))
+    finally:
+        forget(call, namespace)
+    either = " or ".join(f"`{name}`" for name in names)
+    return {"problem": f"{either} returned None: is a `return` missing?"} if found is None else found
+
+
+def _is_empty(part: Any) -> bool:
+    """Tell whether a function, or each method of a class but `__init__`, does nothing, as in a stub."""
+    if isinstance(part, type):
+        methods = [m for name, m in vars(part).items() if isinstance(m, FunctionType) and name != "__init__"]
+        return all(map(_is_empty, methods))
+    code, nothing = getattr(part, "__code__", None), (lambda: None).__code__
+    return code is not None and (code.co_code, code.co_consts) == (nothing.co_code, nothing.co_consts)
 
 
 class Answer(NamedTuple):
@@ -110,29 +232,25 @@ def try_answers(lesson: int, *, folder: Path = SOURCES) -> None:
     """Run the lesson's solutions and its known wrong answers, in copies of the namespaces they belong to.
 
     Each answer is a cell of the lesson's source with the tag "solution" or "wrong" and the number of its
-    turn. It leaves what it measured in a variable `result`; a wrong one may raise an error that it names.
+    turn, which has been run. A wrong one may name a part of the error that it raises.
 
     Args:
         lesson: its number.
         folder: holds the sources of the lessons.
 
     Raises:
-        AssertionError: a solution misses its target, or a wrong answer meets it.
+        AssertionError: a solution misses its target, or a wrong answer meets it or raises another error.
     """
     solved = refused = 0
     for answer in answers(_source(lesson, folder)):
-        try:
-            verdict = Verdict(_results(answer.code), _goals[answer.turn])
-        except Exception as error:
-            if answer.raises is None or answer.raises not in str(error):
-                raise
-            refused += 1
-            continue
+        verdict = Verdict(_results(answer), _turns[answer.turn].goals)
         if answer.kind == "solution":
             assert verdict.solved, f"The solution of turn {answer.turn} misses its target:\n{verdict}"
             solved += 1
         else:
             assert verdict.advice, f"A wrong answer to turn {answer.turn} meets its target:\n{answer.code}"
+            raised = answer.raises or ""
+            assert raised in verdict.advice[0], f"expected {raised!r} in the verdict:\n{verdict}"
             refused += 1
     print(f"Checked: {solved} solutions meet their targets, {refused} wrong answers are refused.")
 
@@ -142,11 +260,11 @@ def run_solution(lesson: int, number: int, *, folder: Path = SOURCES) -> list[An
 
     Args:
         lesson: its number.
-        number: of the turn.
+        number: of the turn, which has been run.
         folder: holds the sources of the lessons.
     """
     found = answers(_source(lesson, folder))
-    return _results(next(a.code for a in found if (a.kind, a.turn) == ("solution", number)))
+    return _results(next(a for a in found if (a.kind, a.turn) == ("solution", number)))
 
 
 def _source(lesson: int, folder: Path) -> str:
@@ -169,20 +287,26 @@ def answers(source: str) -> list[Answer]:
     return found
 
 
-def run_answer(code: str, namespace: Mapping[str, Any]) -> Any:
-    """What the code leaves in `result`. The namespace itself is not changed."""
-    scratch = {**namespace, "result": None}
+def run_answer(code: str, call: str, namespace: Mapping[str, Any]) -> Any:
+    """What the answer in this code measures, or `{"problem": error}`. The namespace itself is not changed."""
+    names = re.findall(r"\w+", call)[1:]
+    scratch = {name: value for name, value in namespace.items() if name not in names}
     exec(compile(code, "answer", "exec"), scratch)  # the lesson's own source
-    return scratch["result"]
+    assert scratch.keys() >= set(names), f"expected an answer that defines {names}, found:\n{code}"
+    try:
+        return (not_ready(call, scratch) or [measure(call, scratch)])[0]
+    except Exception as error:
+        return {"problem": f"{type(error).__name__}: {error}"}
 
 
-def _results(code: str) -> list[Any]:
-    magic, _, body = code.partition("\n")
+def _results(answer: Answer) -> list[Any]:
+    magic, _, body = answer.code.partition("\n")
+    call = _turns[answer.turn].call
     if magic.strip() == "%%ranks":
         module = f"__import__({__name__!r}, fromlist=['run_answer'])"
-        return ranks.get(f"{module}.run_answer({body!r}, globals())")
+        return ranks.get(f"{module}.run_answer({body!r}, {call!r}, globals())")
     shell = get_ipython()
-    return [run_answer(code, {} if shell is None else shell.user_ns)]
+    return [run_answer(answer.code, call, {} if shell is None else shell.user_ns)]
 
 
 def _text(value: Any) -> str:

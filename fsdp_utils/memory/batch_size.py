@@ -1,30 +1,18 @@
 """Search for the batch size with the most samples per second, without retries or running out of memory."""
 
-import html
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 
 from fsdp_utils.distributed.agreement import Ranks, agree
-from fsdp_utils.distributed.failures import (
-    CannotRecover,
-    Gradients,
-    PeerFailed,
-    is_out_of_memory,
-    recover,
-    stop_together,
-)
-from fsdp_utils.distributed.identity import get_rank
-from fsdp_utils.memory.device_stats import GIB, DeviceStats, device_stats
+from fsdp_utils.memory.device_stats import GIB, DeviceStats, Reading, count_since, device_stats
+from fsdp_utils.memory.recovery import StepFailed, StepOutOfMemory, is_out_of_memory, recover, run_together
 
-__all__ = ["BatchSizeSearch", "Trial", "find_batch_size"]
-
-_NEARLY = 0.7  # of the fastest speed: a trial's first measurement may be that far from the truth
-_REPETITIONS = 3
-_MARGIN = 0.02  # less is not worth a smaller batch size
+_TIMED_STEPS = 3
+_MARGIN = 0.02  # less speed than that is not worth a smaller batch size
+_COLLECTIVE_S = 300.0  # how much later than others a rank may come: the first step may compile
 
 
 @dataclass(frozen=True)
@@ -34,8 +22,8 @@ class Trial:
     Args:
         batch_size: samples per step and rank.
         outcome: "ok", "retries" or "OOM".
-        samples_per_s: of all ranks together; None after OOM. Where the trial was repeated, of the fastest.
-        seconds_per_step: on the slowest rank; None after OOM.
+        samples_per_s: of all ranks together, in the fastest step; None after OOM.
+        seconds_per_step: of the fastest step, on the slowest rank; None after OOM.
         max_reserved_gib: on the fullest rank; None where the device does not say.
         num_alloc_retries: on all ranks together; None where the device does not count them.
     """
@@ -53,31 +41,36 @@ class BatchSizeSearch:
     """The result of `find_batch_size`.
 
     Args:
-        best: the batch size per rank that trained the most samples per second without retries; of several
-            that are equally fast, as far as can be measured, the largest. None when there were retries, or
-            no memory, at every batch size that was tried.
         trials: every batch size that was tried, in the order in which it was.
     """
 
-    best: int | None
     trials: tuple[Trial, ...]
 
-    def __str__(self) -> str:
-        rows = [_HEAD, *(self._row(trial) for trial in sorted(self.trials, key=lambda t: t.batch_size))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-        lines = [
-            "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows
-        ]
-        return "\n".join([*lines, self._conclusion()])
+    @property
+    def best(self) -> int | None:
+        """The batch size per rank that trained the most samples per second without retries.
 
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in _HEAD)
-        rows = ""
-        for trial in sorted(self.trials, key=lambda t: t.batch_size):
-            cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in self._row(trial))
-            style = ' style="font-weight:bold"' if trial.batch_size == self.best else ""
-            rows += f"<tr{style}>{cells}</tr>"
-        return f"<table><tr>{head}</tr>{rows}</table><div>{html.escape(self._conclusion())}</div>"
+        Of several that are within 2% of the fastest, the largest. None when there were retries, or no
+        memory, at every batch size that was tried.
+        """
+        speeds = {
+            trial.batch_size: trial.samples_per_s or 0.0 for trial in self.trials if trial.outcome == "ok"
+        }
+        fastest = max(speeds.values(), default=0.0)
+        return max((size for size, speed in speeds.items() if speed >= (1 - _MARGIN) * fastest), default=None)
+
+    def __str__(self) -> str:
+        rows = [("batch size", "samples/s", "s/step", "reserved GiB", "retries", "")]
+        rows += [self._row(trial) for trial in sorted(self.trials, key=lambda trial: trial.batch_size)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        if self.best is None:
+            lines.append("Best: none. Every batch size that was tried had retries or ran out of memory.")
+        else:
+            lines.append(f"Best: {self.best} per rank.")
+        return "\n".join(lines)
+
+    __repr__ = __str__
 
     def _row(self, trial: Trial) -> tuple[str, ...]:
         def show(value: float | None, digits: int) -> str:
@@ -92,33 +85,23 @@ class BatchSizeSearch:
             "best" if trial.batch_size == self.best else trial.outcome,
         )
 
-    def _conclusion(self) -> str:
-        if self.best is None:
-            return "Best: none. Every batch size that was tried had retries or ran out of memory."
-        return f"Best: {self.best} per rank."
-
-
-_HEAD = ("batch size", "samples/s", "s/step", "reserved GiB", "retries", "")
-
 
 def find_batch_size(
     step: Callable[[int], object],
     *,
     start: int = 1,
     limit: int | None = None,
-    steps: int = 3,
     device: torch.device | str | DeviceStats | None = None,
-    timeout: float = 300.0,
 ) -> BatchSizeSearch:
     """Search for the batch size with the most samples per second, without retries or running out of memory.
 
     NOTE: call it on ALL ranks. It doubles the batch size until a trial runs out of memory or has retries,
-    then halves the distance between the largest that succeeded and the smallest that failed. A trial that
-    runs out of memory on one rank counts as such on all. After it the state of FSDP2's models is reset, the
-    gradients that the trial has made or changed are dropped, the cache is emptied, and the search goes on.
+    then halves the distance between the largest that succeeded and the smallest that failed. A trial has two
+    untimed steps and three timed ones, of which the fastest counts: other work on the machine only makes a
+    step slower. Retries are counted from the second step on.
 
-    Speeds vary from trial to trial. Where a larger batch size is nearly as fast as the fastest, the trials of
-    both are repeated, and the larger one is the best unless it is slower by more than the speeds vary.
+    A trial that runs out of memory on one rank counts as such on all. After it the gradients of every tensor
+    in the process are dropped, FSDP2's models are reset, the cache is emptied, and the search goes on.
 
     The steps are real: they train. Call it before the weights are loaded, or load them again afterwards.
 
@@ -127,20 +110,19 @@ def find_batch_size(
         start: the first batch size, per rank.
         limit: the largest that may be tried, per rank. Required on the CPU, where the system ends a process
             that takes too much memory, without an exception.
-        steps: timed steps per trial; two untimed ones come before. Retries are counted from the second on.
         device: as for `Memory_Maximizer`.
-        timeout: seconds that the ranks wait for each other at most, each time.
 
     Returns:
-        The best batch size and the table of trials, the same on every rank.
+        The trials and the best batch size, the same on every rank.
 
     Raises:
-        ValueError: the arguments make no sense, or differ between ranks.
-        RuntimeError: the search cannot continue; the text holds what it has found so far. A rank does not
-            answer. Or a model cannot be reset: FSDP1, and FSDP2 in a torch without
-            `FSDPModule.reset_iter_state` (DDP raises by itself, in its next step). Or one of several ranks
-            ran out of memory in a timed step, after untimed ones that succeeded; its peers may then wait in
-            a collective until it ends, or until the process group's own timeout.
+        ValueError: start or limit make no sense.
+        RuntimeError: the search cannot continue; the text holds what it has found so far. The arguments
+            differ between ranks, a rank does not answer within 30 s, or within 300 s in a trial. Or a model
+            cannot be reset: FSDP1, and FSDP2 in a torch without `FSDPModule.reset_iter_state` (DDP raises by
+            itself, in its next step). Or one of several ranks ran out of memory in a timed step, after
+            untimed ones that succeeded; its peers may then wait in a collective until it ends, or until the
+            process group's own timeout.
         Exception: what `step` raises, other than for lack of memory (torch.OutOfMemoryError, MemoryError, and
             the RuntimeErrors of CUDA, its libraries and the CPU's allocator that say so). Other ranks raise
             a RuntimeError that names the rank.
@@ -157,174 +139,95 @@ def find_batch_size(
         batch_size = search.best
     """
     stats = device_stats(device)
-    whole = all(
-        isinstance(n, int) and not isinstance(n, bool) for n in (start, steps, limit) if n is not None
-    )
-    if not whole or start < 1 or steps < 1 or (limit is not None and limit < start):
+    numbers = [start] if limit is None else [start, limit]
+    if not all(type(number) is int for number in numbers) or not 1 <= numbers[0] <= numbers[-1]:
         raise ValueError(
-            f"find_batch_size: expected whole numbers with 1 <= start <= limit and steps of at least 1, "
-            f"found start={start!r}, limit={limit!r}, steps={steps!r}"
+            "find_batch_size: expected whole numbers with 1 <= start <= limit, "
+            f"found start={start!r}, limit={limit!r}"
         )
     if stats.kind == "process" and limit is None:
         raise ValueError(
             "find_batch_size: on the CPU pass limit=: the system kills a process that uses too much memory"
         )
+    ranks = agree(
+        "find_batch_size",
+        lambda: {"start": start, "limit": limit},
+        error=StepFailed,
+        topic="batch_size",
+        collective_s=_COLLECTIVE_S,
+    )
     trials: list[Trial] = []
-    ranks = bar = None
     try:
-        ranks = agree(
-            "find_batch_size",
-            lambda: {"_asked": (start, limit, steps)},
-            error=CannotRecover,
-            topic="batch_size",
-            wait_s=timeout,
-        )
-        ranks.consequence = ". Every rank must take part, and issue the same collectives."
-        asked = [tuple(facts["_asked"]) for facts in ranks.facts]
-        if len(set(asked)) > 1:
-            raise ValueError(f"find_batch_size: the ranks ask for different (start, limit, steps): {asked}")
-        bar = _progress_bar()
-        fits, fails, size = 0, None, start
+        good, bad, size = 0, None, start
         while size is not None:
-            trial = _try(step, size, steps, stats, ranks)
+            trial = _try(step, size, stats, ranks)
             trials.append(trial)
-            if bar is not None:
-                bar.set_postfix_str(f"batch size {size}: {trial.outcome}")
-                bar.update()
             if trial.outcome == "ok":
-                fits = size
+                good = size
             else:
-                fails = size
-            size = _next(fits, fails, limit)
-        margin = _MARGIN
-        if len(contenders := _contenders(trials)) > 1:
-            margin = _repeat(trials, contenders, lambda size: _try(step, size, steps, stats, ranks))
-    except CannotRecover as error:
-        text = f"find_batch_size: {str(error).removeprefix('find_batch_size: ')}"
-        raise RuntimeError(f"{text} Found so far:\n{_search(trials)}") from error
+                bad = size
+            size = _next(good, bad, limit)
+    except StepFailed as error:
+        found = BatchSizeSearch(tuple(trials))
+        raise RuntimeError(f"{error} Found so far:\n{found}") from error
     finally:
-        if bar is not None:
-            bar.close()
-        if ranks is not None:
-            ranks.close()
-    return _search(trials, margin)
+        ranks.close()
+    return BatchSizeSearch(tuple(trials))
 
 
-def _search(trials: list[Trial], margin: float = _MARGIN) -> BatchSizeSearch:
-    """The largest batch size whose speed is within the margin of the fastest one's."""
-    ok = [trial for trial in trials if trial.outcome == "ok"]
-    fastest = max((trial.samples_per_s or 0.0 for trial in ok), default=0.0)
-    equal = [t.batch_size for t in ok if (t.samples_per_s or 0.0) >= (1 - margin) * fastest]
-    return BatchSizeSearch(max(equal, default=None), tuple(trials))
+def _next(good: int, bad: int | None, limit: int | None) -> int | None:
+    """The batch size to try next; None when none is left between `good` and `bad`."""
+    if bad is None:
+        larger = 2 * good if limit is None else min(2 * good, limit)
+        return larger if larger > good else None
+    return (good + bad) // 2 if bad - good > 1 else None
 
 
-def _contenders(trials: list[Trial]) -> list[int]:
-    """The fastest batch size, and larger ones that are nearly as fast."""
-    ok = [trial for trial in trials if trial.outcome == "ok"]
-    if not ok:
-        return []
-    fastest = max(ok, key=lambda trial: trial.samples_per_s or 0.0)
-    bound = _NEARLY * (fastest.samples_per_s or 0.0)
-    return [
-        trial.batch_size
-        for trial in ok
-        if trial.batch_size >= fastest.batch_size and (trial.samples_per_s or 0.0) >= bound
-    ]
-
-
-def _repeat(trials: list[Trial], sizes: list[int], run: Callable[[int], Trial]) -> float:
-    """Repeat the trials of these sizes, in turns. Returns the fraction by which speeds vary.
-
-    Other work on the machine only makes a trial slower. So the fastest repetition counts, and speeds vary by
-    the distance of the median repetition from it.
-    """
-    place = {trial.batch_size: i for i, trial in enumerate(trials)}
-    speeds = {size: [trials[place[size]].samples_per_s or 0.0] for size in sizes}
-    for _ in range(_REPETITIONS):
-        for size in sizes:
-            known = trials[place[size]]
-            if known.outcome != "ok":
-                continue
-            found = run(size)
-            if found.outcome != "ok":  # it is at the limit of the memory, and does not always fit
-                trials[place[size]] = found
-                continue
-            if (found.samples_per_s or 0.0) > max(speeds[size]):
-                trials[place[size]] = found
-            speeds[size].append(found.samples_per_s or 0.0)
-    variation = max(1 - median(found) / max(found) for found in speeds.values())
-    return min(max(variation, _MARGIN), 1 - _NEARLY)
-
-
-def _next(fits: int, fails: int | None, limit: int | None) -> int | None:
-    """The batch size to try next; None when none is left between `fits` and `fails`."""
-    if fails is None:
-        larger = 2 * fits if limit is None else min(2 * fits, limit)
-        return larger if larger > fits else None
-    return (fits + fails) // 2 if fails - fits > 1 else None
-
-
-def _try(step: Callable[[int], object], size: int, steps: int, stats: DeviceStats, ranks: Ranks) -> Trial:
+def _try(step: Callable[[int], object], size: int, stats: DeviceStats, ranks: Ranks) -> Trial:
     stats.empty_cache()  # blocks that trials of other sizes left in the cache would not fit this one
-    before = Gradients()
     try:
-        with stop_together(ranks):
-            step(size)  # fills the allocator's cache
-            stats.reset()
-            step(size)  # from the second step on, memory is as in all later ones
-    except PeerFailed as error:
-        if not error.out_of_memory:
-            raise RuntimeError(f"find_batch_size: step({size}): {error}") from None
-        return _out_of_memory(size, error, stats, before)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return _out_of_memory(size, error, stats, before)
-
-    try:
-        stats.synchronize()
-        begun = stats.now()
-        for _ in range(steps):
-            step(size)
-        stats.synchronize()
-        mine = stats.now() - begun, stats.read()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        if ranks.world_size > 1:
-            raise CannotRecover(
-                f"out of memory at batch size {size} in a timed step, though two like it went well: "
-                "timed steps do not exchange failures, so the ranks are now at different places."
-            ) from error
-        return _out_of_memory(size, error, stats, before)
-
+        run_together(ranks, lambda: step(size))  # fills the allocator's cache
+        before = stats.read()
+        run_together(ranks, lambda: step(size))  # from the second step on, memory is as in all later ones
+        seconds, after = _timed(step, size, stats, ranks)
+    except StepOutOfMemory as error:
+        recover(error)
+        stats.empty_cache()
+        return Trial(size, "OOM")
+    retries = count_since(before.retries, after.retries)
     with ranks.guard():
-        all_ranks: list[Any] = ranks.all(lambda: mine)
-    seconds = max(rank_seconds for rank_seconds, _ in all_ranks)
-    reserved = [reading.reserved for _, reading in all_ranks]
-    retries = [reading.retries for _, reading in all_ranks]
+        all_ranks: list[Any] = ranks.all(lambda: (seconds, after.reserved, retries))
+    times, reserved, retried = zip(*all_ranks, strict=True)
+    fastest = min(map(max, zip(*times, strict=True)))  # each step is as slow as its slowest rank
     return Trial(
         batch_size=size,
-        outcome="retries" if any(retries) else "ok",
-        samples_per_s=ranks.world_size * size * steps / seconds,
-        seconds_per_step=seconds / steps,
+        outcome="retries" if any(retried) else "ok",
+        samples_per_s=ranks.world_size * size / fastest,
+        seconds_per_step=fastest,
         max_reserved_gib=None if None in reserved else max(reserved) / GIB,
-        num_alloc_retries=None if None in retries else sum(retries),
+        num_alloc_retries=None if None in retried else sum(retried),
     )
 
 
-def _out_of_memory(size: int, error: BaseException, stats: DeviceStats, before: Gradients) -> Trial:
-    recover(error, before)
-    stats.empty_cache()
-    return Trial(size, "OOM")
-
-
-def _progress_bar() -> Any:
-    """A bar on rank 0, where tqdm is installed and somebody watches (the output is a terminal)."""
-    if get_rank() != 0:
-        return None
+def _timed(
+    step: Callable[[int], object], size: int, stats: DeviceStats, ranks: Ranks
+) -> tuple[list[float], Reading]:
+    """Seconds of each timed step, and the memory after them."""
+    seconds = []
     try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(desc="find_batch_size", unit=" trials", disable=None, leave=False)
+        stats.synchronize()
+        for _ in range(_TIMED_STEPS):
+            begun = stats.now()
+            step(size)
+            stats.synchronize()
+            seconds.append(stats.now() - begun)
+        return seconds, stats.read()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if ranks.world_size == 1:
+            raise StepOutOfMemory("out of memory") from error
+        raise StepFailed(
+            f"find_batch_size: out of memory at batch size {size} in a timed step, though two like it went "
+            "well: timed steps do not exchange failures, so the ranks are now at different places."
+        ) from error

@@ -1,13 +1,13 @@
-"""The report of `Memory_Maximizer`: memory, retries and throughput over all ranks, as text, HTML, figure."""
+"""The report of `Memory_Maximizer`: memory, retries and throughput over all ranks, as text and figure."""
 
-import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from fsdp_utils._extras import need
+from fsdp_utils.distributed.identity import get_rank
 from fsdp_utils.memory.advice import advise
-from fsdp_utils.memory.device_stats import GIB
+from fsdp_utils.memory.device_stats import GIB, DeviceStats
 
 
 class Step(NamedTuple):
@@ -36,10 +36,27 @@ class RankMemory:
     retries: int | None
     ooms: int | None
     steps: int
-    steps_with_retries: int
     seconds: float
     samples: int | None  # None where some step had none
-    batch: int | None  # most samples in one step
+
+    @classmethod
+    def of(cls, stats: DeviceStats, steps: Sequence[Step], after: Step, seconds: float) -> "RankMemory":
+        """Sum up this rank's steps and what came after them."""
+        seen = [*steps, after]
+        return cls(
+            rank=get_rank(),
+            device=stats.name,
+            kind=stats.kind,
+            total=stats.total,
+            reserved=max((step.reserved for step in seen if step.reserved is not None), default=None),
+            allocated=max((step.allocated for step in seen if step.allocated is not None), default=None),
+            live=steps[-1].live if steps else None,
+            retries=_sum(step.retries for step in seen),
+            ooms=_sum(step.ooms for step in seen),
+            steps=len(steps),
+            seconds=seconds,
+            samples=_sum(step.samples for step in steps) if steps else None,
+        )
 
     @property
     def fullness(self) -> float:
@@ -103,14 +120,6 @@ class MemoryReport:
         return _gib(max((rank.allocated for rank in self.ranks if rank.allocated is not None), default=None))
 
     @property
-    def fragmentation_pct(self) -> float | None:
-        """Of what the fullest rank's allocator held at its peak, the percentage beyond its tensors' peak."""
-        worst = self.worst
-        if worst.allocated is None or not worst.reserved:
-            return None
-        return 100 * (1 - worst.allocated / worst.reserved)
-
-    @property
     def num_alloc_retries(self) -> int | None:
         """Retries on all ranks together; None where the device has none to count."""
         return _sum(rank.retries for rank in self.ranks)
@@ -133,42 +142,40 @@ class MemoryReport:
 
     @property
     def advice(self) -> list[str]:
-        """What to do, in words."""
+        """What to do, in words, most urgent first."""
         return advise(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers for a log: plain values that json can write."""
         names = (
             "device total_gib world_size steps seconds samples_per_s max_reserved_gib max_reserved_pct "
-            "max_allocated_gib fragmentation_pct num_alloc_retries num_ooms advice"
+            "max_allocated_gib num_alloc_retries num_ooms advice notes"
         )
-        return {
-            **{name: getattr(self, name) for name in names.split()},
-            "worst_rank": self.worst.rank,
-            "notes": list(self.notes),
-            "ranks": [asdict(rank) for rank in self.ranks],
-        }
+        numbers = {name: getattr(self, name) for name in names.split()}
+        return {**numbers, "worst_rank": self.worst.rank, "ranks": [asdict(rank) for rank in self.ranks]}
 
     def __str__(self) -> str:
-        rows = self._rows()
-        width = max(len(name) for name, _ in rows)
-        lines = [self._title()]
-        lines += [f"  {name:<{width}}  {value}" for name, value in rows]
+        ranks = f", {len(self.ranks)} of {self.world_size} ranks" if self.world_size > 1 else ""
+        title = f"Memory over {self.steps} step{'' if self.steps == 1 else 's'}{ranks} ({self.device})"
+        on_cpu = self.worst.kind == "process"
+        not_counted = "not applicable: the CPU has no caching allocator" if on_cpu else "not known"
+        rows = [
+            (_held(self.worst.kind), self._memory()),
+            ("retries", not_counted if self.num_alloc_retries is None else f"{self.num_alloc_retries}"),
+            ("OOMs", not_counted if self.num_ooms is None else f"{self.num_ooms}"),
+            ("throughput", self._throughput()),
+        ]
+        if self.max_allocated_gib is not None:
+            rows.insert(1, ("allocated", f"{self.max_allocated_gib:.2f} GiB"))
+        lines = [title, *(f"  {name:<10}  {value}" for name, value in rows)]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  -> {advice}" for advice in self.advice]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        cell = '<td style="text-align:left">{}</td>'.format
-        rows = "".join(
-            f"<tr>{cell(html.escape(name))}{cell(html.escape(value))}</tr>" for name, value in self._rows()
-        )
-        remarks = [f"note: {note}" for note in self.notes] + [f"→ {advice}" for advice in self.advice]
-        below = "".join(f"<div>{html.escape(remark)}</div>" for remark in remarks)
-        return f"<b>{html.escape(self._title())}</b><table>{rows}</table>{below}"
+    __repr__ = __str__
 
     def plot(self) -> Any:
-        """Memory of each step against what the device has, retries marked, and the throughput beside.
+        """Plot the memory of each step against the device's, retries marked, and the throughput beside.
 
         Returns:
             A matplotlib Figure with the steps of the rank that holds this report.
@@ -182,79 +189,46 @@ class MemoryReport:
         figure, (memory, speed) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
         steps = range(1, len(self.history) + 1)
         mine = next(rank for rank in self.ranks if rank.rank == self.rank)
-        for name, values in (
-            (_held(mine.kind), [step.reserved for step in self.history]),
-            ("allocated", [step.allocated for step in self.history]),
-        ):
-            known = [value for value in values if value is not None]
-            if known and len(known) == len(values):
-                memory.plot(steps, [value / GIB for value in known], marker=".", label=name)
+        for label, name in ((_held(mine.kind), "reserved"), ("allocated", "allocated")):
+            if getattr(mine, name) is not None:
+                sizes = [getattr(step, name) / GIB for step in self.history]
+                memory.plot(steps, sizes, marker=".", label=label)
         if mine.total and mine.kind == "allocator":
             memory.axhline(mine.total / GIB, color="black", linestyle="--", label="device")
-        for step, seen in zip(steps, self.history, strict=True):
-            if seen.retries:
-                memory.axvline(step, color="tab:red", alpha=0.6)
-        retried = sum(1 for step in self.history if step.retries)
-        memory.set(
-            xlabel="step",
-            ylabel="GiB",
-            title=f"rank {self.rank}" + (f", {retried} steps with retries (red)" if retried else ""),
-        )
+        with_retries = [number for number, step in zip(steps, self.history, strict=True) if step.retries]
+        for number in with_retries:
+            memory.axvline(number, color="tab:red", alpha=0.6)
+        retried = f", {len(with_retries)} steps with retries (red)" if with_retries else ""
+        memory.set(xlabel="step", ylabel="GiB", title=f"rank {self.rank}{retried}")
         memory.set_ylim(bottom=0)
         if memory.get_legend_handles_labels()[0]:
             memory.legend()
 
-        with_samples = all(step.samples is not None for step in self.history)
-        speed.plot(
-            steps,
-            [(step.samples or 0) / step.seconds if with_samples else step.seconds for step in self.history],
-            marker=".",
-            color="tab:green",
-        )
-        speed.set(xlabel="step", ylabel="samples/s" if with_samples else "seconds", title="each step")
+        if mine.samples is None:
+            speeds, unit = [step.seconds for step in self.history], "seconds"
+        else:
+            speeds, unit = [(step.samples or 0) / step.seconds for step in self.history], "samples/s"
+        speed.plot(steps, speeds, marker=".", color="tab:green")
+        speed.set(xlabel="step", ylabel=unit, title="each step")
         speed.set_ylim(bottom=0)
         plt.close(figure)  # a notebook would show it a second time
         return figure
 
-    def _title(self) -> str:
-        ranks = f", {len(self.ranks)} of {self.world_size} ranks" if self.world_size > 1 else ""
-        return f"Memory over {self.steps} step{'' if self.steps == 1 else 's'}{ranks} ({self.device})"
+    def _memory(self) -> str:
+        if self.worst.reserved is None:
+            return "not known"
+        text = f"{self.max_reserved_gib:.2f} GiB"
+        if self.worst.total:
+            text += f" = {self.max_reserved_pct:.1f}% of {self.total_gib:.2f} GiB"
+        return text + (f" on rank {self.worst.rank}, the fullest" if len(self.ranks) > 1 else "")
 
-    def _rows(self) -> list[tuple[str, str]]:
-        worst = self.worst
-        if worst.reserved is None:
-            memory = "not known"
-        else:
-            memory = f"{worst.reserved / GIB:.2f} GiB"
-            if worst.total:
-                memory += f" = {100 * worst.fullness:.1f}% of {worst.total / GIB:.2f} GiB"
-            if len(self.ranks) > 1:
-                least = min(rank.reserved for rank in self.ranks if rank.reserved is not None)
-                memory += f" on rank {worst.rank}, the fullest; least {least / GIB:.2f} GiB"
-        rows = [(_held(worst.kind), memory)]
-        if (allocated := self.max_allocated_gib) is not None:
-            rows.append(("allocated", f"{allocated:.2f} GiB"))
-        if (fragmentation := self.fragmentation_pct) is not None:
-            rows.append(("fragmentation", f"{fragmentation:.1f}% of what is reserved"))
-        rows.append(("retries", self._count("retries")))
-        rows.append(("OOMs", self._count("ooms")))
-        if self.samples_per_s is not None:
-            speed = f"{self.samples_per_s:.3f} samples/s, {self.seconds / self.steps:.4f} s per step"
-        elif self.steps:
-            speed = f"{self.seconds / self.steps:.4f} s per step (samples/s: pass update(samples=...))"
-        else:
-            speed = "not known: no step was counted"
-        return [*rows, ("throughput", speed)]
-
-    def _count(self, name: str) -> str:
-        """A counter over all ranks, and where it is not 0."""
-        counts = {rank.rank: getattr(rank, name) for rank in self.ranks}
-        total = _sum(counts.values())
-        if total is None:
-            on_cpu = self.worst.kind == "process"
-            return "not applicable: the CPU has no caching allocator" if on_cpu else "not known"
-        where = [f"{count} on rank {rank}" for rank, count in counts.items() if count]
-        return f"{total} ({', '.join(where)})" if where and len(self.ranks) > 1 else str(total)
+    def _throughput(self) -> str:
+        if not self.steps:
+            return "not known: no step was counted"
+        seconds = f"{self.seconds / self.steps:.4f} s per step"
+        if self.samples_per_s is None:
+            return f"{seconds} (samples/s: pass update(samples=...))"
+        return f"{self.samples_per_s:.3f} samples/s, {seconds}"
 
 
 def _held(kind: str) -> str:
@@ -267,9 +241,5 @@ def _gib(size: int | None) -> float | None:
 
 def _sum(counts: Iterable[int | None]) -> int | None:
     """The sum, or None where any part is not known."""
-    total = 0
-    for count in counts:
-        if count is None:
-            return None
-        total += count
-    return total
+    known = list(counts)
+    return None if None in known else sum(count for count in known if count is not None)

@@ -115,10 +115,10 @@ def _with_other_files(content: Any, path: Path) -> Any:
 
 
 def _content(path: Path) -> Any:
-    if path.suffix not in (".json", ".yaml", ".yml"):
-        raise TranslationError(f"{path.name}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
     if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
-        raise TranslationError(f"{path.name}: expected a file, found a folder, a pipe or a device")
+        raise TranslationError(f"{path}: expected a file, found a folder, a pipe or a device")
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
     with path.open("rb") as file:
         read = file.read(MOST_BYTES + 1)
     if len(read) > MOST_BYTES:

@@ -49,7 +49,8 @@ def read(config: Mapping[str, Any]) -> Translation:
 def _fsdp(section: Any) -> Translation:
     # Accelerate's defaults: one unit; a full state dict with FSDP1, a sharded one with FSDP2
     version = str(section.get("fsdp_version", section.get("version"))) if isinstance(section, Mapping) else ""
-    translation = Translation(NAME, blocks=(), state_dict="sharded" if version == "2" else "full")
+    kind = "sharded" if version == "2" else "full"
+    translation = Translation(NAME, blocks=(), state_dict=kind, masters=True)
     keys = fsdp_keys(section, version) if isinstance(section, Mapping) else FSDP
     read_section(section, keys, translation, name="fsdp_config", framework=NAME)
     return translation
@@ -77,7 +78,7 @@ def _deepspeed(section: Any, above: dict[Any, Any]) -> Translation:
         return _deepspeed_file(file, section, above)
     if file not in (None, "none"):
         raise elsewhere("deepspeed_config.deepspeed_config_file", file)
-    translation = Translation(NAME, reshard_after_forward=False)
+    translation = Translation(NAME, reshard_after_forward=False, masters=True)
     if not isinstance(section, Mapping) or "zero_stage" not in section:
         words = "reshard_after_forward=False: Accelerate's default is stage 2"
         translation.rows.append(Row("deepspeed_config.zero_stage", None, words, True, DEEPSPEED_PLUGIN))
@@ -92,7 +93,7 @@ def _deepspeed_file(file: Mapping[str, Any], section: Any, above: dict[Any, Any]
     for name in ("bf16", "fp16") if precision is not None else ():
         part = file.get(name, {"enabled": "auto"})
         if isinstance(part, Mapping) and part.get("enabled") == "auto":
-            file[name] = {**part, "enabled": precision == name}
+            file[name] = {**part, "enabled": name == ("bf16" if precision == "fp8" else precision)}
     translation = deepspeed.read(file)
     translation.framework = NAME
     decided = fixed(Same("nothing by itself: DeepSpeed's file decides"), DEEPSPEED_PLUGIN)
@@ -100,8 +101,9 @@ def _deepspeed_file(file: Mapping[str, Any], section: Any, above: dict[Any, Any]
     rest = {name: value for name, value in section.items() if name != "deepspeed_config_file"}
     read_section(rest, others, translation, name="deepspeed_config", framework=NAME)
     if precision is not None:
-        words = "nothing by itself: see bf16 and fp16, which it fills in"
-        translation.rows.append(Row("mixed_precision", precision, words, True, DEEPSPEED_PLUGIN))
+        fp8 = precision == "fp8"
+        words = NO_FP8 if fp8 else "nothing by itself: see bf16 and fp16, which it fills in"
+        translation.rows.append(Row("mixed_precision", precision, words, not fp8, DEEPSPEED_PLUGIN))
     return translation
 
 
@@ -117,8 +119,12 @@ def _distributed_type(value: Any, translation: Translation) -> Words:
 
 def _mixed_precision(value: Any, translation: Translation) -> Words:
     if value == "fp8":
-        return Lost("fully_shard has no fp8 of its own")
+        words = reading.precision("bfloat16", "bfloat16", translation)  # as Accelerate sets beside its fp8
+        return Lost(f"{words}. {NO_FP8}")
     return reading.precision(reading.dtype(value), reading.dtype(value), translation)
+
+
+NO_FP8 = "fully_shard has no fp8 of its own: bf16 stands for it"
 
 
 def _parallelism(section: Any, translation: Translation, kind: str) -> None:
@@ -162,8 +168,7 @@ def _shard_size(value: Any, translation: Translation) -> Words:
 def _reshard(value: Any, translation: Translation) -> Words:
     if str(value).lower() not in ("true", "false"):
         return reading.strategy(value, translation)  # with FSDP1 this key, too, holds a strategy
-    translation.reshard_after_forward = is_on(value)
-    return Same(f"reshard_after_forward={is_on(value)}")
+    return reading.reshard(is_on(value), translation)
 
 
 def _wrap(value: Any, translation: Translation) -> Words:
@@ -187,6 +192,15 @@ def _classes(value: Any, translation: Translation) -> Words:
     return Same(f"fully_shard on each {', '.join(translation.blocks)}")
 
 
+def _checkpointing(value: Any, translation: Translation) -> Words:
+    words = reading.checkpointing(value, translation)
+    return Same(f"{words}{RNG}") if translation.checkpointing else words
+
+
+RNG = (
+    ". It draws the same dropout masks again. Accelerate does not with fsdp_version 2, for it passes "
+    "preserve_rng_state=False: its gradients under dropout are wrong"
+)
 RANK0 = Same("meta device, then set_model_state_dict with full_state_dict=True, broadcast_from_rank0=True")
 SAVE_ON_CPU = Lost("not part of fully_shard: torch.autograd.graph.save_on_cpu in the block's forward")
 FSDP = {
@@ -204,7 +218,7 @@ FSDP = {
     "fsdp_cpu_ram_efficient_loading": if_on(RANK0, GUIDE),
     "fsdp_sync_module_states": if_on(RANK0, GUIDE),
     "fsdp_use_orig_params": fixed(Same("nothing: parameters keep their names and shapes"), DOCS),
-    "fsdp_activation_checkpointing": Key(reading.checkpointing, PLUGIN),
+    "fsdp_activation_checkpointing": Key(_checkpointing, PLUGIN),
     "fsdp_activation_checkpointing_offload": if_on(SAVE_ON_CPU, PLUGIN),
     "fsdp_ignored_modules": fixed(Same("ignored_params=..., a set of parameters; from torch 2.7 on"), FSDP2),
     "fsdp_limit_all_gathers": fixed(Same("nothing: FSDP2 needs no such limit"), TITAN),
@@ -286,9 +300,10 @@ ABOVE = {
     "mixed_precision": Key(_mixed_precision, FSDP2),
     "parallelism_config": fixed(Same("nothing: it is empty"), MESH),  # read() reads one that is not
     **dict.fromkeys(
-        ("fp16", "dynamo_backend", "gradient_accumulation_steps"),  # of older versions
+        ("fp16", "dynamo_backend"),  # of older versions
         fixed(Same("nothing: not a setting of sharding"), LAUNCH),
     ),
+    "gradient_accumulation_steps": deepspeed.ABOVE["gradient_accumulation_steps"],
     "dynamo_config": fixed(Same("torch.compile, if it asks for it: not a setting of FSDP"), LAUNCH),
     **dict.fromkeys(LAUNCHER.split(), fixed(Same("an option of torchrun"), LAUNCH)),
     **dict.fromkeys(OTHERS.split(), fixed(Same("nothing: not a setting of FSDP"), LAUNCH)),

@@ -53,7 +53,7 @@ def read(config: Mapping[str, Any]) -> Translation:
     enabled: list[str] = []
     for name in ("bf16", "bfloat16", "fp16"):
         section = above.pop(name, {})
-        keys = {"enabled": Key(_precision(name, communication, enabled), FSDP2), **PRECISION}
+        keys = {"enabled": Key(_precision(name, section, communication, enabled), FSDP2), **PRECISION}
         if isinstance(section, Mapping) and section.get("enabled", False) in (False, "false", "False"):
             keys = dict.fromkeys(keys, fixed(Same("nothing: it is off"), FSDP2))
         _section(section, keys, translation, name=name)
@@ -81,7 +81,7 @@ def _stage(value: Any, translation: Translation) -> Words:
     if value == 0:
         return Same("DistributedDataParallel: nothing is sharded")
     if value == 1:
-        return Lost("optimizer state alone is not cut: reshard_after_forward=False, which cuts gradients too")
+        return reading.reshard(False, translation)
     if value == 2:
         return Same("reshard_after_forward=False, which also cuts the parameters between steps")
     return Same("reshard_after_forward=True")
@@ -136,13 +136,15 @@ def _device(value: Any) -> str:
     return reading.one_of(value.get("device", "cpu"), ("CPU", "NVME", "NONE"))
 
 
-def _precision(name: str, communication: Any, enabled: list[str]) -> Any:
+def _precision(name: str, section: Any, communication: Any, enabled: list[str]) -> Any:
     def read(value: Any, translation: Translation) -> Words:
         if not is_on(value):
             return Same("nothing: it is off")
         enabled.append(name)
         if len(enabled) > 1:
             raise TranslationError("expected one of bf16 and fp16, found both enabled")
+        low = (section.get(f"{kind}_master_weights_and_grads") for kind in ("bf16", "fp16"))
+        translation.masters = not any(str(on).lower() == "true" for on in low)
         reduce = reading.dtype(name if communication in ("auto", "none", None) else communication)
         return reading.precision(reading.dtype(name), reduce, translation)
 
@@ -150,8 +152,8 @@ def _precision(name: str, communication: Any, enabled: list[str]) -> Any:
 
 
 def _communication(value: Any, translation: Translation) -> Words:
-    if translation.param_dtype is None and value is not None:
-        return Lost("without bf16 or fp16 gradients are added up in the model's own dtype")
+    if value is not None and (translation.param_dtype is None or translation.ddp):
+        return Lost("without MixedPrecisionPolicy gradients are added up in the dtype of the weights")
     return Same("reduce_dtype of MixedPrecisionPolicy")
 
 
@@ -186,11 +188,20 @@ def _unless_off(words: str) -> Key:
 
 
 def _accumulation(value: Any, translation: Translation) -> Words:
-    if reading.number(value) < 2:
+    if value == "auto":  # in Accelerate's file
+        return Lost("the program fills it in. Give its value: given={'...gradient_accumulation_steps': 4}")
+    if isinstance(value, str) and value.isdecimal() and len(value) < 10:  # Accelerate takes such a text
+        value = int(value)
+    if (count := reading.number(value)) < 2:
         return Same("nothing: one batch for each step")
+    divided = f"divide each loss by {count}, unless it is divided by the tokens of the whole step"
     if translation.ddp:
-        return Same(f"no_sync() around the first {value - 1} of {value} batches")
-    return Same(f"set_requires_gradient_sync(False) for the first {value - 1} of {value} batches")
+        return Same(f"no_sync() around the first {count - 1} of {count} batches; {divided}")
+    first = f"for the first {count - 1} of {count} batches"
+    if translation.reshard_after_forward is False:
+        both = "set_requires_gradient_sync(False) and set_reshard_after_backward(False)"
+        return Same(f"{both} {first}, both True for the last; {divided}")
+    return Same(f"set_requires_gradient_sync(False) {first}, True for the last; {divided}")
 
 
 def _optimizer(value: Any, translation: Translation) -> Words:

@@ -193,44 +193,56 @@ def strategy(value: Any, translation: Translation) -> Words:
     if name == "NO_SHARD":
         translation.ddp = True
         return Same("DistributedDataParallel: fully_shard always shards, and NO_SHARD is deprecated")
-    translation.reshard_after_forward = name in ("FULL_SHARD", "HYBRID_SHARD")
-    words = f"reshard_after_forward={translation.reshard_after_forward}"
+    words = reshard(name in ("FULL_SHARD", "HYBRID_SHARD"), translation)
     if name.startswith("HYBRID"):
         translation.shard_size = translation.shard_size or HOST
-        words += " and a 2-D mesh (copies, ranks that share one)"
-    return Same(words)
+        return Same(f"a 2-D mesh (copies, ranks that share one) and {words}")
+    return words
+
+
+def reshard(on: bool, translation: Translation) -> Same:
+    """Whether units are freed after forward. If not, a step of several micro-batches can gather once."""
+    translation.reshard_after_forward = on
+    kept = (
+        "; to accumulate gradients, set_requires_gradient_sync(last) and set_reshard_after_backward(last) "
+        "for each micro-batch, with last=True for the last of a step only"
+    )
+    return Same(f"reshard_after_forward={on}{'' if on else kept}")
 
 
 def precision(param: str, reduce: str, translation: Translation) -> Words:
-    """Computing in `param` and adding up gradients in `reduce`, with the model itself in fp32."""
+    """Computing in `param` and adding up gradients in `reduce`."""
     if param == reduce == "float32":
         return Same("nothing: without mp_policy all stays as it is")
     # fp16's small gradients become 0 unless the loss is scaled
     scaler = "; torch.amp.GradScaler scales the loss" if param == "float16" else ""
+    translation.param_dtype, translation.reduce_dtype = param, reduce
+    masters = f". {translation.framework} {MASTERS}" if translation.masters else ""
     if translation.ddp:
         words = "DistributedDataParallel has no such policy: torch.autocast around the forward pass"
-        return Lost(f"{words}{scaler}")
-    translation.param_dtype, translation.reduce_dtype = param, reduce
+        return Lost(f"{words}{scaler}{masters}{', and for the buffers beside it' if masters else ''}")
     dtypes = f"param_dtype=torch.{param}, reduce_dtype=torch.{reduce}"
     words = f"MixedPrecisionPolicy({dtypes}); buffers keep their dtype: cast them yourself{scaler}"
-    return Lost(f"{words}, in your loop: fully_shard has none") if scaler else Same(words)
+    words += ", in your loop: fully_shard has none" if scaler else ""
+    return Lost(f"{words}{masters}") if scaler or masters else Same(words)
+
+
+MASTERS = (
+    "updates float32 weights, whatever dtype the model has; FSDP2 and DDP keep that dtype. So the code does "
+    "model.float() for each parameter that requires a gradient"
+)
 
 
 def backward_prefetch(value: Any, translation: Translation) -> Words:
-    """FSDP1's, by name or by number. FSDP2 has no setting for it."""
+    """FSDP1's, by name or by number. FSDP2 does as BACKWARD_PRE unless it is given lists of modules."""
     by_number = dict(zip("123", PREFETCHES, strict=True))
     found = one_of(by_number.get(str(value), value), (*PREFETCHES, "NONE"))
     if found == "BACKWARD_PRE":
         return Same("nothing: by default as BACKWARD_PRE")
-    instead = (
-        "FSDP2 has no counterpart"
-        if found == "BACKWARD_POST"
-        else "unit.set_modules_to_backward_prefetch([unit]) for each unit turns it off"
-    )
-    return Lost(
-        f"nothing: FSDP2 prefetches as BACKWARD_PRE. The result is the same, and one more unit is in memory "
-        f"during backward; {instead}"
-    )
+    by_default = "FSDP2 prefetches as BACKWARD_PRE: the same gradients, one more unit gathered in backward"
+    if found == "BACKWARD_POST":
+        return Lost(f"no counterpart: {by_default}")
+    return Same(f"unit.set_modules_to_backward_prefetch([unit]) for each unit. Without it {by_default}")
 
 
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")

@@ -84,6 +84,11 @@ def _fsdp(section: Any, config: Mapping[str, Any], *, name: str) -> Translation:
     if "fsdp" in about:  # first: a unit of the section may say otherwise
         read_section({"fsdp": about.pop("fsdp")}, ABOVE, translation, framework=NAME)
     version = section.get("fsdp_version", section.get("version", config.get("fsdp_version")))
+    # axolotl has its own `fsdp2_prepare_model`, which leaves out Accelerate's float32 weights
+    own = "base_model" in config and str(version) == "2"
+    # Accelerate's are there with its mixed precision, not with a policy alone
+    mixed = any(str(config.get(name)).lower() in ("true", "auto") for name in ("bf16", "fp16", "fp8"))
+    translation.masters = mixed and not own
     keys = accelerate.fsdp_keys(section, str(version))
     keys |= accelerate.named_as_in(section, FSDP)
     read_section(section, keys, translation, name=name, framework=NAME)
@@ -126,14 +131,13 @@ def _options(value: Any, translation: Translation) -> Words:
             said.append(reading.offload(True, translation))
         elif item.lower() != "auto_wrap":
             said.append(reading.strategy(item, translation))
-    return Same(", ".join(said) or "fully_shard on each block, then on the model")
+    return Same("; ".join(said) or "fully_shard on each block, then on the model")
 
 
 def _bf16(value: Any, translation: Translation) -> Words:
     if value == "auto":  # axolotl's
-        return Same(
-            f"{reading.precision('bfloat16', 'bfloat16', translation)}. Where the GPU has no bf16: fp16"
-        )
+        words = reading.precision("bfloat16", "bfloat16", translation)
+        return type(words)(f"{words}. Where the GPU has no bf16: fp16")
     if value == "full":  # axolotl's
         return Same("nothing by itself: build the model in bf16, before shard_model")
     if is_on(value):
@@ -154,13 +158,15 @@ def _checkpointing(value: Any, translation: Translation) -> Words:
             f"checkpoint_wrapper around each block, without {value!r}: torch.autograd.graph.save_on_cpu"
         )
     if not is_on(value) and translation.checkpointing:
-        return Same("nothing: see fsdp_config")
+        return Same("nothing: another key turns it on")
     return reading.checkpointing(value, translation)
 
 
 def _checkpointing_kwargs(value: Any, translation: Translation) -> Words:
     if isinstance(value, Mapping) and value.get("use_reentrant") is True:
         return Lost("checkpoint_wrapper is used without reentry")
+    if isinstance(value, Mapping) and (value.get("offload") or value.get("every_n_layers", 1) != 1):
+        return Lost("checkpoint_wrapper around every block, and activations stay where they are")
     return Same("nothing: checkpoint_wrapper is used without reentry")
 
 
@@ -224,8 +230,11 @@ ABOVE = {
     "bf16": Key(_bf16, FSDP2),
     "fp16": Key(_fp16, FSDP2),
     "fp8": if_on(Lost("fully_shard has no fp8 of its own"), FSDP2),
-    "gradient_checkpointing": Key(_checkpointing, DOCS),
-    "gradient_checkpointing_kwargs": Key(_checkpointing_kwargs, DOCS),
+    # its name from transformers 5.23 on, and the older one
+    **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), Key(_checkpointing, DOCS)),
+    **dict.fromkeys(
+        ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), Key(_checkpointing_kwargs, DOCS)
+    ),
     "gradient_accumulation_steps": deepspeed.ABOVE["gradient_accumulation_steps"],
     "max_grad_norm": deepspeed.ABOVE["gradient_clipping"],
     "per_device_train_batch_size": fixed(Same("batch_size of the DataLoader"), DOCS),

@@ -49,6 +49,8 @@ class Translation:
         tensor_parallel: how many ranks share each layer; above 1 `shard_model` takes a plan for
             `parallelize_module`.
         param_dtype, reduce_dtype: of the mixed precision, such as "bfloat16"; both None without one.
+        masters: whether the old program updates float32 weights under mixed precision, whatever dtype the
+            model has. The code then makes each parameter that requires a gradient float32.
         offload: whether parameters, gradients and optimizer state lie in host memory.
         pin_memory: of the offloading.
         blocks: class names of the modules that become units; None for the transformer blocks, as
@@ -66,6 +68,7 @@ class Translation:
     tensor_parallel: int = 1
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    masters: bool = False
     offload: bool = False
     pin_memory: bool = True
     blocks: tuple[str, ...] | None = None
@@ -97,7 +100,23 @@ class Translation:
         With tensor parallelism it is `shard_model(model, tp_plan)`: the plan names a style for each layer.
         """
         imports: set[str] = set()
-        body = [] if self.ddp else self._options(imports)
+        body = []
+        if self.masters and self.param_dtype is not None:
+            body = [
+                "# model.float() for what is trained: 16-bit weights would round small steps away",
+                "for parameter in model.parameters():",
+                "    if parameter.requires_grad:",
+                "        parameter.data = parameter.data.float()",
+            ]
+            if self.ddp:  # BatchNorm, for one, takes its statistics in the dtype of its weights alone
+                body += [
+                    "for module in model.modules():  # and the buffers beside them",
+                    "    if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):",
+                    "        for buffer in module.buffers(recurse=False):",
+                    "            if buffer.is_floating_point():",
+                    "                buffer.data = buffer.data.float()",
+                ]
+        body += [] if self.ddp else self._options(imports)
         in_blocks = []
         if self.checkpointing:
             module = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"

@@ -27,11 +27,15 @@ OFTEN = {
 
 
 class RankError(RuntimeError):
-    """A cell failed on a rank, or a rank died. The message says which and why, the details where."""
+    """A cell failed on a rank, or a rank died. The message says which and why, the details where.
 
-    def __init__(self, message: str, details: str) -> None:
+    `where` is the innermost line of the reader's own code, or None where it is not known.
+    """
+
+    def __init__(self, message: str, details: str, where: str | None = None) -> None:
         super().__init__(message)
         self.details = details
+        self.where = where
 
     def _render_traceback_(self) -> list[str]:
         """For IPython: the rank's lines instead of the notebook's."""
@@ -225,7 +229,8 @@ class Cell:
         details += [note] if note else []
         if died:
             raise ranks_died(died, "while it ran this cell", "\n".join(details))
-        raise RankError(f"{label} raised {cause['name']}: {cause['message']}", "\n".join(details).rstrip())
+        message = f"{label} raised {cause['name']}: {cause['message']}"
+        raise RankError(message, "\n".join(details).rstrip(), cause["where"])
 
     def _where_stood(self, some: list[int]) -> list[str]:
         return [f"{output.name_ranks([rank], 0)} {self._stood(rank)}" for rank in some]

@@ -249,7 +249,6 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
     shell = _shell()
     for group in process_groups():
         set_group_timeout(group, timeout_s)
-    quiet = {"showtraceback": lambda *_, **__: None, "showsyntaxerror": lambda *_, **__: None}
     _watch_for_interrupts()
     _cell_is_over.clear()
     began = time.monotonic()
@@ -259,8 +258,8 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
     threading.Thread(target=_report_position, args=(source,), daemon=True).start()
     at_the_end = False
     try:
-        vars(shell).update(quiet)  # the error is shown once, by the notebook, and not by every rank
-        result = shell.run_cell(source, store_history=False)
+        with _own_streams(shell):
+            result = shell.run_cell(source, store_history=False)
         error = result.error_before_exec or result.error_in_exec
         if error is None and torch.cuda.is_initialized():
             at_the_end = True
@@ -270,10 +269,6 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _cell_is_over.set()
-        for name in quiet:
-            vars(shell).pop(name, None)
-        sys.stdout.flush()
-        sys.stderr.flush()
         signal.signal(signal.SIGINT, previous if callable(previous) else signal.SIG_IGN)
     if error is None:
         return {"ok": True}
@@ -282,6 +277,46 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
         found |= {"where": AT_THE_END, "text": f"at {AT_THE_END}"}
     found["in_collective"] |= isinstance(error, nccl.CollectiveError)
     return {"ok": False, "time": time.time(), "seconds": time.monotonic() - began, **found}
+
+
+@contextlib.contextmanager
+def _own_streams(shell: Any) -> Iterator[None]:
+    """Keep the rank's output, whatever the cell does to sys.stdout and sys.stderr; hide tracebacks."""
+    streams, hook, publisher = (sys.stdout, sys.stderr), shell.displayhook, shell.display_pub
+    hide: dict[str, Any] = dict.fromkeys(("showtraceback", "showsyntaxerror"), lambda *_, **__: None)
+
+    def flush() -> None:
+        for stream in streams:
+            type(stream).flush(stream)
+
+    def put_back() -> None:
+        sys.stdout, sys.stderr = streams
+        shell.displayhook, shell.display_pub = hook, publisher
+        for stream in streams:
+            for name in [*vars(stream)]:  # methods that the cell has replaced, but not ours
+                if name != "close" and callable(getattr(type(stream), name, None)):
+                    delattr(stream, name)
+
+    def start_displayhook() -> None:
+        put_back()  # the hook flushes what stands there
+        type(hook).start_displayhook(hook)
+
+    replaced = (
+        (shell, hide),  # the error is shown once, by the notebook, and not by every rank
+        (hook, {"start_displayhook": start_displayhook}),
+        (publisher, {"_flush_streams": flush}),
+        *((stream, {"close": flush}) for stream in streams),
+    )
+    for owner, functions in replaced:
+        vars(owner).update(functions)
+    try:
+        yield
+    finally:
+        put_back()
+        for owner, functions in replaced:
+            for name in functions:
+                vars(owner).pop(name, None)
+        flush()
 
 
 def _report_position(source: str) -> None:

@@ -186,7 +186,7 @@ def _magic(line: str, cell: str) -> None:
 
 
 def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
-    parser = argparse.ArgumentParser("%%ranks", add_help=False, exit_on_error=False)
+    parser = argparse.ArgumentParser("%%ranks", add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("ranks", nargs="?")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S)
     try:

@@ -89,7 +89,13 @@ def main(arguments: list[str]) -> int:
         help="samples in a step, of all ranks; without it --search tries 1, 2, 4 and 8 for each rank",
     )
     parser.add_argument("--seq-len", type=int, metavar="TOKENS", help="tokens of a sample, if it has any")
-    parser.add_argument("--gpu", default="H100", help=f"{', '.join(GPUS)} (default: H100)")
+    parser.add_argument(
+        "--gpu",
+        default="H100",
+        help=f"{', '.join(GPUS)}, or the numbers of another one as a JSON object: "
+        '{"name": "mine", "usable_gib": 23.5, "memory_gb_s": 936, "half_tflops": 71, "fp32_tflops": 35.6, '
+        '"link": "PCIe", "link_gb_s": 32, "host_link_gb_s": 32, "network_gb_s": 12.5} (default: H100)',
+    )
     for flag, choices in CHOICES.items():
         words = "; ".join(f"{name}: {text}" for name, text in choices.items())
         first = next(iter(choices))

@@ -112,6 +112,8 @@ def _own_loss(model: nn.Module, batch: Any, loss: str, held_output: str, kept: l
         ValueError: the model has no head over a vocabulary and no body before it.
     """
     whole: Any = unwrapped(model)
+    if hasattr(whole, "get_base_model"):  # peft's, around a model whose modules hold the adapters
+        whole = whole.get_base_model()
     body: Any = getattr(whole, "base_model", None)
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     if not (isinstance(batch, dict) and "labels" in batch and isinstance(head, nn.Linear)) or body is whole:

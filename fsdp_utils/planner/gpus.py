@@ -1,7 +1,21 @@
 """Which GPUs can be planned for, and what do their makers, and those who rent them out, say of them?"""
 
+import json
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, fields
+
+LINKS = ("NVLink", "PCIe", "Infinity Fabric")
+_NUMBERS = (
+    "usable_gib",
+    "memory_gb_s",
+    "half_tflops",
+    "fp32_tflops",
+    "reached_tflops",
+    "link_gb_s",
+    "host_link_gb_s",
+    "network_gb_s",
+)
 
 
 @dataclass(frozen=True)
@@ -11,7 +25,7 @@ class GPU:
     Rates are dense, without sparsity. Speeds of links are of one direction.
 
     Args:
-        name: as in the table.
+        name: its beginning tells which share of the rates is reached: "A100", "H" for Hopper, any other.
         usable_gib: the memory that CUDA offers to a process, as PyTorch's error on running out of memory
             calls it ("a total capacity of 79.11 GiB"). It is less than what the GPU is sold with: ECC on
             GDDR6 and the driver take their share.
@@ -20,13 +34,17 @@ class GPU:
         fp32_tflops: matrix products in fp32, without TF32, as torch computes by default.
         reached_tflops: the most that a search over shapes of matrix products got out of it in bf16; None
             where unknown: then `half_tflops` is planned with, which is never reached.
-        link: "NVLink" or "PCIe", to the other GPUs of the host.
-        link_gb_s: its speed for one GPU.
+        link: "NVLink", "PCIe" or "Infinity Fabric", to the other GPUs of the host.
+        link_gb_s: its speed for one GPU, to all seven others together.
         host_link_gb_s: PCIe, to the memory of the host.
         network_gb_s: of the whole host, to other hosts.
         source: of these numbers, by document, and which of them were not checked at their source.
         bf16: computes in bf16 natively.
         device: a regular expression that finds the name which `torch.cuda.get_device_name()` gives.
+
+    Raises:
+        ValueError: a number is not above 0, the name is no text of one line, bf16 is no bool, or the link is
+            none of these.
 
     Example::
 
@@ -47,6 +65,21 @@ class GPU:
     source: str
     bf16: bool = True
     device: str = ""
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if name == "reached_tflops" and value is None:
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 < value < sys.float_info.max:
+                raise ValueError(f"plan: expected {name} of a GPU to be a number above 0, found {value!r}")
+        if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
+            raise ValueError(f"plan: expected name of a GPU to be a text of one line, found {self.name!r}")
+        if not isinstance(self.bf16, bool):
+            raise ValueError(f"plan: expected bf16 of a GPU to be True or False, found {self.bf16!r}")
+        if self.link not in LINKS:
+            raise ValueError(f"plan: expected link of a GPU out of {', '.join(LINKS)}, found {self.link!r}")
 
 
 # NVIDIA's own pages were not read, but pages that quote them. "A: B" is "what it says: where".
@@ -87,6 +120,27 @@ _TITAN = (
 _BRIDGE = (
     "PCIe between GPUs, as NVLink bridges join only some of them; network: one card of 400 Gbit/s, assumed"
 )
+_L40S = "NVIDIA's L40S data sheet, quoted in mullet.se (product 355414)"
+_A6000 = (
+    "NVIDIA's RTX A6000 data sheet, quoted in llmperf.net/categories/gpu/Nvidia-A6000-GPUs; fp32: "
+    "sysrqmts.com; PCIe between GPUs, as NVLink bridges join only two"
+)
+_4090 = (
+    "NVIDIA's Ada whitepaper, quoted in hmc-tech.com/gpus; bf16 with fp32 accumulation, half of the rate "
+    "with fp16 accumulation"
+)
+_5090 = (
+    "NVIDIA's data sheet, quoted in spheron.network/blog/nvidia-rtx-5090-specs; bf16 with fp32 accumulation: "
+    "a quarter of the 838 TFLOPS with sparsity and fp16 accumulation, as in codesota.com/hardware/rtx-5090"
+)
+_WORKSTATION = (
+    "one card of 100 Gbit/s for eight GPUs, assumed; GeForce cards reach each other through the host's "
+    "memory, at PCIe's rate, assumed"
+)
+_MI300X = (
+    "AMD's MI300X data sheet, quoted in github.com/stas00/ml-engineering; Infinity Fabric: 64 GB/s to each "
+    "of seven others, in the same place; the latency of a hop: as NVLink's, assumed"
+)
 # fmt: off
 _ALL = (
     # name, usable, memory's speed, bf16, fp32, reached, links: to GPUs, to the host, to other hosts
@@ -120,23 +174,51 @@ _ALL = (
     GPU("T4", 14.56, 320, 65, 8.1, None, "PCIe", 16, 16, 12.5, _source(
         "github.com/Zheng-Chong/CatVTON/issues/133", _T4, _unread("g4dn.metal")), bf16=False,
         device=r"\bT4\b"),
+    GPU("L40S", 44.42, 864, 362, 91.6, None, "PCIe", 32, 32, 50, _source(
+        "github.com/stepfun-ai/Step-Video-T2V/issues/8", _L40S, _unread("g6e.48xlarge")), device=r"\bL40S\b"),
+    GPU("A6000", 47.54, 768, 154.8, 38.7, None, "PCIe", 32, 32, 12.5, _source(
+        "github.com/google-research/semivl/issues/18", _A6000, _WORKSTATION), device=r"\bRTX A6000\b"),
+    GPU("RTX-4090", 23.64, 1008, 165.2, 82.6, None, "PCIe", 32, 32, 12.5, _source(
+        "github.com/3DTopia/Phidias-Diffusion/issues/8", _4090, _WORKSTATION), device=r"\bRTX 4090$"),
+    GPU("RTX-5090", 31.36, 1792, 209.5, 104.8, None, "PCIe", 64, 64, 12.5, _source(
+        "github.com/TrajectoryCrafter/TrajectoryCrafter/issues/20", _5090, _WORKSTATION),
+        device=r"\bRTX 5090$"),
+    GPU("MI300X", 191.98, 5300, 1307, 163.4, 668.4, "Infinity Fabric", 448, 64, 400, _source(
+        "github.com/vllm-project/vllm/issues/7951", _MI300X, "Azure ND MI300X v5, not checked at its source",
+        _REACHED), device=r"\bMI300X\b"),
 )
 # fmt: on
 GPUS = {gpu.name: gpu for gpu in _ALL}
 
 
 def find_gpu(gpu: str | GPU) -> GPU:
-    """The GPU of that name, in whatever case; a GPU of one's own is given back.
+    """Find the GPU of that name, in whatever case, with spaces or dashes.
+
+    Args:
+        gpu: a name, the arguments of `GPU` as a JSON object, or a GPU, which is given back.
 
     Raises:
-        ValueError: the table has no such GPU.
+        ValueError: the table has no such GPU, or the object does not make one.
     """
     if isinstance(gpu, GPU):
         return gpu
-    for name, known in GPUS.items():
-        if name.lower() == str(gpu).lower():
+    name = str(gpu).strip().replace(" ", "-").lower()
+    if name.startswith("{"):
+        return _gpu_of_json(str(gpu))
+    for known in GPUS.values():
+        if known.name.lower() == name:
             return known
-    raise ValueError(f"plan: expected gpu out of {', '.join(GPUS)}, or a GPU, found {gpu!r}")
+    raise ValueError(
+        f"plan: expected gpu out of {', '.join(GPUS)}, or a GPU's numbers as a JSON object, found {gpu!r}"
+    )
+
+
+def _gpu_of_json(text: str) -> GPU:
+    try:
+        return GPU(**{"reached_tflops": None, "source": "its user", **json.loads(text)})
+    except (TypeError, json.JSONDecodeError) as error:
+        names = ", ".join(f.name for f in fields(GPU) if f.name not in ("reached_tflops", "source", "device"))
+        raise ValueError(f"plan: expected a JSON object with {names}, found {text!r}: {error}") from error
 
 
 def peak_flops(device_name: str) -> float | None:

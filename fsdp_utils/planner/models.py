@@ -36,6 +36,7 @@ class Source:
         stacks: lists of blocks that are all alike: their name, and how many there are.
         parameters: of the whole model.
         blocks: of all kinds.
+        unlike: in what the model differs from a dense decoder all of whose parameters are trained.
     """
 
     name: str
@@ -44,19 +45,24 @@ class Source:
     stacks: dict[str, int] = field(default_factory=dict)
     parameters: int = 0
     blocks: int = 0
+    unlike: list[str] = field(default_factory=list)
 
 
 def source_of(model: Any, *, attention: str = "sdpa", tensor_parallel: int = 1) -> Source:
     """Where to get the model from.
 
     Args:
-        model: an nn.Module, a transformers config, a folder with a config.json, or a model id of the hub.
+        model: an nn.Module, a function that builds one, a transformers config, a folder with a config.json,
+            or a model id of the hub.
         attention: "eager" for the whole matrix of attention; else what transformers takes.
         tensor_parallel: among how many GPUs heads, MLP and vocabulary are divided.
 
     Raises:
         ValueError: it is none of these, or cannot be built without memory.
     """
+    is_config = hasattr(model, "model_type") and not isinstance(model, type)
+    if callable(model) and not isinstance(model, nn.Module) and not is_config:
+        model = _call(model)
     if isinstance(model, nn.Module):
         if attention == "eager" or tensor_parallel > 1:
             asked = 'attention="eager"' if attention == "eager" else "tensor_parallel"
@@ -70,8 +76,8 @@ def source_of(model: Any, *, attention: str = "sdpa", tensor_parallel: int = 1) 
     config = _config(model) if isinstance(model, str | PathLike) else model
     if not hasattr(config, "model_type"):
         raise ValueError(
-            "plan: expected a torch.nn.Module, a transformers config or a folder with a config.json, found "
-            f"{type(model).__name__}"
+            "plan: expected a torch.nn.Module, a function that builds one, a transformers config or a folder "
+            f"with a config.json, found {type(model).__name__}"
         )
     _refuse_quantization(config)
     source = _of_config(config, attention)
@@ -80,6 +86,21 @@ def source_of(model: Any, *, attention: str = "sdpa", tensor_parallel: int = 1) 
         source = _of_config(_divided(config, tensor_parallel), attention)
         source.parameters = parameters
     return source
+
+
+def _call(builder: Callable[[], Any]) -> nn.Module:
+    """Build the model on "meta", where it takes no memory."""
+    try:
+        with torch.device("meta"):
+            model = builder()
+    except Exception as error:
+        raise ValueError(
+            'plan: the function could not build its model on "meta", without memory: '
+            f"{first_line(error).rstrip('.')}. Expected a function of no arguments that loads no weights"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"plan: expected a function that gives an nn.Module, found {type(model).__name__}")
+    return model
 
 
 def _refuse_quantization(config: Any) -> None:
@@ -329,6 +350,10 @@ def _look_at(source: Source, model: nn.Module) -> None:
     stacks: dict[str, list[nn.Module]] = {}
     blocks = list(outermost(model, classes))
     source.blocks = len(blocks)
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        source.unlike.append("frozen parameters")
+    if any(parameter.ndim > 2 for _, block in blocks for parameter in block.parameters()):
+        source.unlike.append("experts or convolutions in its blocks")
     for name, block in blocks:
         parent, _, index = name.rpartition(".")
         if index.isdigit() and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential):

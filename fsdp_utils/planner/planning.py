@@ -33,7 +33,7 @@ from fsdp_utils.planner.simulated_rank import (
     no_collection,
     record_one_rank,
 )
-from fsdp_utils.planner.work_items import OPTIMIZER, Recording, Send
+from fsdp_utils.planner.work_items import OPTIMIZER, Recording, Send, Work
 from fsdp_utils.sharding.wrapping import strategy_named
 
 MAX_WORLD = 4096
@@ -79,16 +79,18 @@ def plan(
     of them, which is checked (`fsdp_utils.planner.extrapolation`). What is allocated goes through the
     simulation of the CUDA allocator; what is computed and sent goes through a replay, by the GPU's rates and
     by what published runs reach of them (`roofline`, `efficiency`). Not simulated: pipeline, context and
-    expert parallelism, fp8, LoRA.
+    expert parallelism, fp8, quantized weights.
 
     Args:
         model: an nn.Module with transformer blocks (it is not changed; on "meta" it needs no memory), a
-            transformers config, a folder with a config.json, or a model id of the hub ("org/name").
+            function of no arguments that builds one (called on "meta"), a transformers config, a folder with
+            a config.json, or a model id of the hub ("org/name"). Frozen parameters, as of a model that peft
+            has wrapped for LoRA, have no gradients and no optimizer's state.
         world_size: ranks, 1 to 4096.
         batch_size: samples in a step, of all ranks and micro-batches together.
         seq_len: tokens of a sample, for models that read tokens.
         strategy: "full", "grad_op" or "hybrid", or another spelling that `fsdp_utils.shard` takes.
-        gpu: a name out of `fsdp_utils.planner.GPUS`, or a GPU.
+        gpu: a name out of `fsdp_utils.planner.GPUS`, a GPU, or the arguments of one as a JSON object.
         api: "fsdp2" (fully_shard) or "fsdp1" (FullyShardedDataParallel).
         precision: "fp32"; "bf16": fp32 parameters, computes and reduces in bf16; "bf16_reduce_fp32": reduces
             in fp32; "pure_bf16": all is bf16; "pure_bf16_reduce_fp32": all but the reduction.
@@ -200,7 +202,13 @@ def plan(
         notes.append(
             "tensor parallelism is derived from sizes; sequence parallelism would divide the rest, too"
         )
-    notes.append(efficiency.accuracy(compiled))
+    works = [entry for _, entries in recording for entry in entries if isinstance(entry, Work)]
+    causal = [] if any(work.masked for work in works) else ["a model without fused causal attention"]
+    differs = [
+        *efficiency.unlike(chip, **{**vars(setting), "offload": offload}),
+        *(source.unlike or causal),
+    ]
+    notes.append(efficiency.accuracy(compiled, differs=differs))
     moments = moments_of(recording, offload=offload)
     peak = max(moments, key=lambda moment: moment.total_gib)
     simulated = simulate_allocator(
@@ -242,6 +250,8 @@ def plan(
         timing=timed(efficiency.of_gpu(chip.name, compiled=compiled, attention=attention)),
         step_s_bound=timed(efficiency.BOUND).step_s,
         notes=notes,
+        unlike=differs,
+        uncounted=sorted({work.uncounted for work in works} - {""}),
     )
 
 

@@ -30,6 +30,9 @@ _CPU_ATTENTION = {
         sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
     ),
 }
+# Parts of the names of torch's operators that multiply matrices; all its others do not. For prelu, losses and
+# norms of two matrices nothing is missing.
+_MULTIPLY = ("mm", "mv", "dist", "trilinear", "solve", "rnn", "attention", "conv")
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_"}  # whatever was there
 _FREE_OF_WORK = {
     "empty",
@@ -170,7 +173,7 @@ class StepRecorder(Recorder):
         if self._label.phase == "optimizer" and not self.muted:
             self._label = Label("optimizer", self._unit_of(args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.namespace in ("aten", "fsdp") and not (
+        if func.namespace not in ("c10d", "_c10d_functional", "profiler") and not (
             self.muted or func.is_view or func.overloadpacket.__name__ in _FREE_OF_WORK
         ):
             self._work(func, args, kwargs, result)
@@ -216,6 +219,10 @@ class StepRecorder(Recorder):
             flop = int(_CPU_ATTENTION[packet](*args))
             if any(arg is True for arg in args):  # is_causal, the only bool among them
                 masked = flop // 2
+        elif packet is aten._grouped_mm:
+            flop = _grouped_flop(*args[:2])
+        elif packet is aten.linalg_solve_triangular:
+            flop = args[0].shape[-1] * args[1].numel()
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         read = given
@@ -228,8 +235,14 @@ class StepRecorder(Recorder):
             read = [leaf for leaf in given if storage_id(leaf.untyped_storage()) not in written]
         nbytes = sum(map(_nbytes, read)) + sum(map(_nbytes, made))
         half = next((t.element_size() == 2 for t in given if t.is_floating_point()), False)
-        if nbytes:
-            self._add(Work(flop, masked, half, nbytes, self._stream_number(), packet in _CPU_ATTENTION))
+        if not nbytes:
+            return
+        uncounted = ""
+        if not flop and self._label.phase == "forward" and _may_multiply(func, given, made):
+            uncounted = str(packet)
+        again = in_backward() and torch.is_grad_enabled()
+        attention = packet in _CPU_ATTENTION
+        self._add(Work(flop, masked, half, nbytes, self._stream_number(), attention, again, uncounted))
 
     def _unit_of(self, args: Any, kwargs: Any) -> str:
         """To whose parameters an operation of the optimizer belongs; ROOT where to several."""
@@ -265,6 +278,25 @@ def recording_steps(model: nn.Module, ranks_per_host: int) -> Iterator[StepRecor
     recorder = StepRecorder(units, ranks_per_host)
     with listening(recorder), listen_to_calls(recorder.collective), listen(model, units, recorder):
         yield recorder
+
+
+def _grouped_flop(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Operations of a product for each group, which torch's table of formulas lacks.
+
+    The groups divide either the rows, (m, k) @ (g, k, n); or the columns, (g, m, k) @ (k, n); or the sum,
+    (m, k) @ (k, n). How they divide them does not matter: without a mask or padding, all rows are multiplied.
+    """
+    return 2 * min(one.numel() * other.shape[-1], one.shape[-2] * other.numel())
+
+
+def _may_multiply(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+    """Whether an operator without a formula may be a product of matrices."""
+    matrices = [tensor for tensor in given if tensor.is_floating_point() and tensor.ndim > 1]
+    if len(matrices) < 2 or not any(tensor.ndim > 1 for tensor in made):
+        return False
+    if func.namespace == "aten":
+        return any(part in func.overloadpacket.__name__ for part in _MULTIPLY)
+    return func.namespace != "fsdp"
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -24,6 +24,7 @@ _GROUPS = {
         work_items.REDUCE_BUFFERS,
     ),
 }
+_SPEED = ("step_s", "step_s_bound", "step_s_range", "samples_per_s", "tokens_per_s", "mfu")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class Plan:
         step_s_bound: the same step by the GPU's rates alone, a roofline. An eager step takes longer; a
             compiled one, whose kernels are fused, may take less.
         notes: what to know about this plan.
+        unlike: in what it differs from the published runs that tell the error of plans; empty where in
+            nothing that is known to matter.
+        uncounted: operators that seem to multiply matrices and have no formula for their operations. Then
+            the plan has no speed, and what needs one raises ValueError.
     """
 
     model: str
@@ -65,6 +70,8 @@ class Plan:
     timing: Timing = field(repr=False)
     step_s_bound: float
     notes: list[str]
+    unlike: list[str]
+    uncounted: list[str]
 
     @property
     def fits(self) -> bool:
@@ -80,9 +87,10 @@ class Plan:
     def verdict(self) -> str:
         """ "fits", "tight" or "does not fit".
 
-        "tight" spans the error of such predictions (`efficiency.MEMORY_RANGE`): from as much as may be
-        reserved, if the prediction is low, to as little as must be allocated, if it is high. Between
-        allocated and reserved a run goes on, but the allocator has to give memory back and ask for it again.
+        "tight" spans the error of the published runs (`efficiency.MEMORY_RANGE`), whether they are like this
+        one or not: from as much as may be reserved, if the prediction is low, to as little as must be
+        allocated, if it is high. Between allocated and reserved a run goes on, but the allocator has to give
+        memory back and ask for it again.
         """
         least, most = efficiency.MEMORY_RANGE
         if self.peak_reserved_gib * max(most, 1.0) <= self.available_gib:
@@ -101,12 +109,31 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """The best estimate of a step's duration, in seconds."""
+        """The best estimate of a step's duration, in seconds.
+
+        Raises:
+            ValueError: operations of the model are not counted.
+        """
+        if self.uncounted:
+            raise ValueError(f"plan: {self._no_speed}")
         return self.timing.step_s
 
     @property
-    def step_s_range(self) -> tuple[float, float]:
-        """Seconds of a step between which 80% of the published runs of this kind fall (eager or compiled)."""
+    def _no_speed(self) -> str:
+        """Say why no speed is predicted."""
+        return (
+            f"no speed is predicted: the operations of {', '.join(self.uncounted)} are not counted. Memory "
+            "is predicted"
+        )
+
+    @property
+    def step_s_range(self) -> tuple[float, float] | None:
+        """Seconds of a step between which 80% of the published runs of this kind fall (eager or compiled).
+
+        None where no published run is of this kind (`unlike`).
+        """
+        if self.unlike:
+            return None
         low, high = efficiency.STEP_RANGE[efficiency.kind(self.setting.compiled)]
         return low * self.step_s, high * self.step_s
 
@@ -145,7 +172,29 @@ class Plan:
         return [
             f"{size_text(-self.headroom_gib)} too much is reserved",
             *(f"{size_text(size)}: {ways[name]}" for name, size in largest),
+            f"{size_text(self._stays_gib)} do not shrink with more ranks: {self._what_stays()}",
         ]
+
+    @property
+    def _stays_gib(self) -> float:
+        """GiB of the peak that a rank has however many ranks there are."""
+        shrinks = () if self.setting.strategy == "hybrid" else work_items.AT_REST
+        return sum(size for category, size in self.breakdown.items() if category not in shrinks)
+
+    def _what_stays(self) -> str:
+        whole = sum(self.breakdown.get(category, 0.0) for category in _GROUPS["whole"])
+        parts = {
+            "activations of a micro-batch": self.breakdown.get(work_items.ACTIVATIONS, 0.0),
+            "temporaries": self.breakdown.get(work_items.TEMPORARIES, 0.0),
+            "units that are whole, with their gradients and buffers": whole,
+        }
+        if self.setting.strategy == "hybrid":
+            parts["shards, which are of one host"] = self.peak_allocated_gib - sum(parts.values())
+        return ", ".join(
+            f"{size_text(size)} of {name}"
+            for name, size in sorted(parts.items(), key=lambda p: -p[1])
+            if size
+        )
 
     def _less_activations(self) -> str:
         if self.setting.checkpointing == "none":
@@ -157,6 +206,8 @@ class Plan:
     def _less_shards(self) -> str:
         if self.setting.strategy == "hybrid":
             return 'shards; strategy="full" shares them among all ranks instead of those of a host'
+        if self._stays_gib > self.available_gib:
+            return "shards; twice the ranks halve them, but the rest alone is too much"
         return "shards; twice the ranks halve them"
 
     def _less_whole(self) -> str:
@@ -167,7 +218,10 @@ class Plan:
         return "whole units; smaller units, or tensor parallelism"
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers, as JSON can hold them."""
+        """The numbers, as JSON can hold them; those of a speed that is not predicted are None."""
+        speed: dict[str, Any] = dict.fromkeys(("exposed_s", *_SPEED))
+        if not self.uncounted:
+            speed = {"exposed_s": self.timing.exposed_s, **{name: getattr(self, name) for name in _SPEED}}
         return {
             "model": self.model,
             "parameters": self.parameters,
@@ -186,22 +240,13 @@ class Plan:
             "breakdown": self.breakdown,
             "at_rest": self.at_rest,
             "host_gib": self.host_gib,
-            "step_s": self.step_s,
-            "step_s_bound": self.step_s_bound,
-            "step_s_range": list(self.step_s_range),
-            "exposed_s": self.timing.exposed_s,
-            "samples_per_s": self.samples_per_s,
-            "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu,
+            **speed,
             "advice": self.advice,
             "notes": self.notes,
         }
 
     def __str__(self) -> str:
         setting = self.setting
-        per_gpu = f"{self.samples_per_s:,.1f} samples/s"
-        if self.tokens_per_s is not None:
-            per_gpu = f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s / self.gpus:,.0f} per GPU"
         billions = self.parameters / 1e9
         number = f"{billions:.2f} billion" if billions >= 0.1 else f"{billions * 1000:.2f} million"
         # one unit for the whole table: MiB where GiB would be little more than zeros
@@ -239,18 +284,24 @@ class Plan:
                 lines.append(f"            {size * factor:8.2f}  {category}")
         if self.host_gib:
             lines.append(f"  host      {size_text(self.host_gib, 2)} for this rank")
-        low, high = self.step_s_range
-        lines += [
-            f"  step      {self.step_s:.3g} s, likely {low:.3g} to {high:.3g}; {self.step_s_bound:.3g} "
-            "by the GPU's "
-            "rates",
-            f"            {self.timing.exposed_s:.2g} s of it only send",
-            f"  speed     {per_gpu}, MFU {self.mfu:.0%}",
-        ]
+        lines += self._speed_lines()
         for name, texts in {"advice": self.advice, "note": self.notes}.items():
             for text in texts:
                 lines += wrap(text, 88, initial_indent=f"  {name:10}", subsequent_indent=" " * 12)
         return "\n".join(lines)
+
+    def _speed_lines(self) -> list[str]:
+        if self.uncounted:
+            return wrap(self._no_speed, 88, initial_indent="  speed     ", subsequent_indent=" " * 12)
+        per_gpu = f"{self.samples_per_s:,.1f} samples/s"
+        if self.tokens_per_s is not None:
+            per_gpu = f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s / self.gpus:,.0f} per GPU"
+        likely = "" if self.step_s_range is None else ", likely {:.3g} to {:.3g}".format(*self.step_s_range)
+        return [
+            f"  step      {self.step_s:.3g} s{likely}; {self.step_s_bound:.3g} by the GPU's rates",
+            f"            {self.timing.exposed_s:.2g} s of it only send",
+            f"  speed     {per_gpu}, MFU {self.mfu:.0%}",
+        ]
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Memory over the parts of the second step, by category, and what the GPU has. A simulation.

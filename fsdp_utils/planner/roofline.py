@@ -21,7 +21,7 @@ from fsdp_utils.planner.gpus import GPU
 from fsdp_utils.planner.work_items import Gone, Label, MicroBatch, Recording, Send, Step, Work
 
 BASE_S = 8.4e-6
-HOP_S = {"NVLink": 3.4e-6, "PCIe": 5.7e-6, "network": 9.6e-6}
+HOP_S = {"NVLink": 3.4e-6, "Infinity Fabric": 3.4e-6, "PCIe": 5.7e-6, "network": 9.6e-6}
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Timing:
         step_s: all of it.
         compute_s: in which something is computed.
         exposed_s: in which something is sent and nothing computed.
-        model_flop: operations that the model needs, forward and backward, without what is computed twice;
-            attention counted without its mask, as is usual for MFU.
+        model_flop: operations of forward and backward, without those that are computed a second time, in
+            checkpointed blocks and within attention; attention is counted without its mask, as is usual for
+            MFU. A frozen matrix has none for its gradient.
         replay: when what happens.
     """
 
@@ -78,15 +79,15 @@ def time_of(
         exposed_s += more * one.exposed_s
     step_s = max(step_s, launched * efficiency.launch_s) + micro_batches * micro_batch_s
     exposed_s += micro_batches * micro_batch_s
-    return Timing(step_s, compute_s, exposed_s, 3 * flop, replayed)
+    return Timing(step_s, compute_s, exposed_s, flop, replayed)
 
 
 def _replayed(
     step: Recording, gpu: GPU, efficiency: Efficiency, ranks_per_host: int, offload_ratio: float
 ) -> tuple[Replay, int, int]:
-    """The replay, operations of forward, and kernels that Python starts."""
+    """The replay, operations of the model, and kernels that Python starts."""
     events: list[StepEvent] = []
-    forward_flop = launched = 0
+    model_flop = launched = 0
     beside = 0.0  # kernels on the streams of communication, before the next collective
     computing: list[Work] = []
     computing_label = Label("")
@@ -108,8 +109,10 @@ def _replayed(
         for entry in entries:
             if isinstance(entry, Work):
                 launched += 1
-                if label.phase == "forward":
-                    forward_flop += entry.flop
+                if not entry.again:
+                    # backward of attention computes five products, of which the first is forward's
+                    twice = entry.attention and label.phase == "backward"
+                    model_flop += entry.flop * 4 // 5 if twice else entry.flop
                 if label.phase == "optimizer" and offload_ratio:
                     continue  # the host does that
                 if entry.stream == 0:
@@ -127,7 +130,7 @@ def _replayed(
                 add(FREE, entry.unit, label.phase, 0.0)
     compute()
     # an all-gather waits for the unit before the last: FSDP1's limiter; FSDP2 waits for its last copy-out
-    return replay(events, limit_units=2), forward_flop, launched
+    return replay(events, limit_units=2), model_flop, launched
 
 
 def collective_s(send: Send, gpu: GPU, ranks_per_host: int, efficiency: Efficiency = BOUND) -> float:
@@ -137,6 +140,8 @@ def collective_s(send: Send, gpu: GPU, ranks_per_host: int, efficiency: Efficien
     rounds = 2 if send.kind == "all_reduce" else 1
     hosts = -(-send.ranks // send.ranks_per_host)
     speed = gpu.link_gb_s * efficiency.link
+    if gpu.link == "Infinity Fabric":  # no switch: each pair of the eight GPUs has a seventh
+        speed *= max(1, min(send.ranks_per_host - 1, 7)) / 7
     if hosts > 1:
         # the ring leaves the host over all its network cards; rings side by side share them
         shared = gpu.network_gb_s * efficiency.network * send.ranks_per_host / ranks_per_host

@@ -24,9 +24,9 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp_utils.planner import work_items
 from fsdp_utils.planner.batch import LOSSES_OF_LOGITS, Inputs, batch_of, loss_and_output, running
@@ -34,8 +34,9 @@ from fsdp_utils.planner.models import Source, build
 from fsdp_utils.planner.recorder import recording_steps
 from fsdp_utils.planner.work_items import Recording
 from fsdp_utils.sharding.blocks import transformer_block_classes
+from fsdp_utils.sharding.checkpointing import selective
 from fsdp_utils.sharding.units import find_units
-from fsdp_utils.sharding.wrapping import shard, wrap_policy
+from fsdp_utils.sharding.wrapping import shard
 from fsdp_utils.torch_internals.groups import fake_store
 from fsdp_utils.torch_internals.names import (
     FakeTensorMode,
@@ -198,7 +199,7 @@ def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
     }
     model = FullyShardedDataParallel(
         model,
-        auto_wrap_policy=wrap_policy(model),
+        auto_wrap_policy=ModuleWrapPolicy(blocks),
         use_orig_params=True,
         device_id=torch.device("cpu"),
         device_mesh=mesh,
@@ -208,34 +209,6 @@ def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
     _checkpoint(model, setting, blocks)  # after the wrapping, so that it goes inside each unit
     fsdp1_lazy_init(model, model)  # else the first forward does it, in one go for all units
     return model
-
-
-# What selective checkpointing keeps: the operators of torchtitan/distributed/activation_checkpoint.py as of
-# 2025, those of them that occur here, and addmm, which is a linear layer with a bias.
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_KEPT = (
-    *_PRODUCTS,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten.max.default,
-)
-
-
-def _selective(every_other: bool) -> Any:
-    """Keep what matrix products and attention give: of matrix products every other one, as torchtitan."""
-
-    def contexts() -> Any:
-        products = {False: 0, True: 0}
-
-        def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            if func in _PRODUCTS and every_other:
-                products[context.is_recompute] += 1
-                if products[context.is_recompute] % 2 == 0:
-                    return CheckpointPolicy.PREFER_RECOMPUTE
-            return CheckpointPolicy.MUST_SAVE if func in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    return contexts
 
 
 def _checkpoint(model: nn.Module, setting: Setting, blocks: tuple[type[nn.Module], ...]) -> None:
@@ -249,7 +222,7 @@ def _checkpoint(model: nn.Module, setting: Setting, blocks: tuple[type[nn.Module
         return
     options: dict[str, Any] = {"preserve_rng_state": False}
     if checkpointing in ("selective", "none"):
-        options["context_fn"] = _selective(every_other=checkpointing == "selective")
+        options["context_fn"] = selective(every_other=checkpointing == "selective")
     every = int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
     count = itertools.count()
     apply_activation_checkpointing(

@@ -54,6 +54,8 @@ class Work(NamedTuple):
     nbytes: int
     stream: int
     attention: bool = False  # in one fused kernel
+    again: bool = False  # in forward once already; a checkpoint repeats it in backward
+    uncounted: str = ""  # the operator, where it seems to multiply matrices and no formula counts it
 
 
 class Send(NamedTuple):

@@ -106,10 +106,11 @@ def bf16_support(device: torch.device | str | None = None) -> Bf16Support:
 
 
 def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
-    ranks = agree("bf16_support", lambda: {"_found": mine}, error=_NoAnswer, topic="bf16", wait_s=LIMIT_S)
-    found = [facts["_found"] for facts in ranks.facts]
+    ranks = agree("bf16_support", dict, error=_NoAnswer, topic="bf16", wait_s=LIMIT_S)
     ranks.consequence = ". Every rank must take part."
     try:
+        with ranks.guard():
+            found = ranks.all(lambda: mine)
         compute = min((each["compute"] for each in found), key=_ORDER.index)
         reasons = by_ranks([each["reasons"] for each in found])
         against = by_ranks([[each["nccl"]] if each["nccl"] else [] for each in found])

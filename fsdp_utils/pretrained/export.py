@@ -1,49 +1,27 @@
 """export_safetensors: write a checkpoint as the folder that transformers' from_pretrained reads.
 
-Source of the format: https://huggingface.co/docs/safetensors (eight bytes with the length of the header, the
-header in JSON, the tensors' bytes), and of the index: transformers' sharded checkpoints.
+Source of the format: checkpoint/tensor_files.py, and of the index: transformers' sharded checkpoints.
 """
 
 import json
 import os
 import re
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.files import readable, replacing
-from fsdp_utils.checkpoint.full import read_full
-from fsdp_utils.checkpoint.manifest import MANIFEST, Progress, read_manifest, tensor_specs
-from fsdp_utils.checkpoint.metadata import read_any_metadata, read_described, specs
-from fsdp_utils.checkpoint.reader import read_tensor
-from fsdp_utils.checkpoint.remote import located
+from fsdp_utils.checkpoint.files import HashedFile, local_path, sync_directory, writable, write_file
+from fsdp_utils.checkpoint.folder import abandon, begin, find, read_manifest
 from fsdp_utils.checkpoint.state import MODEL
-from fsdp_utils.checkpoint.user_state import view
-from fsdp_utils.checkpoint.verify import newest, verify_checkpoint
-from fsdp_utils.pretrained.lora import SavedModel, adapter_of, merged, only_lora
+from fsdp_utils.checkpoint.tensor_files import NAMES, StoredTensors, open_tensors, pack_header
+from fsdp_utils.checkpoint.verify import verify_checkpoint
+from fsdp_utils.pretrained.reading import INDEX, ONE_FILE
+from fsdp_utils.sharding.local_part import view
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_PEFT = "base_model.model."  # the beginning of every name in a peft model, and in peft's files
+_OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # these initialisations change the base weights
+Keys = dict[str, str]  # of tensors in the checkpoint, by the name under which to write them
 
 
 def export_safetensors(
@@ -51,34 +29,34 @@ def export_safetensors(
     out_dir: str | os.PathLike[str],
     *,
     shard_gib: float = 4.0,
+    prefix: str = "",
     adapter_only: bool = False,
-    verify: bool = True,
-    progress: Progress = lambda count: None,
 ) -> Path:
     """Write the model of a checkpoint as safetensors, in one process that holds one tensor at a time.
 
-    The folder gets model.safetensors, or several numbered ones and model.safetensors.index.json. The
+    The folder gets model.safetensors, or several numbered files and model.safetensors.index.json. The
     config.json of a transformers model is written too: it was saved with the checkpoint. Add the tokenizer
     with `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again.
-
-    A checkpoint of a model with LoRA by peft gives the merged model, which needs no peft: each weight plus
-    its adapter. With adapter_only it gives the folder that peft's `PeftModel.from_pretrained` reads.
+    The checkpoint is verified first. All files are complete before the first one gets its name, and readers
+    find the new model when the last one has: after a crash they find the old one, the new one or none.
 
     Args:
-        checkpoint: a file of save_full, a checkpoint of save_distributed or a directory of them (then the
-            last one is taken), or a checkpoint of plain DCP that has its model under "model" (not verified).
+        checkpoint: of save_distributed, or a directory of such checkpoints (then the last one is taken).
         out_dir: made if it is not there. What has the same name is replaced, and an earlier export no longer
             found: a model.safetensors or an index beside the new weights is deleted.
         shard_gib: begin another file where one would become larger than this.
-        adapter_only: write adapter_model.safetensors and adapter_config.json, and nothing else.
-        verify: False does not check the checkpoint's hashes.
-        progress: told of each piece of work, in bytes of tensors written.
+        prefix: of the names to export, and left out of them: "net." where a LightningModule has the
+            transformers model as `self.net`. The config.json is that model's.
+        adapter_only: of a model with LoRA by peft, write what peft's `PeftModel.from_pretrained` reads:
+            adapter_model.safetensors and adapter_config.json. Without it such a model is refused; peft's
+            merge_and_unload() makes a model without adapters.
 
     Returns:
         out_dir.
 
     Raises:
-        CheckpointError: the checkpoint is not what was saved, or holds what safetensors cannot represent.
+        CheckpointError: the checkpoint is not what was saved, or holds what safetensors cannot represent; or
+            out_dir is a URL, begins with ~, or cannot be written.
 
     Example::
 
@@ -87,133 +65,137 @@ def export_safetensors(
     """
     if not 0 < shard_gib < float("inf"):
         raise CheckpointError(f"expected shard_gib to be above 0, and finite, found {shard_gib}")
-    checkpoint = located(checkpoint)
-    with readable(checkpoint):
-        source = open_model(newest(checkpoint), verify=verify, adapter_only=adapter_only)
-    out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
+    source, out = find(checkpoint), local_path(out_dir)
+    verify_checkpoint(source)
+    manifest = read_manifest(source)
+    stored = open_tensors(source, manifest)
+    keys, config, adapters = _model_in(source, manifest, prefix)
     if adapter_only:
-        _write(out / ADAPTER_FILE, list(source.specs), source, progress)
-        _replace(out / ADAPTER_CONFIG, json.dumps(only_lora(source)[1], indent=2).encode())
-        return out
-    shards = list(_shards(source.specs, int(shard_gib * 2**30)))
-    weight_map = {}
-    one_file, index_file = out / ONE_FILE, out / INDEX
-    if len(shards) > 1:  # an index of an earlier export must not lead to a mixture of both
-        index_file.unlink(missing_ok=True)
-    for number, names in enumerate(shards, 1):
-        file = ONE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write(out / file, names, source, progress)
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) == 1:
-        index_file.unlink(missing_ok=True)
+        keys, config = _adapter_in(source, keys, adapters)
+    elif adapters:
+        raise CheckpointError(
+            f"{source}: expected a model without adapters, found {', '.join(adapters)}. adapter_only=True "
+            "exports a LoRA adapter; to merge it, PeftModel.from_pretrained(base, folder).merge_and_unload()"
+        )
     else:
-        one_file.unlink(missing_ok=True)  # an earlier one, which transformers would read instead
-        total = sum(_bytes(source.specs[name]) for name in weight_map)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _replace(out / INDEX, json.dumps(index, indent=2).encode())
-    if source.config is not None:
-        _replace(out / "config.json", json.dumps(source.config, indent=2).encode())
+        names = dict(zip(reversed(keys.values()), reversed(keys), strict=True))  # the first one of tied names
+        keys = {name: key for name, key in keys.items() if names[key] == name}
+    if unknown := {
+        name: stored.specs[key].dtype for name, key in keys.items() if stored.specs[key].dtype not in NAMES
+    }:
+        raise CheckpointError(f"{source}: expected dtypes that safetensors has, found {unknown}")
+
+    unfinished, _ = begin(out, manifest["step"])  # as a save: with a lock; what a crash left is deleted
+    try:
+        if adapter_only:
+            _write(unfinished / ADAPTER_FILE, keys, stored)
+            files = [ADAPTER_CONFIG, ADAPTER_FILE]
+        else:
+            files = ["config.json"] * (config is not None)
+            files += _write_parts(unfinished, keys, stored, int(shard_gib * 2**30))
+        if config is not None:
+            write_file(unfinished / files[0], json.dumps(config, indent=2).encode())
+        with writable(out):
+            _publish(unfinished, out, files)
+    finally:
+        abandon(unfinished)
     return out
 
 
-def open_model(checkpoint: Path, *, verify: bool, adapter_only: bool = False) -> SavedModel:
-    """The model in a checkpoint of any kind: with its LoRA adapter merged, or the adapter alone."""
-    source = _open(checkpoint, verify=verify)
-    try:
-        if adapter_only:
-            return adapter_of(source)
-        return merged(source) if source.adapters else source
-    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, re.error) as error:
+def _model_in(
+    source: Path, manifest: dict[str, Any], prefix: str
+) -> tuple[Keys, dict[str, Any] | None, dict[str, Any]]:
+    """Return the tensors of the model under all their names, its configuration, and those of its adapters.
+
+    Raises:
+        CheckpointError: no tensor has such a name.
+    """
+    names = {key.removeprefix(MODEL): key for key in manifest["tensors"] if key.startswith(MODEL)}
+    names |= {alias: names[first] for alias, first in manifest["tied"].items()}
+    keys = {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
+    if not keys:
+        heads = sorted({name.partition(".")[0] + "." for name in names})
         raise CheckpointError(
-            f"{checkpoint}: expected the configuration of an adapter as peft writes it, found another one "
-            f"({type(error).__name__}: {error!s:.200}): the checkpoint is damaged or forged"
-        ) from error
-
-
-def _open(checkpoint: Path, *, verify: bool) -> SavedModel:
-    if checkpoint.is_dir() and not (checkpoint / MANIFEST).exists():  # of plain DCP
-        metadata = read_any_metadata(checkpoint)
-        return SavedModel(
-            _model_specs(specs(metadata), tied={}),
-            lambda name: read_tensor(checkpoint, metadata, MODEL + name),
-            {},
-            None,
-            {},
+            f"{source}: expected a model with names that begin with {prefix!r}, found {heads[:5]}"
         )
-    if verify:
-        verify_checkpoint(checkpoint)
-    if checkpoint.is_dir():
-        manifest = read_manifest(checkpoint)
-        metadata = read_described(checkpoint, manifest)
-        return SavedModel(
-            _model_specs(tensor_specs(manifest), manifest["tied"]),
-            lambda name: read_tensor(checkpoint, metadata, MODEL + name),
-            manifest["tied"],
-            manifest["config"],
-            manifest.get("adapters", {}),
+    about = manifest.get("parts", {}).get(prefix.removesuffix("."), {}) if prefix else manifest
+    return keys, about.get("config"), about.get("adapters", {})
+
+
+def _adapter_in(source: Path, keys: Keys, adapters: dict[str, Any]) -> tuple[Keys, dict[str, Any]]:
+    """Return the tensors of the one LoRA adapter, under the names that peft reads, and its configuration.
+
+    Raises:
+        CheckpointError: there is none, several, or an adapter that is more than matrices beside the weights.
+    """
+    kinds = {name: str(config.get("peft_type")) for name, config in adapters.items()}
+    if list(kinds.values()) != ["LORA"]:
+        raise CheckpointError(
+            f"{source}: expected a model with one LoRA adapter by peft, found {kinds or 'no adapter'}"
         )
-    content = read_full(checkpoint)
-    model: dict[str, Any] = content["model"]
-    tensors = {MODEL + name: (t.dtype, t.shape) for name, t in model.items() if isinstance(t, Tensor)}
-    return SavedModel(
-        _model_specs(tensors, content["tied"]),
-        lambda name: model[name].clone(memory_format=torch.contiguous_format),
-        content["tied"],
-        content["about"]["config"],
-        content["about"].get("adapters", {}),
-    )
+    ((adapter, config),) = adapters.items()
+    start, bias = str(config.get("init_lora_weights")).lower(), config.get("bias", "none")
+    if start.startswith(_OTHER_BASE) or bias != "none" or config.get("trainable_token_indices"):
+        raise CheckpointError(
+            f"{source}: expected an adapter of LoRA matrices and modules_to_save for the original weights, "
+            f"found init_lora_weights={start!r}, bias={bias!r}, trainable_token_indices="
+            f"{config.get('trainable_token_indices')!r}. Load the checkpoint into the model, and call peft's "
+            "merge_and_unload()"
+        )
+    found = {}
+    for name, key in keys.items():
+        head, own, tail = name.partition(f".modules_to_save.{adapter}.")
+        if own:
+            found[f"{head}.{tail}"] = key
+        elif re.search(r"\.lora_\w+\.", name):
+            new = re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
+            found[re.sub(r"(\.lora_magnitude_vector)\.weight$", r"\1", new)] = key  # DoRA's
+    return {_PEFT + name.removeprefix(_PEFT): key for name, key in found.items()}, config
 
 
-def _model_specs(
-    found: dict[str, tuple[torch.dtype, torch.Size]], tied: dict[str, str]
-) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    model = {key.removeprefix(MODEL): spec for key, spec in found.items() if key.startswith(MODEL)}
-    if not model:
-        raise CheckpointError(f"expected tensors under {MODEL!r}, found only {sorted(found)[:5]}")
-    if "__metadata__" in model:
-        raise CheckpointError("found a tensor '__metadata__', a name that safetensors keeps for itself")
-    unknown = {name: dtype for name, (dtype, _) in model.items() if dtype not in DTYPE_NAMES}
-    if unknown:
-        raise CheckpointError(f"expected dtypes that safetensors has, found {unknown}")
-    return {name: spec for name, spec in model.items() if name not in tied}
-
-
-def _shards(found: dict[str, tuple[torch.dtype, torch.Size]], limit: int) -> Iterator[list[str]]:
-    names: list[str] = []
+def _write_parts(folder: Path, keys: Keys, stored: StoredTensors, limit: int) -> list[str]:
+    """Write one file, or several of about `limit` bytes and an index. Readers look for the last name."""
+    parts: list[Keys] = [{}]
     filled = 0
-    for name, spec in found.items():
-        if names and filled + _bytes(spec) > limit:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += _bytes(spec)
-    yield names
+    for name, key in keys.items():
+        size = stored.specs[key].nbytes
+        if parts[-1] and filled + size > limit:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = key
+        filled += size
+    if len(parts) == 1:
+        _write(folder / ONE_FILE, keys, stored)
+        return [ONE_FILE]
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        _write(folder / file, part, stored)
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(stored.specs[key].nbytes for key in keys.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_file(folder / INDEX, json.dumps(index, indent=2).encode())
+    return [*dict.fromkeys(weight_map.values()), INDEX]
 
 
-def _write(path: Path, names: list[str], source: SavedModel, progress: Progress) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in names:
-        dtype, shape = source.specs[name]
-        end = offset + _bytes(source.specs[name])
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight
-    with replacing(path) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in names:
-            tensor = source.read(name)
+def _write(path: Path, keys: Keys, stored: StoredTensors) -> None:
+    specs = {name: stored.specs[key] for name, key in keys.items()}
+    header = pack_header(specs, {})
+    with HashedFile(path, len(header) + sum(spec.nbytes for spec in specs.values())) as file:
+        file.write(header)
+        for key in keys.values():
+            tensor = stored.read_whole(key)
             file.write(view(tensor))
-            progress(tensor.nbytes)
+        file.finish()
 
 
-def _replace(path: Path, content: bytes) -> None:
-    with replacing(path) as file:
-        file.write(content)
-
-
-def _bytes(spec: tuple[torch.dtype, torch.Size]) -> int:
-    dtype, shape = spec
-    return shape.numel() * dtype.itemsize
+def _publish(unfinished: Path, out: Path, files: list[str]) -> None:
+    """Give the files their names. Readers begin with the last one: until then they find the old export."""
+    if INDEX in files:  # an index of an earlier export must not lead to a mixture of both
+        (out / INDEX).unlink(missing_ok=True)
+    for file in files:
+        (unfinished / file).replace(out / file)
+    if ADAPTER_FILE not in files:
+        for obsolete in {ONE_FILE, INDEX} - {files[-1]}:
+            (out / obsolete).unlink(missing_ok=True)
+    sync_directory(out)

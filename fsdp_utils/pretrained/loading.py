@@ -5,28 +5,26 @@ so that a rank's peak grows by two to three times its shard (measured with torch
 without a warning, ignores what the model does not want, and torch 2.6 does not have it.
 """
 
-import io
 import os
-from collections.abc import Iterable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp_utils.checkpoint.collective import collective_call
 from fsdp_utils.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from fsdp_utils.checkpoint.files import open_regular
-from fsdp_utils.checkpoint.state import MODEL, Snapshot, has_fsdp1
-from fsdp_utils.distributed.agreement import WAIT_S, fingerprint
-from fsdp_utils.pretrained.meta_init import device_of, is_meta, materialise
-from fsdp_utils.pretrained.reading import Entry, read_folder, read_part
-from fsdp_utils.sharding.local_part import local, local_chunk
+from fsdp_utils.checkpoint.files import local_path
+from fsdp_utils.checkpoint.state import Held, has_fsdp1
+from fsdp_utils.checkpoint.tensor_files import StoredTensors, held_part
+from fsdp_utils.distributed.agreement import WAIT_S, agree, fingerprint
+from fsdp_utils.pretrained.meta_init import Buffer, compute_buffers, device_of, materialise
+from fsdp_utils.pretrained.reading import open_folder
+from fsdp_utils.sharding.local_part import local
 
 _SHOWN = 3  # problems of a kind in one error
+_READ_S = 3600.0  # that one rank may take longer than the others to read its part
 
 
 def load_pretrained(
@@ -42,8 +40,9 @@ def load_pretrained(
 
     Call it on every rank. Each reads its own part of each tensor, straight into its shard; in addition it
     holds at most 16 MiB, or one row of a tensor. So build the model under `torch.device("meta")`, wrap it
-    with fully_shard, and call this instead of to_empty. Names, shapes and dtypes are checked on all ranks
-    before the model is touched. Tied weights may be in the folder under one of their names, or under each.
+    with fully_shard, and call this instead of to_empty. Before the model is changed, all ranks check the
+    names, shapes, dtypes and placements of its tensors, the device, that tied weights are equal if the folder
+    has them under several names, and that there is a value for every buffer.
 
     The format has no hashes: a file that was cut short is noticed, a changed byte is not.
 
@@ -54,7 +53,8 @@ def load_pretrained(
             renamed or joined, as from_pretrained does for some (save_pretrained's save_original_format=False
             writes what the model has). Buffers that are not saved with the model (rotary frequencies) are
             computed anew if they are on meta: by `_init_weights` of a transformers model, else by
-            reset_parameters() of their module. Otherwise they stay as they are.
+            reset_parameters() of their module. Otherwise they stay as they are; a warning names those for
+            which that computation gives other values, as to_empty leaves them uninitialised.
         cast: convert to the model's dtypes where they differ from the files'.
         ignore: patterns such as "lm_head.*" of names in the files that the model does not want.
         device: where to put what is on meta. None is the device of the model's mesh; "cpu" is needed for
@@ -71,9 +71,8 @@ def load_pretrained(
         shard(model)
         load_pretrained("exported", model)
     """
-    path = Path(folder).absolute()
-    ignore = [ignore] if isinstance(ignore, str) else list(ignore)
-    found: dict[str, Entry] = {}
+    patterns = [ignore] if isinstance(ignore, str) else list(ignore)
+    opened: list[tuple[StoredTensors, torch.device]] = []
 
     def facts() -> dict[str, Any]:
         if has_fsdp1(model):
@@ -81,69 +80,92 @@ def load_pretrained(
                 "expected a model in FSDP2 (fully_shard), in DDP or in no wrapper, found one in FSDP1. Load "
                 "before wrapping, or use fully_shard"
             )
-        for name, param in model.named_parameters():
-            kinds = {type(one) for one in _placements(param)}
-            if strange := [kind.__name__ for kind in kinds - {Shard, Replicate}]:
-                raise CheckpointError(
-                    f"{name}: expected to be cut along whole rows or columns (Shard) or replicated, found "
-                    f"{', '.join(strange)}. FSDP2 over tensor parallelism in one dimension is not supported"
-                )
-        found.update(read_folder(path))
-        specs = [f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(found.items())]
-        content = f"{len(found)} tensors, {fingerprint(specs)}"
-        return {"content of the folder": content, "cast": cast, "ignore": ignore}
+        place = device_of(model) if device is None else torch.device(device)
+        torch.empty(1, device=place)  # an error here, where the device cannot be used
+        stored = open_folder(local_path(folder))
+        opened.append((stored, place))
+        content, own = _fingerprint(stored.specs), _fingerprint(dict(model.named_parameters()))
+        return {"content of the folder": content, "model": own, "cast": cast, "ignore": patterns}
 
-    with collective_call("load_pretrained", model, (), facts, wait_s=wait_s) as ranks:
-        wanted = Snapshot.take(model)
-        chosen = ranks.each(lambda: _choose(path, wanted, found, cast=cast, ignore=ignore))
+    ranks = agree(
+        "load_pretrained",
+        facts,
+        error=CheckpointError,
+        topic="pretrained",
+        wait_s=wait_s,
+        collective_s=_READ_S,
+    )
+    with ranks.guard():
+        ((stored, place),) = opened
+
+        def check() -> tuple[dict[str, list[str]], list[Buffer], list[str]]:
+            held = Held.of(model)
+            chosen = _choose(str(folder), stored, held, cast, patterns)
+            _check_ties(stored, held.of_model(), chosen, place)
+            return chosen, *compute_buffers(model, place)
+
+        chosen, computed, odd = ranks.each(check)
+        if odd:
+            warnings.warn(
+                f"load_pretrained: {', '.join(odd[:_SHOWN])}: expected the values that the module computes, "
+                f"found others in {len(odd)} buffers, which the folder does not hold. to_empty() leaves them "
+                "uninitialised: call load_pretrained in its place, with the model still on meta. If the "
+                "program has changed them, there is nothing to do.",
+                stacklevel=2,
+            )
+
+        def fill() -> None:
+            materialise(model, place, computed)
+            own = Held.of(model).of_model()
+            stored.read_into({names[0]: own[name] for name, names in chosen.items()})
+
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
-        if is_meta(model):
-            where = device_of(model) if device is None else torch.device(device)
-            ranks.each(lambda: materialise(model, where))
-            wanted = Snapshot.take(model)  # its tensors are others now
-        ranks.each(lambda: _fill(wanted, chosen, found))
+        ranks.each(fill)
+
+
+def _fingerprint(tensors: Mapping[str, Any]) -> str:
+    """Describe tensors, or their specs, in one line: equal for the same names, dtypes and shapes."""
+    specs = [f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(tensors.items())]
+    return f"{len(specs)} tensors, {fingerprint(specs)}"
 
 
 def _choose(
-    folder: Path, wanted: Snapshot, found: dict[str, Entry], *, cast: bool, ignore: list[str]
+    folder: str, stored: StoredTensors, held: Held, cast: bool, ignore: list[str]
 ) -> dict[str, list[str]]:
-    """The names under which each tensor of the model is in the files; several if it is tied.
+    """Return the names under which each tensor of the model is in the files; several if it is tied.
 
     Raises:
-        CheckpointError: the files do not hold exactly this model.
+        CheckpointError: the files do not hold exactly this model, or a placement cannot be read.
     """
-    chosen: dict[str, list[str]] = {}
-    missing, other = [], []
-    aliases: dict[str, list[str]] = {}
-    for alias, first in wanted.tied.items():
-        aliases.setdefault(first, []).append(alias)
-    for key, tensor in wanted.tensors.items():
-        first = key.removeprefix(MODEL)
-        names = [first, *aliases.get(first, [])]
-        chosen[key] = there = [name for name in names if name in found]
-        if not there:
-            missing.append(f"{' or '.join(names)}: expected by the model, found in no file")
-        for name in there:
-            entry = found[name]
-            if entry.shape != tensor.shape:
-                other.append(
-                    f"{name}: expected shape {list(tensor.shape)} (the model's), found {list(entry.shape)} "
-                    f"in {entry.path.name}"
+    own = held.of_model()
+    for name, tensor in own.items():
+        held_part(name, tensor)
+    found: dict[str, list[str]] = {name: [] for name in own}
+    strange, shapes, dtypes = [], [], {}
+    for name, spec in stored.specs.items():
+        tensor, file = own.get(held.first_name(name)), stored.chunks[name][0].path.name
+        if tensor is None:
+            if not any(fnmatchcase(name, pattern) for pattern in ignore):
+                strange.append(
+                    f"{name}: expected by nothing in the model, found in {file}; ignore=[{name!r}] leaves it "
+                    "aside"
                 )
-            if entry.dtype != tensor.dtype and not cast:
-                other.append(
-                    f"{name}: expected {tensor.dtype} (the model's), found {entry.dtype} in "
-                    f"{entry.path.name}; cast=True converts it"
-                )
-    used = {name for names in chosen.values() for name in names}
-    strange = [
-        f"{name}: expected by nothing in the model, found in {entry.path.name}; ignore=[{name!r}] leaves it "
-        "aside"
-        for name, entry in found.items()
-        if name not in used and not any(fnmatchcase(name, pattern) for pattern in ignore)
+            continue
+        found[held.first_name(name)].append(name)
+        if spec.dtype != tensor.dtype and not cast:
+            dtypes.setdefault((tensor.dtype, spec.dtype), []).append(name)
+        if spec.shape != tuple(tensor.shape):
+            shapes.append(
+                f"{name}: expected shape {list(tensor.shape)} (the model's), found {list(spec.shape)} in "
+                f"{file}"
+            )
+    missing = [f"{n}: expected by the model, found in no file" for n, names in found.items() if not names]
+    other = [
+        f"{first}{f' and {len(more)} more' if more else ''}: expected {dtype} (the model's), found {there}; "
+        "cast=True converts"
+        for (dtype, there), (first, *more) in dtypes.items()
     ]
-    if missing or other or strange:
-        lines = [line for some in (missing, other, strange) for line in _first_few(some)]
+    if lines := [line for some in (missing, shapes, other, strange) for line in _first_few(some)]:
         if missing and strange:
             lines.append(
                 "Are these the same tensors? transformers renames or joins those of some models as it loads "
@@ -153,7 +175,7 @@ def _choose(
         elif missing:
             lines.append("Was it tied to another when it was saved? Then tie it here before wrapping")
         raise CheckpointMismatchError(f"{folder} is not of this model:\n  " + "\n  ".join(lines))
-    return chosen
+    return found
 
 
 def _first_few(problems: list[str]) -> list[str]:
@@ -161,30 +183,21 @@ def _first_few(problems: list[str]) -> list[str]:
 
 
 @torch.no_grad()
-def _fill(wanted: Snapshot, chosen: dict[str, list[str]], found: dict[str, Entry]) -> None:
-    """Read this rank's part of each tensor, in the order in which they lie in the files."""
-    with ExitStack() as stack:
-        files: dict[Path, io.RawIOBase] = {}
+def _check_ties(
+    stored: StoredTensors, own: dict[str, Tensor], chosen: dict[str, list[str]], device: torch.device
+) -> None:
+    """Compare this rank's part of what is in the files under several names, one tensor at a time.
 
-        def file_of(entry: Entry) -> io.RawIOBase:
-            if entry.path not in files:
-                files[entry.path] = stack.enter_context(open_regular(entry.path))
-            return files[entry.path]
-
-        for key in sorted(chosen, key=lambda key: found[chosen[key][0]][:2]):
-            offsets, sizes = local_chunk(wanted.tensors[key])
-            target = local(wanted.tensors[key])
-            first, *others = chosen[key]
-            read_part(found[first], file_of(found[first]), offsets, sizes, target)
-            for name in others:
-                other = torch.empty_like(target)
-                read_part(found[name], file_of(found[name]), offsets, sizes, other)
-                if not torch.equal(other, target):
-                    raise CheckpointError(
-                        f"{found[name].path}: expected {name} to equal {first} (they are tied in the model), "
-                        "found another tensor. Build the model without tying them"
-                    )
-
-
-def _placements(tensor: Tensor) -> tuple[Placement, ...]:
-    return tensor.placements if isinstance(tensor, DTensor) else ()
+    Raises:
+        CheckpointError: a file cannot be read, or tied tensors are not equal in the files.
+    """
+    for key, (first, *others) in chosen.items():
+        for name in others:
+            pair = [torch.empty_like(own[key], device=device) for _ in range(2)]
+            stored.read_into({first: pair[0]})
+            stored.read_into({name: pair[1]})
+            if not torch.equal(local(pair[0]), local(pair[1])):
+                raise CheckpointError(
+                    f"{stored.chunks[name][0].path}: expected {name} to equal {first} (they are tied in the "
+                    "model), found another tensor. Build the model without tying them"
+                )

@@ -7,26 +7,37 @@ it again, or the model is wrong without an error.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.unsaved_buffers import changed, samples
 from fsdp_utils.torch_internals.runtime import unsaved_buffers
 
 _MARK = 0xA5  # fills the buffers, to see afterwards whether anything was written to them
 
 
-def is_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+class Buffer(NamedTuple):
+    """A buffer that is not saved with the model, and a value of it."""
+
+    path: str  # of its module
+    module: nn.Module
+    leaf: str  # its name in the module
+    value: Tensor
+
+    def is_written(self) -> bool:
+        """Whether anything was written to it since it was marked."""
+        buffer = self.module.get_buffer(self.leaf)
+        data = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
+        return data.numel() == 0 or not bool((data == _MARK).all())
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of its mesh; the CPU if it has none."""
+    """Return the device of the model's mesh; the CPU if it has none."""
     for param in model.parameters():
         if isinstance(param, DTensor) and (kind := param.device_mesh.device_type) != "cpu":
             return torch.device(kind, torch.get_device_module(kind).current_device())
@@ -34,64 +45,101 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give parameters and buffers memory on the device, and compute the buffers that are not saved.
+def compute_buffers(model: nn.Module, device: torch.device) -> tuple[list[Buffer], list[str]]:
+    """Compute the values of buffers that are not saved. The model stays as it is.
 
-    Those that were on meta are computed by the module that has them: by a transformers model's
-    `_init_weights(module)`, else by its own `reset_parameters()`. Those that were not on meta keep theirs.
+    Each is computed by its module: by a transformers model's `_init_weights(module)`, else by the module's
+    own `reset_parameters()`.
+
+    Returns:
+        The buffers that are on meta, with their computed values on the device; and the names of those that
+        are not on meta, and whose values are not those that their module computes.
 
     Raises:
-        CheckpointError: nothing computes the values of a buffer.
+        CheckpointError: nothing computes the values of a buffer that is on meta.
     """
-    ties = _ties(model)
-    real, computed = [], []  # buffers, as (their module, its name, name in the module)
-    for path, module in model.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            if not buffer.is_meta:
-                real.append((module, leaf, buffer))
-            elif leaf in unsaved_buffers(module):
-                computed.append((module, path, leaf))
-
-    model.to_empty(device=device)
-    for (first_module, first), *others in ties:
-        for module, leaf in others:
-            setattr(module, leaf, getattr(first_module, first))
-    for module, leaf, buffer in real:
-        setattr(module, leaf, buffer.to(device))
-    for module, _, leaf in computed:
-        module.get_buffer(leaf).untyped_storage().fill_(_MARK)
-    for module, path in {module: path for module, path, _ in computed}.items():
-        for compute in _ways(model, path, module):
-            with _parameters_on_meta(module):
-                compute()
-            if not any(_untouched(getattr(module, leaf)) for one, _, leaf in computed if one is module):
-                break
-    left = [
-        f"{plain_name(path, leaf)} of {_class_name(module)}"
-        for module, path, leaf in computed
-        if _untouched(getattr(module, leaf))
+    buffers = [
+        Buffer(path, module, leaf, buffer)
+        for path, module in model.named_modules()
+        for leaf, buffer in module.named_buffers(recurse=False)
+        if leaf in unsaved_buffers(module)
     ]
-    if left:
+    before = samples(model)
+    try:
+        failures = _compute(model, buffers, device)
+        left = {plain_name(one.path, one.leaf): one for one in buffers if not one.is_written()}
+        odd = [name for name in changed(model, before) if name not in left]
+        computed = [
+            one._replace(value=one.module.get_buffer(one.leaf)) for one in buffers if one.value.is_meta
+        ]
+    finally:
+        for one in buffers:
+            setattr(one.module, one.leaf, one.value)
+    if missing := [
+        f"{name} of {type(one.module).__name__.removeprefix('FSDP')}"  # which fully_shard adds
+        for name, one in left.items()
+        if one.value.is_meta
+    ]:
         raise CheckpointError(
             "expected values for every buffer that is not saved with the model, found nothing that computes "
-            + "; ".join(left[:5])
-            + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            + "; ".join(missing[:5])
+            + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            + (f" ({failures[0]})" if failures else "")
             + ". Give the module a reset_parameters() that does, or build the model with nothing but its "
             "parameters on meta"
         )
+    return computed, odd
 
 
-def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that is in several. to_empty gives each a tensor of its own."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+@torch.no_grad()
+def materialise(model: nn.Module, device: torch.device, computed: list[Buffer]) -> None:
+    """Put computed buffers in their places, and give uninitialised memory to what else is on meta.
+
+    What stands in several places of the model stays one tensor, unlike with to_empty().
+    """
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return
+    for one in computed:
+        setattr(one.module, one.leaf, one.value)
+    made: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(param, []).append((module, leaf))
-    return [some for some in places.values() if len(some) > 1]
+        params = module.named_parameters(recurse=False, remove_duplicate=False)
+        for leaf, tensor in (*params, *module.named_buffers(recurse=False, remove_duplicate=False)):
+            if not tensor.is_meta:
+                continue
+            if tensor not in made:
+                made[tensor] = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    made[tensor] = nn.Parameter(made[tensor], tensor.requires_grad)
+            setattr(module, leaf, made[tensor])
+    model.to(device)  # moves what was not on meta, and lets FSDP2 look for its parameters again
+
+
+def _compute(model: nn.Module, buffers: list[Buffer], device: torch.device) -> list[str]:
+    """Put marked tensors in the place of the buffers, and let their modules compute them.
+
+    Returns:
+        What the modules raised.
+    """
+    for one in buffers:
+        marked = torch.empty_like(one.value, device=device)
+        marked.untyped_storage().fill_(_MARK)  # pyright: ignore
+        setattr(one.module, one.leaf, marked)
+    failures = []
+    for path, module in {one.path: one.module for one in buffers}.items():
+        for compute in _ways(model, path, module):
+            try:
+                with _saved_tensors_on_meta(module):
+                    compute()
+            except Exception as error:  # of the module's own code
+                failures.append(f"{type(error).__name__}: {error}")
+            if all(one.is_written() for one in buffers if one.module is module):
+                break
+    return failures
 
 
 def _ways(model: nn.Module, path: str, module: nn.Module) -> Iterator[Callable[[], Any]]:
-    """Calls that may compute the buffers of a module."""
+    """Yield calls that may compute the buffers of a module."""
     names = path.split(".") if path else []
     for depth in range(len(names), -1, -1):  # the innermost model of transformers that has it
         owner = model.get_submodule(".".join(names[:depth]))
@@ -103,27 +151,21 @@ def _ways(model: nn.Module, path: str, module: nn.Module) -> Iterator[Callable[[
 
 
 @contextmanager
-def _parameters_on_meta(module: nn.Module) -> Iterator[None]:
-    """Stand-ins for the module's own parameters: they are loaded, and need no random numbers."""
-    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    for leaf, param in own.items():
-        setattr(module, leaf, nn.Parameter(torch.empty(param.shape, device="meta")))
+def _saved_tensors_on_meta(module: nn.Module) -> Iterator[None]:
+    """Put stand-ins in the place of parameters and saved buffers: they keep their values or are loaded."""
+    own: list[tuple[nn.Module, str, Tensor]] = []
+    for inner in module.modules():
+        own += [(inner, *found) for found in inner.named_parameters(recurse=False, remove_duplicate=False)]
+        own += [
+            (inner, leaf, buffer)
+            for leaf, buffer in inner.named_buffers(recurse=False, remove_duplicate=False)
+            if leaf not in unsaved_buffers(inner)
+        ]
+    for inner, leaf, tensor in own:
+        stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        setattr(inner, leaf, nn.Parameter(stand_in, False) if isinstance(tensor, nn.Parameter) else stand_in)
     try:
         yield
     finally:
-        for leaf, param in own.items():
-            setattr(module, leaf, param)
-
-
-def _class_name(module: nn.Module) -> str:
-    name = type(module).__name__
-    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
-
-
-def _untouched(buffer: Tensor | None) -> bool:
-    if buffer is None:
-        return False
-    if buffer.is_meta:
-        return True
-    data = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
-    return data.numel() > 0 and bool((data == _MARK).all())
+        for inner, leaf, tensor in own:
+            setattr(inner, leaf, tensor)

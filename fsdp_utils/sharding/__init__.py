@@ -1,7 +1,7 @@
 """FSDP units: choose them, find them, check them; names without wrappers; the part a rank holds.
 
-`shard` wraps a model with FSDP2, `wrap_policy` makes the same choice for FSDP1, `check_sharding` finds
-mistakes in how a model was wrapped.
+`shard` wraps a model with FSDP2, `transformer_block_classes` gives the classes for FSDP1's policy,
+`check_sharding` finds mistakes in how a model was wrapped.
 """
 
 from typing import TYPE_CHECKING
@@ -10,13 +10,12 @@ from fsdp_utils._lazy import loader
 
 if TYPE_CHECKING:
     from fsdp_utils.sharding.checks import check_sharding
-    from fsdp_utils.sharding.wrapping import shard, transformer_block_classes, wrap_policy
+    from fsdp_utils.sharding.wrapping import shard, transformer_block_classes
 
-__all__ = ["check_sharding", "shard", "transformer_block_classes", "wrap_policy"]
+__all__ = ["check_sharding", "shard", "transformer_block_classes"]
 _MODULE_OF = {
     "check_sharding": "checks",
     "shard": "wrapping",
     "transformer_block_classes": "wrapping",
-    "wrap_policy": "wrapping",
 }
 __getattr__ = loader(__name__, _MODULE_OF)

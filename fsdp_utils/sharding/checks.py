@@ -6,7 +6,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
+from fsdp_utils.sharding.copy_checks import check_copies
 from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.placements import unevenly_cut
+from fsdp_utils.sharding.training_checks import check_gradient_sync, check_master_weights
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, within
 from fsdp_utils.torch_internals.fsdp import Flat
 
@@ -17,15 +20,18 @@ HALF = 0.5
 def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
     """Find mistakes in how a model was wrapped, and say how to mend them.
 
-    Issues no collective and changes nothing, so it may be called on one rank.
+    Changes nothing. Call it on every rank: buffers, and parameters of which several ranks hold a copy, are
+    compared between the ranks that share the model; tensors that are sparse, quantized or of a subclass with
+    tensors inside are not. A rank that no other one joins within five seconds says so in the result, and that
+    nothing was compared. A model that has neither, and one process alone, are checked without waiting.
 
     Args:
-        model: after FSDP1 or FSDP2 was applied.
-        optimizer: the one that trains it.
+        model: after FSDP1, FSDP2 or DDP was applied.
+        optimizer: the one that trains it. Without it, nothing is said about bf16 and fp16 parameters.
 
     Returns:
-        A sentence or two for each problem and what to do about it; empty when nothing is wrong, and for a
-        model in DDP. Tied weights are known of transformers models only.
+        A sentence or two for each problem and what to do about it; empty when nothing is wrong. Tied weights
+        are known of transformers models only.
 
     Example::
 
@@ -34,19 +40,27 @@ def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         print(check_sharding(model, optimizer))  # []
     """
     units = find_units(model, also_empty=True)
-    if not units and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        return []  # it is replicated on purpose
-    if not units:
+    replicated = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if not units and not replicated:
         return [
             "The model is not sharded: no module in it is an FSDP unit. Call shard(model), or fully_shard."
         ]
-    fsdp2 = not units[0].fsdp1
-    sizes, loose = parameter_sizes(model, units)
+    problems = []
+    if units:
+        fsdp2 = not units[0].fsdp1
+        sizes, loose = parameter_sizes(model, units)
+        problems = [
+            *_check_units(model, units, sizes, loose, fsdp2),
+            *_check_ties(model, sizes, fsdp2),
+            *_check_placements(model),
+            *_check_mixed_requires_grad(units),
+            *(_check_optimizer(model, optimizer, units) if optimizer is not None else []),
+        ]
     return [
-        *_check_units(model, units, sizes, loose, fsdp2),
-        *_check_ties(model, sizes, fsdp2),
-        *_check_mixed_requires_grad(units),
-        *(_check_optimizer(model, optimizer, fsdp2) if optimizer is not None else []),
+        *problems,
+        *(check_master_weights(model, optimizer) if optimizer is not None else []),
+        *check_gradient_sync(model, units),
+        *check_copies(model),
     ]
 
 
@@ -69,10 +83,11 @@ def _check_units(
     except ValueError:
         classes = set()
     names = " and ".join(sorted(cls.__name__ for cls in classes)) or "part"
+    policy = "ModuleWrapPolicy(transformer_block_classes(model))" if classes else "a policy"
     what_to_do = (
         f"Call fully_shard on each {names} before the model, or shard(model) instead."
         if fsdp2
-        else f"Pass auto_wrap_policy={'wrap_policy(model)' if classes else 'a policy'} to FSDP."
+        else f"Pass auto_wrap_policy={policy} to FSDP."
     )
     if len(units) == 1:
         return [
@@ -135,6 +150,17 @@ def _check_ties(model: nn.Module, sizes_of: dict[Unit, dict[str, int]], fsdp2: b
     ]
 
 
+def _check_placements(model: nn.Module) -> list[str]:
+    names, more = unevenly_cut(model)
+    return [
+        f"{len(names)} parameters, such as {name}, are cut between their few rows, which the ranks cannot "
+        f"share evenly: with padding, each rank holds {more:.0%} more than its share of the model. Call "
+        "shard(model), or give fully_shard a shard_placement_fn that returns Shard(dim), with a dimension "
+        "that the ranks divide."
+        for name in names[:1]
+    ]
+
+
 def _check_mixed_requires_grad(units: list[Unit]) -> list[str]:
     messages = []
     for unit in units:
@@ -151,9 +177,16 @@ def _check_mixed_requires_grad(units: list[Unit]) -> list[str]:
     return messages
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, fsdp2: bool) -> list[str]:
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, units: list[Unit]) -> list[str]:
+    fsdp2 = not units[0].fsdp1
     of_model = set(model.parameters())
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if gathered := given.intersection(p for unit in units for p in unit.gathered):
+        return [
+            f"The optimizer holds {len(gathered)} gathered parameters, as the root's unit has them between "
+            "forward and backward, and after a forward without gradients: its steps change nothing. Build "
+            "the optimizer before the first forward, or call model.reshard() before."
+        ]
     # Between forward and backward FSDP2 has the whole parameters in the model; what the optimizer should
     # hold are the sharded ones, which are DTensors.
     strangers = [p for p in given - of_model if not (fsdp2 and isinstance(p, DTensor))]

@@ -4,6 +4,7 @@
 parameter, for FSDP1 as well: for what must come out alike however the model is sharded, such as masks.
 """
 
+import ctypes
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from math import prod
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, is_fsdp1_parameter
-from fsdp_utils.torch_internals.names import FLAT_PARAM
+from fsdp_utils.torch_internals.names import FLAT_PARAM, detect_fake_mode
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Member:
 
     name: str  # within its FSDP unit
     shape: torch.Size
+    strides: tuple[int, ...]
     offset: int  # of this rank's part, in elements of the full parameter
     start: int  # of this rank's part, in elements of this rank's flat parameter
     numel: int
@@ -41,6 +44,7 @@ class Place:
     offset: int
     numel: int
     members: tuple[Member, ...] = ()  # of FSDP1's flat parameter
+    strides: tuple[int, ...] = ()  # with FSDP1, which counts elements in the order of their memory
 
     @property
     def padding(self) -> int:
@@ -86,6 +90,28 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def is_readable(part: Tensor) -> bool:
+    """Has it memory of its own, which holds all of it?"""
+    return not (
+        part.is_meta
+        or is_traceable_wrapper_subclass(part)
+        or part.layout != torch.strided  # sparse tensors
+        or part.is_nested
+        or part.is_quantized
+        or detect_fake_mode([part]) is not None
+        or (part.numel() and not part.untyped_storage().nbytes())  # freed: reading it ends the process
+    )
+
+
+def view(tensor: Tensor) -> memoryview:
+    """View the bytes of a contiguous CPU tensor. Valid as long as the tensor exists."""
+    assert tensor.device.type == "cpu"
+    assert tensor.is_contiguous()
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
 def as_dtensor(part: Tensor, like: DTensor) -> DTensor:
     """The DTensor made of the ranks' parts, sharded like another one."""
     return DTensor.from_local(
@@ -116,14 +142,18 @@ def _fsdp1_places() -> dict[int, Place]:
     for handle in filter(None, map(fsdp1_handle, modules)):
         flat = Flat(handle.flat_param)
         members = tuple(
-            Member(name, shape, info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard)
+            Member(
+                name, shape, strides, info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard
+            )
             if info.in_shard
-            else Member(name, shape, 0, 0, 0)
-            for name, shape, info in zip(flat.names, flat.shapes, flat.shards, strict=True)
+            else Member(name, shape, strides, 0, 0, 0)
+            for name, shape, strides, info in zip(
+                flat.names, flat.shapes, flat.strides, flat.shards, strict=True
+            )
         )
         numel = flat.shard_shape.numel()
         offset = handle.rank * numel if handle.uses_sharded_strategy else 0  # NO_SHARD, or one rank alone
         found[id(handle.flat_param)] = Place(flat.full_shape, offset, numel, members)
         for param, member in zip(flat.params, members, strict=False):
-            found[id(param)] = Place(member.shape, member.offset, member.numel)
+            found[id(param)] = Place(member.shape, member.offset, member.numel, strides=member.strides)
     return found

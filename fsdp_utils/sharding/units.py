@@ -18,6 +18,7 @@ from fsdp_utils.torch_internals.fsdp import (
     fsdp1_offloads,
     fsdp2_groups,
     fsdp2_state,
+    fsdp2_whole,
     registered_flat,
 )
 
@@ -58,6 +59,14 @@ class Unit:
             return ", ".join(sorted(map(str, {parameter.device for parameter in self._sharded()})))
         (handle,) = self.parts
         return "cpu" if fsdp1_offloads(handle) else str(registered_flat(handle).device)
+
+    @property
+    def gathered(self) -> list[Any]:
+        """FSDP2's full parameters, which the model has while they are gathered."""
+        if self.fsdp1:
+            return []
+        whole = [fsdp2_whole(parameter) for part in self.parts for parameter in part.fsdp_params]
+        return [parameter for parameter in whole if parameter is not None]
 
     def _sharded(self) -> list[Any]:
         return [parameter.sharded_param for part in self.parts for parameter in part.fsdp_params]

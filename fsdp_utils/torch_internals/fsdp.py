@@ -54,6 +54,16 @@ def fsdp1_backward_has_begun(handle: FlatParamHandle) -> bool:
     return getattr(handle, "_ran_pre_backward_hook", False)
 
 
+def fsdp1_replicas(module: FSDP1) -> Any:
+    """The process group over which a hybrid strategy averages replicas; None for the other strategies."""
+    return getattr(module, "_inter_node_pg", None)
+
+
+def fsdp1_syncs(module: FSDP1) -> bool:
+    """Does backward reduce gradients? Not within no_sync()."""
+    return module._sync_gradients
+
+
 def is_fsdp1_parameter(param: Tensor) -> bool:
     """Is it a flat parameter, or (with use_orig_params) a part of one?"""
     return getattr(param, "_fsdp_flattened", False) or getattr(param, "_is_flat_param", False)
@@ -73,6 +83,11 @@ class Flat:
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
         return self._flat._shapes
+
+    @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """Of each before it was flattened, in the order of its memory."""
+        return self._flat._strides
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -123,6 +138,11 @@ def fsdp2_groups(module: FSDPModule) -> list[FSDPParamGroup]:
     if hasattr(state, "_fsdp_param_groups"):  # several from torch 2.12 on
         return list(state._fsdp_param_groups or [])
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def fsdp2_syncs(group: FSDPParamGroup) -> bool:
+    """Does backward reduce gradients, over shards and replicas? FSDPModule has setters only."""
+    return group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp)
 
 
 def fsdp2_is_root(module: FSDPModule) -> bool:

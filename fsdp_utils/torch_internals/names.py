@@ -6,8 +6,8 @@ them exists since torch 2.9, the oldest that the tests were run with, or longer.
 what the name is for if this torch lacks it.
 
 Other files may name these: `torch.utils._pytree` and `torch.utils._python_dispatch`, which have no public
-counterpart and are torch's documented way to extend it; operators under `torch.ops`, whose names are part of
-saved programs; and names in pickles (checkpoint/safe_pickle.py, metadata.py), part of the file format.
+counterpart and are torch's documented way to extend it; and operators under `torch.ops`, whose names are part
+of saved programs.
 """
 # ruff: noqa: F401 (other files import these names from here)
 
@@ -34,13 +34,12 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         checkpoint_wrapper as checkpoint_wrapper,
     )
-    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEM_FORMAT_ENCODING
     from torch.distributed.fsdp._common_utils import _get_param_to_fqns as get_param_to_fqns
     from torch.distributed.fsdp._flat_param import FlatParamHandle as FlatParamHandle
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
     from torch.distributed.fsdp._runtime_utils import _lazy_init as fsdp1_lazy_init
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 
 class Private(NamedTuple):
@@ -105,17 +104,6 @@ NAMES: dict[str, Private] = {
         "ShardedTensor",
         "what FSDP1's sharded state dict consists of; torch has never had it in a public module",
     ),
-    # checkpoints
-    "StorageInfo": Private(
-        "torch.distributed.checkpoint.filesystem",
-        "_StorageInfo",
-        "what the storage_data of DCP's .metadata consists of; the file format needs just this class",
-    ),
-    "MEM_FORMAT_ENCODING": Private(
-        "torch.distributed.checkpoint.metadata",
-        "_MEM_FORMAT_ENCODING",
-        "how DCP's .metadata holds a memory format; part of the file format",
-    ),
     "checkpoint_wrapper": Private(
         _WRAPPER,
         "checkpoint_wrapper",
@@ -133,6 +121,12 @@ NAMES: dict[str, Private] = {
     ),
     "detect_fake_mode": Private(
         "torch._guards", "detect_fake_mode", "whether a FakeTensorMode is on; nothing public says it"
+    ),
+    "disable_current_modes": Private(
+        "torch.utils._python_dispatch",
+        "_disable_current_modes",
+        "copies a buffer unseen by selective checkpointing, which expects those of the first forward; "
+        "nothing public suspends a TorchDispatchMode",
     ),
     "RecordFunctionFast": Private(
         "torch._C._profiler",
@@ -157,8 +151,8 @@ NAMES: dict[str, Private] = {
 }
 # What wrappers call the module that they wrap: FSDP1, activation checkpointing, torch.compile. These and
 # FLAT_PARAM are parts of parameters' names; FSDP.module and the like do not say under which name.
-WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-COMPILED = "_orig_mod"
+CHECKPOINTED, COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
+WRAPPED = ("_fsdp_wrapped_module", CHECKPOINTED, COMPILED)
 FLAT_PARAM = "_flat_param"
 # A slow import that fully_shard, and the first step of an optimizer, need: to be imported beforehand.
 DYNAMO = "torch._dynamo"

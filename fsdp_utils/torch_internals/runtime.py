@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import platform
 import sys
 from collections.abc import Callable, Mapping
@@ -26,11 +25,6 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def version(tensor: Tensor) -> int:
-    """A number that changes with each in-place operation; documented, but under a private name only."""
-    return tensor._version
-
-
 def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
     """The DTensor whose local tensor is `part`, on its device; from_local() moves it to the mesh's device."""
     from torch.distributed.tensor import DTensor
@@ -41,20 +35,6 @@ def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
 def sharded_tensor_group(tensor: ShardedTensor) -> Any:
     """The process group that it is sharded over; nothing public gives it."""
     return tensor._process_group
-
-
-def write_archive(value: Tensor, file: Any) -> None:
-    """What torch.save(value, file) writes, without the CRC-32 of each part.
-
-    The CRC takes three times as long as the hash that checkpoints have, and torch.load does not check it. The
-    public switch, torch.serialization.set_crc32_options, acts on the whole process, and saves run in
-    threads.
-    """
-    import torch
-
-    archive = torch._C.PyTorchFileWriter(file, False)  # type: ignore[call-overload]
-    torch.serialization._save(value, archive, pickle, 2, False)
-    archive.write_end_of_file()
 
 
 def collect_adamw(optimizer: torch.optim.AdamW, group: dict[str, Any], lists: list[list[Tensor]]) -> bool:

@@ -7,9 +7,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint import CheckpointError, Save, load_distributed, save_distributed, verify_checkpoint
+from fsdp_utils.checkpoint import (
+    CheckpointError,
+    Save,
+    checkpoints,
+    load_distributed,
+    save_distributed,
+    verify_checkpoint,
+)
 from fsdp_utils.checkpoint.files import Lock, LockTaken
-from fsdp_utils.checkpoint.manifest import committed
 from fsdp_utils.train.config import ConfigError
 from fsdp_utils.train.group import on_rank_0
 from fsdp_utils.train.metrics import RunLog
@@ -54,7 +60,7 @@ def resume(directory: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dic
         CheckpointError: the newest is whole, but not of this model or this optimizer.
     """
     damaged: list[str] = []
-    while on_rank_0(lambda: bool(committed(directory))):
+    while on_rank_0(lambda: bool(checkpoints(directory))):
         state, damage = _load_newest(directory, model, optimizer)
         if damage is None:
             return state, damaged
@@ -75,7 +81,7 @@ def _load_newest(
 
 
 def _set_aside_if_damaged(directory: Path) -> str | None:
-    newest = committed(directory)[-1].path
+    newest = list(checkpoints(directory).values())[-1]
     try:
         verify_checkpoint(newest)
     except CheckpointError as error:
@@ -114,8 +120,7 @@ class Checkpoints:
                 step=step,
                 keep=self._keep,
                 asynchronous=True,
-                **self._about,
-                **state,
+                state={**self._about, **state},
             )
             self._in_flight = (save, step)
         except CheckpointError as error:
@@ -129,9 +134,8 @@ class Checkpoints:
         """
         self._wait()
         if self._saved != step:
-            save_distributed(
-                self._directory, model, optimizer, step=step, keep=self._keep, **self._about, **state
-            )
+            everything = {**self._about, **state}
+            save_distributed(self._directory, model, optimizer, step=step, keep=self._keep, state=everything)
             self._saved = step
             self._log.event("saved", step=step)
 

@@ -19,6 +19,8 @@ from typing import Any, Literal, get_args, get_type_hints
 from fsdp_utils._commands import VERSION
 from fsdp_utils._extras import need
 from fsdp_utils._safe_yaml import YamlError, check_yaml
+from fsdp_utils.checkpoint import CheckpointError
+from fsdp_utils.checkpoint.files import local_path
 
 __all__ = [
     "ConfigError",
@@ -68,9 +70,10 @@ class DataConfig:
         batch_size: samples in a step, over all ranks. It stays the same on any number of ranks.
         micro_batch: the most samples that a rank computes at once; None for all that are its own. With less,
             gradients are accumulated.
-        seq_len: tokens in a sample of a folder.
+        seq_len: tokens in a sample of a folder; at most the model's positions.
         tokenizer: for .txt files: a folder of a transformers tokenizer. None: a token is a byte (UTF-8).
-        held_out: fraction of a folder's samples that are kept for evaluation.
+        held_out: fraction of a folder's samples, evenly spread, that are kept for evaluation, to the nearest
+            sample. At least one, unless the fraction is 0, and at least one is left to train on.
     """
 
     source: str
@@ -182,7 +185,9 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
     jsonargparse = need("jsonargparse", "train")
     arguments = sys.argv[1:] if arguments is None else arguments
     _set_guarded_loader(jsonargparse)
-    parser = jsonargparse.ArgumentParser(prog="fsdp_utils.train", exit_on_error=False, parser_mode=_LOADER)
+    parser = jsonargparse.ArgumentParser(
+        prog="fsdp_utils.train", exit_on_error=False, allow_abbrev=False, parser_mode=_LOADER
+    )
     parser.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
     parser.add_argument("--config", action="config", help="a YAML file of the settings below")
     parser.add_class_arguments(TrainConfig)
@@ -248,11 +253,12 @@ def check_ranges(config: TrainConfig) -> None:
         raise ConfigError(f"configuration: expected {name} to have a value, found null. Leave it out instead")
     checks: list[tuple[str, Callable[[Any], bool], str]] = [
         (
-            "steps log_every eval_every save_every keep data.batch_size data.micro_batch data.seq_len "
+            "steps log_every eval_every save_every keep data.batch_size data.micro_batch "
             "parallel.shard_ranks profile_step",
             lambda value: value >= 1,
             "at least 1",
         ),
+        ("data.seq_len", lambda value: value >= 2, "at least 2, as a token is predicted from those before"),
         ("hang_s timeout_s peak_tflops optim.lr optim.clip", lambda value: value > 0, "greater than 0"),
         ("hang_s timeout_s peak_tflops optim.lr optim.clip optim.weight_decay", math.isfinite, "finite"),
         ("hang_s timeout_s", lambda value: value <= _LONGEST_S, f"at most {_LONGEST_S:.0f}"),
@@ -264,8 +270,9 @@ def check_ranges(config: TrainConfig) -> None:
         ("optim.weight_decay", lambda value: value >= 0, "at least 0"),
         ("seed", lambda value: -(2**63) <= value < 2**63, "a number of 64 bits, from -2^63 to 2^63 - 1"),
         ("out", bool, "the name of a directory"),
-        ("out", lambda out: "://" not in out, "a directory (what is beside the checkpoints needs locks)"),
-        ("data.held_out optim.min_lr", lambda value: 0 <= value <= 1, "from 0 to 1"),
+        ("out", _is_local, "a directory (no URL, as logs and locks lie there; no ~, which a shell reads)"),
+        ("data.held_out", lambda value: 0 <= value < 1, "from 0 to 1, without 1"),
+        ("optim.min_lr", lambda value: 0 <= value <= 1, "from 0 to 1"),
         ("optim.warmup", lambda value: 0 <= value <= config.steps, f"from 0 to steps ({config.steps})"),
         ("optim.reserve_p", lambda value: 0 < value <= 1, "greater than 0 and at most 1"),
     ]
@@ -279,6 +286,14 @@ def check_ranges(config: TrainConfig) -> None:
         raise ConfigError(
             f"configuration: expected one of model.config and model.pretrained to be left out, found {both!r}"
         )
+
+
+def _is_local(path: str) -> bool:
+    try:
+        local_path(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _nulls(settings: Any, prefix: str = "") -> Iterator[str]:

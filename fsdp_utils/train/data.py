@@ -16,10 +16,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fsdp_utils._extras import need
+from fsdp_utils.distributed.identity import get_rank, get_world_size
 from fsdp_utils.train.config import ConfigError, DataConfig
 from fsdp_utils.train.group import on_rank_0, same_on_all
 
@@ -28,6 +30,7 @@ __all__ = [
     "DataError",
     "Rows",
     "TokenFile",
+    "check_ids",
     "fingerprint",
     "load_data",
     "must_be_the_same",
@@ -35,6 +38,7 @@ __all__ = [
 ]
 
 _BLOCK, _BLOCKS = 16_384, 16  # what of a larger file is hashed: as many blocks, spread evenly
+_IDS = 2**20  # token ids that are checked at once: they stay in a CPU's cache
 IGNORED = -100  # a label that the loss of transformers' models leaves out
 
 
@@ -71,8 +75,6 @@ class TokenFile:
         Raises:
             DataError: the file has other content than when it was opened.
         """
-        import numpy as np
-
         if self._stat() != self._seen:
             self._must_be_the_same()
         start, stop, _ = place.indices(self._count)
@@ -171,7 +173,6 @@ class TokenRows:
         return len(self._places)
 
     def __getitem__(self, rows: Tensor) -> dict[str, Tensor]:
-        np = need("numpy", "train")
 
         stretches = [
             np.asarray(self._files[number][start : start + self._length], dtype=np.int64)
@@ -181,9 +182,10 @@ class TokenRows:
         return {"input_ids": tokens, "labels": tokens}
 
     def split(self, held_out: float) -> tuple["TokenRows", "TokenRows"]:
-        """All but every n-th sample, for training, and those, for evaluation."""
-        every = max(2, round(1 / held_out)) if held_out else len(self) + 1
-        test = torch.arange(len(self)) % every == every - 1
+        """Return the samples for training and, evenly spread, the fraction `held_out` for evaluation."""
+        total = len(self)
+        count = min(max(round(held_out * total), 1), total - 1) if held_out else 0
+        test = (torch.arange(total + 1) * count // total).diff() > 0  # true `count` times
         return (
             TokenRows(self._files, self._length, self._places[~test]),
             TokenRows(self._files, self._length, self._places[test]),
@@ -199,6 +201,7 @@ class Data:
         predicts_next: whether the logits at a position are about the label after it (decoders).
         build: makes the model that goes with the data, with the same weights on every rank.
         identity: what tells these training samples from others: sizes and hashes, by the name of a part.
+        files: of a folder: token ids by the name of their file.
     """
 
     train: Rows
@@ -206,6 +209,7 @@ class Data:
     predicts_next: bool
     build: Callable[[], torch.nn.Module] | None = None
     identity: dict[str, str] = field(default_factory=dict)
+    files: Mapping[str, Any] = field(default_factory=dict)
 
     def predictions(self, batch: Mapping[str, Tensor]) -> int:
         """The number of labels over which a batch's loss is a mean."""
@@ -240,9 +244,17 @@ def _from_function(source: str) -> Data:
     module, _, name = source.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # ":f" and ".x:f" are no names
         raise ConfigError(f"data.source {source!r}: expected a function to import: {error}") from error
     task = function()
+    for part in ("train", "test"):
+        tensors = getattr(task, part, None)
+        shapes = {k: tuple(getattr(t, "shape", ())) for k, t in tensors.items()} if tensors else {}
+        if "labels" not in shapes or len({shape[:1] for shape in shapes.values()} | {()}) != 2:
+            raise ConfigError(
+                f"data.source {source!r}: expected .{part} of what it returns to be a dict of tensors by "
+                f"name, with labels among them, and one row for each sample in all; found shapes {shapes}"
+            )
     identity = {
         name: fingerprint_of_array(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
         for name, tensor in task.train.items()
@@ -257,13 +269,12 @@ def _from_function(source: str) -> Data:
 
 
 def _from_folder(folder: Path, config: DataConfig) -> Data:
-    np = need("numpy", "train")
 
     paths = [*sorted(folder.glob("*.npy")), *sorted(folder.glob("*.txt"))]
     tokenizer = None
     if config.tokenizer is not None and any(path.suffix == ".txt" for path in paths):
         tokenizer = _tokenizer(config.tokenizer)
-    files, identity = [], {}
+    files, identity = {}, {}
     for path in paths:
         try:
             if path.suffix == ".npy":
@@ -275,22 +286,40 @@ def _from_folder(folder: Path, config: DataConfig) -> Data:
                 file = np.asarray(tokenizer(text)["input_ids"], dtype=np.uint32)
         except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"data.source {folder}: cannot read {path.name}: {error}") from error
-        files.append(file)
+        files[path.name] = file
         identity[path.name] = (
             file.fingerprint() if isinstance(file, TokenFile) else fingerprint_of_array(file)
         )
-    if sum(len(file) // config.seq_len for file in files) == 0:
+    if sum(len(file) // config.seq_len for file in files.values()) == 0:
         raise ConfigError(
             f"data.source {folder}: expected .npy or .txt files with a stretch of data.seq_len "
             f"({config.seq_len}) tokens, found {len(files)} files and none so long"
         )
-    train, test = TokenRows(files, config.seq_len).split(config.held_out)
+    train, test = TokenRows([*files.values()], config.seq_len).split(config.held_out)
     identity["samples, by data.seq_len and data.held_out"] = f"{len(train):,} to train on"
-    return Data(train, test, predicts_next=True, identity=identity)
+    return Data(train, test, predicts_next=True, identity=identity, files=files)
+
+
+def check_ids(files: Mapping[str, Any], vocabulary: int) -> None:
+    """Refuse token ids beyond the `vocabulary` of a model. Each rank reads its share of the files.
+
+    Raises:
+        ConfigError: names a file and the position of an id in it; on the rank that read it.
+    """
+    for name, ids in files.items():
+        if ids.dtype.kind == "u" and np.iinfo(ids.dtype).max < vocabulary:
+            continue  # such as bytes
+        for start in range(get_rank() * _IDS, len(ids), get_world_size() * _IDS):
+            piece = ids[start : start + _IDS]
+            if piece.max() >= vocabulary or piece.min() < 0:
+                at = int(((piece >= vocabulary) | (piece < 0)).argmax())
+                raise ConfigError(
+                    f"data.source, {name}: expected token ids from 0 to {vocabulary - 1}, which the model's "
+                    f"vocabulary has, found {piece[at]} at position {start + at}"
+                )
 
 
 def _token_file(path: Path) -> TokenFile:
-    np = need("numpy", "train")
 
     mapped = np.lib.format.open_memmap(path, mode="r")  # reads and checks the header
     if mapped.ndim != 1 or not np.issubdtype(mapped.dtype, np.integer):

@@ -49,11 +49,13 @@ from fsdp_utils.train.config import (
 from fsdp_utils.train.data import Data, DataError, load_data, must_be_the_same, rows_at
 from fsdp_utils.train.group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
 from fsdp_utils.train.metrics import RunLog
-from fsdp_utils.train.model import build_model, parallelize, throughput
+from fsdp_utils.train.model import build_model, check_data, parallelize, throughput
 from fsdp_utils.train.watchdog import EXIT_REQUEUE, Heartbeat, NotFinite, StopSignal, check_finite
 
 __all__ = ["learning_rate", "main", "train"]
 
+# Settings of which a host may have its own.
+_PATHS = {"out", "data.source", "data.tokenizer", "model.config", "model.pretrained"}
 _END_S = 60.0  # from a failure to the end of its process, at most
 
 
@@ -80,7 +82,8 @@ def train(config: TrainConfig) -> Progress:
         The position at which the run ended.
 
     Raises:
-        ConfigError: it cannot begin; the same on every rank.
+        ConfigError: it cannot begin, or settings other than paths differ between ranks; the same on every
+            rank.
         CheckpointError: the newest checkpoint is of another model, or the last save failed.
         NotFinite: the gradient is NaN or infinite; names ranks and samples.
     """
@@ -88,7 +91,8 @@ def train(config: TrainConfig) -> Progress:
     device = training_device(config.parallel.device)
     with Heartbeat(out / "hang", config.timeout_s) as heart, StopSignal(heart) as stop, ExitStack() as at_end:
         heart.at("building")
-        data, model, is_locked = same_on_all(lambda: _prepare(config, at_end))
+        of_rank_0 = on_rank_0(lambda: asdict(config))
+        data, model, is_locked = same_on_all(lambda: _prepare(config, of_rank_0, at_end))
         model = parallelize(model, config, device)
         optimizer = _optimizer(model, config.optim)
 
@@ -122,9 +126,16 @@ def train(config: TrainConfig) -> Progress:
             log.close()
 
 
-def _prepare(config: TrainConfig, at_end: ExitStack) -> tuple[Data, nn.Module, bool]:
+def _prepare(
+    config: TrainConfig, of_rank_0: dict[str, Any], at_end: ExitStack
+) -> tuple[Data, nn.Module, bool]:
     """All that can be refused before the ranks work together: the data, the model, is `out` locked?"""
     check_ranges(config)
+    if differing := [each for each in changes(of_rank_0, asdict(config)) if each.split()[0] not in _PATHS]:
+        raise ConfigError(
+            "configuration: expected the same settings on all ranks, found other ones than rank 0's: "
+            f"{', '.join(differing)}. Start all ranks with the same command line and the same --config."
+        )
     micro_batches(config, get_world_size())
     mesh_shape(config, get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())))
     is_locked = True
@@ -133,7 +144,9 @@ def _prepare(config: TrainConfig, at_end: ExitStack) -> tuple[Data, nn.Module, b
         at_end.callback(lock.release)
         is_locked = lock.held
     data = load_data(config.data)
-    return data, build_model(config.model, data, config.seed), is_locked
+    model = build_model(config.model, data, config.seed)
+    check_data(model, data, config.data.seq_len)
+    return data, model, is_locked
 
 
 def _loop(

@@ -18,9 +18,9 @@ from fsdp_utils.planner import gpus
 from fsdp_utils.pretrained import load_pretrained
 from fsdp_utils.sharding.wrapping import shard, transformer_block_classes
 from fsdp_utils.train.config import ConfigError, ModelConfig, TrainConfig, mesh_shape
-from fsdp_utils.train.data import Data
+from fsdp_utils.train.data import Data, check_ids
 
-__all__ = ["NAMED", "build_model", "flops_per_token", "parallelize", "peak_flops", "throughput"]
+__all__ = ["NAMED", "build_model", "check_data", "flops_per_token", "parallelize", "peak_flops", "throughput"]
 
 # A few Llamas by name: to try the program, and to measure it.
 _TINY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -77,6 +77,30 @@ def build_model(config: ModelConfig, data: Data, seed: int) -> nn.Module:
         ) from error
 
 
+def check_data(model: Any, data: Data, seq_len: int) -> None:
+    """Refuse a folder's samples that a model of transformers cannot take; each rank reads a share of them.
+
+    Raises:
+        ConfigError: seq_len is beyond the model's positions, or this rank finds an id beyond its vocabulary.
+    """
+    config: Any = getattr(model, "config", None)
+    if not data.files or not hasattr(config, "get_text_config"):
+        return
+    config = config.get_text_config()
+    # None or -1 where any length will do, as for Mamba, T5 and XLNet
+    positions = getattr(config, "max_position_embeddings", None) or -1
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            positions = module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from there
+    if 0 < positions < seq_len and not getattr(config, "alibi", False):
+        raise ConfigError(
+            f"data.seq_len: expected at most the model's {positions} positions, found {seq_len}. Lower it; "
+            "where the positions are rotary, max_position_embeddings of its config.json may be raised instead"
+        )
+    if (vocabulary := getattr(config, "vocab_size", None)) is not None:
+        check_ids(data.files, vocabulary)
+
+
 def _transformers_config(source: str, setting: str) -> tuple[Any, Any]:
     transformers = need("transformers", "train")
     path, named = Path(source), cast("dict[str, Any]", NAMED.get(source))
@@ -130,7 +154,7 @@ def _check_room(model: nn.Module, ranks: int) -> None:
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> nn.Module:
-    """Make each block recompute, compile it and shard it; the model ends on the device, with its weights.
+    """Compile each block, let it recompute, and shard it; the model ends on the device, with its weights.
 
     Raises:
         CheckpointError: the pretrained folder does not hold this model.
@@ -141,14 +165,6 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> nn.Mod
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False  # it is for generating text, and would be saved beside each block
     blocks = tuple(transformer_block_classes(model))
-    if settings.recompute:
-        from fsdp_utils.torch_internals.names import apply_activation_checkpointing, checkpoint_wrapper
-
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=checkpoint_wrapper,
-            check_fn=lambda module: isinstance(module, blocks),
-        )
     if settings.compile is not None:
         for module in model.modules():
             if isinstance(module, blocks):
@@ -162,6 +178,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> nn.Mod
         mesh=mesh,
         strategy=settings.strategy,
         mp_policy=half if settings.precision == "bf16" else None,
+        checkpointing="full" if settings.recompute else None,
     )
     if config.model.pretrained is not None:
         load_pretrained(config.model.pretrained, model, cast=True)

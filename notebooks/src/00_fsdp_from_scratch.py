@@ -79,7 +79,7 @@ plots.life_of_a_unit(4)
 # %%
 from fsdp_utils.lessons import lesson
 from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn
+from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn, yours
 from fsdp_utils.notebook import ranks
 
 ranks.start()
@@ -467,7 +467,7 @@ class MyUnit(Unit):
 # %% jupyter={"source_hidden": true}
 # %%ranks
 def score(kind):
-    """Train with units of this kind, and measure one step. None where nothing is written yet."""
+    """Train with units of this kind, and measure one step."""
     units = [kind(layer) for layer in build()]
     if units[0](images[:1]) is None:
         return None
@@ -477,17 +477,16 @@ def score(kind):
     return {
         "all-gathers in one step": meter.all_gathers,
         "full parameters at the peak, KiB": meter.peak_whole_bytes / 2**10,
-        "losses that differ from one process's": sum(abs(a - b) > 1e-4 for a, b in zip(losses, alone)),
+        "losses that differ from one process's": sum(
+            not abs(a - b) <= 1e-4 for a, b in zip(losses, alone)
+        ),
         "curve": meter.whole_bytes,
     }
-
-
-result = score(MyUnit)
 
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "score(MyUnit)",
     {
         "all-gathers in one step": exactly(
             2 * len(layers),
@@ -511,9 +510,6 @@ class MyUnit(Unit):
         y.register_hook(lambda grad: self.gather())
         return y
 
-
-result = score(MyUnit)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 class MyUnit(Unit):
@@ -522,17 +518,11 @@ class MyUnit(Unit):
         y.register_hook(lambda grad: self.gather())
         return y
 
-
-result = score(MyUnit)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 class MyUnit(Unit):
     def __call__(self, x):
         return super().__call__(x)
-
-
-result = score(MyUnit)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -543,8 +533,14 @@ class MyUnit(Unit):
         y.register_hook(lambda grad: self.full.untyped_storage().resize_(self.full.nbytes) and None)
         return y
 
-
-result = score(MyUnit)
+# %% tags=["wrong"] turn=1
+# %%ranks
+class MyUnit(Unit):                             # everything right, but for NaN in the losses
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.free()
+        y.register_hook(lambda grad: self.gather())
+        return y * float("nan")
 
 # %% tags=["wrong"] turn=1 raises="out of bounds for storage of size 0"
 # %%ranks
@@ -554,13 +550,10 @@ class MyUnit(Unit):
         self.free()
         return y
 
-
-result = score(MyUnit)
-
 # %% jupyter={"source_hidden": true}
 curves = {"above: kept": ranks.get("kept.whole_bytes")[0], "target": run_solution(0, 1)[0]["curve"]}
-if ranks.get("result is not None")[0]:
-    curves["yours"] = ranks.get("result['curve']")[0]
+if mine := yours(1, "curve"):
+    curves["yours"] = mine[0]
 plots.alive(curves, whole_model=4 * model_numel)
 
 # %% [markdown]
@@ -844,16 +837,19 @@ def my_all_reduce(tensor):                      # f32[n] -> f32[n]
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from fsdp_utils.lessons.together import run_together
+
 def score_sum(all_reduce):
     """Add up one tensor over the ranks, and count what was called."""
-    tensor = torch.arange(3.0 * world, device=device) * (rank + 1)
-    given = tensor.clone()
-    with Meter() as meter:
-        summed = all_reduce(given)
-    if summed is None and not torch.equal(given, tensor):
-        return {"problem": "Your function changes its tensor and returns nothing: end it with `return`."}
+    tensor, meter = torch.arange(3.0 * world, device=device) * (rank + 1), Meter()
+
+    def counted():
+        with meter:
+            return all_reduce(tensor.clone())
+
+    summed, parted = run_together(counted)
     if summed is None:
-        return None
+        return {"problem": parted} if parted else None
     dist.all_reduce(tensor)
     return {
         "the sum, on every rank": isinstance(summed, torch.Tensor) and torch.equal(summed, tensor),
@@ -861,13 +857,10 @@ def score_sum(all_reduce):
         "all_gathers": meter.all_gathers,
     }
 
-
-result = score_sum(my_all_reduce)
-
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "score_sum(my_all_reduce)",
     {
         "the sum, on every rank": exactly(
             True,
@@ -888,17 +881,11 @@ def my_all_reduce(tensor):                      # f32[n] -> f32[n]
     dist.all_gather(list(full.chunk(world)), mine)
     return full
 
-
-result = score_sum(my_all_reduce)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_all_reduce(tensor):
     dist.all_reduce(tensor)
     return tensor
-
-
-result = score_sum(my_all_reduce)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -907,8 +894,13 @@ def my_all_reduce(tensor):
     dist.all_gather(full, tensor)
     return sum(full)
 
-
-result = score_sum(my_all_reduce)
+# %% tags=["wrong"] turn=2 raises="A rank would wait for ever: reduce_scatter"
+# %%ranks
+def my_all_reduce(tensor):
+    mine = torch.empty_like(tensor[: len(tensor) // world])
+    if rank == 0:
+        dist.reduce_scatter(mine, list(tensor.chunk(world)))
+    return tensor
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -919,9 +911,6 @@ def my_all_reduce(tensor):                      # a list of pieces
     dist.all_gather(pieces, mine)
     return pieces
 
-
-result = score_sum(my_all_reduce)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_all_reduce(tensor):                      # this rank's piece alone
@@ -929,18 +918,12 @@ def my_all_reduce(tensor):                      # this rank's piece alone
     dist.reduce_scatter(mine, list(tensor.chunk(world)))
     return mine
 
-
-result = score_sum(my_all_reduce)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_all_reduce(tensor):                      # in place, without a result
     mine = torch.empty_like(tensor[: len(tensor) // world])
     dist.reduce_scatter(mine, list(tensor.chunk(world)))
     dist.all_gather(list(tensor.chunk(world)), mine)
-
-
-result = score_sum(my_all_reduce)
 
 # %% [markdown]
 # With the usual ring algorithm, one `all_reduce` sends as much as one `all_gather` and one `reduce_scatter`

@@ -85,13 +85,13 @@ gathering()
 # state = get_model_state_dict(model, options=Options(full_state_dict=True, cpu_offload=True))  # ALL ranks
 # if dist.get_rank() == 0:
 #     torch.save(state, path)                           # rank 0 alone
-# state = torch.load(path, mmap=True) if dist.get_rank() == 0 else {}
+# state = torch.load(path, weights_only=True, mmap=True) if dist.get_rank() == 0 else {}
 # set_model_state_dict(model, state, options=Options(full_state_dict=True, broadcast_from_rank0=True))
 # dist.destroy_process_group()
 # ```
 #
-# `fsdp_utils.save_full` and `load_full` do the same with the optimizer, and with the checks that this lesson
-# shows to be needed.
+# `fsdp_utils.save_distributed` saves shards, with the checks that this lesson shows to be needed.
+# `export_safetensors` joins their weights.
 #
 # ## Four ranks
 
@@ -241,11 +241,8 @@ def my_full(model):
 
 
 # %% jupyter={"source_hidden": true}
-# %%ranks --timeout 5
+# %%ranks
 from fsdp_utils.lessons.meter import Meter
-
-result = None
-
 
 def score_full(gather):
     """Gather a model with other weights, under the meter."""
@@ -256,6 +253,8 @@ def score_full(gather):
         found = gather(model)
     if found is None:
         return None
+    if not isinstance(found, dict):
+        return {"problem": f"Return a dictionary of tensors by name, not a {type(found).__name__}."}
     equal = found.keys() == expected.keys() and all(
         type(tensor) is torch.Tensor and torch.equal(tensor, expected[name]) for name, tensor in found.items()
     )
@@ -266,13 +265,10 @@ def score_full(gather):
         "most bytes beyond shards and result, in largest tensors": beyond,
     }
 
-
-result = score_full(my_full)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "score_full(my_full)",
     {
         "the right result on each rank": exactly(
             True, otherwise="Rank 0 should return all tensors in full, and the other ranks `{}`."
@@ -281,6 +277,7 @@ turn(
             4.5, otherwise="A rank held several full tensors at once that it had no use for."
         ),
     },
+    timeout_s=5,
 )
 
 # %% tags=["solution"] turn=1
@@ -293,16 +290,10 @@ def my_full(model):
             full[name] = gathered.cpu()
     return full
 
-
-result = score_full(my_full)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_full(model):
     return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
-
-
-result = score_full(my_full)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -310,24 +301,15 @@ def my_full(model):
     full = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     return full if rank == 0 else {}
 
-
-result = score_full(my_full)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_full(model):
     return {name: tensor.to_local() for name, tensor in model.state_dict().items()} if rank == 0 else {}
 
-
-result = score_full(my_full)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_full(model):
     return model.state_dict() if rank == 0 else {}
-
-
-result = score_full(my_full)
 
 # %% [markdown]
 # ## The same with `get_model_state_dict`
@@ -741,13 +723,10 @@ def all_here(name, seconds):
 
 
 # %% jupyter={"source_hidden": true}
-# %%ranks --timeout 10
+# %%ranks
 import uuid
 
 from torch.utils._python_dispatch import TorchDispatchMode
-
-result = None
-
 
 class NoCollectives(TorchDispatchMode):
     """Refuses collectives: one rank of several may be alone in here."""
@@ -764,7 +743,9 @@ def score_here(all_here):
     dist.broadcast_object_list(names, src=0)
     (name,) = names
     with NoCollectives():
+        began = time.perf_counter()
         together = all_here(f"{name}, together", 5)
+        waited = time.perf_counter() - began
         if together is None:
             return None
         alone, seconds = False, 0.0
@@ -783,23 +764,27 @@ def score_here(all_here):
         too_late = all_here(f"{name}, too late", 0.3)
     if rank < world - 1:
         dist.barrier()
+    for answer in (together, alone, late, too_late):
+        if answer not in (True, False):
+            return answer if answer is None else {"problem": f"Return True or False, and not {answer!r}."}
     return {
         "all ranks come": together,
+        "seconds until all know that": waited,
         "only rank 0 comes": alone,
         "seconds until rank 0 knows that": seconds,
         "one rank comes half a second late": late,
         "one rank comes when the others gave up": too_late,
     }
 
-
-result = score_here(all_here)
-
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "score_here(all_here)",
     {
         "all ranks come": exactly(True, otherwise="All ranks came, and one was told that some had not."),
+        "seconds until all know that": at_most(
+            3, otherwise="All ranks came at once, and the answer took longer: look again and again."
+        ),
         "only rank 0 comes": exactly(
             False, otherwise="Rank 0 was alone and was told that all were there: count under the given name."
         ),
@@ -825,9 +810,6 @@ def all_here(name, seconds):
     mine = "yes" if store.add(name, 0) == world else "no"
     return store.compare_set(f"{name}, decided", "", mine) == b"yes"    # the first rank decides for all
 
-
-result = score_here(all_here)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def all_here(name, seconds):
@@ -839,35 +821,34 @@ def all_here(name, seconds):
         time.sleep(0.01)
     return False
 
-
-result = score_here(all_here)
-
 # %% tags=["wrong"] turn=2 raises="is a collective"
 # %%ranks
 def all_here(name, seconds):
     dist.barrier()
     return True
 
-
-result = score_here(all_here)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def all_here(name, seconds):
     return store.add(name, 1) == world
 
-
-result = score_here(all_here)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def all_here(name, seconds):
     store.add("here", 1)
-    time.sleep(seconds)
+    end = time.monotonic() + seconds
+    while store.add("here", 0) < world and time.monotonic() < end:
+        time.sleep(0.01)
     return store.add("here", 0) >= world
 
 
-result = score_here(all_here)
+# %% tags=["wrong"] turn=2
+# %%ranks
+def all_here(name, seconds):                            # waits for the whole time, always
+    store.add(name, 1)
+    time.sleep(seconds)
+    mine = "yes" if store.add(name, 0) == world else "no"
+    return store.compare_set(f"{name}, decided", "", mine) == b"yes"
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -876,21 +857,15 @@ def all_here(name, seconds):
     time.sleep(seconds / 50)
     return store.add(name, 0) == world
 
-
-result = score_here(all_here)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def all_here(name, seconds):
     return True
 
-
-result = score_here(all_here)
-
 # %% [markdown]
 # `if all_here("save 7", 30): save(...)` then replaces a hang by an answer. (Where a rank dies inside the
-# save, the others still wait in its collectives.) `save_full` below asks in the same way and names the
-# missing ranks. PyTorch has `dist.monitored_barrier(timeout=...)`, for gloo only, which also names a rank
+# save, the others still wait in its collectives.) `save_distributed` below asks in the same way and names
+# the missing ranks. PyTorch has `dist.monitored_barrier(timeout=...)`, for gloo only, which also names a rank
 # that did not come.
 #
 # ## The way of 2022: FSDP1
@@ -1071,21 +1046,21 @@ assert len(messages) >= 2
 print("Checked: 1 / world of the elements is right; without its state the optimizer errs from step 8 on.")
 
 # %% [markdown]
-# ## What `save_full` and `load_full` do
+# ## From a sharded checkpoint to one file
 #
-# Two functions of `fsdp_utils` do all of the above: the gather, the file, the broadcast and the optimizer,
-# with FSDP1, FSDP2 and DDP. What else training needs, such as the step, is given by name and comes back.
+# `save_distributed` of `fsdp_utils` gathers no FSDP2 model: ranks write their shards. `load_distributed`
+# loads them, under FSDP1, FSDP2 and DDP, and returns what else was saved, such as the step.
 
 # %%
 # %%ranks
-from fsdp_utils import CheckpointError, load_full, save_full
+from fsdp_utils import CheckpointError, load_distributed, save_distributed
 
 model, optimizer = resume()
-save_full(folder / "ours.pt", model, optimizer, step=6)
+checkpoint = save_distributed(folder / "run", model, optimizer, step=6).wait()
 
 model = shard(build(seed=1))
 optimizer = adam(model)
-state = load_full(folder / "ours.pt", model, optimizer)
+state = load_distributed(folder / "run", model, optimizer)
 print(f"step {state['step']}")
 assert train(model, optimizer, range(6, 10)) == never_stopped
 
@@ -1103,12 +1078,12 @@ def told(call):
 
 
 if rank == 0:                                                        # mistake 1
-    told(lambda: save_full(folder / "never.pt", model, optimizer, wait_s=1))
+    told(lambda: save_distributed(folder / "run", model, optimizer, step=10, wait_s=1))
 
 # %%
 # %%ranks
 if mine < best_so_far:                                               # mistake 2
-    told(lambda: save_full(folder / "best.pt", model, optimizer, wait_s=1))
+    told(lambda: save_distributed(folder / "best", model, optimizer, step=10, wait_s=1))
 
 # %% [markdown]
 # The error comes after a second and names the ranks that are missing. The process group is intact, and the
@@ -1120,17 +1095,22 @@ if mine < best_so_far:                                               # mistake 2
 print(f"loss of step 11: {loss:.4f}")
 
 # %% [markdown]
-# Mistakes 3 to 5 cannot be made: `load_full` is called on all ranks, takes a model that is wrapped already,
-# broadcasts, and fills the optimizer that it is given. The file is an ordinary one. A process without FSDP
-# and without `fsdp_utils` reads it.
+# Mistakes 3 and 4 cannot be made: all ranks load, into a model that is wrapped already. Mistake 5 can:
+# without `optimizer`, its state is left aside. `export_safetensors` needs no ranks, no gather and no memory
+# for the whole model. It writes the weights into one file (above 4 GiB, several), which `safetensors` reads
+# without FSDP.
 
 # %%
 # %%ranks 0
-saved = torch.load(folder / "ours.pt", weights_only=True)
+from safetensors.torch import load_file
+
+from fsdp_utils import export_safetensors
+
+export_safetensors(checkpoint, folder / "exported")
 plain = build(seed=1)
-plain.load_state_dict(saved["model"])
+plain.load_state_dict(load_file(folder / "exported" / "model.safetensors"))
 accuracy = (plain(inputs[1200:]).argmax(1) == labels[1200:]).float().mean().item()
-print(f"step {saved['state']['step']}, right on {accuracy:.0%} of points that it never saw")
+print(f"right on {accuracy:.0%} of points that it never saw")
 
 # %% [markdown]
 # Guessing would be right on a tenth of the points.
@@ -1219,15 +1199,15 @@ def continued_from(load, wrap):
     return train(model, optimizer, range(6, 10))
 
 
-full_pt, ours_pt = folder / "full.pt", folder / "ours.pt"
+full_pt, run = folder / "full.pt", folder / "run"
 ways = {
     "FSDP2, never stopped": never_stopped,
     "FSDP2, set_…_state_dict": continued_from(lambda m, o: load(full_pt, m, o), shard),
-    "FSDP2, load_full": continued_from(lambda m, o: load_full(ours_pt, m, o), shard),
+    "FSDP2, load_distributed": continued_from(lambda m, o: load_distributed(run, m, o), shard),
     "FSDP1, never stopped": old_never_stopped,
     "FSDP1, as in 2022, mended": with_state,
     "FSDP1, set_…_state_dict": continued_from(lambda m, o: load(full_pt, m, o), fsdp1),
-    "FSDP1, load_full of FSDP2's file": continued_from(lambda m, o: load_full(ours_pt, m, o), fsdp1),
+    "FSDP1, from FSDP2's checkpoint": continued_from(lambda m, o: load_distributed(run, m, o), fsdp1),
     "one process, never stopped": one_process,
 }
 
@@ -1246,7 +1226,7 @@ Table(
 # %%ranks
 for losses in ways.values():
     torch.testing.assert_close(losses, one_process, rtol=1e-4, atol=1e-4)
-assert ways["FSDP2, set_…_state_dict"] == ways["FSDP2, load_full"] == never_stopped
+assert ways["FSDP2, set_…_state_dict"] == ways["FSDP2, load_distributed"] == never_stopped
 assert with_state == old_never_stopped
 print("Checked: equal to the last bit within FSDP2 and within FSDP1 as in 2022, and to 0.0001 between all.")
 
@@ -1262,7 +1242,7 @@ try_answers(3)
 #   see where each process stands, run `py-spy dump --pid PID` for it. With NCCL and
 #   `TORCH_FR_BUFFER_SIZE=2000`, `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, each rank writes its last collectives to a
 #   file at the timeout, and `torchfrtrace` compares the files. To be told within seconds by the next run, ask
-#   with `all_here` of turn 2 first, or use `save_full`.
+#   with `all_here` of turn 2 first, or use `save_distributed`.
 # - **`Received data size doesn't match expected size`**, and gloo ends the process. Ranks are in different
 #   collectives. Run once with `TORCH_DISTRIBUTED_DEBUG=DETAIL`: the error then names both collectives.
 # - **The loss jumps after loading.** Some ranks have other weights: mistake 4. Compare a full state dict with

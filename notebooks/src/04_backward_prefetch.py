@@ -100,7 +100,7 @@ drawing("AG AG mm RS AG mm RS mm RS", "each unit asked for one block early (a dr
 
 # %%
 from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn
+from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn, yours
 from fsdp_utils.notebook import ranks
 
 ranks.start()
@@ -332,7 +332,7 @@ def hook_of(blocks, i):
 # %% jupyter={"source_hidden": true}
 # %%ranks
 def asked_early(hook_of):
-    """Record a step with these hooks; None where nothing is written yet."""
+    """Record a step with these hooks."""
     model = without_prefetch()
     layers, waited, late = list(model), [], []
     if any(hook_of(layers, i) is None for i in range(len(layers))):
@@ -354,7 +354,7 @@ def asked_early(hook_of):
             asked = {e.module for e in trace.events if (e.kind, e.phase) == ("all_gather", "backward")}
             late.append(i > 0 and str(i - 1) not in asked)
 
-        block.up.register_full_backward_pre_hook(half_done)
+        block.up.register_forward_hook(lambda module, args, y: y.register_hook(half_done) and None)
 
     for i, block in enumerate(layers):
         install(i, block)
@@ -368,13 +368,10 @@ def asked_early(hook_of):
         "trace": trace,
     }
 
-
-result = asked_early(hook_of)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "asked_early(hook_of)",
     {
         "blocks that computed before the next one was asked for": exactly(
             0, otherwise="A block computes while nothing is on its way. Block i is followed by block i - 1."
@@ -402,40 +399,25 @@ def hook_of(blocks, i):
 
     return hook
 
-
-result = asked_early(hook_of)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def hook_of(blocks, i):
     return lambda grad: None
-
-
-result = asked_early(hook_of)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
 def hook_of(blocks, i):
     return lambda grad: blocks[i - 1].unshard(async_op=True) and None
 
-
-result = asked_early(hook_of)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def hook_of(blocks, i):
     return lambda grad: blocks[i - 1].unshard() if i > 0 else None
 
-
-result = asked_early(hook_of)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def hook_of(blocks, i):
     return lambda grad: blocks[min(i + 1, 3)].unshard(async_op=True) and None
-
-
-result = asked_early(hook_of)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -446,14 +428,11 @@ def hook_of(blocks, i):
 
     return hook
 
-
-result = asked_early(hook_of)
-
 # %% [markdown]
 # %% jupyter={"source_hidden": true}
 lines = {"nothing asked early": ranks.get("traces['None']")[0], "target": run_solution(4, 1)[0]["trace"]}
-if ranks.get("result is not None")[0]:
-    lines["yours"] = ranks.get("result['trace']")[0]
+if mine := yours(1, "trace"):
+    lines["yours"] = mine[0]
 for name, line in lines.items():
     sent = next(event.sent_bytes for event in line.collectives)
     backward = [event for event in line.events if event.phase == "backward"]
@@ -811,7 +790,7 @@ SIZES = (1024, 256) * 3
 
 
 def uneven(prefetch):
-    """Record a model of uneven blocks with these lists and replay it; None where nothing is written yet."""
+    """Record a model of uneven blocks with these lists and replay it."""
     model = fsdp2(SIZES)
     lists = prefetch(list(model))
     if lists is None:
@@ -835,12 +814,11 @@ def uneven(prefetch):
 
 
 by_itself = uneven(lambda blocks: {})
-result = uneven(my_prefetch)
 
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "uneven(my_prefetch)",
     {
         "ms in which it only sends": at_most(
             5.3,
@@ -861,54 +839,36 @@ turn(
 def my_prefetch(blocks):
     return {block: blocks[max(0, i - 2) : i][::-1] for i, block in enumerate(blocks)}
 
-
-result = uneven(my_prefetch)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_prefetch(blocks):
     return {block: blocks[max(0, i - 1) : i] for i, block in enumerate(blocks)}
-
-
-result = uneven(my_prefetch)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_prefetch(blocks):
     return {block: blocks[max(0, i - 3) : i][::-1] for i, block in enumerate(blocks)}
 
-
-result = uneven(my_prefetch)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_prefetch(blocks):
     return {block: blocks[i + 1 : i + 3] for i, block in enumerate(blocks)}
-
-
-result = uneven(my_prefetch)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_prefetch(blocks):
     return {block: blocks[max(0, i - 2) : i] for i, block in enumerate(blocks)}
 
-
-result = uneven(my_prefetch)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_prefetch(blocks):
     return {block: [blocks[i - 2]] for i, block in enumerate(blocks) if i > 1}
 
-
-result = uneven(my_prefetch)
-
 # %% jupyter={"source_hidden": true}
 uneven_runs = {"FSDP2 by itself": ranks.get("by_itself")[0]["replay"]}
 uneven_runs["target"] = run_solution(4, 2)[0]["replay"]
-if ranks.get("result is not None")[0]:
-    uneven_runs["yours"] = ranks.get("result['replay']")[0]
+if mine := yours(2, "replay"):
+    uneven_runs["yours"] = mine[0]
 longest = max(run.step_s for run in uneven_runs.values())
 for name, run in uneven_runs.items():
     drawn = run.plot(title=f"replay of the backward pass: {name}", until=longest)

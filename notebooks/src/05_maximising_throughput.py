@@ -65,7 +65,7 @@
 # %%
 from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn
+from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn, yours
 from fsdp_utils.notebook import ranks
 
 # real ranks, for the second half of the lesson
@@ -478,7 +478,7 @@ def replay(size, limit):
 
 
 def score_search(search):
-    """Search on four simulated GPUs; None where nothing is written yet."""
+    """Search on four simulated GPUs."""
     wrong, most, history = 0, 0, {}
     for limit in (1.73, 1.45, 1.6, 2.2):
         tried = history[limit] = []
@@ -494,26 +494,24 @@ def score_search(search):
         if found is None:
             return None
         best = max(size for size in range(16, 33) if replay(size, limit).regime == "fits")
-        wrong, most = wrong + (found != best), max(most, len(tried))
+        wrong, most = wrong + bool(found != best), max(most, len(tried))
     return {
         "GPUs with a wrong batch size": wrong,
         "trials, at most": most,
         "curve": history[1.73],
     }
 
-
-result = score_search(my_search)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    [result],
+    "score_search(my_search)",
     {
         "GPUs with a wrong batch size": exactly(
             0, otherwise="The size is not the largest without a retry: do retries count as a failure, too?"
         ),
         "trials, at most": at_most(6, otherwise="Six trials are enough if each halves what is left."),
     },
+    on_ranks=False,
 )
 
 # %% tags=["solution"] turn=1
@@ -528,9 +526,6 @@ def my_search(trial):
         good, bad = (size, bad) if fits else (good, size)
     return good
 
-
-result = score_search(my_search)
-
 # %% tags=["wrong"] turn=1
 def my_search(trial):                           # looks only for errors
     good, bad = 16, 33
@@ -543,18 +538,12 @@ def my_search(trial):                           # looks only for errors
             bad = size
     return good
 
-
-result = score_search(my_search)
-
 # %% tags=["wrong"] turn=1
 def my_search(trial):                           # one after the other
     size = 16
     while size < 32 and trial(size + 1) == 0:
         size += 1
     return size
-
-
-result = score_search(my_search)
 
 # %% tags=["wrong"] turn=1
 def my_search(trial):                           # the usual way
@@ -566,20 +555,14 @@ def my_search(trial):                           # the usual way
         except torch.OutOfMemoryError:  # noqa: PERF203
             size = int(0.9 * size)
 
-
-result = score_search(my_search)
-
 # %% tags=["wrong"] turn=1
 def my_search(trial):                           # a constant
     return 23
 
-
-result = score_search(my_search)
-
 # %% jupyter={"source_hidden": true}
 searches = {"target": run_solution(5, 1)[0]["curve"]}
-if result is not None:
-    searches["yours"] = result["curve"]
+if mine := yours(1, "curve"):
+    searches["yours"] = mine[0]
 colors = dict(zip(order, (plots.RANK_COLORS[2], plots.RANK_COLORS[1], plots.RANK_COLORS[5])))
 fig, panels = plots.figure(len(searches), width=4.2 * len(searches) + 0.6, height=2.6)
 for axes, (title, tried) in zip(panels, searches.items()):
@@ -843,9 +826,6 @@ def my_trial(step, batch_size):
 # %%ranks
 from fsdp_utils.lessons.together import run_together
 
-result = None
-
-
 def score_trial(trial):
     """Judge five batch sizes: 4 fits, at 5 one rank runs out, at 6 one has retries, 7 and 8 fail on all."""
 
@@ -870,13 +850,10 @@ def score_trial(trial):
         ),
     }
 
-
-result = score_trial(my_trial)
-
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "score_trial(my_trial)",
     {
         "batch sizes on which ranks disagree": exactly(
             0, otherwise="Ranks have different answers: the answer needs what every rank has seen."
@@ -898,9 +875,6 @@ def my_trial(step, batch_size):
     dist.all_reduce(failed)
     return failed.item() == 0
 
-
-result = score_trial(my_trial)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_trial(step, batch_size):                 # each rank for itself
@@ -908,9 +882,6 @@ def my_trial(step, batch_size):                 # each rank for itself
         return step(batch_size) == 0
     except torch.OutOfMemoryError:
         return False
-
-
-result = score_trial(my_trial)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -923,9 +894,6 @@ def my_trial(step, batch_size):                 # retries do not count
     dist.all_reduce(failed)
     return failed.item() == 0
 
-
-result = score_trial(my_trial)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_trial(step, batch_size):                 # the collective in the try: not every rank calls it
@@ -937,9 +905,6 @@ def my_trial(step, batch_size):                 # the collective in the try: not
         return False
     return failed.item() == 0
 
-
-result = score_trial(my_trial)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_trial(step, batch_size):                 # rank 0 decides
@@ -950,9 +915,6 @@ def my_trial(step, batch_size):                 # rank 0 decides
         failed += 1
     dist.broadcast(failed, src=0)
     return failed.item() == 0
-
-
-result = score_trial(my_trial)
 
 # %% tags=["check"]
 try_answers(5)

@@ -109,7 +109,7 @@ draw_dtypes({"one step": expected})
 # %%
 from fsdp_utils.lessons import lesson
 from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import exactly, run_solution, try_answers, turn
+from fsdp_utils.lessons.turns import exactly, run_solution, try_answers, turn, yours
 from fsdp_utils.notebook import ranks
 
 ranks.start()
@@ -442,13 +442,10 @@ def score_low(low):
         false += len(set(answer) - expected)
     return {"faults found": 6 - missed, "false alarms": false}
 
-
-result = score_low(low)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "score_low(low)",
     {
         "faults found": exactly(
             6,
@@ -476,9 +473,6 @@ def low(model, optimizer, step):
         found.add("moments")
     return found
 
-
-result = score_low(low)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def low(model, optimizer, step):                    # .grad does not tell how it was added up
@@ -491,9 +485,6 @@ def low(model, optimizer, step):                    # .grad does not tell how it
     if any(state["exp_avg"].dtype == bf16 for state in optimizer.state.values()):
         found.add("moments")
     return found
-
-
-result = score_low(low)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -510,9 +501,6 @@ def low(model, optimizer, step):                    # the first parameter alone
         found.add("moments")
     return found
 
-
-result = score_low(low)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def low(model, optimizer, step):                    # what is gathered is meant to be bf16
@@ -527,24 +515,15 @@ def low(model, optimizer, step):                    # what is gathered is meant 
         found.add("moments")
     return found
 
-
-result = score_low(low)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def low(model, optimizer, step):
     return {"parameters", "reduction", "moments"}
 
-
-result = score_low(low)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def low(model, optimizer, step):
     return set()
-
-
-result = score_low(low)
 
 # %% [markdown]
 # ## What adding up in bf16 costs
@@ -754,8 +733,9 @@ draw_dtypes({"made in fp32": by_fsdp2["bf16, reduce fp32"], "made in bf16": rank
 
 # %% [markdown]
 # Just below 1, two neighbouring numbers in bf16 are 0.004 apart: a step of less than half of that is rounded
-# away, each time. So make the model fp32 before you shard it: `model.float()`. Accelerate does that when its
-# mixed precision is on, and says so; what it then saves is fp32, twice the size of what was loaded.
+# away, each time. So make the model fp32 before you shard it: `model.float()`. Accelerate does that for FSDP
+# when its mixed precision is on, for what requires a gradient (not for DDP); what it then saves of these
+# weights is fp32, twice the size of what was loaded.
 #
 # Now the other way round: a checkpoint in fp32, and a model in bf16 that is to load it. PyTorch's `dcp.load`
 # casts and does not say so. `load_distributed` refuses, unless you pass `cast=True`.
@@ -872,7 +852,8 @@ by_policy, grads_of_policy = train_sharded(bf16, fp32)
 
 
 def score_backward(my_backward):
-    master = build()
+    master, autocast = build(), []
+    master.register_forward_pre_hook(lambda *_: autocast.append(torch.is_autocast_enabled(x.device.type)))
     optimizer, losses, other = torch.optim.AdamW(master.parameters(), lr=1e-2), [], 0
     for step in range(8):
         loss = my_backward(master, x)
@@ -882,21 +863,19 @@ def score_backward(my_backward):
             other += p.grad is None or not torch.allclose(p.grad.float(), wanted, rtol=1e-3, atol=2e-6)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(torch.as_tensor(loss).item())
     return {
-        "losses that differ": sum(abs(a - b) > 2e-5 for a, b in zip(losses, by_policy)),
+        "losses that differ": sum(not abs(a - b) <= 2e-5 for a, b in zip(losses, by_policy)),
         "gradients that differ": other,
         "dtype of the weights that are kept": names(master.parameters()),
+        "forward passes under autocast": sum(autocast),
         "losses": losses,
     }
-
-
-result = score_backward(my_backward)
 
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "score_backward(my_backward)",
     {
         "losses that differ": exactly(
             0, otherwise="Some losses differ: is the copy in bf16, made anew in each step, and its input too?"
@@ -908,6 +887,9 @@ turn(
         ),
         "dtype of the weights that are kept": exactly(
             "float32", otherwise="The master is no longer fp32: `.to(bf16)` changes a module itself."
+        ),
+        "forward passes under autocast": exactly(
+            0, otherwise="Autocast casts for each operation anew. Compute with a bf16 copy, without autocast."
         ),
     },
 )
@@ -924,9 +906,6 @@ def my_backward(master, x):
         high.grad /= world
     return loss
 
-
-result = score_backward(my_backward)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_backward(master, x):                         # all in fp32
@@ -936,9 +915,6 @@ def my_backward(master, x):                         # all in fp32
         dist.all_reduce(p.grad)
         p.grad /= world
     return loss
-
-
-result = score_backward(my_backward)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -951,9 +927,6 @@ def my_backward(master, x):                         # adds up in bf16
         high.grad = small.grad.float() / world
     return loss
 
-
-result = score_backward(my_backward)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_backward(master, x):                         # the sum
@@ -965,9 +938,6 @@ def my_backward(master, x):                         # the sum
         dist.all_reduce(high.grad)
     return loss
 
-
-result = score_backward(my_backward)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_backward(master, x):                         # of this rank alone
@@ -977,9 +947,6 @@ def my_backward(master, x):                         # of this rank alone
     for small, high in zip(low.parameters(), master.parameters()):
         high.grad = small.grad.float()
     return loss
-
-
-result = score_backward(my_backward)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -992,8 +959,16 @@ def my_backward(master, x):                         # the master is bf16 from he
         p.grad = (total / world).to(bf16)
     return loss
 
-
-result = score_backward(my_backward)
+# %% tags=["wrong"] turn=2
+# %%ranks
+def my_backward(master, x):                         # autocast, without a copy
+    with torch.autocast(x.device.type, dtype=bf16):
+        loss = F.mse_loss(master(x).float(), x)
+    loss.backward()
+    for p in master.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    return loss
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -1006,9 +981,6 @@ def my_backward(master, x):                         # fp16
         dist.all_reduce(high.grad)
         high.grad /= world
     return loss
-
-
-result = score_backward(my_backward)
 
 # %% tags=["check"]
 try_answers(7)
@@ -1027,8 +999,8 @@ losses_of = {
 # %% tags=["equality", "nbval-ignore-output"] jupyter={"source_hidden": true}
 losses_of = ranks.get("losses_of")[0]
 losses_of["by hand"] = run_solution(7, 2)[0]["losses"]
-if ranks.get("result is not None")[0]:
-    losses_of["yours"] = ranks.get("result['losses']")[0]
+if mine := yours(2, "losses"):
+    losses_of["yours"] = mine[0]
 Table(
     ["loss of rank 0 at step", "1", "2", "4", "8"],
     [[way, *(f"{losses[step - 1]:.5f}" for step in (1, 2, 4, 8))] for way, losses in losses_of.items()],

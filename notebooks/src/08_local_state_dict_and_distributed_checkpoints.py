@@ -87,7 +87,9 @@ draw_cuts(512, 4, 3)
 # model = fully_shard(torch.nn.Linear(256, 256), mesh=mesh)
 # optimizer = torch.optim.AdamW(model.parameters())
 # folder = Path(__file__).with_name("checkpoints")                  # on a disk that all hosts see
-# done = max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
+# found = [max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)]
+# dist.broadcast_object_list(found, src=0)                          # what rank 0 sees decides
+# done = found[0]
 # if done:
 #     weights, averages = get_state_dict(model, optimizer)          # DTensors: nothing is gathered
 #     dcp.load({"model": weights, "optimizer": averages}, checkpoint_id=folder / str(done))
@@ -103,6 +105,10 @@ draw_cuts(512, 4, 3)
 #
 # `.metadata` is the file that DCP writes last, so a directory without it is a save that was interrupted. Each
 # save has a directory of its own: a save over an older one destroys it, as you will see in a later section.
+#
+# Rank 0 looks for the newest checkpoint, and the other ranks take its answer. On a network disk one host may
+# see a file seconds later than another. Ranks that choose for themselves then load a mixture of two
+# checkpoints, or hang because one of them loads nothing.
 #
 # `get_state_dict` is not called before the first training step of all. It gives an optimizer without state
 # one, by a step with learning rate 0, and AdamW counts that step: the first real one would be its second, and
@@ -477,7 +483,7 @@ def count_rows(my_rows, folder):
                             print(f"rank {reader} of {wanted_by} wants {rows=} [{first}:{stop}]: {error}")
                         errors += 1
                         continue
-                    if part is None and not saved.opened:
+                    if part is None:
                         return None
                     right = isinstance(part, torch.Tensor) and torch.equal(part, weight[first:stop])
                     wrong += not right
@@ -491,13 +497,10 @@ def count_rows(my_rows, folder):
         "files opened for nothing": needless,
     }
 
-
-result = score_rows(my_rows)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "score_rows(my_rows)",
     {
         "calls that raise": exactly(
             0,
@@ -530,9 +533,6 @@ def my_rows(saved, rank, world):
             parts.append(saved.read(index, left - begin, right - begin))
     return torch.cat(parts)
 
-
-result = score_rows(my_rows)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_rows(saved, rank, world):                    # nothing to put together where a rank wants no rows
@@ -544,18 +544,12 @@ def my_rows(saved, rank, world):                    # nothing to put together wh
             parts.append(saved.read(index, left - begin, right - begin))
     return torch.cat(parts)
 
-
-result = score_rows(my_rows)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_rows(saved, rank, world):                    # everything, and then cut
     first, stop = cut(saved.rows, world)[rank]
     pieces = [saved.read(i, 0, end - begin) for i, (begin, end) in enumerate(saved.files)]
     return torch.cat(pieces)[first:stop]
-
-
-result = score_rows(my_rows)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -568,9 +562,6 @@ def my_rows(saved, rank, world):                    # one file too many where th
         parts.append(saved.read(index, max(first, begin) - begin, max(0, min(stop, end) - begin)))
     return torch.cat(parts)
 
-
-result = score_rows(my_rows)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_rows(saved, rank, world):                    # rows of the weight, not of the file
@@ -582,9 +573,6 @@ def my_rows(saved, rank, world):                    # rows of the weight, not of
             parts.append(saved.read(index, left, right))
     return torch.cat(parts)
 
-
-result = score_rows(my_rows)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_rows(saved, rank, world):                    # its own file, as LOCAL_STATE_DICT
@@ -592,9 +580,6 @@ def my_rows(saved, rank, world):                    # its own file, as LOCAL_STA
         return torch.empty(0, 4)
     begin, end = saved.files[rank]
     return saved.read(rank, 0, end - begin)
-
-
-result = score_rows(my_rows)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -606,9 +591,6 @@ def my_rows(saved, rank, world):                    # the next file, but no thir
         if left < right:
             parts.append(saved.read(index, left - begin, right - begin))
     return torch.cat(parts)
-
-
-result = score_rows(my_rows)
 
 # %% [markdown]
 # The target reads no row twice: in each load, the ranks together read the weight once. DCP reads a little
@@ -820,9 +802,9 @@ print("Checked: the default warns and overwrites every file; overwrite=False ref
 #
 # ## `save_distributed` and `load_distributed`
 #
-# `save_distributed` of `fsdp_utils` saves with DCP. Each checkpoint gets a directory of its own. It is
-# written under a temporary name, and **renamed** when all ranks are done and all files are on the disk: the
-# checkpoint is there completely, or not at all.
+# `save_distributed` of `fsdp_utils` writes safetensors, at most one per rank, and JSON besides. Each
+# checkpoint gets a directory of its own. It is written under a temporary name, and **renamed** when all ranks
+# are done and all files are on the disk: the checkpoint is there completely, or not at all.
 
 
 # %% jupyter={"source_hidden": true}
@@ -850,7 +832,7 @@ draw_saves()
 
 # %% [markdown]
 # With `keep=2` it then deletes all but the two newest. What else training needs, such as the number of
-# samples seen, is passed by name.
+# samples seen, goes into `state` (`per_rank` where ranks differ).
 
 # %% tags=["keep"]
 from fsdp_utils import CheckpointError, load_distributed, save_distributed, verify_checkpoint
@@ -862,8 +844,9 @@ def train_and_save(directory, steps=6, every=2, keep=2):
     for step in range(0, steps, every):
         train(model, optimizer, range(step, step + every))
         done = step + every
-        save_distributed(directory, model, optimizer, step=done, keep=keep, samples=24 * done)
-    return {"loss": evaluate(model), "next": train(model, optimizer, [steps])}
+        save_distributed(directory, model, optimizer, step=done, keep=keep, state={"samples": 24 * done})
+    full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    return {"loss": evaluate(model), "full": full, "next": train(model, optimizer, [steps])}
 
 
 def load_and_go_on(directory, step="latest"):
@@ -892,17 +875,32 @@ Table(
 )
 
 # %% [markdown]
-# Every number of ranks has the same loss, and the same loss of the next step. Beside DCP's files the
-# directory has a `manifest.json` with the size and a BLAKE3 hash of each of them, which a load compares. In a
-# terminal, `python -m fsdp_utils.checkpoint inspect run` lists what is in a checkpoint; `verify` in place of
-# `inspect` reads every byte, and `export` writes safetensors.
+# Every number of ranks has the same loss, and the same loss of the next step. Beside the ranks' files lie
+# `state.json`, with all that is no tensor, and `manifest.json`, with the size and BLAKE3 hash of each file,
+# which a load compares. In a terminal, `python -m fsdp_utils.checkpoint inspect run` lists the tensors;
+# `verify` reads every byte. The header of each rank's file says, in the words of torch's own reader of
+# safetensors, where in the full tensor a piece begins. So `safetensors` alone reads the weights:
+
+# %% tags=["plain-reader"]
+from safetensors import safe_open
+
+checkpoint = sorted((folder / "run").iterdir())[-1]
+weights = {name: torch.full_like(full, torch.nan) for name, full in ours["full"].items()}
+for path in checkpoint.glob("rank-*.safetensors"):
+    with safe_open(path, framework="pt") as file:
+        for key, piece in json.loads(file.metadata()["DCP_SHARDING_INFO"]).items():
+            kind, _, name = key.partition(".")
+            if kind == "model":                                      # the others are the optimizer's
+                rows, begin = file.get_tensor(key), piece["saved_offsets"][0]
+                weights[name][begin:begin + len(rows)] = rows
+assert all(torch.equal(weights[name], full) for name, full in ours["full"].items())
+print(f"{len(weights)} tensors of {checkpoint.name}, equal to the model's")
 
 # %% tags=["check"]
 for there in resumed.values():
     torch.testing.assert_close(there["loss"], ours["loss"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(there["next"], ours["next"], rtol=1e-4, atol=1e-4)
 assert resumed[world]["next"] == ours["next"]
-checkpoint = sorted((folder / "run").iterdir())[-1]
 manifest = json.loads((checkpoint / "manifest.json").read_text())
 assert {"manifest.json", *manifest["files"]} == {path.name for path in checkpoint.iterdir()}
 assert all(set(about) == {"bytes", "blake3"} for about in manifest["files"].values())
@@ -945,7 +943,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_utils.lessons.together import run_together
 
-result = None
 warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
 mesh = init_device_mesh("cpu", (world,))
 
@@ -1003,7 +1000,7 @@ def on_ranks(fact):
 
 
 def score_save(my_save):
-    """Three saves, the second interrupted. None where nothing is saved."""
+    """Three saves, the second interrupted."""
     folder = shared_folder()
     renames = [mock.patch.object(os, name, slow(getattr(os, name))) for name in ("rename", "replace")]
     try:
@@ -1042,7 +1039,7 @@ def three_saves(my_save, folder):
     if problem:
         return {"problem": problem}
     if on_ranks(any(folder.iterdir())) == 0:
-        return None
+        return {"problem": "`my_save` has left nothing in `folder`."}
     with mock.patch.object(dcp, "save", interrupted(dcp.save)), contextlib.suppress(Interrupted):
         save(2)
     dist.barrier()
@@ -1065,13 +1062,10 @@ def three_saves(my_save, folder):
         "the latest loads": loads,
     }
 
-
-result = score_save(my_save)
-
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "score_save(my_save)",
     {
         "errors on ranks": exactly(
             0, otherwise="Some rank has raised an error: do several ranks rename the same directory?"
@@ -1103,16 +1097,10 @@ def my_save(folder, step, state):
         unfinished.rename(folder / f"step-{step}")
     dist.barrier()                                          # the others wait for rank 0
 
-
-result = score_save(my_save)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_save(folder, step, state):                           # under its name from the beginning
     dcp.save(state, checkpoint_id=folder / f"step-{step}")
-
-
-result = score_save(my_save)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -1120,9 +1108,6 @@ def my_save(folder, step, state):                           # nobody waits for r
     dcp.save(state, checkpoint_id=folder / f"unfinished-{step}")
     if rank == 0:
         (folder / f"unfinished-{step}").rename(folder / f"step-{step}")
-
-
-result = score_save(my_save)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -1132,17 +1117,11 @@ def my_save(folder, step, state):                           # the barrier on ran
         (folder / f"unfinished-{step}").rename(folder / f"step-{step}")
         dist.barrier()
 
-
-result = score_save(my_save)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_save(folder, step, state):                           # every rank renames
     dcp.save(state, checkpoint_id=folder / f"unfinished-{step}")
     (folder / f"unfinished-{step}").rename(folder / f"step-{step}")
-
-
-result = score_save(my_save)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -1152,9 +1131,6 @@ def my_save(folder, step, state):                           # another directory 
     if rank == 0:
         unfinished.rename(folder / f"step-{step}")
     dist.barrier()
-
-
-result = score_save(my_save)
 
 # %% tags=["check"]
 try_answers(8)
@@ -1243,10 +1219,9 @@ assert blocked["save_distributed, asynchronous"] < 0.7 * blocked["save_distribut
 print("Checked: asynchronous blocks for less than 0.7 of the time, and saves the state of the call.")
 
 # %% [markdown]
-# The asynchronous saves block for much less: mostly for the copy. (`save_distributed` also hashes the files
-# and renames the directory.) An error in the background is raised by `wait()`, or by the next save or load.
-# The check compares the loaded weights with those at the moment of the call, though the training has changed
-# the weights meanwhile.
+# The asynchronous saves block for much less: mostly for the copy. An error in the background is raised by
+# `wait()`, or by the next save or load. The check compares the loaded weights with those at the moment of the
+# call, though training has changed the model meanwhile.
 #
 # ## Damage
 #
@@ -1270,13 +1245,13 @@ pairs = {"plain": (folder / "plain" / "4", folder / "plain" / "8"), "ours": (old
 
 # %% [markdown]
 # Five kinds of damage follow. The last one is an attack: `.metadata` is a pickle, and a pickle may name any
-# function to be called when it is read. This one only makes an empty directory.
+# function to be called when it is read. This one only makes a directory. In our format it is `state.json`.
 
 # %%
 def flip(path, bit):
     """One bit of one weight, in the byte with its sign and the first seven bits of its exponent."""
     weights = some_weights.numpy().tobytes()
-    for file in path.glob("*.distcp"):
+    for file in path.iterdir():
         data = bytearray(file.read_bytes())
         if (at := data.find(weights)) >= 0:
             data[at + 4 * 100 + 3] ^= bit                            # of weight 100
@@ -1291,15 +1266,20 @@ def low_bit(path, older):
     flip(path, 0b00000001)
 
 
+def of_rank_0(path):
+    return next(path / name for name in ("__0_0.distcp", "rank-00000.safetensors") if (path / name).exists())
+
+
 def truncated(path, older):
-    file = path / "__0_0.distcp"
+    file = of_rank_0(path)
     file.write_bytes(file.read_bytes()[:-1000])
 
 
 def two_steps(path, older):
     """As if the machine had stopped when all ranks but rank 0 had overwritten their files."""
-    for name in ("__0_0.distcp", ".metadata"):  # .metadata is overwritten last
-        shutil.copy(older / name, path)
+    for file in (of_rank_0(older), older / ".metadata", older / "manifest.json"):  # the last: written last
+        if file.exists():
+            shutil.copy(file, path)
 
 
 # %%
@@ -1312,7 +1292,8 @@ class Attack:
 
 
 def attack(path, older):
-    (path / ".metadata").write_bytes(pickle.dumps(Attack()))
+    name = ".metadata" if (path / ".metadata").exists() else "state.json"
+    (path / name).write_bytes(pickle.dumps(Attack()))
 
 
 damages = [high_bit, low_bit, truncated, two_steps, attack]
@@ -1392,13 +1373,13 @@ print("Checked: plain DCP loads three of five, load_distributed none, and leaves
 # bit flipped the loss is `nan`, with the low bit it does not change to three decimals, and the mixture of two
 # steps looks like a checkpoint of a step in between.
 #
-# Here are three of the errors of `load_distributed`; the folder, the hashes and the sizes of `.metadata` are
+# Here are three of the errors of `load_distributed`; the folder, the hashes and the sizes of `state.json` are
 # left out.
 
 # %% tags=["words"]
 def shortened(text):
     text = re.sub(r"\b[0-9a-f]{64}\b", "…", text.replace(f"{folder}/damaged/ours/", ""))
-    return re.sub(r"(metadata: expected) \d+ bytes, found \d+", r"\1 … bytes, found …", text)
+    return re.sub(r"(json: expected) \d+ bytes, found \d+", r"\1 … bytes, found …", text)
 
 
 for by_ours, _ in (safe[1], safe[2], safe[4]):                       # low_bit, truncated, attack
@@ -1406,15 +1387,14 @@ for by_ours, _ in (safe[1], safe[2], safe[4]):                       # low_bit, 
 
 # %% [markdown]
 # `load_distributed` compares the size and the BLAKE3 hash of each file with the manifest before it loads
-# anything; the ranks share the work. An attacker could forge the manifest as well. So `load_distributed` does
-# not call `pickle.load` either: it reads `.metadata` with an unpickler that accepts only the few classes of
-# DCP's metadata, and calls nothing else. Here is the attack with a forged manifest.
+# anything; the ranks share the work. An attacker could forge the manifest as well. But no file here is a
+# pickle: safetensors and JSON hold nothing to call. Here is the attack with a forged manifest.
 
 # %%
 forged = damaged["ours"][-1]
-evil = (forged / ".metadata").read_bytes()
+evil = (forged / "state.json").read_bytes()
 manifest = json.loads((forged / "manifest.json").read_text())
-manifest["files"][".metadata"] = {"bytes": len(evil), "blake3": blake3(evil).hexdigest()}
+manifest["files"]["state.json"] = {"bytes": len(evil), "blake3": blake3(evil).hexdigest()}
 del manifest["blake3"]                                               # of all the rest
 manifest["blake3"] = blake3(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 (forged / "manifest.json").write_text(json.dumps(manifest))
@@ -1423,7 +1403,9 @@ text, untouched = run_on_ranks(load_ours, forged.parent, world_size=1)[0]
 print(shortened(text))
 
 # %% tags=["check"]
-assert all("__0_0.distcp: expected" in by_ours or ".metadata: expected" in by_ours for by_ours, _ in safe)
+named = ("rank-0000", "state.json: expected")
+assert all(any(name in by_ours for name in named) for by_ours, _ in safe)
+assert "state.json: expected" in text
 assert untouched
 assert not marker.exists()
 print("Checked: each refusal names a file; with a forged manifest too, the attack's function is not called.")
@@ -1573,8 +1555,8 @@ lesson.claims(
 #   many ranks as have saved it.
 # - Never save over a checkpoint: write under another name, and rename when everything is there.
 # - An asynchronous save blocks the training for a copy. Wait for the last save before the job ends.
-# - Plain DCP loads a flipped bit and a mixture of steps, and runs what a forged `.metadata` says. Hashes and
-#   a restricted unpickler refuse both.
+# - Plain DCP loads a flipped bit and a mixture of steps, and runs what a forged `.metadata` says. Hashes, and
+#   no pickles, prevent all three.
 
 # %% jupyter={"source_hidden": true}
 shutil.rmtree(folder)

@@ -398,14 +398,12 @@ def my_step(weight, grad, mask, average, square, t):         # all f32[n] or boo
 # %% jupyter={"source_hidden": true}
 # %%ranks
 def score_step(step):
-    """Five steps of both from the same gradients; None where nothing is written yet."""
+    """Five steps of both from the same gradients."""
     model, twin = fsdp2(build()), fsdp2(build())
     weights = [part(p).detach().clone() for p in model.parameters()]
     trial = [torch.ones(4, device=device) for _ in range(5)]
     trial[2] = trial[2].bool()                       # the mask
     if step(*trial, 1) is None:
-        if any(not bool((tensor == 1).all()) for tensor in trial):
-            return {"problem": "Your function returns nothing: end it with `return weight`."}
         return None
     averages, squares = ([torch.zeros_like(w) for w in weights] for _ in range(2))
     optimizer = ChildTuningAdamW(model.named_parameters(), lr=LR, betas=(BETA1, BETA2), eps=EPS, reserve_p=P)
@@ -430,13 +428,10 @@ def score_step(step):
             differ[name] += int((~close).sum())
     return {f"{name} that differ": count for name, count in differ.items()}
 
-
-result = score_step(my_step)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "score_step(my_step)",
     {
         "averages that differ": exactly(
             0,
@@ -444,10 +439,14 @@ turn(
             "does your function change `average` itself? `average.mul_` does, `average = ...` does not.",
         ),
         "squares that differ": exactly(
-            0, otherwise="The second averages differ: they are of the masked and divided gradient."
+            0,
+            otherwise="The second averages differ: they are of the masked and divided gradient's square, and "
+            "your function changes `square` itself.",
         ),
         "weights that differ": exactly(
-            0, otherwise="The weights differ: look at both divisions by 1 - beta ** t, and at the mask."
+            0,
+            otherwise="The weights differ: does `weight` itself change, are both divisions by 1 - beta ** t "
+            "there, is ε added outside of the root, and is the gradient masked?",
         ),
     },
 )
@@ -461,9 +460,6 @@ def my_step(weight, grad, mask, average, square, t):
     size = (square / (1 - BETA2**t)).sqrt() + EPS
     return weight.sub_(LR * average / (1 - BETA1**t) / size)
 
-
-result = score_step(my_step)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_step(weight, grad, mask, average, square, t):
@@ -473,9 +469,6 @@ def my_step(weight, grad, mask, average, square, t):
     size = (square / (1 - BETA2**t)).sqrt() + EPS
     return weight.sub_(LR * average / (1 - BETA1**t) / size)
 
-
-result = score_step(my_step)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_step(weight, grad, mask, average, square, t):
@@ -483,9 +476,6 @@ def my_step(weight, grad, mask, average, square, t):
     square.mul_(BETA2).add_(grad**2, alpha=1 - BETA2)
     size = (square / (1 - BETA2**t)).sqrt() + EPS
     return weight.sub_(LR * average / (1 - BETA1**t) / size)
-
-
-result = score_step(my_step)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -496,9 +486,6 @@ def my_step(weight, grad, mask, average, square, t):
     size = (square / (1 - BETA2**t)).sqrt() + EPS
     return weight.sub_(LR * mask * average / (1 - BETA1**t) / size)
 
-
-result = score_step(my_step)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_step(weight, grad, mask, average, square, t):
@@ -506,9 +493,6 @@ def my_step(weight, grad, mask, average, square, t):
     average.mul_(BETA1).add_(grad, alpha=1 - BETA1)
     square.mul_(BETA2).add_(grad**2, alpha=1 - BETA2)
     return weight.sub_(LR * average / (square.sqrt() + EPS))
-
-
-result = score_step(my_step)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -518,16 +502,10 @@ def my_step(weight, grad, mask, average, square, t):          # new tensors inst
     square = BETA2 * square + (1 - BETA2) * grad**2
     return weight - LR * average / (1 - BETA1**t) / ((square / (1 - BETA2**t)).sqrt() + EPS)
 
-
-result = score_step(my_step)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_step(weight, grad, mask, average, square, t):          # returns nothing
     weight.sub_(LR * grad * mask / P)
-
-
-result = score_step(my_step)
 
 # %% [markdown]
 # If you leave out the division by *p*, only the two averages show it. The weights hardly change, because
@@ -680,31 +658,30 @@ def my_mask(squares, keep):                          # f32[n], another n on each
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-
-class Received(TorchDispatchMode):
-    """Counts the bytes of what collectives write on this rank."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.bytes += sum(t.nbytes for t in tree_leaves(args[0]) if isinstance(t, torch.Tensor))
-        return func(*args, **(kwargs or {}))
+from fsdp_utils.collectives.c10d_hooks import listen_to_calls
+from fsdp_utils.lessons.together import run_together
 
 
 def score_mask(make):
-    """Ranks with more and with smaller squares the higher their number. None: nothing is written yet."""
+    """Ranks with more and with smaller squares the higher their number."""
     size = 2000 + 500 * rank
     generator = torch.Generator().manual_seed(rank)
     squares = (torch.rand(size, generator=generator, dtype=torch.float64) / (rank + 1)).float().to(device)
-    with Received() as received:
-        mask = make(squares.clone(), 0.3)
+    received = []
+
+    def note(call, issue):
+        received.append(call.bytes_out)
+        return issue()
+
+    def counted():
+        with listen_to_calls(note):
+            return make(squares.clone(), 0.3)
+
+    mask, parted = run_together(counted)
     if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor) or mask.shape != squares.shape:
+        return {"problem": parted} if parted else None
+    mask = torch.as_tensor(mask, device=device)
+    if mask.shape != squares.shape:
         return {"problem": "Return one bool for each element of `squares`, such as `squares > threshold`."}
     everything = [torch.zeros(2000 + 500 * other, device=device) for other in range(world)]
     for other, tensor in enumerate(everything):
@@ -715,16 +692,13 @@ def score_mask(make):
     threshold = wanted.sort(descending=True).values[round(0.3 * len(wanted)) - 1]
     return {
         "elements that are wrong on this rank": int((mask != (squares >= threshold)).sum()),
-        "KiB received": received.bytes / 2**10,
+        "KiB received": sum(received) / 2**10,
     }
-
-
-result = score_mask(my_mask)
 
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "score_mask(my_mask)",
     {
         "elements that are wrong on this rank": at_most(
             1,
@@ -751,16 +725,10 @@ def my_mask(squares, keep):
             high = middle
     return squares > high
 
-
-result = score_mask(my_mask)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_mask(squares, keep):
     return squares >= squares.quantile(1 - keep)
-
-
-result = score_mask(my_mask)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -768,9 +736,6 @@ def my_mask(squares, keep):
     threshold = squares.quantile(1 - keep)
     dist.all_reduce(threshold)
     return squares >= threshold / world
-
-
-result = score_mask(my_mask)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -780,24 +745,15 @@ def my_mask(squares, keep):
     threshold = torch.tensor([value for each in everything for value in each]).quantile(1 - keep)
     return squares >= threshold.to(device)
 
-
-result = score_mask(my_mask)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_mask(squares, keep):
     return squares > 0
 
-
-result = score_mask(my_mask)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_mask(squares, keep):                          # the places of the largest, not a mask
     return squares.topk(round(keep * len(squares))).indices
-
-
-result = score_mask(my_mask)
 
 # %% [markdown]
 # `fisher_mask` works in a similar way. It counts how many squares fall into each of 65,536 ranges and adds up
@@ -1044,6 +1000,9 @@ def frozen_but(trained):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
 class SentBytes(TorchDispatchMode):
     """Bytes that this rank puts into reduce-scatters."""
 

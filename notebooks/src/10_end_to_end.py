@@ -67,7 +67,9 @@ plots.life_of_a_run(
 #     fully_shard(part, mesh=init_device_mesh(device, (dist.get_world_size(),)))
 # optimizer = torch.optim.AdamW(model.parameters())
 # folder = Path(__file__).with_name("checkpoints")                  # on a disk that all ranks see
-# step = max([int(file.parent.name) for file in folder.glob("*/.metadata")], default=0)
+# found = [max([int(file.parent.name) for file in folder.glob("*/.metadata")], default=0)]
+# dist.broadcast_object_list(found, src=0)                          # all ranks take what rank 0 finds
+# step = found[0]
 # if step:
 #     state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
 #     dcp.load(state, checkpoint_id=folder / str(step))             # in place, own shards only
@@ -114,7 +116,7 @@ from IPython.display import Markdown, display
 
 from fsdp_utils.lessons import lesson, recorded
 from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn
+from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn, yours
 
 home = Path.cwd()
 folder = Path(tempfile.mkdtemp())
@@ -231,13 +233,14 @@ _ = Path("run.yaml").write_text(settings + f"parallel: {{device: {device}}}")
 # wrong one is reported once, not by each rank:
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.train import config, data, loop
+from fsdp_utils.train import ConfigError, learning_rate, parse, rows_at
+from fsdp_utils.train import train as train_program
 
 
 def refusal(*arguments):
     try:
-        config.parse(["--config", "run.yaml", "--out", "x", *arguments])
-    except config.ConfigError as error:
+        parse(["--config", "run.yaml", "--out", "x", *arguments])
+    except ConfigError as error:
         return " ".join(str(error).split())
     raise AssertionError("it was accepted")
 
@@ -287,6 +290,9 @@ def watch(out, process, until=40, limit_s=100):
     return seen
 
 
+loop = inspect.getmodule(train_program)
+
+
 def source(*functions):
     """The program's own lines."""
     return Markdown("\n\n".join(f"```python\n{inspect.getsource(function)}```" for function in functions))
@@ -329,7 +335,7 @@ source(loop._step)
 #   number to continue with the right data. These functions compute the learning rate and the samples:
 
 # %% jupyter={"source_hidden": true}
-source(loop.learning_rate, data.rows_at)
+source(learning_rate, rows_at)
 
 # %% [markdown]
 # The order of the samples does not depend on the number of ranks: the ranks divide among them the 24 samples
@@ -431,9 +437,6 @@ def my_evaluate(mean_loss, test, size):
 # %%ranks
 from fsdp_utils.lessons.together import run_together
 
-result = None
-
-
 def score_evaluation(evaluate):
     """Evaluate three test sets. The forward passes wait for nobody here, so that unequal numbers are seen."""
     wrong, uneven, largest, forwards = 0, 0, 0, None
@@ -453,7 +456,7 @@ def score_evaluation(evaluate):
         forwards = forwards or everyone
         wrong += not abs(float(found) - losses.mean().item()) < 1e-6
         uneven += len({len(sizes) for sizes in everyone}) > 1
-        largest = max(largest, *(size for sizes in everyone for size in sizes))
+        largest = max([largest, *(size for sizes in everyone for size in sizes)])
     return {
         "test sets with unequal forwards": uneven,
         "test sets with a wrong mean": wrong,
@@ -462,21 +465,18 @@ def score_evaluation(evaluate):
         "forwards": forwards,
     }
 
-
-result = score_evaluation(my_evaluate)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "score_evaluation(my_evaluate)",
     {
         "test sets with unequal forwards": exactly(
             0, otherwise="Some rank runs fewer forward passes than others, which would wait for it."
         ),
         "test sets with a wrong mean": exactly(
             0,
-            otherwise="The mean is wrong: is a sample counted twice, a mean of means taken, or an empty "
-            "batch run, whose mean is NaN?",
+            otherwise="The mean is wrong: is a sample counted twice or left out, a mean of means taken, or "
+            "an empty batch run, whose mean is NaN?",
         ),
         "samples in a forward, at most": at_most(6, otherwise="A forward has more than `size` samples."),
         "forwards of a rank for 70 samples": at_most(
@@ -497,9 +497,6 @@ def my_evaluate(mean_loss, test, size):
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
-
-result = score_evaluation(my_evaluate)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_evaluate(mean_loss, test, size):                         # stops when its own samples are used up
@@ -509,9 +506,6 @@ def my_evaluate(mean_loss, test, size):                         # stops when its
             total += torch.tensor([mean_loss(mine) * len(mine), len(mine)])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
-
-
-result = score_evaluation(my_evaluate)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -523,9 +517,6 @@ def my_evaluate(mean_loss, test, size):                         # a rank without
             dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
-
-result = score_evaluation(my_evaluate)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_evaluate(mean_loss, test, size):                         # pads, and counts the padding
@@ -534,9 +525,6 @@ def my_evaluate(mean_loss, test, size):                         # pads, and coun
     total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
-
-
-result = score_evaluation(my_evaluate)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -549,16 +537,10 @@ def my_evaluate(mean_loss, test, size):                         # a mean of mean
     dist.all_reduce(total)
     return total.item() / world
 
-
-result = score_evaluation(my_evaluate)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_evaluate(mean_loss, test, size):                         # every rank computes everything
     return sum(mean_loss(mine) * len(mine) for mine in test.split(size)) / len(test)
-
-
-result = score_evaluation(my_evaluate)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -570,9 +552,6 @@ def my_evaluate(mean_loss, test, size):                         # all at once
         total += torch.tensor([loss * len(mine), len(mine)])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
-
-
-result = score_evaluation(my_evaluate)
 
 # %% jupyter={"source_hidden": true}
 @plots.in_look
@@ -593,8 +572,8 @@ def draw_forwards(ways):
 
 
 forwards = {"target": run_solution(10, 1)[0]["forwards"]}
-if ranks.get("result is not None")[0]:
-    forwards["yours"] = ranks.get("result['forwards']")[0]
+if mine := yours(1, "forwards"):
+    forwards["yours"] = mine[0]
 draw_forwards(forwards)
 
 # %% [markdown]
@@ -875,7 +854,7 @@ def score_save(save, load):
             disk.barrier()
             complete.append((len(disk.phases), step))
     if not any(operations for phase in disk.phases for operations in phase):
-        return None
+        return {"problem": "`my_save` has written nothing."}
     outcomes, at = [], []
     for phase, files in kills(disk.phases):
         at.append(max([step for end, step in complete if end <= phase], default=0))
@@ -884,10 +863,12 @@ def score_save(save, load):
             step, mine = (0, None) if found is None else found
             same = step == 0 or (step in shards and same_tensors(mine, shards[step]))
             outcomes.append(int(step) if same else "wrong shard")
-        except Exception as error:
+        except (FileNotFoundError, EOFError) as error:
             outcomes.append(type(error).__name__)
     everyone = [None] * world
     dist.all_gather_object(everyone, outcomes)
+    if not any(map(any, everyone)):
+        return {"problem": "`my_load` returned None after each kill: is a `return` missing?"}
     by_kill = list(zip(*everyone))
     fails = [any(isinstance(step, str) and step != "wrong shard" for step in steps) for steps in by_kill]
     wrong = ["wrong shard" in steps for steps in by_kill]
@@ -905,15 +886,12 @@ def score_save(save, load):
 
 
 def same_tensors(a, b):
-    return isinstance(a, list) and len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
-
-
-result = score_save(my_save, my_load)
+    return isinstance(a, list | tuple) and len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "score_save(my_save, my_load)",
     {
         "kills after which a rank finds no complete file": exactly(
             0,
@@ -948,9 +926,6 @@ def my_load(disk):
     step = disk.read("newest")
     return step, disk.read(f"{step}/{rank}")
 
-
-result = score_save(my_save, my_load)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_save(disk, step, shard):                 # overwrites the only copy
@@ -959,9 +934,6 @@ def my_save(disk, step, shard):                 # overwrites the only copy
 
 def my_load(disk):
     return disk.read(f"shard-{rank}") if disk.exists(f"shard-{rank}") else None
-
-
-result = score_save(my_save, my_load)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -972,9 +944,6 @@ def my_save(disk, step, shard):                 # each rank by itself: renamed, 
 
 def my_load(disk):
     return disk.read(f"shard-{rank}") if disk.exists(f"shard-{rank}") else None
-
-
-result = score_save(my_save, my_load)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -991,9 +960,6 @@ def my_load(disk):
     step = disk.read("newest")
     return step, disk.read(f"{step}/{rank}")
 
-
-result = score_save(my_save, my_load)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_save(disk, step, shard):                 # the pointer is overwritten in place
@@ -1009,9 +975,6 @@ def my_load(disk):
     step = disk.read("newest")
     return step, disk.read(f"{step}/{rank}")
 
-
-result = score_save(my_save, my_load)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_save(disk, step, shard):                 # one rank's shard for all
@@ -1024,9 +987,6 @@ def my_save(disk, step, shard):                 # one rank's shard for all
 def my_load(disk):
     return disk.read("newest") if disk.exists("newest") else None
 
-
-result = score_save(my_save, my_load)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_save(disk, step, shard):                 # saves well ...
@@ -1035,9 +995,6 @@ def my_save(disk, step, shard):                 # saves well ...
 
 def my_load(disk):                              # ... and begins anew all the same
     return None
-
-
-result = score_save(my_save, my_load)
 
 # %% jupyter={"source_hidden": true}
 @plots.in_look
@@ -1062,8 +1019,8 @@ def draw_kills(ways):
 
 
 saves = {"target": run_solution(10, 2)[0]}
-if ranks.get("result is not None")[0]:
-    saves["yours"] = ranks.get("result")[0]
+if mine := yours(2, "curve"):
+    saves["yours"] = {"curve": mine[0], "complete": yours(2, "complete")[0]}
 draw_kills(saves)
 
 # %% [markdown]
@@ -1223,8 +1180,8 @@ draw_starts()
 #   that detect the hang end it.
 # - When torchrun itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, 30 unless you
 #   set it. Set it to more than a save takes.
-# - `tests/test_train_hosts.py` runs the static and the elastic form on two hosts made of network namespaces,
-#   kills a rank in the elastic one, and compares the losses.
+# - `tests/test_train_launched.py` runs the static and the elastic form on two hosts made of network
+#   namespaces, kills a rank in the elastic one, and compares the losses.
 #
 # </details>
 #
@@ -1242,8 +1199,8 @@ draw_starts()
 # `#SBATCH --signal=B:USR1@300` sends SIGUSR1 to the script 300 s before the time is over. The script passes
 # it on as SIGTERM. The ranks agree on a step, save it and leave with exit code 75; then the script calls
 # `scontrol requeue`. The script decides that by the signal that it got and not by the exit code, because
-# after SIGTERM torchrun ends with 1, whatever its ranks end with. `tests/test_train_slurm.py` does all this
-# in a Slurm of one node.
+# after SIGTERM torchrun ends with 1, whatever its ranks end with. `tests/test_train_launched.py` does all
+# this in a Slurm of one node.
 #
 # </details>
 #

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import exactly, run_solution, try_answers, turn
+from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn, yours
 from fsdp_utils.notebook import ranks
 
 
@@ -479,21 +479,14 @@ def count(waits):
 
 
 def score_queue(kind):
-    """Forward passes with the reader's queue; None where nothing is written yet."""
-    waits, events = {}, []
+    """Forward passes with the reader's queue."""
+    waits = {}
     for limit in (2, 3):
         model = fsdp1(limit=True)
-        try:
-            queue = model._free_event_queue = kind(limit)
-            with Listener(queue) as listener:
-                model(batch(0))
-        except Exception as error:              # the reader's own code: whatever it raises
-            print(f"With your queue the forward pass raises {type(error).__name__}: {error}")
-            return None
+        queue = model._free_event_queue = kind(limit)
+        with Listener(queue) as listener:
+            model(batch(0))
         waits[limit] = waits_of(listener.log)
-        events += getattr(queue, "events", [])
-    if not events and set(waits[2] + waits[3]) == {None}:
-        return None
     (alive, beside), (alive_3, _) = count(waits[2]), count(waits[3])
     return {
         "units that may hold memory, limit of two": alive,
@@ -502,13 +495,10 @@ def score_queue(kind):
         "waits": waits[2],
     }
 
-
-result = score_queue(MyQueue)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "score_queue(MyQueue)",
     {
         "units that may hold memory, limit of two": exactly(
             2,
@@ -538,9 +528,6 @@ class MyQueue:
     def dequeue_if_needed(self):
         return self.events.pop(0) if len(self.events) >= self.limit else None
 
-
-result = score_queue(MyQueue)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 class MyQueue:                                  # waits for the newest
@@ -552,9 +539,6 @@ class MyQueue:                                  # waits for the newest
 
     def dequeue_if_needed(self):
         return self.events.pop() if len(self.events) >= self.limit else None
-
-
-result = score_queue(MyQueue)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -568,9 +552,6 @@ class MyQueue:                                  # one too late
     def dequeue_if_needed(self):
         return self.events.pop(0) if len(self.events) > self.limit else None
 
-
-result = score_queue(MyQueue)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 class MyQueue:                                  # does not know its limit
@@ -582,9 +563,6 @@ class MyQueue:                                  # does not know its limit
 
     def dequeue_if_needed(self):
         return self.events.pop(0) if len(self.events) >= 2 else None
-
-
-result = score_queue(MyQueue)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -598,9 +576,6 @@ class MyQueue:                                  # waits for each unit as soon as
     def dequeue_if_needed(self):
         return None
 
-
-result = score_queue(MyQueue)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 class MyQueue:                                  # the first event stays in the queue
@@ -612,9 +587,6 @@ class MyQueue:                                  # the first event stays in the q
 
     def dequeue_if_needed(self):
         return self.events[0] if len(self.events) >= self.limit else None
-
-
-result = score_queue(MyQueue)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -628,13 +600,10 @@ class MyQueue:                                  # collects, and never waits
     def dequeue_if_needed(self):
         return None
 
-
-result = score_queue(MyQueue)
-
 # %% jupyter={"source_hidden": true}
 shown = {"target": replay(run_solution(11, 1)[0]["waits"])}
-if ranks.get("result is not None")[0]:
-    shown["yours"] = replay(ranks.get("result['waits']")[0])
+if mine := yours(1, "waits"):
+    shown["yours"] = replay(mine[0])
 timelines(shown)
 
 # %% [markdown]
@@ -824,7 +793,7 @@ class Allocator:
 
     def __init__(self, rule):
         self.rule, self.blocks, self.reserved = rule, [], []
-        self.early = self.again = 0
+        self.early = 0
 
     def hand_out(self, stream, now):
         block = self.rule(list(self.blocks), stream, now)
@@ -834,7 +803,6 @@ class Allocator:
         elif not any(block is one for one in self.blocks):
             raise TypeError(f"the rule should return one of the blocks, or None; it has returned {block!r}")
         else:
-            self.again += 1
             self.early += block.in_use or block.stream != stream or block.marked_until > now
         block.in_use, block.marked_until = True, 0.0
         return block
@@ -863,38 +831,29 @@ def as_fsdp2(rule, run):
 
 
 def score_rule(rule):
-    """Three forward passes by the rule; None where it never hands out a block again."""
-    try:
-        ran = {
-            "FSDP1, no limit": as_fsdp1(rule, free),
-            "FSDP1, limit of two": as_fsdp1(rule, limited),
-            "FSDP2, no limit": as_fsdp2(rule, free),
-        }
-    except Exception as error:                  # the reader's own code: whatever it raises
-        print(f"With your rule the forward pass raises {type(error).__name__}: {error}")
-        return None
-    if not any(allocator.again for allocator in ran.values()):
-        return None
+    """Three forward passes by the rule."""
+    ran = {
+        "FSDP1, no limit": as_fsdp1(rule, free),
+        "FSDP1, limit of two": as_fsdp1(rule, limited),
+        "FSDP2, no limit": as_fsdp2(rule, free),
+    }
     result = {f"blocks, {name}": len(allocator.blocks) for name, allocator in ran.items()}
     result["handed out too early"] = sum(allocator.early for allocator in ran.values())
     result["curves"] = {name: allocator.reserved for name, allocator in ran.items()}
     return result
 
-
-result = score_rule(my_rule)
-
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    [result],
+    "score_rule(my_rule)",
     {
         "blocks, FSDP1, no limit": exactly(
             8, otherwise="Without a limit no marked block is free in time, so FSDP1 needs eight."
         ),
-        "blocks, FSDP1, limit of two": exactly(
+        "blocks, FSDP1, limit of two": at_most(
             2, otherwise="With the limiter the block of the unit two before is free just `now`: use it."
         ),
-        "blocks, FSDP2, no limit": exactly(
+        "blocks, FSDP2, no limit": at_most(
             3,
             otherwise="FSDP2 marks nothing: a block that is not in use may go to its own stream at once. "
             "Then two buffers and one block of parameters are enough.",
@@ -905,6 +864,7 @@ turn(
             "Python holds it, and at its mark.",
         ),
     },
+    on_ranks=False,
 )
 
 # %% tags=["solution"] turn=2
@@ -914,44 +874,26 @@ def my_rule(blocks, stream, now):
             return block
     return None
 
-
-result = score_rule(my_rule)
-
 # %% tags=["wrong"] turn=2
 def my_rule(blocks, stream, now):               # ignores record_stream
     return next((b for b in blocks if b.stream == stream and not b.in_use), None)
-
-
-result = score_rule(my_rule)
 
 # %% tags=["wrong"] turn=2
 def my_rule(blocks, stream, now):               # any stream's
     return next((b for b in blocks if not b.in_use and b.marked_until <= now), None)
 
-
-result = score_rule(my_rule)
-
 # %% tags=["wrong"] turn=2
 def my_rule(blocks, stream, now):               # what Python still holds
     return next((b for b in blocks if b.stream == stream and b.marked_until <= now), None)
-
-
-result = score_rule(my_rule)
 
 # %% tags=["wrong"] turn=2
 def my_rule(blocks, stream, now):               # marked blocks only
     own = [b for b in blocks if b.stream == stream and not b.in_use]
     return next((b for b in own if 0 < b.marked_until <= now), None)
 
-
-result = score_rule(my_rule)
-
 # %% tags=["wrong"] turn=2
 def my_rule(blocks, stream, now):               # a moment too late
     return next((b for b in blocks if b.stream == stream and not b.in_use and b.marked_until < now), None)
-
-
-result = score_rule(my_rule)
 
 # %% jupyter={"source_hidden": true}
 fig, (axes,) = plots.figure(width=7.0, height=2.8)

@@ -27,7 +27,7 @@ from matplotlib.patches import Rectangle
 
 from fsdp_utils.lessons import lesson, plots
 from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn
+from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn, yours
 from fsdp_utils.notebook import ranks
 
 HELD = {
@@ -404,13 +404,6 @@ def my_mend(model):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-def on_any_rank(happened):
-    """True on all ranks if it has happened on one of them."""
-    flag = torch.tensor(float(bool(happened)))
-    dist.all_reduce(flag)
-    return bool(flag)
-
-
 def with_extras(model):
     """The model with a second rotary embedding, and with a BatchNorm whose running mean was loaded."""
     model.second_rotary = type(model.model.rotary_emb)(model.config)
@@ -420,7 +413,7 @@ def with_extras(model):
 
 
 def score_mend(mend):
-    """Load as in the trap, mend, and compare; None where nothing was done."""
+    """Load as in the trap, mend, and compare."""
     model = sharded_on_meta("dates")
     model.to_empty(device="cpu")
     send(model, file_on_rank_0("dates"))
@@ -428,36 +421,28 @@ def score_mend(mend):
     for name in not_saved(model):
         model.get_buffer(name).zero_()
     before = {name: here(tensor).clone() for name, tensor in model.state_dict().items()}
-    problem = ""
     try:
         with torch.no_grad():
-            mend(model)
+            _, problem = run_together(lambda: (mend(model), 1))     # what one rank raises, all of them hear
     except Exception as error:                  # the reader's own code: whatever it raises
-        problem = f"my_mend raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}."
-        if "second_rotary" in problem:
-            problem += " This model has two modules more than the saved one: see the task."
-    if on_any_rank(problem):
-        return {"problem": problem or "my_mend raises an error on another rank."}
+        problem = f"Rank {rank} raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}."
+    if "second_rotary" in problem:
+        problem += " This model has two modules more than the saved one: see the task."
+    if problem:
+        return {"problem": problem}
     changed = sum(not torch.equal(here(t), before[name]) for name, t in model.state_dict().items())
     buffers = not_saved(reference)
     wrong = sum(not torch.equal(model.get_buffer(name), reference.get_buffer(name)) for name in buffers)
-    mended = changed > 0 or any(model.get_buffer(name).any().item() for name in buffers)
-    written = bool(mend.__code__.co_names)      # the empty stub uses no name
-    if not on_any_rank(mended or written):
-        return None
     return {
         "buffers with wrong values, of those not saved": wrong,
         "loaded tensors that have changed": changed,
         "the loss is the expected one": abs(test_loss(model) - expected) < 1e-3,
     }
 
-
-result = score_mend(my_mend)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "score_mend(my_mend)",
     {
         "buffers with wrong values, of those not saved": exactly(
             0,
@@ -480,17 +465,11 @@ def my_mend(model):
         module = model.get_submodule(name.rpartition(".")[0])
         model._init_weights(module)
 
-
-result = score_mend(my_mend)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_mend(model):                             # all modules
     for module in model.modules():
         model._init_weights(module)
-
-
-result = score_mend(my_mend)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -499,16 +478,10 @@ def my_mend(model):                             # all modules with buffers, save
         if any(True for _ in module.buffers(recurse=False)):
             model._init_weights(module)
 
-
-result = score_mend(my_mend)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_mend(model):                             # one module by its name
     model._init_weights(model.model.rotary_emb)
-
-
-result = score_mend(my_mend)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -516,17 +489,11 @@ def my_mend(model):                             # the name instead of the module
     for name in not_saved(model):
         model._init_weights(name)
 
-
-result = score_mend(my_mend)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_mend(model):                             # any number but zero
     for name in not_saved(model):
         model.get_buffer(name).fill_(1.0)
-
-
-result = score_mend(my_mend)
 
 # %% [markdown]
 # It is safer to compute buffers *before* loading. Then `_init_weights` may reset whole modules, because
@@ -783,10 +750,11 @@ reference = [p.to_local().detach().clone() for p in each_rank_its_part("dates").
 
 
 def score_load(load):
-    """Load by the reader's function under a meter; None where nothing was loaded."""
+    """Load by the reader's function under a meter."""
     model = sharded_on_meta("dates")
     model.to_empty(device="cpu")
-    shards = [p.to_local().detach().fill_(-7.0) for p in model.parameters()]
+    for p in model.parameters():
+        p.to_local().detach().fill_(-7.0)
     reads = []
 
     def read(name):
@@ -804,8 +772,6 @@ def score_load(load):
         problem += " A parameter is a DTensor: send plain tensors, and fill parameter.to_local()."
     if problem:
         return {"problem": problem}
-    if not on_any_rank(reads or any((shard != -7.0).any().item() for shard in shards)):
-        return None
     curve = [100 * (nbytes - meter.held_bytes) / model_bytes for nbytes in meter.tensor_bytes]
     shards = [p.to_local() for p in model.parameters()]
     return {
@@ -815,14 +781,10 @@ def score_load(load):
         "curve": curve[:: len(curve) // 400 + 1],
     }
 
-
-result = None
-result = score_load(my_load)
-
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "score_load(my_load)",
     {
         "parameters with wrong values": exactly(
             0, otherwise="Some shards hold other values than their rows of the file: which rows are a rank's?"
@@ -844,9 +806,6 @@ def my_load(model, read):
         dist.broadcast(full, src=0)
         parameter.to_local().copy_(full.chunk(world)[rank])
 
-
-result = score_load(my_load)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_load(model, read):                       # rank 0 reads everything first
@@ -857,18 +816,12 @@ def my_load(model, read):                       # rank 0 reads everything first
         dist.broadcast(full, src=0)
         parameter.to_local().copy_(full.chunk(world)[rank])
 
-
-result = score_load(my_load)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_load(model, read):                       # a full state dict on rank 0
     state = {name: read(name) for name, _ in model.named_parameters()} if rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)
-
-
-result = score_load(my_load)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -880,17 +833,11 @@ def my_load(model, read):                       # sends everything, then fills t
     for name, parameter in model.named_parameters():
         parameter.to_local().copy_(state[name].chunk(world)[rank])
 
-
-result = score_load(my_load)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_load(model, read):                       # each rank reads for itself
     for name, parameter in model.named_parameters():
         parameter.to_local().copy_(read(name).chunk(world)[rank])
-
-
-result = score_load(my_load)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -900,18 +847,12 @@ def my_load(model, read):                       # the first rows on every rank
         dist.broadcast(full, src=0)
         parameter.to_local().copy_(full[: len(parameter.to_local())])
 
-
-result = score_load(my_load)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_load(model, read):                       # fills rank 0's shards alone
     for name, parameter in model.named_parameters():
         if rank == 0:
             parameter.to_local().copy_(read(name).chunk(world)[0])
-
-
-result = score_load(my_load)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
@@ -922,9 +863,6 @@ def my_load(model, read):                       # rank 0 sends, and nobody recei
             dist.broadcast(full, src=0)
             parameter.to_local().copy_(full.chunk(world)[rank])
 
-
-result = score_load(my_load)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_load(model, read):                       # a complete tensor into a DTensor
@@ -933,9 +871,6 @@ def my_load(model, read):                       # a complete tensor into a DTens
         dist.broadcast(full, src=0)
         parameter.copy_(full)
 
-
-result = score_load(my_load)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_load(model, read):                       # dist.broadcast of a DTensor
@@ -943,9 +878,6 @@ def my_load(model, read):                       # dist.broadcast of a DTensor
         full = read(name) if rank == 0 else torch.empty_like(parameter)
         dist.broadcast(full, src=0)
         parameter.to_local().copy_(full.chunk(world)[rank])
-
-
-result = score_load(my_load)
 
 # %% tags=["check"]
 try_answers(12)
@@ -965,8 +897,8 @@ curves = {
     "a state dict on rank 0": ranks.get("all_at_once['curve']"),
     "target": [by_rank["curve"] for by_rank in run_solution(12, 2)],
 }
-if all(ranks.get("'curve' in (result or {})")):
-    curves["yours"] = ranks.get("result['curve']")
+if mine := yours(2, "curve"):
+    curves["yours"] = mine
 fig, panels = plots.figure(len(curves), width=3.1 * len(curves) + 0.6, height=2.6)
 for axes, (title, by_rank) in zip(panels, curves.items()):
     for r in reversed(range(min(2, len(by_rank)))):

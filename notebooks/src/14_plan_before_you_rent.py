@@ -29,6 +29,7 @@
 # %% jupyter={"source_hidden": true}
 import functools
 import json
+from numbers import Real
 from statistics import median
 
 from fsdp_utils.lessons import lesson, plots, recorded
@@ -146,7 +147,8 @@ print(on_8)
 # The first line ends with the verdict, and the second repeats what was asked for: `full` is the strategy
 # FULL_SHARD ([lesson 6](06_sharding_strategies.ipynb)), and `bf16` keeps the shards in fp32 and computes in
 # bf16 ([lesson 7](07_mixed_precision.ipynb)). The other parts follow one at a time: `memory`, then `step` and
-# `speed`. The `note` says how far such predictions are off.
+# `speed`. The `note` says how far such predictions are off. It says that this is unknown where no published
+# run is of the same kind: on another GPU than A100 and H100, with tensor parallelism, experts or LoRA.
 #
 # ### `memory`: what fills the GPU
 #
@@ -407,16 +409,16 @@ print("Checked: 16 bytes for each parameter; shards of 1024 ranks are a sixteent
 # Each column is what one rank has allocated at its peak on A100 with 80 GB, eight on a host. The dashed line
 # is the limit.
 #
-# `plan` simulated some of the 4,374 settings. The others follow from those by formulas, which a test holds to
-# `plan` within 3% at sampled points. The line below the numbers says which of the two you see. The allocator
-# reserves more than what is shown, and no formula says how much: so ask `plan` before you rent.
+# `plan` simulated some of the 4,374 settings. The others follow from those by formulas. At sampled points a
+# test holds the total to `plan` within 3%, and each part within 3% of the total. The line below the numbers
+# says which of the two you see. The allocator reserves more than what is shown, and no formula says how much:
+# so ask `plan` before you rent.
 
 # %% jupyter={"source_hidden": true}
-from importlib.resources import files
-
+from fsdp_utils.lessons.lesson import NOTEBOOKS
 from fsdp_utils.lessons.sliders import Axis, Point, Stack, explore
 
-GRID = json.loads(files("fsdp_utils.lessons").joinpath("plan_grid.json").read_text(encoding="utf-8"))
+GRID = json.loads((NOTEBOOKS / "plan_grid.json").read_text(encoding="utf-8"))
 MODELS = list(dict.fromkeys(name.split(", ")[0] for name in GRID))
 AXES = ([8, 16, 32, 64, 256, 1024], [1, 2, 4], [2048, 4096, 8192], [1, 2, 8])     # in the order of the file
 STRATEGIES = {"FULL_SHARD": "full", "ZeRO-2": "grad_op", "HYBRID_SHARD": "hybrid"}
@@ -664,18 +666,14 @@ unit_sizes = units_of(LlamaConfig(**SIZES)), units_of(LlamaConfig(**LLAMA_7B))
 
 
 def score_bytes(my_rank):
-    """What was predicted; None where nothing was written."""
+    """What was predicted."""
     own, seven = unit_sizes
-    try:
-        answers = [my_rank(list(own), world, strategy) for strategy in ("full", "grad_op")]
-        answers.append(my_rank(list(seven), 8, "full"))
-    except Exception as error:
-        return {"problem": f"my_rank raises {type(error).__name__}: {error}"}
-    other = {"at rest": f"a {type(answers[0]).__name__}, not the dict of the stub"}
-    answers = [answer if isinstance(answer, dict | None) else other for answer in answers]
-    answers = [answer or {} for answer in answers]
-    if all(value is None for answer in answers for value in answer.values()):
+    answers = [my_rank(list(own), world, strategy) for strategy in ("full", "grad_op")]
+    answers.append(my_rank(list(seven), 8, "full"))
+    if None in answers:
         return None
+    if not all(isinstance(answer, dict) for answer in answers):
+        return {"problem": f"Return the dict of the stub, not a {type(answers[0]).__name__}."}
     full, grad_op, large = answers
     return {
         "at rest": full.get("at rest"),
@@ -686,26 +684,23 @@ def score_bytes(my_rank):
         "at rest, 7B on 8 ranks": large.get("at rest"),
     }
 
-
-result = score_bytes(my_rank)
-
 # %% jupyter={"source_hidden": true}
 def near(measured, *, otherwise):
     """Within 1%."""
     def meets(value):
-        return isinstance(value, int | float) and abs(value / measured - 1) <= 0.01
+        return isinstance(value, Real) and abs(value / measured - 1) <= 0.01
 
     return Goal(f"{measured:,}", meets, otherwise)
 
 
 turn(
     1,
-    ranks.get("result"),
+    "score_bytes(my_rank)",
     {
         "at rest": near(
             sum(real["full"][kind] for kind in ("parameters", "gradients", "optimizer state")),
             otherwise="At rest a rank holds its share of 16 bytes for each parameter of the model: the "
-            "parameter, its gradient and two averages. Return the dict of the stub.",
+            "parameter, its gradient and two averages.",
         ),
         "gathered, “full”": near(
             real["full"]["gathered"],
@@ -746,9 +741,6 @@ def my_rank(units, world, strategy):
         "sent": 4 * (gathers + model) * (world - 1) / world,
     }
 
-
-result = score_bytes(my_rank)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_rank(units, world, strategy):            # without the gradients
@@ -761,9 +753,6 @@ def my_rank(units, world, strategy):            # without the gradients
         "gathered": 4 * most,
         "sent": 4 * (gathers + model) * (world - 1) / world,
     }
-
-
-result = score_bytes(my_rank)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -778,9 +767,6 @@ def my_rank(units, world, strategy):            # without the buffers
         "sent": 4 * (gathers + model) * (world - 1) / world,
     }
 
-
-result = score_bytes(my_rank)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_rank(units, world, strategy):            # gathered units divided by the ranks
@@ -794,9 +780,6 @@ def my_rank(units, world, strategy):            # gathered units divided by the 
         "sent": 4 * (gathers + model) * (world - 1) / world,
     }
 
-
-result = score_bytes(my_rank)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_rank(units, world, strategy):            # sends whole tensors
@@ -805,9 +788,6 @@ def my_rank(units, world, strategy):            # sends whole tensors
     gathers = model + (sum(blocks) if strategy == "full" else 0)
     most = root + 3 * blocks[0] if strategy == "full" else model + 2 * blocks[0]
     return {"at rest": 16 * model / world, "gathered": 4 * most, "sent": 4 * (gathers + model)}
-
-
-result = score_bytes(my_rank)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -819,9 +799,6 @@ def my_rank(units, world, strategy):            # the strategy changes nothing
         "gathered": 4 * (root + 3 * blocks[0]),
         "sent": 4 * (3 * model - root) * (world - 1) / world,
     }
-
-
-result = score_bytes(my_rank)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -835,32 +812,27 @@ def my_rank(units, world, strategy):            # the root, too, is gathered twi
         "sent": 4 * (3 if strategy == "full" else 2) * model * (world - 1) / world,
     }
 
-
-result = score_bytes(my_rank)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_rank(units, world, strategy):            # blocks is a list, not a number
     root, *blocks = units
     return {"at rest": 16 * sum(units) / world, "gathered": 4 * (root + 3 * blocks), "sent": 0}
 
-
-result = score_bytes(my_rank)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_rank(units, world, strategy):            # no dictionary
     return 16 * sum(units) / world, None, None
 
-
-result = score_bytes(my_rank)
-
 # %% [markdown]
 # ## Held against what others have published
 #
 # `notebooks/published.yaml` lists training runs that others have published, each with its source and with
-# what had to be assumed. The constants were fitted to the runs of some sources. All runs of the other sources
-# were **kept apart**: no constant was fitted to them. How far off is `plan` on these?
+# what had to be assumed. The constants were fitted to the runs of some sources. The 45 runs of the other
+# sources were **kept apart**: no constant was fitted to them. How far off is `plan` on these?
+#
+# Nine of the 45 are not counted. Five of them use fp8, which `plan` does not simulate. Four use tensor
+# parallelism, which it derives from sizes: on these, its memory is up to 32% too low and its speed up to 39%
+# too high. So with tensor parallelism it prints no likely range.
 #
 # Each point is such a run: what was predicted, divided by what was published. The grey bands are the likely
 # ranges that `plan` prints. The limits in brackets are those that this project set itself for the median
@@ -1134,7 +1106,7 @@ asked_last = []
 
 
 def score_search(my_search):
-    """What was chosen, and what was asked for; None where nothing was written."""
+    """What was chosen, and what was asked for."""
     asked = []
 
     def ask(offer, checkpointing, per_rank):
@@ -1147,11 +1119,9 @@ def score_search(my_search):
 
     try:
         choice = my_search(ask)
-    except Exception as error:
-        return {"problem": f"my_search raises {type(error).__name__}: {error}"}
     finally:
         asked_last[:] = asked
-    if choice is None and not asked:
+    if choice is None:
         return None
     choice = tuple(choice) if isinstance(choice, list | tuple) else choice
     known = choice in asked
@@ -1162,14 +1132,11 @@ def score_search(my_search):
         "plans asked for": len(asked),
     }
 
-
-result = score_search(my_search)
-
 # %% jupyter={"source_hidden": true}
 cheapest = min(cents(s[0], planned(*s)) for s in walk() if planned(*s).verdict == "fits")
 turn(
     2,
-    [result],
+    "score_search(my_search)",
     {
         "verdict of the plan": exactly(
             "fits",
@@ -1190,6 +1157,7 @@ turn(
             otherwise="More plans were asked for than needed: use one of the two rules.",
         ),
     },
+    on_ranks=False,
 )
 
 # %% jupyter={"source_hidden": true}
@@ -1208,9 +1176,6 @@ def my_search(ask):
                 fitting.append((cents(offer, p), (offer, checkpointing, per_rank)))
     return min(fitting)[1]
 
-
-result = score_search(my_search)
-
 # %% tags=["wrong"] turn=2
 def my_search(ask):                             # without a margin: all that is not refused
     possible = []
@@ -1222,9 +1187,6 @@ def my_search(ask):                             # without a margin: all that is 
                     break
                 possible.append((cents(offer, p), (offer, checkpointing, per_rank)))
     return min(possible)[1]
-
-
-result = score_search(my_search)
 
 # %% tags=["wrong"] turn=2
 def my_search(ask):                             # the fastest
@@ -1238,9 +1200,6 @@ def my_search(ask):                             # the fastest
                 fitting.append((p.tokens_per_s, (offer, checkpointing, per_rank)))
     return max(fitting)[1]
 
-
-result = score_search(my_search)
-
 # %% tags=["wrong"] turn=2
 def my_search(ask):                             # the one with most room
     fitting = []
@@ -1253,9 +1212,6 @@ def my_search(ask):                             # the one with most room
                 fitting.append((-p.headroom_gib, (offer, checkpointing, per_rank)))
     return min(fitting)[1]
 
-
-result = score_search(my_search)
-
 # %% tags=["wrong"] turn=2
 def my_search(ask):                             # stops at the first that fits
     for offer in OFFERS:
@@ -1264,9 +1220,6 @@ def my_search(ask):                             # stops at the first that fits
                 if ask(offer, checkpointing, per_rank).verdict == "fits":
                     return offer, checkpointing, per_rank
     return None
-
-
-result = score_search(my_search)
 
 # %% tags=["wrong"] turn=2
 def my_search(ask):                             # asks for the whole menu
@@ -1279,38 +1232,23 @@ def my_search(ask):                             # asks for the whole menu
                     fitting.append((cents(offer, p), (offer, checkpointing, per_rank)))
     return min(fitting)[1]
 
-
-result = score_search(my_search)
-
 # %% tags=["wrong"] turn=2
 def my_search(ask):                             # the plan itself instead of its arguments
     return ask("4 A100-80", "none", 2)
-
-
-result = score_search(my_search)
 
 # %% tags=["wrong"] turn=2
 def my_search(ask):                             # a knob that is not on the menu
     ask("4 A100-80", "selective", 2)
     return "4 A100-80", "selective", 2
 
-
-result = score_search(my_search)
-
 # %% tags=["wrong"] turn=2
 def my_search(ask):                             # a lucky guess: nothing else was asked for
     ask("4 A100-80", "none", 2)
     return "4 A100-80", "none", 2
 
-
-result = score_search(my_search)
-
 # %% tags=["wrong"] turn=2
 def my_search(ask):                             # a guess, without asking
     return "4 A100-80", "none", 2
-
-
-result = score_search(my_search)
 
 # %% tags=["check"]
 def downwards(ask):                             # the second rule instead of the first
@@ -1395,7 +1333,7 @@ Table(["argument", "plan says"], [[call, text] for call, text in refused.items()
 #   and what lies between them is fused to a fitted share of its bytes. The compiler decides otherwise at
 #   times.
 #
-# Not simulated at all are pipeline, context and expert parallelism, fp8, LoRA and quantized weights.
+# Not simulated at all are pipeline, context and expert parallelism, fp8 and quantized weights.
 
 # %% tags=["check"]
 assert all(refused.values())
@@ -1426,7 +1364,8 @@ lesson.claims(
 # - More ranks make a rank's shards smaller. Its activations, the gradients of its logits, and the units that
 #   it gathers stay as large.
 # - What is at rest, gathered and sent follows from the sizes of the units, and agrees with real ranks.
-#   Activations, the allocator's reserve and seconds are estimates with an error that was measured.
+#   Activations, the allocator's reserve and seconds are estimates. How far off they are was found on
+#   published runs of dense decoders on A100, H100 and H200, and holds for no others.
 # - Rent what fits with a margin, and compare plans by what a token costs.
 #
 # ## Next

@@ -10,7 +10,7 @@
 # - why a single mistake aborts, hangs or mixes up data, depending on what the ranks call next
 # - how to find the line on which ranks part, with six tools, and what each of them does not see
 # - how `check_in_step` watches a training for that, and what it costs
-# - which mistakes leave wrong gradients without an error, and the one check that finds them all
+# - which mistakes leave wrong gradients without an error, and a check that finds those of this lesson
 # needs: '[lesson 3](03_full_state_dict.ipynb): collectives are paired by order · no GPU'
 # ranks: '4 on this machine. 2 or 3 work too: set `FSDP_RANKS=2` before you start JupyterLab.'
 # takes: a minute to run on 2 cores (AMD EPYC) · 30 minutes to read
@@ -620,9 +620,6 @@ def who_parts(calls):
 # %%ranks
 from fsdp_utils.lessons.together import run_together
 
-result = None
-
-
 def score_parts(who_parts):
     """Four cases: a rank with another call, one with a call less, equal lists, the first rank differs."""
     plain = ["gather 0", "gather 1", "reduce 1", "reduce 0"]
@@ -635,7 +632,9 @@ def score_parts(who_parts):
         answer, parted = run_together(who_parts, list(calls))
         if answer is None:
             return {"problem": parted} if parted else None
-        found.append(answer)
+        if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[1], dict):
+            return {"problem": "Return a number and a dictionary: `number, {text: [ranks]}`."}
+        found.append((answer[0], {text: list(who) for text, who in answer[1].items()}))
     return {
         "the last rank calls something else": found[0] == (3, {"reduce 1": others, "all_reduce": [last]}),
         "the last rank calls less": found[1] == (4, {"reduce 0": others, "nothing": [last]}),
@@ -643,13 +642,10 @@ def score_parts(who_parts):
         "rank 0 has one call more": found[3] == (1, {"barrier": [0], "gather 0": list(range(1, world))}),
     }
 
-
-result = score_parts(who_parts)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "score_parts(who_parts)",
     {
         "the last rank calls something else": exactly(
             True, otherwise="Expected call 3, with the ranks of each text in a list, on every rank."
@@ -676,9 +672,6 @@ def who_parts(calls):
     return 0, {}
 
 
-result = score_parts(who_parts)
-
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def who_parts(calls):
@@ -688,9 +681,6 @@ def who_parts(calls):
         if len(set(texts)) > 1:
             return number, {text: [r for r in range(world) if texts[r] == text] for text in texts}
     return 0, {}
-
-
-result = score_parts(who_parts)
 
 
 # %% tags=["wrong"] turn=1
@@ -704,25 +694,20 @@ def who_parts(calls):
     return 0, {}
 
 
-result = score_parts(who_parts)
-
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def who_parts(calls):
     return 0, {}
 
-
-result = score_parts(who_parts)
-
 # %% [markdown]
 # ## Tool 6: `check_in_step`
 #
-# `check_in_step` is your function in a form that you can leave on. It records kind, size, unit and line of
-# every collective on each rank, publishes a hash of them twice a second in the process group's store, and
-# compares the hashes on rank 0. Its threads go on while the program hangs. It compares *lines* and *units*
-# too, so it sees the two lies: mistake 4 by its lines, here in a loop of many steps, and mistake 5 by its
-# units.
+# `check_in_step` is your function for a whole training. On each rank it records every collective except send
+# and recv: kind, dtype, shape, reduce operation, root, unit and line. It publishes a hash of the record twice
+# a second in the process group's store, and compares the hashes on rank 0. Its threads go on while the
+# program hangs. It compares *units* too, and *lines* except those of broadcast, reduce, gather and scatter,
+# which one rank may call on a line of its own. So it sees the two lies: mistake 4 by its lines, here in a
+# loop of many steps, and mistake 5 by its units.
 
 
 # %%
@@ -751,12 +736,18 @@ print(stopped[-1]["error"])
 # The report names the number of the call, the unit, the line on each rank, and the rank that others wait
 # for. All ranks raise it. A rank that already waits inside a collective raises it when its wait ends: when
 # a peer has gone, or at the time-out. A rank that is only late is reported once after `after_s`, and
-# nothing is raised. What it does not see: equal calls from the same line that mean different things, and
-# wrong values.
+# nothing is raised. Steps that ran between the parting and the error may have computed with mixed data: go
+# back to a checkpoint from before.
+#
+# It does not see wrong values, nor equal calls from the same line that mean different things. Nor does it
+# watch send and recv: a send that nobody receives shows only in the collectives after it. And it ends a
+# correct program whose ranks call equal collectives from different lines, unless you pass `by_line=False`.
 #
 # What does it cost? On an AMD EPYC it added 10 µs to each collective. A step of 20 ms with 23 collectives
 # takes 0.24 ms longer, which is 1.2%. Two runs of `benchmarks/in_step.py` on two busy cores found 0.1% and
-# 1.5% of a step of 45 ms, with 23 collectives. So you can leave it on.
+# 1.5% of a step of 45 ms, with 23 collectives. At that price you can leave it on in a program whose ranks
+# call from the same lines.
+
 
 # %% tags=["check"]
 for found in (lies, drawn_checked, stopped):
@@ -818,10 +809,10 @@ print("Checked: DETAIL misses both lies; check_in_step names the call and raises
 # | 3 `monitored_barrier` | which rank did not come | where it is; the calls in between |
 # | 4 DETAIL | kinds and shapes that differ, a missing rank | equal calls that mean different things |
 # | 5 `record_collectives` | all calls of a block, with units | nothing is compared for you |
-# | 6 `check_in_step` | the call at which ranks part, by unit and line | wrong values |
+# | 6 `check_in_step` | the call at which ranks part, by unit and line | send, recv, wrong values |
 #
 # A job that hangs now: tool 1, from outside. A fault that you can repeat: tool 4, then 6. A job that has not
-# failed yet: a time-out, and tool 6 left on.
+# failed yet: a time-out, and tool 6 left on (with `by_line=False` if its ranks call from different lines).
 
 # %% [markdown]
 # ## Lies without a wrong collective
@@ -1029,9 +1020,6 @@ def loss_of(losses):  # f32[n] -> f32[]
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-result = None
-
-
 def score_loss(loss_of):
     """Are the gradients right, for three ways to share samples?"""
     rows, right = torch.arange(12 * world), {}
@@ -1044,22 +1032,23 @@ def score_loss(loss_of):
         loss, parted = run_together(loss_of, sample_losses(model, mine))
         if loss is None:
             return {"problem": parted} if parted else None
-        fine = [isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad] * world
+        number = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
+        fine = [None if not number else bool(loss.isfinite())] * world
         dist.all_gather_object(fine, fine[rank])
+        if None in fine:
+            problem = "Return a tensor of one number that requires grad, also where a rank has no samples: "
+            return {"problem": problem + "the sum of no losses is such a 0."}
         if not all(fine):
-            right[name] = "no number with a gradient"
+            right[name] = "not finite"
             continue
         loss.backward()
         right[name] = step_error(model, one_process(torch.cat(list(shares)))) < 1e-4
     return {f"gradients are right: {name}": found for name, found in right.items()}
 
-
-result = score_loss(loss_of)
-
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "score_loss(loss_of)",
     {
         "gradients are right: equal": exactly(
             True, otherwise="With equal shares a mean is right already: is the result off by a factor?"
@@ -1082,16 +1071,10 @@ def loss_of(losses):
     return losses.sum() * world / samples  # FSDP divides by world
 
 
-result = score_loss(loss_of)
-
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def loss_of(losses):
     return losses.mean()
-
-
-result = score_loss(loss_of)
 
 
 # %% tags=["wrong"] turn=2
@@ -1100,9 +1083,6 @@ def loss_of(losses):
     samples = torch.tensor(float(len(losses)))
     dist.all_reduce(samples)
     return losses.sum() / samples
-
-
-result = score_loss(loss_of)
 
 
 # %% tags=["wrong"] turn=2
@@ -1115,9 +1095,6 @@ def loss_of(losses):  # a rank without samples leaves before the collective
     return losses.sum() * world / samples
 
 
-result = score_loss(loss_of)
-
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def loss_of(losses):  # a rank without samples has no gradient
@@ -1126,7 +1103,12 @@ def loss_of(losses):  # a rank without samples has no gradient
     return losses.sum() * world / samples if len(losses) else torch.tensor(0.0)
 
 
-result = score_loss(loss_of)
+# %% tags=["wrong"] turn=2
+# %%ranks
+def loss_of(losses):  # nan on a rank without samples; the gradients are right
+    samples = torch.tensor(float(len(losses)))
+    dist.all_reduce(samples)
+    return losses.mean() * len(losses) * world / samples
 
 
 # %% tags=["wrong"] turn=2
@@ -1135,16 +1117,10 @@ def loss_of(losses):
     return losses.sum() / 12
 
 
-result = score_loss(loss_of)
-
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def loss_of(losses):
     return losses.detach().sum()
-
-
-result = score_loss(loss_of)
 
 # %% tags=["check"]
 try_answers(15)
@@ -1165,7 +1141,9 @@ try_answers(15)
 # - **`Connection closed by peer`.** Another rank has ended. Look for the first error in *its* output.
 # - **`Received data size doesn't match expected size`.** Ranks are in different collectives: run once with
 #   `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
-# - **It hangs in the last step of an epoch.** Samplers of unequal length: `drop_last=True`, or pad.
+# - **It hangs in the last step of an epoch.** The ranks have unequal numbers of batches. `DistributedSampler`
+#   gives each rank as many samples, by repeating some, or by leaving some out with its own `drop_last=True`.
+#   The `drop_last=True` of a `DataLoader` over unequal parts keeps the numbers of batches unequal.
 # - **It hangs at a checkpoint.** A collective under `if rank == 0`, or under a condition on a local number:
 #   [lesson 3](03_full_state_dict.ipynb).
 # - **The loss is plausible and worse than on one GPU.** Take one step against one process.

@@ -105,7 +105,7 @@ plots.show(fig, alt="Two ranks: each has half of up's rows and of down's columns
 
 # %%
 from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn
+from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn, yours
 from fsdp_utils.notebook import ranks
 
 ranks.start(4, device="cpu")
@@ -393,9 +393,6 @@ def my_mlp(x, part_of_up, part_of_down):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-result = None
-
-
 def score_mlp(parts, mlp):
     """Run what was written on all ranks, and count its collectives."""
     generator = torch.Generator().manual_seed(0)
@@ -403,11 +400,13 @@ def score_mlp(parts, mlp):
     kept, parted = run_together(parts, up.clone(), down.clone(), rank, world)
     if kept is None:
         return {"problem": parted} if parted else None
-    two = isinstance(kept, tuple | list) and [type(part) for part in kept] == [torch.Tensor] * 2
+    two = isinstance(kept, tuple | list) and [
+        isinstance(part, torch.Tensor) and not isinstance(part, DTensor) for part in kept
+    ] == [True, True]
     shapes = [None] * world
     dist.all_gather_object(shapes, [part.shape for part in kept] if two else None)
     if None in shapes:
-        return {"problem": "`my_parts` should return two tensors."}
+        return {"problem": "`my_parts` should return a pair of two tensors, and no DTensor."}
     if any(shape != shapes[0] for shape in shapes):
         return {"problem": "The ranks keep parts of different shapes."}
     nbytes, calls = sum(part.nbytes for part in kept), []
@@ -420,12 +419,10 @@ def score_mlp(parts, mlp):
         with listen_to_calls(listen):
             return mlp(x.clone(), *(part.clone() for part in kept))
 
-    try:
-        output, parted = run_together(heard)
-    except (RuntimeError, TypeError, ValueError) as error:          # such as parts that do not fit together
-        output, parted = None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    output, parted = run_together(heard)
     if output is None:
         return {"problem": parted} if parted else None
+    output = output.full_tensor() if isinstance(output, DTensor) else output
     right = F.linear(F.gelu(F.linear(x, up)), down)
     return {
         "KiB of weights kept": nbytes / 1024,
@@ -436,13 +433,10 @@ def score_mlp(parts, mlp):
         "KiB passed to them": sum(call.bytes_in for call in calls) / 1024,
     }
 
-
-result = score_mlp(my_parts, my_mlp)
-
 # %% jupyter={"source_hidden": true}
 turn(
     1,
-    ranks.get("result"),
+    "score_mlp(my_parts, my_mlp)",
     {
         "KiB of weights kept": exactly(
             32, otherwise="Both matrices together have 128 KiB, and a rank should keep a quarter of each."
@@ -472,9 +466,6 @@ def my_mlp(x, part_of_up, part_of_down):
     dist.all_reduce(output)
     return output
 
-
-result = score_mlp(my_parts, my_mlp)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_parts(up, down, place, world):
@@ -486,9 +477,6 @@ def my_mlp(x, part_of_up, part_of_down):
     dist.all_reduce(output)
     return output
 
-
-result = score_mlp(my_parts, my_mlp)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_parts(up, down, place, world):
@@ -497,9 +485,6 @@ def my_parts(up, down, place, world):
 
 def my_mlp(x, part_of_up, part_of_down):
     return F.linear(F.gelu(F.linear(x, part_of_up)), part_of_down)
-
-
-result = score_mlp(my_parts, my_mlp)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -513,9 +498,6 @@ def my_mlp(x, part_of_up, part_of_down):
     pieces = [torch.empty(8, 16) for _ in range(world)]
     dist.all_gather(pieces, F.linear(F.gelu(hidden), part_of_down))
     return torch.cat(pieces, dim=1)
-
-
-result = score_mlp(my_parts, my_mlp)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -531,9 +513,6 @@ def my_mlp(x, part_of_up, part_of_down):
         full.append(torch.cat(pieces))
     return F.linear(F.gelu(F.linear(x, full[0])), full[1])
 
-
-result = score_mlp(my_parts, my_mlp)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_parts(up, down, place, world):
@@ -544,9 +523,6 @@ def my_mlp(x, part_of_up, part_of_down):
     output = F.linear(F.gelu(F.linear(x, part_of_up)), part_of_down)
     dist.all_reduce(output)
     return output
-
-
-result = score_mlp(my_parts, my_mlp)
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -560,16 +536,14 @@ def my_mlp(x, part_of_up, part_of_down):        # only one rank calls the collec
         dist.all_reduce(output)
     return output
 
-
-result = score_mlp(my_parts, my_mlp)
-
 # %% tags=["wrong"] turn=1
 # %%ranks
 def my_parts(up, down, place, world):
     return up.chunk(world)[place]
 
 
-result = score_mlp(my_parts, my_mlp)
+def my_mlp(x, part_of_up, part_of_down):
+    return x
 
 # %% tags=["wrong"] turn=1
 # %%ranks
@@ -579,9 +553,6 @@ def my_parts(up, down, place, world):
 
 def my_mlp(x, part_of_up, part_of_down):
     return F.linear(F.gelu(F.linear(x, part_of_up)), part_of_down)
-
-
-result = score_mlp(my_parts, my_mlp)
 
 # %% [markdown]
 # ## Cut the rest: sequence parallelism
@@ -970,7 +941,7 @@ def on_hosts(host_of):
 
 
 def score_mesh(lay):
-    """Train on the mesh that was written, and replay its step; None where nothing was."""
+    """Train on the mesh that was written, and replay its step."""
     hosts = [0, 1, 0, 1]
     answer = lay(list(hosts))
     if answer is None:
@@ -995,13 +966,10 @@ def score_mesh(lay):
         "replay": run,
     }
 
-
-result = score_mesh(my_mesh)
-
 # %% jupyter={"source_hidden": true}
 turn(
     2,
-    ranks.get("result"),
+    "score_mesh(my_mesh)",
     {
         "each rank once, in rows of equal length": exactly(
             True,
@@ -1024,8 +992,8 @@ turn(
 
 # %% jupyter={"source_hidden": true}
 runs = {"replay: target": run_solution(16, 2)[0]["replay"]}
-if ranks.get("result is not None and 'replay' in result")[0]:
-    runs["replay: yours"] = ranks.get("result['replay']")[0]
+if mine := yours(2, "replay"):
+    runs["replay: yours"] = mine[0]
 play(runs)
 
 # %% tags=["solution"] turn=2
@@ -1034,49 +1002,31 @@ def my_mesh(host_of):
     hosts = sorted(set(host_of))
     return [[rank for rank, host in enumerate(host_of) if host == wanted] for wanted in hosts]
 
-
-result = score_mesh(my_mesh)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_mesh(host_of):
     half = len(host_of) // 2
     return [list(range(half)), list(range(half, len(host_of)))]
 
-
-result = score_mesh(my_mesh)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_mesh(host_of):
     return [[rank] for rank in range(len(host_of))]
-
-
-result = score_mesh(my_mesh)
 
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_mesh(host_of):
     return [list(range(len(host_of)))]
 
-
-result = score_mesh(my_mesh)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_mesh(host_of):
     return [[0, 2], [1, 3]]
 
-
-result = score_mesh(my_mesh)
-
 # %% tags=["wrong"] turn=2
 # %%ranks
 def my_mesh(host_of):
     return [0, 2, 1, 3]
-
-
-result = score_mesh(my_mesh)
 
 # %% tags=["check"]
 try_answers(16)
@@ -1216,6 +1166,7 @@ ranks.get("elements")
 
 # %% [markdown]
 # The last rank holds nothing. It still takes part in each collective, which is padded to four rows.
+# (`fsdp_utils.shard` cuts such a matrix between its columns, which four ranks can share evenly.)
 #
 # **Two alternatives.** HYBRID_SHARD of [lesson 6](06_sharding_strategies.ipynb) keeps the gathers within a
 # host. It needs a model whose shards fit on one host, and still a sample for each rank. *Async tensor
@@ -1235,7 +1186,7 @@ print("Checked: with more ranks latency takes half of the gather, and a rank may
 # %% [markdown]
 # ## Checkpoints from one mesh to another
 #
-# A checkpoint of `save_distributed` (which writes PyTorch's DCP format, as in [lesson
+# A checkpoint of `save_distributed` ([lesson
 # 8](08_local_state_dict_and_distributed_checkpoints.ipynb)) knows which rows and columns each rank has saved.
 # So it can be loaded on another mesh: here from 2 x 2 to four ranks of FSDP alone (4 x 1), and to a model
 # that is not sharded, which every rank loads in full (1 x 1). Each goes on with steps 3 and 4.

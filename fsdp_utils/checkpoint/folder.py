@@ -1,0 +1,263 @@
+"""Folders of checkpoints: begin, commit, list, find and delete them, and read their manifests.
+
+A checkpoint is committed by renaming its folder, when all its files and then its manifest are on disk.
+Folders that are being saved or deleted have names that begin with a dot, and a lock keeps other programs out.
+The others begin with the number of the commit, so the latest checkpoint is the one with the highest number,
+and no pointer can be wrong.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+from fsdp_utils.checkpoint.files import (
+    Lock,
+    LockTaken,
+    interpreted,
+    local_path,
+    read_json,
+    sync_directory,
+    writable,
+    write_file,
+)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_LOCK, _SAVING, _DELETING = ".saving-lock", ".saving-", ".deleting-"
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+# For a program before this one that is about to end; its workers keep its lock for up to 5 s after its death.
+_LOCK_WAIT_S = 10.0
+
+# on the folders that this process saves into now; only rank 0 holds one
+_locks: dict[Path, Lock] = {}
+
+
+class _Committed(NamedTuple):
+    commit: int
+    step: int
+    path: Path
+
+
+def _committed(directory: Path) -> list[_Committed]:
+    """List the committed checkpoints in the order in which they were saved.
+
+    Raises:
+        CheckpointError: the directory is there and cannot be listed. To take that for an empty one would let
+            the next save begin again at commit 1.
+    """
+    try:
+        paths = list(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory}: expected to be able to list the checkpoints in it, found {error.strerror or error}"
+        ) from error
+    found = [(_NAME.fullmatch(path.name), path) for path in paths]
+    return sorted(_Committed(int(match[1]), int(match[2]), path) for match, path in found if match)
+
+
+def checkpoints(directory: str | os.PathLike[str]) -> dict[int, Path]:
+    """Map the step of each checkpoint in a directory to its path, in the order in which they were saved.
+
+    Looks at the directory as this process sees it, and waits for no other rank. Checkpoints that are still
+    being saved are not there yet. Of a step that was saved twice it gives the later one.
+
+    Args:
+        directory: as for save_distributed.
+
+    Returns:
+        {} where there is no checkpoint, or no directory.
+
+    Raises:
+        CheckpointError: the directory cannot be listed, or is a URL.
+
+    Example::
+
+        for step, path in checkpoints("run").items():
+            verify_checkpoint(path)
+    """
+    found: dict[int, Path] = {}
+    for one in _committed(local_path(directory)):
+        found.pop(one.step, None)
+        found[one.step] = one.path
+    return found
+
+
+def find(directory: str | os.PathLike[str], step: int | str = "latest") -> Path:
+    """Find the checkpoint of a step, or the one saved last for "latest".
+
+    Args:
+        directory: as for save_distributed; or a checkpoint itself, which is the latest.
+
+    Raises:
+        CheckpointNotFoundError: there is none; names the steps that are there.
+        CheckpointError: the directory cannot be listed, or is a URL.
+    """
+    home = local_path(directory)
+    is_one = os.path.lexists(home / MANIFEST) or (_NAME.fullmatch(home.name) and home.is_dir())
+    if step == "latest" and is_one:
+        return home
+    there = _committed(home)
+    for one in reversed(there):
+        if step in ("latest", one.step):
+            return one.path
+    steps = ", ".join(str(one.step) for one in there[-10:])
+    raise CheckpointNotFoundError(
+        f"{home}: expected a checkpoint of step {step!r}, found "
+        + (f"those of steps {steps}" if there else "none" if home.is_dir() else "no such directory")
+    )
+
+
+# ---- saving ------------------------------------------------------------------------------------------
+
+
+def begin(home: Path, step: int) -> tuple[Path, Path]:
+    """Make a new folder to save into, and choose the name that will commit it.
+
+    Nobody else can save into the same directory until commit() or abandon(), or until this process ends.
+
+    Args:
+        home: the directory of all checkpoints; made if it is not there.
+
+    Returns:
+        The folder to write into, and the path that it will have.
+
+    Raises:
+        CheckpointError: another program is saving there, or the directory cannot be made, written or listed.
+    """
+    if os.path.lexists(home / MANIFEST):
+        raise CheckpointError(
+            f"{home}: expected a directory to write into, found a checkpoint, which another file would "
+            f"damage. Give the directory that it is in, {home.parent}, or another one"
+        )
+    with writable(home):
+        _make(home)
+        _release(home)  # of a save of this process that failed before anybody could abandon it
+        try:
+            lock = _locks[home] = Lock(home / _LOCK, wait_s=_LOCK_WAIT_S)
+        except LockTaken as error:
+            raise CheckpointError(
+                f"{home}: expected to be the only program that saves there, found {error}, which is saving "
+                "now. Give each training a directory of its own"
+            ) from error
+        try:
+            number = max((one.commit for one in _committed(home)), default=0) + 1
+            for leftover in home.glob(".*-step-*"):  # of saves and deletions that were cut short
+                if leftover.name.startswith((_SAVING, _DELETING)) and lock.held:
+                    shutil.rmtree(leftover, ignore_errors=True)
+            name = f"{number:06d}-step-{step}"
+            unfinished = home / f"{_SAVING}{os.urandom(4).hex()}-{name}"
+            unfinished.mkdir()
+        except BaseException:
+            _release(home)
+            raise
+    return unfinished, home / name
+
+
+def commit(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, make the checkpoint the latest one, durably, and let other programs save there.
+
+    Raises:
+        CheckpointError: that cannot be written; the checkpoint is not there.
+    """
+    write_file(unfinished / MANIFEST, _with_hash({"format": FORMAT, **manifest}))
+    with writable(final):
+        sync_directory(unfinished)
+        unfinished.rename(final)
+        sync_directory(final.parent)
+    _release(final.parent)
+
+
+def abandon(unfinished: Path) -> None:
+    """Delete what was not committed, and let other programs save there. Raises nothing."""
+    shutil.rmtree(unfinished, ignore_errors=True)
+    _release(unfinished.parent)
+
+
+def keep_last(home: Path, keep: int) -> None:
+    """Delete all but the last checkpoints. Each is renamed first, so that none is found half deleted.
+
+    Raises:
+        CheckpointError: one cannot be deleted.
+    """
+    for one in _committed(home)[:-keep]:
+        doomed = home / f"{_DELETING}{one.path.name}"
+        try:
+            one.path.rename(doomed)
+            sync_directory(home)
+            doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
+        except FileNotFoundError:
+            continue  # another program, which saves there now, deletes it too
+        except OSError as error:
+            raise CheckpointError(
+                f"{one.path}: expected to be able to delete it, with all but the last {keep}, found "
+                f"{error.strerror or error}. The last ones are complete"
+            ) from error
+
+
+def _make(home: Path) -> None:
+    """Make a directory and its parents, durably.
+
+    Raises:
+        CheckpointError: names the first one that cannot be made.
+    """
+    missing = [path for path in (home, *home.parents) if not path.is_dir()]
+    try:
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{home}: expected to be able to create {missing[-1]}, found {error.strerror or error}: its file "
+            "system is read-only, full or no place for files, or something else has that name"
+        ) from error
+
+
+def _release(home: Path) -> None:
+    if (lock := _locks.pop(home, None)) is not None:
+        lock.release()
+
+
+# ---- the manifest ------------------------------------------------------------------------------------
+
+
+def _with_hash(content: dict[str, Any]) -> bytes:
+    """Write a manifest as JSON with one line for each part: it can be read with `head` and `diff`."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    return ("{\n" + ",\n".join([*lines, f'"blake3": "{_hash(content)}"']) + "\n}\n").encode()
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint, and compare it with its hash.
+
+    What uses an entry of it does so within interpreted(): a forged manifest has a right hash.
+
+    Raises:
+        CheckpointDamagedError: it is missing or damaged.
+        CheckpointError: it cannot be read, or has another format.
+    """
+    path = checkpoint / MANIFEST
+    with interpreted(path):
+        content = read_json(path)
+        expected, found = content.pop("blake3"), _hash(content)
+        if found != expected:
+            raise CheckpointDamagedError(
+                f"{path}: expected a manifest with blake3 {expected!s:.80}, found {found}"
+            )
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"{path}: expected format {FORMAT}, found {content['format']!r:.80}")
+        step, world_size = content["step"], content["world_size"]
+        if type(step) is not int or step < 0 or world_size < 1:
+            raise ValueError(f"step {step!r:.80} of {world_size!r:.80} ranks")
+    return content

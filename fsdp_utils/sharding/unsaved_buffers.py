@@ -1,0 +1,84 @@
+"""Notice buffers that are not saved with the model, and that nothing has computed after to_empty().
+
+Nothing marks uninitialised memory. So a save records a few values of each such buffer, and a load compares.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_utils.sharding.local_part import is_readable
+from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.torch_internals.runtime import unsaved_buffers
+
+_SAMPLES = 16
+_GOLDEN = (math.sqrt(5) - 1) / 2  # spreads the samples without falling into step with rows
+_RELATIVE = 0.01  # another device, or bf16, changes a value by less
+
+
+def unsaved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a state dict leaves out, with their names without wrappers."""
+    for path, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf in unsaved_buffers(module):
+                yield plain_name(path, leaf), buffer
+
+
+def samples(model: nn.Module) -> dict[str, Any]:
+    """Take the shape and some values of each buffer that is not saved, as plain data."""
+    found = {}
+    for name, buffer in unsaved(model):
+        if is_readable(buffer):
+            with suppress(NotImplementedError):  # such as of float4, which no operation reads
+                found[name] = _sample(buffer)
+    return found
+
+
+def changed(model: nn.Module, saved: object) -> list[str]:
+    """Name the buffers that have the shape, but not the values, that samples() took of the saved model.
+
+    Args:
+        saved: from samples(), of a file that may be damaged or older; what is not understood is passed over.
+    """
+    if not isinstance(saved, dict):
+        return []
+    return [name for name, found in samples(model).items() if name in saved and _differ(found, saved[name])]
+
+
+def warning_of(model: nn.Module, saved: object) -> str:
+    """Say which buffers may never have been computed; "" if all are as they were when the model was saved."""
+    if not (names := changed(model, saved)):
+        return ""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"{shown}: expected the values that the saved model had, found others. Checkpoints do not hold these "
+        "buffers, and to_empty() leaves them uninitialised: build the model on meta and call "
+        "load_pretrained(folder, model), which computes them, or build it on a device. If the module changes "
+        "them as it runs, there is nothing to do."
+    )
+
+
+def _sample(buffer: Tensor) -> list[Any]:
+    flat = buffer.detach().reshape(-1)
+    picked = [int(flat.numel() * (i * _GOLDEN % 1)) for i in range(min(_SAMPLES, flat.numel()))]
+    values = [complex(flat[index].item()) for index in picked]
+    return [list(buffer.shape), [f"{part:.6g}" for value in values for part in (value.real, value.imag)]]
+
+
+def _differ(found: list[Any], saved: Any) -> bool:
+    try:
+        shape, values = saved
+        pairs = [(float(a), float(b)) for a, b in zip(found[1], values, strict=True)]
+    except (TypeError, ValueError):
+        return False
+    return shape == found[0] and not all(_same(a, b) for a, b in pairs)
+
+
+def _same(a: float, b: float) -> bool:
+    """Also where one of the models holds it in fp16 or bf16, in which masks are -inf and 1e-8 is 0."""
+    rounded = [torch.tensor([a, b]).to(dtype).tolist() for dtype in (torch.float16, torch.bfloat16)]
+    return math.isclose(a, b, rel_tol=_RELATIVE) or (a != a and b != b) or any(x == y for x, y in rounded)

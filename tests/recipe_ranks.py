@@ -1,0 +1,100 @@
+"""Run a recipe of book/trainers.md as torchrun would, on CPU ranks: whole, killed, and resumed.
+
+    python -m tests.recipe_ranks recipe.py
+
+The recipe's packages are imported once, here; the ranks are forked from this process.
+"""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def start(recipe: Path, folder: Path, world_size: int, *, dies_at: int = -1) -> tuple[str, list[int]]:
+    """Run the recipe in a folder, and kill all ranks when one has ended otherwise than well.
+
+    Args:
+        dies_at: rank 0 is killed when it is about to commit the checkpoint of this step.
+
+    Returns:
+        Output of all ranks, and the exit code of each rank as waitstatus_to_exitcode gives it.
+    """
+    folder.mkdir(exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = folder / f"log-{world_size}"
+    codes: dict[int, int] = {}
+    children: list[int] = []
+    for rank in range(world_size):
+        if (child := os.fork()) == 0:
+            _be_rank(recipe, folder, log, rank, world_size, port, dies_at)
+        children.append(child)
+    ends = time.monotonic() + 100
+    while len(codes) < world_size:
+        for child in children:
+            if child not in codes and (done := os.waitpid(child, os.WNOHANG))[0]:
+                codes[child] = os.waitstatus_to_exitcode(done[1])
+        if any(codes.values()) or time.monotonic() > ends:
+            for child in set(children) - codes.keys():
+                os.kill(child, signal.SIGKILL)
+                codes[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        time.sleep(0.02)
+    return log.read_text(), [codes[child] for child in children]
+
+
+def _be_rank(recipe: Path, folder: Path, log: Path, rank: int, size: int, port: int, dies_at: int) -> None:
+    code = 1
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.chdir(folder)
+        settings = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "GROUP_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": "test",  # or Lightning starts processes of its own
+        }
+        os.environ.update({name: str(value) for name, value in settings.items()})
+
+        def killed(event: str, given: tuple[Any, ...]) -> None:
+            if event == "os.rename" and str(given[1]).endswith(f"-step-{dies_at}"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == 0 and dies_at >= 0:
+            sys.addaudithook(killed)
+        runpy.run_path(str(recipe), run_name="__main__")
+        code = 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    recipe = Path(sys.argv[1]).absolute()
+    import fsdp_utils.distributed.preload  # noqa: F401
+
+    exec("\n".join(line for line in recipe.read_text().splitlines() if line.startswith(("import ", "from "))))
+    if "transformers" in sys.modules:
+        import transformers
+
+        from tests.trainers import TrainerOnCpus
+
+        transformers.Trainer = TrainerOnCpus  # type: ignore[misc]
+    whole, run = recipe.parent / "whole", recipe.parent / "run"
+    runs = [start(recipe, whole, 2), start(recipe, run, 2, dies_at=4), start(recipe, run, 3)]
+    recipe.with_name("runs.json").write_text(json.dumps(runs))

@@ -1,0 +1,685 @@
+"""Checkpoints of models: every wrapper, every placement, parts of models, frozen parameters and buffers."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from fsdp_utils import check_sharding, load_distributed, run_on_ranks, save_distributed
+from tests.checkpoints import (
+    KINDS,
+    WORDS,
+    WRAPPERS,
+    Block,
+    Data,
+    Net,
+    Wrap,
+    assert_told,
+    build,
+    by_blocks,
+    fsdp1,
+    fsdp2,
+    manifest,
+    outcome,
+    rank,
+    refusals,
+    train,
+    wholes,
+    world_size,
+)
+
+Losses = list[float]
+
+# ---- every wrapper -----------------------------------------------------------------------------------------
+
+
+class ForwardModule(nn.Module):
+    """As Lightning Fabric's wrapper, which has what is wrapped and the model under these names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = model
+        self._original_module = next(module for module in model.modules() if isinstance(module, Net))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward_module(x)
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def original(model: nn.Module) -> nn.Module:
+    return fsdp1(model, use_orig_params=True)
+
+
+def each_block(wrap: Wrap, model: Net | None = None) -> Net:
+    model = model or Net()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(block)
+    return model
+
+
+def checkpointed(model: Net, wrap: Wrap) -> Net:
+    return each_block(lambda block: checkpoint_wrapper(wrap(block)), model)
+
+
+ALL: dict[str, Wrap] = {
+    **{kind: WRAPPERS[kind] for kind in KINDS},
+    "Fabric(FSDP2)": lambda model: ForwardModule(fully_shard(model)),
+    "compile(FSDP1)": lambda model: compiled(original(model)),
+    "Fabric(compile(DDP(compile)))": lambda model: ForwardModule(compiled(DDP(compiled(model)))),
+    "compile(checkpointing(DDP))": lambda model: compiled(checkpoint_wrapper(DDP(model))),
+    "FSDP2(checkpointing(compile))": lambda model: fsdp2(checkpointed(model, compiled)),
+    "FSDP1(checkpointing(FSDP1)), flat": lambda model: fsdp1(checkpointed(model, fsdp1)),
+    "FSDP1(checkpointing(FSDP1))": lambda model: original(checkpointed(model, original)),
+    "FSDP1 without shards": lambda model: by_blocks(model, sharding_strategy=ShardingStrategy.NO_SHARD),
+}
+
+
+def save_all(folder: Path, kinds: tuple[str, ...], trained: str = "") -> dict[str, tuple[Losses, int]]:
+    """Train in each wrapper, save, train on: the losses after the save, and the parameters with a state."""
+    found = {}
+    for kind in kinds:
+        (model, optimizer), data = build(ALL[kind], trained=trained), Data()
+        train(model, optimizer, data, 2)
+        state = {"place": data.generator.get_state()}
+        save_distributed(folder / kind, model, optimizer, step=2, state=state, wait_s=5)
+        found[kind] = train(model, optimizer, data, 2), len(optimizer.state)
+    return found
+
+
+def load_all(folder: Path, ways: list[tuple[str, str]], trained: str = "") -> list[tuple[Losses, int]]:
+    """Load what one wrapper saved into another one and train on, as save_all does."""
+    found = []
+    for saver, kind in ways:
+        model, optimizer = build(ALL[kind], seed=1, trained=trained)
+        state = load_distributed(folder / saver, model, optimizer, wait_s=5)
+        found.append((train(model, optimizer, Data(state["place"]), 2), len(optimizer.state)))
+    return found
+
+
+def test_training_goes_on_from_every_wrapper_into_every_wrapper(tmp_path: Path) -> None:
+    saved = run_on_ranks(save_all, tmp_path, tuple(ALL))[0]
+    expected = saved["fsdp2"][0]
+    names = manifest(tmp_path / "fsdp2")["tensors"].keys()
+    for kind, (losses, _) in saved.items():
+        assert losses == pytest.approx(expected, rel=1e-6), kind
+        assert manifest(tmp_path / kind)["tensors"].keys() == names, "a wrapper is part of a name"
+    ways = [("fsdp2", kind) for kind in ALL] + [(kind, "fsdp2") for kind in ALL]
+    for (saver, kind), found in zip(ways, run_on_ranks(load_all, tmp_path, ways)[0], strict=True):
+        assert found == saved[kind], f"{saver} -> {kind}"
+    # other ranks sum the same gradients in another order: float32, over two steps
+    expected = pytest.approx(expected, rel=1e-5)
+    ways = [("fsdp2", kind) for kind in KINDS] + [(kind, "fsdp2") for kind in KINDS]
+    for ranks, some in ((3, ways), (1, [("fsdp1", "fsdp1 with use_orig_params")])):
+        for losses, _ in run_on_ranks(load_all, tmp_path, some, world_size=ranks)[0]:
+            assert losses == expected
+    for saver in KINDS:
+        model, optimizer = build("none", seed=1)
+        state = load_distributed(tmp_path / saver, model, optimizer)
+        assert (state["step"], model.seen) == (2, 2)  # the model's own state that is no tensor
+        assert train(model, optimizer, Data(state["place"]), 2) == expected, saver
+
+
+def test_names_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    model, optimizer = build("none")
+    train(model, optimizer, Data(), 1)
+    assert save_distributed(tmp_path, model, optimizer, step=3).wait() == tmp_path / "000001-step-3"
+    params = [name for name, _ in model.named_parameters()]  # tied weights are stored once
+    expected = [f"model.{name}" for name in (*params, "blocks.0.scale", "blocks.1.scale")]
+    expected += [f"optimizer.{name}.{key}" for name in params for key in ("step", "exp_avg", "exp_avg_sq")]
+    assert sorted(manifest(tmp_path)["tensors"]) == sorted(expected)
+
+
+def parts(wrap: Wrap) -> nn.Module:
+    """One has the name that DDP gives to what it wraps."""
+    return nn.ModuleDict({"module": nn.Linear(2, 2), "other": wrap(nn.Linear(2, 2))})
+
+
+def test_a_part_in_ddp_and_one_that_is_called_module_keep_their_names(tmp_path: Path) -> None:
+    run_on_ranks(lambda: save_distributed(tmp_path, parts(DDP), step=1).wait())
+    load_distributed(tmp_path, parts(WRAPPERS["none"]))
+    names = [f"model.{part}.{name}" for part in ("module", "other") for name in ("bias", "weight")]
+    assert sorted(manifest(tmp_path)["tensors"]) == names
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """Layers of sizes that not all numbers of ranks divide, and experts, `own` ones of each rank."""
+
+    def __init__(self, own: bool = False, width: int = 6) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, width), nn.Linear(width, 5)
+        self.experts = nn.Parameter(torch.rand(4, 3) + own * rank())
+
+
+def experts_in_ddp() -> nn.Module:
+    DDP._set_params_and_buffers_to_ignore_for_model(model := Mixture(own=True), ["experts"])
+    return DDP(model)
+
+
+def mesh(*names: str) -> Any:
+    return init_device_mesh("cpu", (world_size() // 2, 2), mesh_dim_names=names)
+
+
+def tensor_parallel(model: Mixture, wrap: Wrap = fully_shard) -> nn.Module:
+    both = mesh("dp", "tp")
+    parallelize_module(model, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return wrap(model, **{"mesh" if wrap is fully_shard else "device_mesh": both["dp"]})
+
+
+def frozen_on_one_rank() -> nn.Module:
+    model, _ = build("none")
+    model.head.weight.requires_grad_(rank() == 0)
+    return fsdp2(model)
+
+
+def two_of_one_name() -> nn.Module:
+    inner = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2)})
+    inner.weight = nn.Parameter(torch.ones(2))
+    return nn.ModuleDict({"inner": inner})
+
+
+def own_buffers(model: nn.Module) -> nn.Module:
+    """With a saved and an unsaved buffer in each block that differ between the ranks."""
+    for block in (module for module in model.modules() if isinstance(module, Block)):
+        block.scale += rank()
+        block.cache += rank()
+    return model
+
+
+EXPERTS = "found that 'experts' on rank 1 differs from rank 0", "make them one DTensor over their mesh"
+# Names that torch's state dict does not clean were saved once, and nothing could be loaded from them.
+HIDDEN = "expected the parameter 'blocks.0.down.bias' in the model's state dict"
+BUFFERS = (
+    "'blocks.0.scale' on rank 1 differs",
+    "'blocks.1.scale' on rank 1 differs",
+    "per_rank={name: buffer}",
+)
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str | tuple[str, ...]]] = {
+    "experts": (lambda: Mixture(own=True), EXPERTS),
+    "FSDP2(experts)": (lambda: fully_shard(m := Mixture(own=True), ignored_params={m.experts}), EXPERTS),
+    "FSDP1(experts)": (lambda: fsdp1(m := Mixture(own=True), ignored_states=[m.experts]), EXPERTS),
+    "DDP(experts)": (experts_in_ddp, EXPERTS),
+    "FSDP1(DDP)": (lambda: fsdp1(each_block(DDP)), "expected no DDP inside of FSDP1, found 'blocks.0'"),
+    "FSDP1(compile)": (lambda: fsdp1(compiled(Net())), (HIDDEN, "Put FSDP1 inside of torch.compile")),
+    "FSDP1(compile), original": (lambda: original(compiled(Net())), HIDDEN),
+    "checkpointing(DDP)": (lambda: each_block(lambda block: checkpoint_wrapper(DDP(block))), HIDDEN),
+    "frozen": (frozen_on_one_rank, "expected the same frozen parameters on all ranks"),
+    "buffers": (lambda: own_buffers(build("fsdp2")[0]), BUFFERS),
+    "one name": (two_of_one_name, "found two tensors that are called 'inner.weight' without the names"),
+    "meta": (lambda: fsdp2(Net().to("meta")), "on the meta device, such as 'embed.weight'"),
+}
+
+
+def refused(folder: Path) -> dict[str, str | None]:
+    found = {}
+    for name, (make, _) in REFUSED.items():
+        torch.manual_seed(0)
+        model, options = make(), {"ignore_frozen_params": name == "frozen"}
+        found[name] = outcome(lambda m=model, o=options: save_distributed(folder, m, step=1, **o)).error
+    return found
+
+
+def save_other_parameters(folder: Path) -> dict[str, str | None]:
+    """With the name of a parameter in per_rank, which excuses buffers."""
+    torch.manual_seed(0)
+    model, options = Mixture(own=True), {"per_rank": {"experts": 1}}
+    return refusals({"experts": lambda: save_distributed(folder, model, step=1, **options)})
+
+
+def test_parameters_that_differ_are_not_excused_by_per_rank(tmp_path: Path) -> None:
+    assert_told(run_on_ranks(save_other_parameters, tmp_path), {"experts": EXPERTS})
+
+
+def test_a_module_that_holds_more_than_what_it_wraps_is_saved_whole(tmp_path: Path) -> None:
+    """One that torch.compile made, in a module that gives it the name of a wrapper's only child."""
+    for name in ("_orig_mod", "_forward_module"):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(2, 3), "head": nn.Linear(3, 1)})
+        save_distributed(tmp_path / name, model, step=1)
+        assert len(manifest(tmp_path / name)["tensors"]) == 4
+        expected = wholes(model)
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        load_distributed(tmp_path / name, model)
+        assert all(torch.equal(value, expected[key]) for key, value in wholes(model).items())
+
+
+def test_models_that_cannot_be_saved_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    assert_told(run_on_ranks(refused, tmp_path), {name: words for name, (_, words) in REFUSED.items()})
+    assert not list(tmp_path.glob("*-step-*"))
+
+
+def fsdp1_over_tensor_parallel(folder: Path) -> dict[str, str | None]:
+    model = tensor_parallel(Mixture(), fsdp1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    uneven = tensor_parallel(Mixture(width=7), fsdp1)
+    save = {"optimizer": lambda: save_distributed(folder, model, optimizer, step=1)}
+    return refusals({**save, "uneven": lambda: save_distributed(folder, uneven, step=1)})
+
+
+def test_an_optimizer_of_fsdp1_over_tensor_parallel_parts_and_uneven_parts_are_refused(
+    tmp_path: Path,
+) -> None:
+    shared = "expected FSDP1 around parameters that nothing else shards, found tensor-parallel ones"
+    # gloo ends the process in the middle of torch's gather of uneven parts, NCCL may do worse
+    expected = {"optimizer": shared, "uneven": "cut into 2 along dimension 0"}
+    assert_told(run_on_ranks(fsdp1_over_tensor_parallel, tmp_path, world_size=4), expected)
+
+
+def fail_before_a_gather(folder: Path) -> tuple[str | None, float, bool]:
+    """Rank 1 fails where FSDP1 would gather: rank 0 waits in a collective of the model's own group."""
+    model, optimizer = build("fsdp1")
+    train(model, optimizer, Data(), 1)
+    options = model.process_group._get_backend(torch.device("cpu")).options
+    before = options._timeout
+
+    def hook(*_: Any) -> None:
+        raise MemoryError("not enough for the state dict")
+
+    if rank() == 1:
+        model.register_state_dict_pre_hook(hook)
+    found = outcome(lambda: save_distributed(folder, model, optimizer, step=1, wait_s=1.0))
+    return *found, options._timeout == before
+
+
+def test_a_rank_that_fails_before_a_gather_of_fsdp1_is_not_waited_for_long(tmp_path: Path) -> None:
+    for error, seconds, restored in run_on_ranks(fail_before_a_gather, tmp_path, timeout=30):
+        assert "rank 1: MemoryError: not enough for the state dict" in str(error)
+        assert seconds < 10
+        assert restored, "the group keeps another timeout"
+
+
+# ---- every placement ---------------------------------------------------------------------------------------
+
+
+def expert_parallel(model: Mixture) -> nn.Module:
+    both = mesh("dp", "ep")
+    model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), both["ep"], [Shard(0)]))
+    return fully_shard(model, mesh=both["dp"], ignored_params={model.experts})
+
+
+def columns(param: nn.Parameter) -> Shard:
+    return Shard(1 if param.shape == (6, 12) else 0)
+
+
+LAYOUTS: dict[str, Wrap] = {
+    "rows": fully_shard,
+    "columns": lambda model: fully_shard(model, shard_placement_fn=columns),
+    "copies": lambda model: model,
+    "replicas of shards": lambda model: fully_shard(model, mesh=mesh("replicate", "shard")),
+    "rows of columns": tensor_parallel,
+    "experts on a mesh of their own": expert_parallel,
+}
+
+
+def laid_out(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model after one step."""
+    torch.manual_seed(seed)
+    model = LAYOUTS[layout](Mixture())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for param in model.parameters():
+        param.grad = param.detach() * 0.5
+    optimizer.step()
+    return model, optimizer
+
+
+def placements(model: nn.Module) -> list[Any]:
+    return [getattr(param, "placements", None) for param in model.parameters()]
+
+
+def save_layouts(folder: Path, layouts: list[str]) -> None:
+    for layout in layouts:
+        name = f"{layout} on {world_size()}"
+        save_distributed(folder / name, *laid_out(layout, 0), step=1)
+
+
+def load_layouts(folder: Path, layouts: list[str], expected: dict[str, Tensor]) -> list[str]:
+    """What did not come back as it was: from columns into each layout, from each into the first."""
+    wrong = []
+    for path in sorted(folder.iterdir()):
+        for layout in layouts if path.name.startswith("columns") else layouts[:1]:
+            model, optimizer = laid_out(layout, 1)
+            before = placements(model)
+            load_distributed(path, model, optimizer)
+            found = wholes(model, optimizer)
+            names = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+            if names or placements(model) != before:
+                wrong.append(f"{path.name} -> {layout}: {names}")
+    return wrong
+
+
+def test_every_placement_loads_into_every_other_on_any_number_of_ranks(tmp_path: Path) -> None:
+    expected, layouts = wholes(*laid_out("copies", 0)), list(LAYOUTS)
+    assert len(expected) == 5 * (1 + 3)  # parameters, and what AdamW holds of each
+    run_on_ranks(save_layouts, tmp_path, layouts, world_size=4)
+    run_on_ranks(save_layouts, tmp_path, ["columns"], world_size=3)
+    for ranks, some in ((2, layouts), (3, layouts[:2]), (4, layouts)):
+        assert run_on_ranks(load_layouts, tmp_path, some, expected, world_size=ranks) == [[]] * ranks
+    assert load_layouts(tmp_path, ["copies"], expected) == []
+
+
+# ---- frozen parameters -------------------------------------------------------------------------------------
+
+MIXED = ("fsdp2", "fsdp1 with use_orig_params", "ddp")
+
+
+# What is trained, by a part of its name; each leaves some rank's shard of an FSDP1 unit all frozen.
+@pytest.mark.parametrize("trained", ["bias", "blocks.1.up.weight", "down", "blocks.0"])
+def test_frozen_parameters_have_no_state_and_get_none(trained: str, tmp_path: Path) -> None:
+    by_rank = run_on_ranks(save_all, tmp_path, MIXED, trained)
+    same = [(kind, kind) for kind in MIXED]
+    assert run_on_ranks(load_all, tmp_path, same, trained) == [list(found.values()) for found in by_rank]
+    ways = [("fsdp2", MIXED[1]), (MIXED[1], "fsdp2"), (MIXED[1], MIXED[1])]
+    for losses, _ in run_on_ranks(load_all, tmp_path, ways, trained, world_size=3)[0]:
+        assert losses == pytest.approx(by_rank[0]["fsdp2"][0], rel=1e-4)
+
+
+FROZEN = [name for name, _ in Net().named_parameters() if "blocks.1" not in name]
+
+
+def adapted(kind: str, factor: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same frozen base for any factor, another trained block."""
+    model, optimizer = build(kind, trained="blocks.1")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(factor if param.requires_grad else 1)
+    return model, optimizer
+
+
+def save_adapters(folder: Path) -> Losses:
+    losses = []
+    for kind in MIXED[:2]:
+        (model, optimizer), data = adapted(kind, 1), Data()
+        train(model, optimizer, data, 2)
+        save_distributed(folder / kind, model, optimizer, step=1, ignore_frozen_params=True)
+        losses = train(model, optimizer, Data(), 2)
+    return losses
+
+
+def load_adapters(folder: Path, kinds: tuple[str, ...]) -> list[tuple[list[str], list[str], Losses]]:
+    found = []
+    for path in folder.iterdir():
+        for kind in kinds:
+            model, optimizer = adapted(kind, 2)
+            loaded = load_distributed(path, model, optimizer, ignore_frozen_params=True)
+            found.append((loaded.missing_keys, loaded.unexpected_keys, train(model, optimizer, Data(), 2)))
+    return found
+
+
+def test_adapters_go_on_over_the_base_that_is_there(tmp_path: Path) -> None:
+    expected = pytest.approx(run_on_ranks(save_adapters, tmp_path)[0], rel=1e-4)
+    assert not {f"model.{name}" for name in FROZEN} & manifest(tmp_path / "fsdp2")["tensors"].keys()
+    alone = load_adapters(tmp_path, ("none",))
+    for found in (alone, *run_on_ranks(load_adapters, tmp_path, MIXED[:2], world_size=3)):
+        assert found == [(FROZEN, [], expected)] * len(found)
+
+
+def test_the_base_of_a_whole_checkpoint_may_be_left_aside(tmp_path: Path) -> None:
+    saved, _ = build("none")
+    save_distributed(tmp_path, saved, step=1)
+    model, _ = build("none", seed=1, trained="blocks.1")
+    base, frozen = wholes(model), {*FROZEN, "head.weight"}
+    loaded = load_distributed(tmp_path, model, ignore_frozen_params=True)
+    assert (
+        set(loaded.missing_keys) | {"head.weight"} == set(loaded.unexpected_keys) | {"head.weight"} == frozen
+    )
+    expected = wholes(saved) | {name: base[name] for name in frozen}
+    assert all(torch.equal(value, expected[name]) for name, value in wholes(model).items())
+
+
+# ---- another model -----------------------------------------------------------------------------------------
+
+
+def with_score(model: Net) -> Any:
+    """With one block less and a new part."""
+    del model.blocks[1]
+    model.score = nn.Linear(6, 2)
+    return fsdp2(model)
+
+
+def load_what_both_have(folder: Path) -> tuple[Any, ...]:
+    model, _ = build(with_score, seed=1)
+    before, expected = wholes(model), wholes(build("fsdp2")[0])
+    wide, other = build("fsdp2", width=8)[0], nn.ModuleDict({"other": nn.Linear(2, 2)})
+    told = refusals(
+        {
+            "strict": lambda: load_distributed(folder, model),
+            "shape": lambda: load_distributed(folder, wide, strict=False),
+            "nothing": lambda: load_distributed(folder, other, strict=False),
+            "differs": lambda: load_distributed(folder, model, strict=bool(rank())),
+        }
+    )
+    kept = all(torch.equal(value, before[name]) for name, value in wholes(model).items())
+    loaded = load_distributed(folder, model, strict=False)
+    right = [torch.equal(value, {**before, **expected}[name]) for name, value in wholes(model).items()]
+    return told, kept, all(right), dict(loaded), loaded.missing_keys, sorted(loaded.unexpected_keys)
+
+
+def test_strict_false_loads_what_both_have_and_says_what_it_did_not(tmp_path: Path) -> None:
+    run_on_ranks(lambda: save_distributed(tmp_path, build("fsdp2")[0], step=1).wait())
+    by_rank = run_on_ranks(load_what_both_have, tmp_path, world_size=3)
+    gone = sorted(name for name in Net().state_dict() if name.startswith("blocks.1"))
+    for _, *found in by_rank:
+        assert found == [True, True, {"step": 1}, ["score.weight", "score.bias"], gone]
+    expected = {
+        "strict": (
+            "score.weight: expected by the model, found nothing in the checkpoint",
+            "blocks.1.up.weight: in the checkpoint, expected by nothing in the model",
+            "strict=False loads what both have, and returns the names of the rest",
+        ),
+        "shape": "embed.weight: expected shape [11, 8] (the model's), found [11, 6]",
+        "nothing": "expected at least one tensor to load, found none: the model has ['other.weight'",
+        "differs": "expected the same strict on all ranks",
+    }
+    assert_told([told for told, *_ in by_rank], expected)
+
+
+def test_tied_weights_need_one_tensor_under_a_name_that_they_have(tmp_path: Path) -> None:
+    """One checkpoint holds two tensors for them, one only a further name, which is named as left aside."""
+    untied = Net()
+    untied.head.weight = nn.Parameter(torch.rand(WORDS, 6))
+    save_distributed(tmp_path / "untied", untied, step=1)
+    error = outcome(lambda: load_distributed(tmp_path / "untied", Net())).error
+    assert "expected one tensor under this name and 'embed.weight' (tied in the model)" in str(error)
+    further = nn.ModuleDict({"head": untied.head, "blocks": untied.blocks})
+    save_distributed(tmp_path / "further", further, step=1)
+    loaded = load_distributed(tmp_path / "further", model := Net(), strict=False)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == (["embed.weight"], ["head.weight"])
+    assert torch.equal(model.blocks[0].up.weight, untied.blocks[0].up.weight)  # type: ignore[arg-type]
+
+
+def load_a_part(folder: Path) -> bool:
+    model, optimizer = build("fsdp2" if dist.is_initialized() else "none", seed=1)
+    expected = wholes(model) | {
+        f"blocks.{name}": value for name, value in wholes(build("none")[0].blocks).items()
+    }
+    load_distributed(folder, model.blocks)
+    right = all(torch.equal(value, expected[name]) for name, value in wholes(model).items())
+    train(model, optimizer, Data(), 1)
+    return right
+
+
+def test_a_part_of_a_model_takes_the_weights_of_a_model(tmp_path: Path) -> None:
+    run_on_ranks(lambda: save_distributed(tmp_path, build("fsdp2")[0].blocks, step=1).wait())
+    assert load_a_part(tmp_path)
+    assert all(run_on_ranks(load_a_part, tmp_path, world_size=3))
+
+
+def load_other_dtypes(folder: Path) -> tuple[str | None, bool]:
+    model = fsdp2(Net().bfloat16())
+    error = outcome(lambda: load_distributed(folder, model)).error
+    load_distributed(folder, model, cast=True)
+    expected = wholes(build("fsdp2")[0])
+    right = [torch.equal(value, expected[name].bfloat16()) for name, value in wholes(model).items()]
+    return error, all(right)
+
+
+def test_another_dtype_is_loaded_only_when_told_to_cast_and_told_in_one_sentence(tmp_path: Path) -> None:
+    run_on_ranks(lambda: save_distributed(tmp_path, build("fsdp2")[0], step=1).wait())
+    for error, right in run_on_ranks(load_other_dtypes, tmp_path):
+        assert right
+        assert "embed.weight and 14 more: expected torch.bfloat16 (the model's), found torch.float32" in str(
+            error
+        )
+        assert str(error).count("cast=True") == str(error).count("torch.float32") == 1
+
+
+# ---- buffers and copies ------------------------------------------------------------------------------------
+
+
+UNSAVED = {
+    "mask": torch.ones(8, 8).tril().bool(),
+    "causal": torch.full((8, 8), float("-inf")).triu(1),
+    "floor": torch.tensor([torch.finfo().min, 1.0]),
+    "phase": torch.polar(torch.ones(4), torch.arange(4.0)),
+    "inv_freq": 10000 ** (-torch.arange(0, 8, 2) / 8),
+    "empty": torch.empty(0),
+}
+UNREADABLE = {  # no operation reads codes
+    "sparse": torch.eye(3).to_sparse(),
+    "codes": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+}
+
+
+def with_buffers(buffers: dict[str, Tensor], change: Wrap = nn.Module.train) -> Any:
+    model = nn.Linear(4, 4)
+    for name, buffer in buffers.items():
+        model.register_buffer(name, buffer, persistent=False)
+    return fully_shard(change(model))
+
+
+def loads_with_buffers(folder: Path) -> list[list[str]]:
+    """The warnings of each load; of the last, after to_empty()."""
+    save_distributed(folder, with_buffers(UNSAVED), step=1)
+    models = [with_buffers(UNSAVED, kind) for kind in (nn.Module.float, nn.Module.half, nn.Module.bfloat16)]
+    on_meta = with_buffers(UNSAVED, lambda model: model.to("meta"))
+    models += [with_buffers(UNREADABLE), on_meta.to_empty(device="cpu")]
+    for buffer in models[-1].buffers():  # what was in that memory is chance
+        buffer.zero_()
+    found = []
+    for model in models:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load_distributed(folder, model, cast=True)
+        found.append([str(one.message) for one in caught if one.category is UserWarning])
+    save_distributed(folder, models[-2], step=2)
+    return found
+
+
+def test_a_load_names_the_buffers_that_were_never_computed(tmp_path: Path) -> None:
+    for *others, (told,) in run_on_ranks(loads_with_buffers, tmp_path):
+        assert others == [[]] * 4
+        assert told.startswith(
+            "load_distributed: mask, causal, floor, phase, inv_freq: expected the values that"
+        )
+        assert "which computes them" in told
+
+
+def buffers_of_ranks(folder: Path) -> bool:
+    """DDP broadcasts rank 0's buffers before the next step; nobody saves the others."""
+    save_distributed(folder / "ddp", own_buffers(build("ddp")[0]), step=1)
+    into, _ = build("fsdp2")
+    expected = wholes(into)
+    for block in into.blocks:
+        block.cache += rank()
+    save_distributed(folder / "unsaved", into, step=1)
+    load_distributed(folder / "ddp", into)
+    return all(torch.equal(value, expected[name]) for name, value in wholes(into).items())
+
+
+def test_buffers_that_ddp_broadcasts_or_nobody_saves_may_differ(tmp_path: Path) -> None:
+    assert run_on_ranks(buffers_of_ranks, tmp_path) == [True, True]
+
+
+def copies(folder: Path, kind: str) -> tuple[dict[str, str | None], bool]:
+    """Save where copies of parameters and optimizer states have drifted apart."""
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(DDP if kind == "ddp" else lambda model: fsdp2(model, mesh=both))
+    train(model, optimizer, Data(), 1)
+    save_distributed(folder, model, optimizer, step=1)
+    expected = wholes(model, optimizer)
+    if rank():
+        next(model.parameters()).data.neg_()
+        for state in optimizer.state.values():  # one step more, and entries in another order
+            state["exp_avg"].mul_(2)
+            state["step"] += 1
+            entries = dict(reversed(state.items()))
+            state.clear()
+            state.update(entries)
+    told = refusals({"differ": lambda: save_distributed(folder, model, optimizer, step=2)})
+    save_distributed(folder, model, optimizer, step=3, sync_replicas=True)
+    right = [check_sharding(model) == []]
+    for _ in range(2):
+        found = wholes(model, optimizer)
+        right += [torch.equal(found[name], value) for name, value in expected.items()]
+        load_distributed(folder, model, optimizer)
+    if rank():
+        optimizer.state.clear()
+    call = {"lost": lambda: save_distributed(folder, model, optimizer, step=4, sync_replicas=True)}
+    return told | refusals(call), all(right)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "ddp"])
+def test_a_save_of_copies_that_differ_is_refused_or_syncs_them(kind: str, tmp_path: Path) -> None:
+    by_rank = run_on_ranks(copies, tmp_path, kind)
+    differ = "found that 'embed.weight' on rank 1 differs from rank 0", "sync_replicas=True"
+    lost = "found others on rank 1. Load the optimizer's state on all ranks"
+    assert_told([told for told, _ in by_rank], {"differ": differ, "lost": lost})
+    assert all(right for _, right in by_rank)
+    assert sorted(path.name.split("-step-")[1] for path in tmp_path.glob("*-step-*")) == ["1", "3"]
+
+
+# ---- plain readers -----------------------------------------------------------------------------------------
+
+
+def load_with_plain_dcp(path: Path) -> bool:
+    """Read with torch's own reader of safetensors, into the shards of any number of ranks."""
+    kind = "fsdp2" if dist.is_initialized() else "none"
+    expected, (model, _) = wholes(build(kind)[0]), build(kind, seed=1)
+    tensors = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
+    del tensors["head.weight"]  # tied
+    state = {f"model.{name}": value for name, value in tensors.items()}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)))
+    return all(torch.equal(value, expected[name]) for name, value in wholes(model).items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that there is no process group
+def test_torch_and_safetensors_read_the_model_of_a_checkpoint(tmp_path: Path) -> None:
+    run_on_ranks(lambda: save_distributed(tmp_path, *build("fsdp2"), step=1).wait())
+    (path,) = tmp_path.glob("*-step-1")
+    assert all(run_on_ranks(load_with_plain_dcp, path, world_size=3))
+    assert load_with_plain_dcp(path)
+
+    shapes = {key: one["shape"] for key, one in manifest(tmp_path)["tensors"].items()}
+    found = {
+        key: torch.full(shape, float("nan")) for key, shape in shapes.items() if key.startswith("model.")
+    }
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as chunks:
+            places = json.loads(chunks.metadata()["DCP_SHARDING_INFO"])
+            for key in found.keys() & set(chunks.keys()):
+                chunk, starts = chunks.get_tensor(key), places[key]["saved_offsets"]
+                found[key][tuple(slice(s, s + n) for s, n in zip(starts, chunk.shape, strict=True))] = chunk
+    expected = {f"model.{name}": value for name, value in wholes(build("none")[0]).items()}
+    assert found.keys() == expected.keys() - {"model.head.weight"}
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())

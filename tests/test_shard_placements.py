@@ -1,0 +1,333 @@
+"""The dimension along which shard cuts each parameter, and activation checkpointing inside the units."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
+
+from fsdp_utils import (
+    check_sharding,
+    export_safetensors,
+    load_distributed,
+    run_on_ranks,
+    save_distributed,
+    shard,
+    verify_checkpoint,
+)
+from fsdp_utils.collectives import record_collectives
+from tests.sharded import HandWritten, TwoRanks, loss_of, whole
+
+CHECKPOINTING = ["full", "selective", 2]
+
+
+class Experts(nn.Module):
+    """Three experts, their router with a bias, and dropout."""
+
+    def __init__(self, shape: tuple[int, ...] = (3, 12, 24)) -> None:
+        super().__init__()
+        self.router = nn.Linear(shape[1], shape[0])
+        self.up = nn.Parameter(torch.randn(shape) / 8)
+        self.down = nn.Parameter(torch.randn(shape[0], shape[2], shape[1]) / 8)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = self.router(x).softmax(-1)
+        out = torch.einsum("be,bd,edh,ehk->bk", weights, x, self.up, self.down.tanh())
+        return x + scale * nn.functional.dropout(out, 0.1, self.training), weights
+
+
+class Mixture(nn.Module):
+    def __init__(self, shape: tuple[int, ...] = (3, 12, 24)) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts(shape) for _ in range(3))
+        self.head = nn.Linear(shape[1], 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        for block in self.blocks:
+            x, weights = block(x, scale=0.5)
+            x = x * weights.sum()
+        return (self.head(x),)
+
+
+@contextmanager
+def fake_rank(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(num_hidden_layers=2))
+
+
+@pytest.mark.parametrize(("rank", "strategy"), [(0, "full"), (8, "full"), (31, "full"), (20, "hybrid")])
+def test_every_rank_holds_its_share_of_a_mixture_of_experts(rank: int, strategy: str) -> None:
+    with fake_rank(rank, 32):
+        model = mixtral()
+        total, ranks = sum(p.numel() for p in model.parameters()), 16 if strategy == "hybrid" else 32
+        shard(model, strategy=strategy, ranks_per_host=16 if strategy == "hybrid" else None)
+        held = sum(p.to_local().numel() for p in model.parameters())
+        assert held * ranks == pytest.approx(total, rel=0.05)
+        assert check_sharding(model) == []
+
+
+def test_what_no_dimension_shares_is_refused_where_it_matters(two_ranks: TwoRanks) -> None:
+    with fake_rank(0, 32):
+        model = Mixture((8, 1025, 1027))
+        with pytest.raises(
+            ValueError, match=r"blocks\.0\..* 8 rows for 32 ranks.* hold 4\.\d times"
+        ) as caught:
+            shard(model)
+        assert "Nothing was changed" in str(caught.value)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        # small ones are padded: 3 rows, a bias of 3
+        small = shard(Mixture((3, 5, 7)))
+        assert {p.placements for p in small.parameters()} == {(Shard(0),)}
+        with pytest.raises(ValueError, match="reshard_after_forward=n needs whole rows"):
+            shard(mixtral(), reshard_after_forward=8)
+        assert check_sharding(shard(mixtral(), ignored_params=frozenset())) == []
+
+
+def test_uneven_rows_of_a_model_sharded_by_hand_are_named_where_they_matter() -> None:
+    with fake_rank(0, 32):
+        large, small = Mixture((40, 1024, 512)), Mixture((3, 32, 64))
+        for model in (large, small):
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+        (problem,) = check_sharding(large)
+        assert problem.startswith("10 parameters, such as blocks.0.up, are cut between their few rows")
+        assert "each rank holds 60% more than its share of the model. Call shard(model)" in problem
+        assert check_sharding(small) == []
+        assert check_sharding(shard(Mixture((40, 1024, 512)))) == []
+
+
+def stepped(model: nn.Module, seed: int, **adamw: Any) -> dict[str, torch.Tensor]:
+    """The parameters after two clipped steps without dropout."""
+    optimizer = torch.optim.AdamW(model.eval().parameters(), lr=0.01, **adamw)
+    for step in range(2):
+        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(seed + step))
+        loss_of(model(x)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def train_on_experts(folder: Path, **options: Any) -> list[str]:
+    torch.manual_seed(0)
+    expected = stepped(Mixture(), seed=1)
+    different = []
+    for adamw in ({"foreach": True}, {"fused": True}):
+        torch.manual_seed(0)
+        found = stepped(model := shard(Mixture(), **options), seed=1, **adamw)
+        different += [
+            name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5)
+        ]
+    dims = {p.placements[-1].dim for p in model.parameters()}
+    assert dims == {0, 1}, dims
+    save_distributed(folder / "run", model, step=1)
+    return different
+
+
+def load_experts(folder: Path) -> list[str]:
+    model = shard(Mixture(), checkpointing="full")
+    load_distributed(folder / "run", model)
+    torch.manual_seed(0)
+    expected = stepped(Mixture(), seed=1)
+    found = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return [n for n in expected if not torch.allclose(found[n], expected[n], rtol=1e-3, atol=1e-5)]
+
+
+def test_experts_train_as_in_one_process_and_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    assert run_on_ranks(train_on_experts, tmp_path, world_size=4) == [[]] * 4
+    for world_size in (2, 3):
+        assert run_on_ranks(load_experts, tmp_path, world_size=world_size) == [[]] * world_size
+    (checkpoint,) = (tmp_path / "run").iterdir()
+    verify_checkpoint(checkpoint)
+    export_safetensors(checkpoint, tmp_path / "out")
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    for name, value in stepped(Mixture(), seed=1).items():
+        exported = load_file(tmp_path / "out" / "model.safetensors")[name]
+        torch.testing.assert_close(exported, value, rtol=1e-3, atol=1e-5)
+
+
+def after_inference(**options: Any) -> list[str]:
+    """Parameters with other gradients than in one process, after two evaluations before the first step."""
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = Mixture().eval()
+        if sharded:
+            shard(model, **options)
+        x, outputs = torch.linspace(-1, 1, 48).view(4, 12), []
+        for _ in range(2):
+            with torch.inference_mode():
+                outputs.append(model(x)[0])
+        loss_of(model(x)).backward()
+        grads = {name: whole(p.grad) for name, p in model.named_parameters()}
+        found.append({"first": outputs[0], "second": outputs[1], **grads})
+    return [name for name in found[0] if not torch.allclose(found[0][name], found[1][name], atol=1e-6)]
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1, "checkpointing": "full"}, {"strategy": "grad_op"}])
+def test_what_was_evaluated_in_inference_mode_first_can_train(
+    two_ranks: TwoRanks, options: dict[str, Any]
+) -> None:
+    assert two_ranks(partial(after_inference, **options)) == [[], []]
+
+
+def checkpointed(checkpointing: Any, compiled: str) -> tuple[Any, ...]:
+    """Loss, gradients, names, gathers of a step with dropout; bytes kept for backward; FLOPs of backward."""
+    torch.manual_seed(0)
+    model, kept = Mixture(), []
+    names = list(model.state_dict())
+    for block in model.blocks if compiled == "before" else ():
+        block.compile(backend="aot_eager")
+    shard(model, checkpointing=checkpointing)
+    for block in model.blocks if compiled == "after" else ():
+        block.compile(backend="aot_eager")
+    assert [*model.state_dict()] == [name for name, _ in model.named_parameters()] == names
+    assert check_sharding(model) == []
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(4, 12)
+    with warnings.catch_warnings(), record_collectives(model) as trace:
+        warnings.simplefilter("ignore")
+        if compiled:
+            loss = loss_of(model(x))
+            loss.backward()
+            flops = 0
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+                loss = loss_of(model(x))
+            with FlopCounterMode(display=False) as counter:
+                loss.backward()
+            flops = counter.get_total_flops()
+    gathers = sum(event.kind == "all_gather" for event in trace.events)
+    return loss.item(), {n: whole(p.grad) for n, p in model.named_parameters()}, gathers, sum(kept), flops
+
+
+@pytest.mark.parametrize("compiled", ["", "before", "after"])
+def test_a_checkpointed_model_trains_alike_and_keeps_less(two_ranks: TwoRanks, compiled: str) -> None:
+    def fn() -> None:
+        loss, grads, gathers, kept, flops = checkpointed(None, compiled)
+        found = {how: checkpointed(how, compiled) for how in CHECKPOINTING}
+        for other_loss, other_grads, other_gathers, _, _ in found.values():
+            assert other_loss == pytest.approx(loss, rel=1e-6)
+            assert other_gathers == gathers > 0
+            for name, grad in grads.items():
+                torch.testing.assert_close(other_grads[name], grad)
+        if not compiled:
+            assert found["full"][3] < found[2][3] < kept
+            assert flops < found[2][4] < found["full"][4]
+            assert flops < found["selective"][4] < found["full"][4]
+
+    two_ranks(fn)
+
+
+def test_a_cache_of_keys_and_values_is_left_out(two_ranks: TwoRanks) -> None:
+    from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+    def fn() -> None:
+        config = GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=1, eos_token_id=2)
+        batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+        found = []
+        for how in (None, *CHECKPOINTING):
+            torch.manual_seed(0)
+            model = shard(GPT2LMHeadModel(config).train(), checkpointing=how)
+            torch.manual_seed(1)
+            loss = model(**batch, use_cache=True).loss
+            loss.backward()
+            grad = model.transformer.h[1].mlp.c_fc.weight.grad
+            found.append((loss.item(), whole(grad)))
+        for loss, grad in found[1:]:
+            assert loss == found[0][0]
+            torch.testing.assert_close(grad, found[0][1])
+        cache = DynamicCache(config=config)
+        with torch.no_grad():
+            model(batch["input_ids"], past_key_values=cache, use_cache=True)
+        assert cache.get_seq_length() == 8  # nothing is computed again here
+        with pytest.raises(ValueError, match="takes no past_key_values that hold tokens"):
+            model(batch["input_ids"], past_key_values=cache)
+
+    two_ranks(fn)
+
+
+class Counting(nn.Module):
+    """Running means, and keywords with the names of torch.utils.checkpoint's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, *, debug: bool, function: float) -> torch.Tensor:
+        return self.norm(self.linear(x)) * function * (2 if debug else 1)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, debug=True, function=3.0)
+        return x
+
+
+def test_buffers_change_once_and_keywords_reach_the_block(two_ranks: TwoRanks) -> None:
+    def fn() -> None:
+        found = []
+        for how in (None, *CHECKPOINTING):
+            torch.manual_seed(0)
+            model = shard(Counted(), checkpointing=how)
+            loss = model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum()
+            loss.backward()
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            found.append(
+                {"loss": loss.detach(), "grad": whole(model.blocks[0].linear.weight.grad), **buffers}
+            )
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+
+    two_ranks(fn)
+
+
+def checkpoints_itself() -> nn.Module:
+    model = mixtral()
+    model.activation_checkpointing_enable()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "value", "words"),
+    [
+        (HandWritten, "some", "expected checkpointing to be None"),
+        (HandWritten, 0, "found 0"),
+        (HandWritten, True, "found True"),
+        (checkpoints_itself, "full", "has activation checkpointing already"),
+    ],
+)
+def test_checkpointing_that_cannot_be_is_refused(make: Any, value: Any, words: str) -> None:
+    with fake_rank(0, 2):
+        model = make()
+        with pytest.raises(ValueError, match=words):
+            shard(model, checkpointing=value)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
