@@ -139,7 +139,7 @@ def test_a_save_that_fails_is_told_and_ends_nothing_but_the_last(tmp_path: Path)
 
     def take_away() -> None:
         for thread in threading.enumerate():
-            if thread.name == "save step-2":  # committed is not over: what `keep` removes comes after
+            if thread.name.endswith("-step-2"):  # committed is not over: what `keep` removes comes after
                 thread.join(timeout=30)
         assert 2 in saved(tmp_path / "run")
         folder.rename(aside)
