@@ -1,20 +1,12 @@
-"""The public names with their types, for type checkers; __init__.py loads each when it is first used."""
+"""The public names: type checkers read them here, and __init__.py loads each when it is first used."""
 
-from fsdp_utils.allocator import record_allocations as record_allocations
-from fsdp_utils.allocator import simulate_allocator as simulate_allocator
-from fsdp_utils.checkpoint import CheckpointDamagedError as CheckpointDamagedError
 from fsdp_utils.checkpoint import CheckpointError as CheckpointError
-from fsdp_utils.checkpoint import CheckpointMismatchError as CheckpointMismatchError
-from fsdp_utils.checkpoint import CheckpointNotFoundError as CheckpointNotFoundError
-from fsdp_utils.checkpoint import LoadedState as LoadedState
-from fsdp_utils.checkpoint import PerRank as PerRank
 from fsdp_utils.checkpoint import checkpoints as checkpoints
 from fsdp_utils.checkpoint import load_distributed as load_distributed
 from fsdp_utils.checkpoint import save_distributed as save_distributed
 from fsdp_utils.checkpoint import verify_checkpoint as verify_checkpoint
 from fsdp_utils.child_tuning import ChildTuningAdamW as ChildTuningAdamW
 from fsdp_utils.child_tuning import fisher_mask as fisher_mask
-from fsdp_utils.collectives import OutOfStep as OutOfStep
 from fsdp_utils.collectives import check_in_step as check_in_step
 from fsdp_utils.collectives import record_collectives as record_collectives
 from fsdp_utils.distributed import get_local_rank as get_local_rank
@@ -23,15 +15,12 @@ from fsdp_utils.distributed import get_world_size as get_world_size
 from fsdp_utils.distributed import rank0_first as rank0_first
 from fsdp_utils.distributed import run_on_ranks as run_on_ranks
 from fsdp_utils.distributed import sampler as sampler
-from fsdp_utils.memory import BatchSizeSearch as BatchSizeSearch
 from fsdp_utils.memory import Memory_Maximizer as Memory_Maximizer
 from fsdp_utils.memory import MemoryReport as MemoryReport
 from fsdp_utils.memory import find_batch_size as find_batch_size
 from fsdp_utils.migration import translate as translate
-from fsdp_utils.planner import Plan as Plan
 from fsdp_utils.planner import plan as plan
 from fsdp_utils.planner import search as search
-from fsdp_utils.precision import Bf16Support as Bf16Support
 from fsdp_utils.precision import bf16_support as bf16_support
 from fsdp_utils.pretrained import export_safetensors as export_safetensors
 from fsdp_utils.pretrained import load_pretrained as load_pretrained

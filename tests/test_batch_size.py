@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_utils import BatchSizeSearch, find_batch_size
+from fsdp_utils import find_batch_size
+from fsdp_utils.memory import BatchSizeSearch
 from tests.imagined_device import ImaginedDevice
 
 

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from fsdp_utils import CheckpointError, PerRank, load_distributed, run_on_ranks, save_distributed
+from fsdp_utils import CheckpointError, load_distributed, run_on_ranks, save_distributed
+from fsdp_utils.checkpoint import PerRank
 from tests.checkpoints import assert_told, build, outcome, rank, refusals, whole, wholes, world_size
 
 # ---- values ------------------------------------------------------------------------------------------------

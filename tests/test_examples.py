@@ -111,6 +111,18 @@ def example_of(thing: Any) -> str:
     return textwrap.dedent(found[1]).strip() if found else ""
 
 
+def public_names() -> dict[str, Any]:
+    """By its full name, what fsdp_utils and its rooms make public; train's interface is its command line."""
+    rooms = [path.parent.name for path in PACKAGE.glob("*/__init__.py") if path.parent.name != "train"]
+    modules = [fsdp_utils, *(importlib.import_module(f"fsdp_utils.{room}") for room in rooms)]
+    return {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module in modules
+        for name in getattr(module, "__all__", [])
+    }
+
+
+PUBLIC = public_names()
 LISTED = listed()
 # `make test` installs it; elsewhere its example does not run
 LIGHTNING = [f"fsdp_utils.integrations.lightning.{name}Callback" for name in ("Memory", "Checkpoint")]
@@ -180,7 +192,7 @@ def around(name: str) -> dict[str, Any]:
         optimizer.step()
 
     names = {
-        **{public: getattr(fsdp_utils, public) for public in fsdp_utils.__all__},
+        **{public.rpartition(".")[2]: value for public, value in PUBLIC.items()},
         LISTED[name][1].__name__: LISTED[name][1],
         "__name__": "__main__",
         "model": model,
@@ -265,10 +277,11 @@ def run_all(names: list[str], folder: Path) -> dict[str, Told]:
     told = {}
     for name in names:
         last = name.rpartition(".")[2]
-        with inside(folder / name.removeprefix("fsdp_utils.")):
+        with inside(folder / last):
             variables = around(name)
             if last in GOES_ON:
-                run(EXAMPLES[f"fsdp_utils.{GOES_ON[last]}"], variables)
+                (before,) = (name for name in EXAMPLES if name.endswith(f".{GOES_ON[last]}"))
+                run(EXAMPLES[before], variables)
             exec(FAULTS.get(last, ""), variables)
             told[name] = run(EXAMPLES[name], variables, compare=fsdp_utils.get_rank() == 0)
     return told
@@ -327,16 +340,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
 
 
 def test_the_reference_lists_every_public_name() -> None:
-    rooms = [path.parent for path in PACKAGE.glob("*/__init__.py")]
-    modules = [fsdp_utils, *(importlib.import_module(f"fsdp_utils.{room.name}") for room in rooms)]
-    public = {
-        f"{module.__name__}.{name}": getattr(module, name)
-        for module in modules
-        for name in getattr(module, "__all__", [])
-    }
-    assert len(public) > len(fsdp_utils.__all__)
+    assert len(PUBLIC) > len(fsdp_utils.__all__)
     things = [thing for _, thing in LISTED.values()]
-    assert [name for name, thing in public.items() if not any(thing is one for one in things)] == []
+    assert [name for name, thing in PUBLIC.items() if not any(thing is one for one in things)] == []
 
 
 def test_every_public_name_has_an_example(told: dict[str, Told]) -> None:

@@ -38,7 +38,7 @@ def player():
 
 def planned():
     from types import SimpleNamespace
-    from fsdp_utils import Plan
+    from fsdp_utils.planner import Plan
     Plan.plot(SimpleNamespace(moments=[], available_gib=80.0, gpu=SimpleNamespace(name="H100")))
 
 def planner():

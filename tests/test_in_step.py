@@ -30,7 +30,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_utils import OutOfStep, check_in_step, record_collectives, run_on_ranks
+from fsdp_utils import check_in_step, record_collectives, run_on_ranks
+from fsdp_utils.collectives import OutOfStep
 
 WAIT_S = 5.0  # the longest that a collective of these tests waits
 WAIT = timedelta(seconds=WAIT_S)

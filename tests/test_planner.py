@@ -15,6 +15,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import nbformat
+from benchmarks.gpu_parts import planner as recorded_planner
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -25,11 +26,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from benchmarks.gpu_parts import planner as recorded_planner
-from fsdp_utils import Plan, plan, run_on_ranks, search
+from fsdp_utils import plan, run_on_ranks, search
 from fsdp_utils.allocator.simulate import simulate_allocator
 from fsdp_utils.lessons.published import predict, rows
-from fsdp_utils.planner import GPUS, peak_flops, work_items
+from fsdp_utils.planner import GPUS, Plan, peak_flops, work_items
 from fsdp_utils.planner.efficiency import accuracy
 from fsdp_utils.planner.extrapolation import RECORDED, extend
 from fsdp_utils.planner.memory import trace_of

@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, ViTConfig
 
-from fsdp_utils import Plan, plan, search
-from fsdp_utils.planner import work_items
+from fsdp_utils import plan, search
+from fsdp_utils.planner import Plan, work_items
 from fsdp_utils.planner.__main__ import main
 from tests.planner_net import Block, Net, WithoutRoot, of_width, tokens
 

@@ -25,8 +25,8 @@ from transformers import (
     WhisperConfig,
 )
 
-from fsdp_utils import Plan, plan, run_on_ranks
-from fsdp_utils.planner import GPUS, efficiency, work_items
+from fsdp_utils import plan, run_on_ranks
+from fsdp_utils.planner import GPUS, Plan, efficiency, work_items
 from fsdp_utils.planner.__main__ import main
 from fsdp_utils.planner.models import source_of
 from fsdp_utils.planner.simulated_rank import record_one_rank

@@ -17,9 +17,9 @@ HEAD = "| Claimed | Measured here |"
 TOP = """\
 # Claims, then and now
 
-What others have written about FSDP, who and when, beside what a cell of a lesson measured on a CPU. Quotation
-marks are around the words of the source. Which cell measures a claim is in [claims.yaml](claims.yaml). This page
-is made by `python tools/claims_page.py`.
+What others have written about FSDP, who and when, beside what a cell of a lesson measured on a CPU.
+Quotation marks are around the words of the source. Which cell measures a claim is in
+[claims.yaml](claims.yaml). This page is made by `python tools/claims_page.py`.
 """
 
 

@@ -3,18 +3,6 @@
 Runs without a GPU. `record_allocations` makes the trace, `simulate_allocator` replays it.
 """
 
-from typing import TYPE_CHECKING
+from fsdp_utils._lazy import attach
 
-from fsdp_utils._lazy import loader
-
-if TYPE_CHECKING:
-    from fsdp_utils.allocator.simulate import simulate_allocator
-    from fsdp_utils.allocator.trace import AllocationTrace, record_allocations
-
-__all__ = ["AllocationTrace", "record_allocations", "simulate_allocator"]
-_MODULE_OF = {
-    "AllocationTrace": "trace",
-    "record_allocations": "trace",
-    "simulate_allocator": "simulate",
-}
-__getattr__ = loader(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -4,28 +4,6 @@
 `verify_checkpoint` compares files with their hashes. Tensors are in safetensors files, all else in JSON.
 """
 
-from fsdp_utils.checkpoint.asynchronous import Save
-from fsdp_utils.checkpoint.errors import (
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-)
-from fsdp_utils.checkpoint.folder import checkpoints
-from fsdp_utils.checkpoint.load import LoadedState, PerRank, load_distributed
-from fsdp_utils.checkpoint.save import save_distributed
-from fsdp_utils.checkpoint.verify import verify_checkpoint
+from fsdp_utils._lazy import attach
 
-__all__ = [
-    "CheckpointDamagedError",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "LoadedState",
-    "PerRank",
-    "Save",
-    "checkpoints",
-    "load_distributed",
-    "save_distributed",
-    "verify_checkpoint",
-]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -4,17 +4,6 @@
 transformers' `from_pretrained` reads.
 """
 
-from typing import TYPE_CHECKING
+from fsdp_utils._lazy import attach
 
-from fsdp_utils._lazy import loader
-
-if TYPE_CHECKING:
-    from fsdp_utils.pretrained.export import export_safetensors
-    from fsdp_utils.pretrained.loading import load_pretrained
-
-__all__ = ["export_safetensors", "load_pretrained"]
-_MODULE_OF = {
-    "export_safetensors": "export",
-    "load_pretrained": "loading",
-}
-__getattr__ = loader(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

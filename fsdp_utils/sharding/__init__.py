@@ -4,18 +4,6 @@
 `check_sharding` finds mistakes in how a model was wrapped.
 """
 
-from typing import TYPE_CHECKING
+from fsdp_utils._lazy import attach
 
-from fsdp_utils._lazy import loader
-
-if TYPE_CHECKING:
-    from fsdp_utils.sharding.checks import check_sharding
-    from fsdp_utils.sharding.wrapping import shard, transformer_block_classes
-
-__all__ = ["check_sharding", "shard", "transformer_block_classes"]
-_MODULE_OF = {
-    "check_sharding": "checks",
-    "shard": "wrapping",
-    "transformer_block_classes": "wrapping",
-}
-__getattr__ = loader(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

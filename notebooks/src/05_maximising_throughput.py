@@ -89,7 +89,7 @@ ranks.start(preload=["torch.distributed.fsdp", "torch._dynamo", "sklearn.dataset
 
 # %%
 import torch
-from fsdp_utils import record_allocations
+from fsdp_utils.allocator import record_allocations
 
 MIB, GIB = 2**20, 2**30
 
@@ -103,7 +103,7 @@ with record_allocations() as trace:
 # Now replay what was recorded. **This is a simulation:** no GPU takes part.
 
 # %%
-from fsdp_utils import simulate_allocator
+from fsdp_utils.allocator import simulate_allocator
 
 
 def show(result):

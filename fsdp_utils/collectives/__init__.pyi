@@ -1,0 +1,11 @@
+from fsdp_utils.collectives.c10d_hooks import listen_to_calls as listen_to_calls
+from fsdp_utils.collectives.events import Span as Span
+from fsdp_utils.collectives.events import StepEvent as StepEvent
+from fsdp_utils.collectives.in_step import InStep as InStep
+from fsdp_utils.collectives.in_step import OutOfStep as OutOfStep
+from fsdp_utils.collectives.in_step import check_in_step as check_in_step
+from fsdp_utils.collectives.player import Player as Player
+from fsdp_utils.collectives.player import play as play
+from fsdp_utils.collectives.recording import record_collectives as record_collectives
+from fsdp_utils.collectives.replay import Replay as Replay
+from fsdp_utils.collectives.trace import CollectiveTrace as CollectiveTrace

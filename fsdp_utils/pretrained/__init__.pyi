@@ -1,0 +1,2 @@
+from fsdp_utils.pretrained.export import export_safetensors as export_safetensors
+from fsdp_utils.pretrained.loading import load_pretrained as load_pretrained
