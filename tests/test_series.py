@@ -2,13 +2,17 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import TCPStore
 
+from fsdp_utils import run_on_ranks
 from fsdp_utils.lessons.turns import answers
 from tools import build_lessons, claims_page
 
@@ -65,14 +69,41 @@ def test_every_exercise_has_a_solution_that_is_checked_strictly(stem: str) -> No
     assert len(tagged) >= asked
 
 
-@pytest.mark.parametrize("stem", [stem for stem in STEMS if "# ## In your own code\n" in TEXTS[stem]])
-def test_the_code_to_copy_runs_under_torchrun(stem: str, tmp_path: Path) -> None:
+def to_copy(stem: str) -> str:
+    """The script of a lesson that readers copy."""
     (block,) = re.findall(r"# ## In your own code\n.*?# ```python\n(.*?)# ```\n", TEXTS[stem], re.DOTALL)
+    return re.sub(r"^# ?", "", block, flags=re.MULTILINE)
+
+
+WITH_A_SCRIPT = [stem for stem in STEMS if "# ## In your own code\n" in TEXTS[stem]]
+
+
+@pytest.mark.parametrize("stem", WITH_A_SCRIPT)
+def test_the_code_to_copy_runs_on_two_ranks(
+    stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the variables and the store that torchrun gives to its processes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(to_copy(stem))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = str(store.port)
+
+    def on_rank() -> str:
+        torch.distributed.destroy_process_group()
+        agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ.update(agent, MASTER_PORT=port)
+        runpy.run_path("train.py", run_name="__main__")
+        return "all lines have run"
+
+    assert run_on_ranks(on_rank, timeout=100) == ["all lines have run"] * 2
+
+
+def test_the_code_to_copy_runs_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     # Ended by _exit. Under load a thread of gloo may let go of its last collective's tensors only when Python
     # is ending; it then asks for the GIL, is ended by pthread_exit and aborts the process.
     ending = "\nimport os\nprint('all lines have run', flush=True)\nos._exit(0)\n"
-    script.write_text(re.sub(r"^# ?", "", block, flags=re.MULTILINE) + ending)
+    script.write_text(to_copy(WITH_A_SCRIPT[0]) + ending)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
