@@ -47,13 +47,13 @@ book: setup .venv/made-for-book
 	@$(VENV_PYTHON) -m pytest -q tests/test_book.py
 
 # Sphinx, which nothing else needs
-.venv/made-for-book: book/requirements.txt | setup
-	@$(VENV_PYTHON) -m pip install --quiet --require-hashes --no-deps -r book/requirements.txt
+.venv/made-for-book: locks/book.txt | setup
+	@$(VENV_PYTHON) -m pip install --quiet --require-hashes --no-deps -r locks/book.txt
 	@touch $@
 
 # Lightning, which only the tests of fsdp_utils/integrations need
-.venv/made-for-test: tests/requirements.txt | setup
-	@$(VENV_PYTHON) -m pip install --quiet --require-hashes --no-deps -r tests/requirements.txt
+.venv/made-for-test: locks/tests.txt | setup
+	@$(VENV_PYTHON) -m pip install --quiet --require-hashes --no-deps -r locks/tests.txt
 	@touch $@
 
 setup:

@@ -144,12 +144,12 @@ def test_constraints_pin_exactly_and_torch_first() -> None:
 
 
 def locked() -> dict[str, list[str]]:
-    """requirements.txt: "name==version", and a marker where there is one -> the hashes of the files."""
+    """locks/setup.txt: "name==version", and a marker where there is one -> the hashes of the files."""
     entries = re.findall(r"^([a-z].*?) \\\n((?: +--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", LOCK, re.MULTILINE)
     return {name: hashes.split() for name, hashes in entries}
 
 
-LOCK = (ROOT / "requirements.txt").read_text()
+LOCK = (ROOT / "locks" / "setup.txt").read_text()
 
 
 def test_requirements_have_the_versions_of_the_constraints_each_with_hashes() -> None:

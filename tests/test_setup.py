@@ -50,7 +50,8 @@ def clone(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "Makefile", clone)
     (clone / "pyproject.toml").write_text(PYPROJECT)
     (clone / "constraints.txt").write_text("")
-    (clone / "requirements.txt").write_text("")
+    (clone / "locks").mkdir()
+    (clone / "locks" / "setup.txt").write_text("")
     (clone / "backend.py").write_text(BACKEND.replace("REQUIRES", ""))
     return clone
 
@@ -139,7 +140,7 @@ def test_a_package_whose_file_has_another_hash_is_refused(clone: Path) -> None:
             "stranger-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         file.writestr("stranger-1.dist-info/RECORD", "")
-    requirements = clone / "requirements.txt"
+    requirements = clone / "locks" / "setup.txt"
     requirements.write_text(f"stranger==1 --hash=sha256:{'0' * 64}\n")
     said = the_sentence(run_setup(clone, PIP_FIND_LINKS=clone.as_uri()))
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in said

@@ -16,7 +16,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fsdp_utils._commands import COMMANDS
-from tools import draw_map
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "book" / "_build"
@@ -78,7 +77,6 @@ def main() -> int:
     shutil.rmtree(BUILD, ignore_errors=True)
     copy_sources(sources)
     write_help(sources / "reference")
-    (sources / "lesson_map.svg").write_text(draw_map.draw(draw_map.lessons()))
     options = ["--builder=html", "--fail-on-warning", "--keep-going", "--jobs=auto", "--quiet"]
     if CHROMIUM:
         options.append("--tag=pdf")  # the cheat sheet links to itself as PDF

@@ -1,7 +1,6 @@
-"""Write requirements.txt: the versions of constraints.txt, with the hashes of their files on the index.
+"""Write locks/setup.txt: the versions of constraints.txt, with the hashes of their files on the index.
 
-And, of what they bring in beside them, book/requirements.txt for book/requirements.in and
-tests/requirements.txt for tests/requirements.in.
+And of what locks/book.in and locks/tests.in bring in beside it, locks/book.txt and locks/tests.txt.
 
     python tools/pin_hashes.py
 
@@ -22,10 +21,10 @@ HEADER = """\
 # may serve a CPU build or a CUDA build under the one version. Written by tools/pin_hashes.py.
 """
 BOOK_HEADER = """\
-# What `make book` installs beside requirements.txt, for Python 3.11 to 3.13. Written by tools/pin_hashes.py.
+# What `make book` installs beside setup.txt, for Python 3.11 to 3.13. Written by tools/pin_hashes.py.
 """
 TESTS_HEADER = """\
-# What `make test` installs beside requirements.txt. Written by tools/pin_hashes.py.
+# What `make test` installs beside setup.txt. Written by tools/pin_hashes.py.
 """
 EXTRAS = ["--extra", "notebooks", "--extra", "train", "--extra", "test"]
 BUILDS = re.compile(r"(torch==|triton|nvidia-|cuda-)")  # what depends on the build of PyTorch
@@ -42,7 +41,7 @@ def compiled(*args: str) -> dict[str, str]:
 
 
 def write(name: str, header: str, packages: list[str]) -> None:
-    (ROOT / name).write_text(header + "".join(packages))
+    (ROOT / "locks" / f"{name}.txt").write_text(header + "".join(packages))
     print(f"{name}: {len(packages)} packages, {''.join(packages).count('--hash')} hashes")
 
 
@@ -51,17 +50,17 @@ def main() -> None:
     # not what only runs in a browser, which uv lists, too
     found = compiled("pyproject.toml", *EXTRAS, "--python-version", "3.10")
     kept = {name: text for name, text in found.items() if name in pinned and not BUILDS.match(name)}
-    write("requirements.txt", HEADER, [*kept.values()])
+    write("setup", HEADER, [*kept.values()])
     # by name, version and marker: what the first file has for Python 3.10 alone is missing on 3.11
     ours = {text.partition(" \\")[0] for text in kept.values()}
-    for folder, header, python in (("book", BOOK_HEADER, "3.11"), ("tests", TESTS_HEADER, "3.10")):
-        all_of_it = compiled(f"{folder}/requirements.in", "--python-version", python)
+    for name, header, python in (("book", BOOK_HEADER, "3.11"), ("tests", TESTS_HEADER, "3.10")):
+        all_of_it = compiled(f"locks/{name}.in", "--python-version", python)
         besides = [
             text
-            for name, text in all_of_it.items()
-            if text.partition(" \\")[0] not in ours and not BUILDS.match(name)
+            for package, text in all_of_it.items()
+            if text.partition(" \\")[0] not in ours and not BUILDS.match(package)
         ]
-        write(f"{folder}/requirements.txt", header, besides)
+        write(name, header, besides)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Make or refresh .venv with the versions of constraints.txt; instant when nothing has changed.
 
-First comes what requirements.txt lists, each file checked against its hash; then PyTorch, and this project.
+First comes what locks/setup.txt lists, each file checked against its hash; then PyTorch, and this project.
 
 Run by make with whatever Python the reader has. So that a Python too old to run it can still
 read it and say so, the whole file keeps to the syntax of Python 3.6, and to the standard library.
@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
-INPUTS = ("pyproject.toml", "constraints.txt", "requirements.txt")
+INPUTS = ("pyproject.toml", "constraints.txt", "locks/setup.txt")
 STAMP = VENV / "made-from"  # written last: a set-up that was cut short has none, and starts anew
 LOG = VENV / "setup.log"
 VERSION = "{}.{}".format(*sys.version_info)
@@ -47,7 +47,7 @@ def main() -> None:
         print(f"Making .venv with Python {VERSION}: a few minutes, most of them for PyTorch", flush=True)
         make_venv()
     pip = ("-m", "pip", "install", "--progress-bar=off")
-    run(*pip, "--require-hashes", "--no-deps", "-r", "requirements.txt", doing="installing")
+    run(*pip, "--require-hashes", "--no-deps", "-r", "locks/setup.txt", doing="installing")
     # -e: a change in fsdp_utils/ needs no second installation; setuptools, which builds it, is there now
     project = ("--no-build-isolation", "-e", ".[notebooks,train,test]")
     run(*pip, "-c", "constraints.txt", *project, doing="installing")
