@@ -15,7 +15,6 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import nbformat
-from benchmarks.gpu_parts import planner as recorded_planner
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -26,6 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from benchmarks.gpu_parts import planner as recorded_planner
 from fsdp_utils import plan, run_on_ranks, search
 from fsdp_utils.allocator.simulate import simulate_allocator
 from fsdp_utils.lessons.published import predict, rows
