@@ -233,6 +233,8 @@ def test_lines_of_later_steps_and_what_a_kill_cut_short_are_removed(tmp_path: Pa
     assert log.read_bytes().startswith(told + b'{"event": "started"')
 
     file.write_bytes(before + b"[1, 2]\n")
-    with pytest.raises(ConfigError, match=r'metrics.jsonl: expected lines of JSON with "step", line 5 is not'):
+    with pytest.raises(
+        ConfigError, match=r'metrics.jsonl: expected lines of JSON with "step", line 5 is not'
+    ):
         alone(tmp_path, steps=4)
     assert file.read_bytes() == before + b"[1, 2]\n"

@@ -67,8 +67,9 @@ def load_data(config: DataConfig) -> Data:
         train[0]["labels"]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"data.source {config.source!r}: expected an object with .train and .test, each a dict of tensors "
-            f'with a row for each sample, "labels" among them, or a dataset of such dicts; found {error!r}'
+            f"data.source {config.source!r}: expected an object with .train and .test, each a dict of "
+            'tensors with a row for each sample, "labels" among them, or a dataset of such dicts; found '
+            f"{error!r}"
         ) from error
     if len(train) < config.batch_size:
         raise ConfigError(

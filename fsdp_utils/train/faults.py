@@ -90,8 +90,6 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         faulthandler.enable()  # SIGABRT then prints the stacks of all threads
-        with contextlib.suppress(OSError):
-            self._stacks(get_rank()).unlink()  # of a start before this one
         self.at(self._where)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -102,6 +100,10 @@ class Watchdog:
 
     def _stacks(self, rank: int) -> Path:
         return self._directory / f"stack-of-rank-{rank}.txt"
+
+    def _written(self, rank: int) -> float:
+        file = self._stacks(rank)
+        return file.stat().st_mtime if file.exists() else 0.0
 
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self._limit_s / 10)):
@@ -115,7 +117,8 @@ class Watchdog:
             with self._stacks(get_rank()).open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         time.sleep(_ANSWER_S)
-        silent = [str(rank) for rank in range(get_world_size()) if not self._stacks(rank).exists()]
+        since = self._written(get_rank()) - self._limit_s  # older stacks are of a start before this one
+        silent = [str(rank) for rank in range(get_world_size()) if self._written(rank) < since]
         found = f"no stacks from rank {', '.join(silent)}" if silent else "all ranks have written"
         error = Hang(f"{what}; {found}. Compare the stacks in {self._directory}")
         with contextlib.suppress(OSError):

@@ -31,8 +31,8 @@ def training_device(wanted: str) -> torch.device:
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", get_local_rank() + 1))
     if needed > count:
         raise ConfigError(
-            f"parallel.device: expected a {accelerator.type} device for each rank of a host, found {count} for "
-            f"{needed} ranks. Start {count} ranks on each host, or set parallel.device to cpu."
+            f"parallel.device: expected a {accelerator.type} device for each rank of a host, found {count} "
+            f"for {needed} ranks. Start {count} ranks on each host, or set parallel.device to cpu."
         )
     return torch.device(accelerator.type, get_local_rank())
 
