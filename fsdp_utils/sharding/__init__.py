@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING
 from fsdp_utils._lazy import loader
 
 if TYPE_CHECKING:
+    from fsdp_utils.sharding.blocks import transformer_block_classes
     from fsdp_utils.sharding.checks import check_sharding
-    from fsdp_utils.sharding.wrapping import shard, transformer_block_classes
+    from fsdp_utils.sharding.wrapping import shard
 
 __all__ = ["check_sharding", "shard", "transformer_block_classes"]
-_MODULE_OF = {
-    "check_sharding": "checks",
-    "shard": "wrapping",
-    "transformer_block_classes": "wrapping",
-}
+_MODULE_OF = {"check_sharding": "checks", "shard": "wrapping", "transformer_block_classes": "blocks"}
 __getattr__ = loader(__name__, _MODULE_OF)
