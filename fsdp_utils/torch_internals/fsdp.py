@@ -73,19 +73,55 @@ class Flat:
     """What FSDP1's flat parameter keeps of the parameters inside, in their order there."""
 
     def __init__(self, flat: Any) -> None:
-        self.names: tuple[str, ...] = flat._fqns  # within the unit
-        self.shapes: tuple[torch.Size, ...] = flat._shapes
-        self.strides: tuple[tuple[int, ...], ...] = flat._strides  # before they were flattened
-        self.numels: tuple[int, ...] = flat._numels
-        # in_shard, offset_in_shard, numel_in_shard, intra_param_start_idx of each
-        self.shards: tuple[Any, ...] = flat._shard_param_infos
-        self.params: list[nn.Parameter] = flat._params or []  # its views, with use_orig_params
-        # not None for each parameter that was sharded already when FSDP1 wrapped it
-        self.extensions: tuple[Any, ...] = flat._param_extensions
-        # module_name, param_name, prim_module_name, prim_param_name of each parameter's further name
-        self.tied: tuple[Any, ...] = getattr(flat, "_shared_param_infos", ())
-        self.full_shape: torch.Size = flat._unpadded_unsharded_size  # gathered, without padding
-        self.shard_shape: torch.Size = flat._sharded_size  # of a rank's part, with padding
+        self._flat = flat
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Within the unit."""
+        return self._flat._fqns
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        return self._flat._shapes
+
+    @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """Of each before it was flattened, in the order of its memory."""
+        return self._flat._strides
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        return self._flat._numels
+
+    @property
+    def shards(self) -> tuple[Any, ...]:
+        """Of each: in_shard, offset_in_shard, numel_in_shard, intra_param_start_idx."""
+        return self._flat._shard_param_infos
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Its views, with use_orig_params; else none."""
+        return self._flat._params or []
+
+    @property
+    def extensions(self) -> tuple[Any, ...]:
+        """Not None for each parameter that was sharded already when FSDP1 wrapped it."""
+        return self._flat._param_extensions
+
+    @property
+    def tied(self) -> tuple[Any, ...]:
+        """Of each parameter's further name: module_name, param_name, prim_module_name, prim_param_name."""
+        return getattr(self._flat, "_shared_param_infos", ())
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Gathered, without padding."""
+        return self._flat._unpadded_unsharded_size
+
+    @property
+    def shard_shape(self) -> torch.Size:
+        """Of a rank's part, with padding."""
+        return self._flat._sharded_size
 
 
 # FSDP2
