@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import linecache
 import math
 import sys
 import threading
@@ -13,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
@@ -80,8 +79,7 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
     report.
 
     A rank that computes for long while others wait for it looks like a hang, and may be none. Rank 0 reports
-    such a wait once, after `after_s`, and nothing is raised. The same holds if all ranks wait in the same
-    collective, such as in a receive that nobody sends to.
+    such a wait once, after `after_s`, and nothing is raised.
 
     Not watched: send, recv and what is built of them (batch_isend_irecv, pipelines), so a send without its
     recv is found only through the collectives that follow it; monitored_barrier; collectives of threads that
@@ -276,14 +274,13 @@ class _Watch(threading.Thread):
         while self._store.check([f"wanted/{self._round}"]):
             sites: dict[_Site, int] = {}
             groups = {name: calls.record(sites) for name, calls in dict(self._groups).items()}
-            frame, last = sys._current_frames().get(self._main), self._last
-            code, line, _ = find_line(frame)
+            last = self._last
+            code, line, _ = find_line(sys._current_frames().get(self._main))
             record = {
                 "left": self._left,
                 "groups": groups,
                 "sites": [(site.agreed, site.place, site.words) for site in sites],
                 "stands": place_in_words(code, line) if code else "outside of the program",
-                "waits": _waits(frame),
                 "last": f"its last: {last.words}" if last else "it has called none yet",
             }
             self._store.set(f"record/{self._round}/{self._rank}", json.dumps(record))
@@ -342,11 +339,3 @@ def _own_connection(part: str) -> dist.Store:
         return store.clone()  # pyright: ignore[reportAttributeAccessIssue]
     except (AttributeError, RuntimeError):  # FileStore and HashStore open their file, or a lock, each time
         return store
-
-
-def _waits(frame: FrameType | None) -> bool:
-    """Does the innermost line wait, such as for a collective? Backward in C++ may compute, too."""
-    if frame is None:
-        return False
-    file = frame.f_code.co_filename
-    return file.endswith("distributed_c10d.py") or ".wait(" in linecache.getline(file, frame.f_lineno)

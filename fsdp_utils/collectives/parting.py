@@ -53,7 +53,7 @@ def find_parting(records: Mapping[int, Any], world_size: int) -> Finding:
             if found.text:
                 waits = waits if waits.text else found
                 break
-    return waits if waits.text else _all_wait(records, world_size)
+    return waits
 
 
 def _compare_call(
@@ -82,18 +82,6 @@ def _compare_call(
         told.append("If it is right to call them from different lines, use check_in_step(by_line=False).")
     oldest = " or before, which no rank remembers" if number == numbers[0] > 1 else ""
     return Finding("\n".join([f"the ranks part at {title}{oldest}.", *told]), True)
-
-
-def _all_wait(records: Mapping[int, Any], world_size: int) -> Finding:
-    """Whether every rank that is still in the block waits, though none has to come to a collective."""
-    inside = {rank: record for rank, record in records.items() if not record["left"]}
-    if not inside or not all(record["waits"] for record in inside.values()):
-        return Finding("")
-    who = "all ranks wait" if len(inside) == world_size else f"waiting: {rank_names([*inside])}"
-    told = {
-        rank: f"{one['left'] or 'waiting ' + one['stands']}; {one['last']}" for rank, one in records.items()
-    }
-    return Finding("\n".join([f"{who}, and no rank calls another collective.", *_by_words(told)]))
 
 
 def _by_words(words: Mapping[int, str]) -> list[str]:
