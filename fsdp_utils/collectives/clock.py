@@ -62,17 +62,19 @@ class DeviceClock(Clock):
     def finish(self, *, failed: bool) -> str:
         if not failed:
             torch.accelerator.synchronize(self._device)
+        note = ""
         try:
             for event, begin, end in self._times:
-                if not end.query():
-                    return UNFINISHED
-                event.start = self._first.elapsed_time(begin) / 1e3
-                event.seconds = begin.elapsed_time(end) / 1e3
+                if end.query():
+                    event.start = self._first.elapsed_time(begin) / 1e3
+                    event.seconds = begin.elapsed_time(end) / 1e3
+                else:
+                    note = UNFINISHED
         except RuntimeError:  # of the device; the program's own exception tells more
             if not failed:
                 raise
-            return UNFINISHED
-        return ""
+            note = UNFINISHED
+        return note
 
 
 def clock_of(device: torch.device) -> Clock:
