@@ -42,7 +42,6 @@ NOT_YET = {
     "recipe_ranks.py",
     "test_child_tuning.py",
     "test_child_tuning_scratch.py",
-    "test_collectives_times.py",
     "test_local_part.py",
     "test_migration.py",
     "test_migration_hostile.py",
