@@ -144,7 +144,7 @@ def _translated(name: str, folder: Path, chance: random.Random) -> Verdict:
     path.write_bytes(_text(chance, GOOD[name], str(folder / "canary"), as_yaml=as_yaml))
 
     def call() -> str:
-        found = translate(path, framework=name if chance.random() < 0.5 else None)
+        found = translate(path)
         str(found)
         return found.code()
 
