@@ -38,7 +38,6 @@ ITS_PURPOSE = {"test_torch_internals.py": "fsdp_utils.torch_internals."}
 # Tests that still import other files inside rooms. The list only gets shorter.
 NOT_YET = {
     "conftest.py",
-    "planner_net.py",
     "recipe_ranks.py",
     "test_child_tuning.py",
     "test_child_tuning_scratch.py",
@@ -47,9 +46,6 @@ NOT_YET = {
     "test_migration.py",
     "test_migration_hostile.py",
     "test_migration_keys.py",
-    "test_planner.py",
-    "test_planner_input.py",
-    "test_planner_options.py",
     "test_wrapping.py",
 }
 

@@ -1,4 +1,4 @@
-"""How much memory and time on GPUs that I don't have? See `plan` and `search`.
+"""Predict memory and time on GPUs that you don't have. See `plan` and `search`.
 
 As in `fsdp_utils` itself, a module is loaded when one of its names is first used.
 """
@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 from fsdp_utils._lazy import loader
 
 if TYPE_CHECKING:
+    from fsdp_utils.planner.efficiency import MEMORY_RANGE, STEP_RANGE, Efficiency
     from fsdp_utils.planner.gpus import GPU, GPUS, peak_flops
     from fsdp_utils.planner.memory import Moment
-    from fsdp_utils.planner.planning import plan
-    from fsdp_utils.planner.result import Plan
-    from fsdp_utils.planner.searching import SearchResult, search
+    from fsdp_utils.planner.planning import plan, search
+    from fsdp_utils.planner.result import COLORS, Plan, SearchResult
 
-__all__ = ["GPU", "GPUS", "Moment", "Plan", "SearchResult", "peak_flops", "plan", "search"]
 _MODULE_OF = {
-    "GPU": "gpus",
-    "GPUS": "gpus",
+    **dict.fromkeys(["MEMORY_RANGE", "STEP_RANGE", "Efficiency"], "efficiency"),
+    **dict.fromkeys(["GPU", "GPUS", "peak_flops"], "gpus"),
     "Moment": "memory",
-    "Plan": "result",
-    "SearchResult": "searching",
-    "peak_flops": "gpus",
-    "plan": "planning",
-    "search": "searching",
+    **dict.fromkeys(["plan", "search"], "planning"),
+    **dict.fromkeys(["COLORS", "Plan", "SearchResult"], "result"),
 }
+__all__ = [
+    "COLORS", "GPU", "GPUS", "MEMORY_RANGE", "STEP_RANGE", "Efficiency", "Moment", "Plan", "SearchResult",
+    "peak_flops", "plan", "search",
+]  # fmt: skip
 __getattr__ = loader(__name__, _MODULE_OF)
