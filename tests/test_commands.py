@@ -1,7 +1,6 @@
 """The command lines: one list of all, versions, help and JSON, and what is said of a missing package."""
 
 import json
-import re
 import runpy
 import subprocess
 import sys
@@ -126,21 +125,6 @@ def test_translate_refuses_in_one_line(tmp_path: Path, command: Callable[..., An
         code, shown, said = command("translate", tmp_path / arguments[0], *arguments[1:])
         assert (code, shown, said.count("\n")) == (2, "", 1)
     assert "expected KEY=VALUE, found 'x'" in command("translate", tmp_path / "a.json", "--given", "x")[2]
-
-
-# ---- planner
-
-
-def test_the_help_of_the_planner_explains_each_choice(tmp_path: Path, command: Callable[..., Any]) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    shown = " ".join(command("planner", "--help")[1].split())
-    for option in ("strategy", "api", "precision", "checkpointing", "optimizer", "attention", "loss"):
-        choice: dict[str, Any] = {option: "x"}
-        with pytest.raises(ValueError, match=f"plan: expected {option} out of .*, found 'x'") as refused:
-            fsdp_utils.plan(tmp_path, world_size=2, batch_size=2, seq_len=8, **choice)
-        explained = shown.partition(f" --{option} NAME ")[2].partition(" --")[0]
-        for name in re.findall(r"\w+", str(refused.value).partition(" out of ")[2].partition(", found")[0]):
-            assert re.search(rf"(^|; ){name}: ", explained), (option, name)
 
 
 # ---- bf16

@@ -38,14 +38,8 @@ ITS_PURPOSE = {"test_torch_internals.py": "fsdp_utils.torch_internals."}
 # Tests that still import other files inside rooms. The list only gets shorter.
 NOT_YET = {
     "conftest.py",
-    "planner_net.py",
     "recipe_ranks.py",
-    "test_child_tuning.py",
-    "test_child_tuning_scratch.py",
     "test_local_part.py",
-    "test_planner.py",
-    "test_planner_input.py",
-    "test_planner_options.py",
 }
 
 
