@@ -40,8 +40,6 @@ NOT_YET = {
     "conftest.py",
     "planner_net.py",
     "recipe_ranks.py",
-    "test_child_tuning.py",
-    "test_child_tuning_scratch.py",
     "test_collectives_times.py",
     "test_local_part.py",
     "test_migration.py",

@@ -17,7 +17,6 @@ USES = (
     "fsdp_utils/child_tuning/random_masks.py",
     "fsdp_utils/child_tuning/masked_step.py",
     "fsdp_utils/child_tuning/fixed_mask.py",
-    "fsdp_utils/child_tuning/fused_kernel.py",
 )
 GROUP = None
 SHAPES = ((20, 1024), (1000, 64), (20, 4096))
