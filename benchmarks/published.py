@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_utils import Plan, plan, transformer_block_classes
-from fsdp_utils.planner import GPU, GPUS
+from fsdp_utils import plan, transformer_block_classes
+from fsdp_utils.planner import GPU, GPUS, Plan
 from fsdp_utils.planner.efficiency import of_gpu
 
 FILE = Path(__file__).parents[1] / "notebooks" / "published.yaml"

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_utils import record_allocations, shard
+from fsdp_utils import shard
+from fsdp_utils.allocator import record_allocations
 
 RANKS = 3  # by which none of Net's sizes divides: the shards of the last rank are smaller
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

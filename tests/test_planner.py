@@ -25,8 +25,8 @@ from transformers import (
     ViTConfig,
 )
 
-from fsdp_utils import Plan, plan, run_on_ranks, search
-from fsdp_utils.planner import COLORS, GPUS, Efficiency, peak_flops
+from fsdp_utils import plan, run_on_ranks, search
+from fsdp_utils.planner import COLORS, GPUS, Efficiency, Plan, peak_flops
 from tests.planner_net import RANKS, REAL, Block, Net, tokens, train_really, with_fsdp1
 
 VOCABULARY = 4096  # large beside the hidden size, so that the logits are the peak

@@ -77,7 +77,10 @@ def two_classes(elements: int) -> nn.Module:
     ("model", "expected"),
     [
         (HandWritten(), {"Block"}),
-        (nn.Transformer(16, 2, 2, 2, batch_first=True), {"TransformerEncoderLayer", "TransformerDecoderLayer"}),
+        (
+            nn.Transformer(16, 2, 2, 2, batch_first=True),
+            {"TransformerEncoderLayer", "TransformerDecoderLayer"},
+        ),
         (nn.ModuleDict({"layers": nn.ModuleDict({"0": Scale(), "1": Scale()})}), {"Scale"}),
         (beside_the_list(), {"Routed"}),  # the outermost
         (wrapped_on_meta(), {"Block"}),

@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from transformers import LlamaConfig
 
-from fsdp_utils import Plan, plan
+from fsdp_utils import plan
 from fsdp_utils.collectives.events import COMPUTE, StepEvent
 from fsdp_utils.collectives.replay import Replay, replay
-from fsdp_utils.planner import GPUS
+from fsdp_utils.planner import GPUS, Plan
 from fsdp_utils.planner.efficiency import of_gpu
 from fsdp_utils.planner.roofline import collective_s
 from fsdp_utils.planner.work_items import Send

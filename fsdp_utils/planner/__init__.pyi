@@ -1,6 +1,6 @@
-from fsdp_utils.planner.efficiency import Efficiency as Efficiency
 from fsdp_utils.planner.efficiency import MEMORY_RANGE as MEMORY_RANGE
 from fsdp_utils.planner.efficiency import STEP_RANGE as STEP_RANGE
+from fsdp_utils.planner.efficiency import Efficiency as Efficiency
 from fsdp_utils.planner.gpus import GPU as GPU
 from fsdp_utils.planner.gpus import GPUS as GPUS
 from fsdp_utils.planner.gpus import peak_flops as peak_flops
