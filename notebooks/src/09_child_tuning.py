@@ -309,8 +309,8 @@ plots.show(fig, alt="Bytes per weight and time of a step: AdamW, modes F and D, 
 # - Mode F masks gradients in memory of its own, here half a byte for each weight, and a step takes longer
 #   than AdamW's, on this CPU up to a few times as long.
 # - Mode D keeps the mask, one byte for each weight. `ChildTuningAdamW` also writes it into the second
-#   average, as infinity for a masked weight. AdamW divides by its root, so AdamW's own kernel does not move such a
-#   weight, and a checkpoint holds the mask without another tensor. Finding the mask takes a forward and a
+#   average, as infinity for a masked weight. AdamW divides by its root, so AdamW's own kernel does not move
+#   such a weight, and a checkpoint holds the mask without another tensor. Finding the mask takes a forward and a
 #   backward pass for each batch.
 # - Freezing saves 12 of 16 bytes for each frozen weight, and its part of the optimizer's step.
 #

@@ -1161,7 +1161,7 @@ draw_starts()
 #
 # Hosts have no numbers, and torchrun starts all ranks again, up to `--max-restarts` times. `--nnodes=1:2`
 # means at least one host and at most two: if a host other than that of the endpoint is lost, the run resumes
-# on the ranks of the one that is left. The variable gives the restarted ranks a new store (see “Kill a rank”).
+# on the ranks of the one that is left. The variable gives restarted ranks a new store (see “Kill a rank”).
 #
 # ```sh
 # export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
