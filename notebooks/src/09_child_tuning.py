@@ -310,8 +310,8 @@ plots.show(fig, alt="Bytes per weight and time of a step: AdamW, modes F and D, 
 #   than AdamW's, on this CPU up to a few times as long.
 # - Mode D keeps the mask, one byte for each weight. `ChildTuningAdamW` also writes it into the second
 #   average, as infinity for a masked weight. AdamW divides by its root, so AdamW's own kernel does not move
-#   such a weight, and a checkpoint holds the mask without another tensor. Finding the mask takes a forward and a
-#   backward pass for each batch.
+#   such a weight, and a checkpoint holds the mask without another tensor. Finding the mask takes a forward
+#   and a backward pass for each batch.
 # - Freezing saves 12 of 16 bytes for each frozen weight, and its part of the optimizer's step.
 #
 # Times differ from run to run; [benchmarks/child_tuning.py](../benchmarks/child_tuning.py) is the
