@@ -205,16 +205,17 @@ def child_tuned(device: torch.device, mode: Literal["taskfree", "task"], shape: 
 
 NAMES = ("layers", "width", "batch", "length", "strategy", "precision", "checkpointing")
 SETTINGS = (
-    (16, 2048, 4, 2048, "full", "bf16", "none"),
+    (16, 2048, 4, 2048, "full", "bf16", None),
     (16, 2048, 4, 2048, "full", "bf16", "full"),
-    (16, 2048, 4, 2048, "grad_op", "bf16", "none"),
-    (16, 2048, 2, 2048, "full", "fp32", "none"),
-    (16, 2048, 1, 512, "full", "bf16", "none"),
+    (16, 2048, 4, 2048, "grad_op", "bf16", None),
+    (16, 2048, 2, 2048, "full", "fp32", None),
+    (16, 2048, 1, 512, "full", "bf16", None),
     (16, 2048, 8, 2048, "full", "bf16", "full"),
-    (28, 3072, 1, 2048, "full", "bf16", "none"),
+    (28, 3072, 1, 2048, "full", "bf16", None),
     (28, 3072, 4, 2048, "full", "bf16", "full"),
     (28, 3072, 2, 4096, "grad_op", "bf16", "full"),
 )
+POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 TINY = ((2, 64, 2, 16, "full", "bf16", "full"),)
 COMPARED = {"peak_allocated_gib": "allocated", "peak_reserved_gib": "reserved", "step_s": "step time"}
 
@@ -243,7 +244,7 @@ def predicted_and_measured(row: tuple[Any, ...], device: torch.device, tiny: boo
         seq_len=length,
         gpu=_gpu(device),
         strategy=strategy,
-        precision=precision,
+        mp_policy=POLICIES[precision],
         checkpointing=checkpointing,
     )
     with one_rank(device):
@@ -258,13 +259,12 @@ def measured_steps(config: LlamaConfig, row: tuple[Any, ...], device: torch.devi
     _, _, batch, length, strategy, precision, checkpointing = row
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
     shard(
         model,
         mesh=init_device_mesh(device.type, (1,)),
         strategy=strategy,
-        mp_policy=policy,
-        checkpointing="full" if checkpointing == "full" else None,
+        mp_policy=POLICIES[precision],
+        checkpointing=checkpointing,
     )
     model.to_empty(device=device)
     for tensor in [*model.parameters(), *model.buffers()]:
