@@ -30,7 +30,12 @@ from fsdp_utils.planner import COLORS, GPUS, Efficiency, Plan, peak_flops
 from tests.planner_net import RANKS, REAL, Block, Net, tokens, train_really, with_fsdp1
 
 VOCABULARY = 4096  # large beside the hidden size, so that the logits are the peak
-SIZES = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 96}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
 LLAMA = LlamaConfig(**SIZES, vocab_size=VOCABULARY)
 DEEP = LlamaConfig(**{**SIZES, "num_hidden_layers": 7}, vocab_size=64)
 BATCH, LENGTH, WORLD = 2, 128, 8
@@ -194,7 +199,12 @@ def test_the_operations_of_a_model_are_three_times_those_of_forward() -> None:
     assert plain(checkpointing="full").timing.model_flop == flop
 
 
-MOE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 5, "vocab_size": 96}
+MOE: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 5,
+    "vocab_size": 96,
+}
 MIXTRAL = MixtralConfig(**MOE, hidden_size=64, intermediate_size=96, num_local_experts=8)
 QWEN = Qwen3MoeConfig(**MOE, hidden_size=64, head_dim=32, moe_intermediate_size=48, num_experts=16)
 

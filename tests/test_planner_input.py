@@ -19,7 +19,12 @@ from fsdp_utils.planner import GPUS
 from fsdp_utils.planner.__main__ import main
 from tests.planner_net import Block, Net, tokens
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+}
 LLAMA = LlamaConfig(**SIZES, vocab_size=128)
 
 
@@ -36,7 +41,7 @@ class Odd(Net):
         self.first = nn.ModuleList(Block(8 + number % 2) for number in range(501))
 
 
-QUANTIZED = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +68,7 @@ QUANTIZED = {"quant_method": "bitsandbytes", "load_in_4bit": True}
         (LLAMA, {"shard": lambda model, mesh: model}, "expected shard to give a sharded model, found Llama"),
         (LlamaConfig(**SIZES, num_key_value_heads=3), {}, "the forward pass of LlamaForCausalLM failed"),
         (LlamaConfig(**{**SIZES, "num_hidden_layers": 0}), {}, "found no transformer blocks"),
-        (LlamaConfig(**SIZES, quantization_config=QUANTIZED), {}, "does not simulate quantized weights"),
+        (LlamaConfig(**SIZES, **QUANTIZED), {}, "does not simulate quantized weights"),
         (
             LlamaConfig(hidden_size=64, vocab_size=-1),
             {},

@@ -25,6 +25,11 @@ class Efficiency:
         network: the same for the network between hosts.
         by_shape: the bytes of a matrix product take time beside its operations, so that small ones reach
             less.
+
+    Example::
+
+        slow_links = Efficiency(matmul=0.7, attention=0.3, link=0.4, network=0.4)
+        print(plan(config, world_size=8, batch_size=8, seq_len=1024, efficiency=slow_links).verdict)  # fits
     """
 
     matmul: float
