@@ -43,7 +43,7 @@ def test_ranks_times_accumulation_gives_the_same_losses(tmp_path: Path) -> None:
 
     The same numbers are added up in another order, so the losses agree to fp32's rounding and not to the bit.
     """
-    few = {"micro_batch": 3, "save_every": STEPS}  # 3 do not divide the batch, 2 do
+    few: dict[str, Any] = {"micro_batch": 3, "save_every": STEPS}  # 3 do not divide the batch, 2 do
 
     def on_ranks(out: Path) -> dict[int, float]:
         return run(out, "pairs", **few)
@@ -59,8 +59,8 @@ def test_ranks_times_accumulation_gives_the_same_losses(tmp_path: Path) -> None:
 
 def runs(out: Path) -> dict[str, Any]:
     """On two ranks. Of `gaps` with one sample in a micro-batch, whole micro-batches lack labels."""
-    few = {"steps": 6, "save_every": 6, "eval_every": 2}
-    three = {"steps": 3, "save_every": 3}
+    few: dict[str, Any] = {"steps": 6, "save_every": 6, "eval_every": 2}
+    three: dict[str, Any] = {"steps": 3, "save_every": 3}
 
     def drawn(name: str, steps: int, seed: int = 0) -> list[float]:
         tiny_training.Drawing.drawn.clear()
@@ -86,12 +86,18 @@ def pretrained(out: Path) -> dict[str, Any]:
     """Resumed in bf16; and what the model itself says of the samples of the first step and of the test."""
     folder = out / "model"
     if get_rank() == 0:
-        small = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
-        config = transformers.LlamaConfig(vocab_size=32, **small, initializer_range=0.3)
+        small: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 80}
+        small |= {"num_hidden_layers": 3, "num_attention_heads": 4, "initializer_range": 0.3}
+        config = transformers.LlamaConfig(**small)
         transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="20KB")
     dist.barrier()
     for steps in (3, 6):
-        settings = {"pretrained": str(folder), "precision": "bf16", "lr": 1e-12, "steps": steps}
+        settings: dict[str, Any] = {
+            "pretrained": str(folder),
+            "precision": "bf16",
+            "lr": 1e-12,
+            "steps": steps,
+        }
         run(out / "pretrained", "without_model", **settings)
     task, model = tiny_training.without_model(), transformers.LlamaForCausalLM.from_pretrained(folder)
     rows = {"loss": rows_at(0, 8, 8, seed=0).tolist(), "eval_loss": range(3)}
@@ -169,7 +175,7 @@ def test_a_pretrained_folder_in_bf16_is_resumed_and_a_configuration_begins_anew(
 
 
 def test_the_rate_warms_up_and_falls_and_is_logged_at_every_second_step_and_the_last(tmp_path: Path) -> None:
-    rate = {"lr": 1.0, "warmup": 2, "decay": "linear", "min_lr": 0.1}
+    rate: dict[str, Any] = {"lr": 1.0, "warmup": 2, "decay": "linear", "min_lr": 0.1}
     alone(tmp_path / "all", steps=6, **rate)
     assert metrics(tmp_path / "all", "lr") == pytest.approx({1: 0.5, 2: 1, 3: 1, 4: 0.775, 5: 0.55, 6: 0.325})
     alone(tmp_path / "some", steps=5, log_every=2, **rate)

@@ -95,11 +95,11 @@ def test_a_number_that_is_none_ends_the_run_on_all_ranks_and_its_samples_are_nam
     (first, second), out = told
     for name, norm in (("nan", "nan"), ("nan loss", r"\d\.\d+")):
         assert first[name] == second[name]
-        told = (
+        sentence = (
             rf"step (\d+): the loss is nan, the gradient's norm {norm}; "
             r"the loss of rank (\d) is nan .samples ([\d, ]+)"
         )
-        named = re.match(told, first[name])
+        named = re.match(sentence, first[name])
         assert named
         step, rank, samples = int(named[1]), int(named[2]), [int(sample) for sample in named[3].split(", ")]
         assert 5 in samples
@@ -151,7 +151,8 @@ def test_a_save_that_fails_is_told_and_ends_nothing_but_the_last(tmp_path: Path)
 def test_a_full_disk_costs_no_line_and_no_step(
     tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, few = tmp_path / "disk", {"save_every": 50, "eval_every": 50}
+    out = tmp_path / "disk"
+    few: dict[str, Any] = {"save_every": 50, "eval_every": 50}
     with chaos.small_disk(out), contextlib.ExitStack() as full:
 
         def fill() -> None:

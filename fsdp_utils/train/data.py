@@ -81,7 +81,7 @@ def load_data(config: DataConfig) -> Data:
 
 
 def _samples(given: Any) -> Any:
-    return StackDataset(**given) if isinstance(given, Mapping) and given else given
+    return StackDataset(**given) if isinstance(given, Mapping) and given else given or []
 
 
 def _fingerprint(samples: Any) -> str:
