@@ -219,7 +219,7 @@ plots.show(fig, alt="Values of masked weights over ten steps in modes F and D.")
 # %% [markdown]
 # **Left:** in mode F the weight goes on moving at the steps at which its gradient is masked, by the momentum
 # of earlier steps. **Right:** in mode D, `ChildTuningAdamW` moves no masked weight by momentum. Weight decay
-# is no part of the gradient, so no mask stops it. If masked weights are to stay as they are, train without it.
+# is no part of the gradient, so no mask stops it: train without it if masked weights are to stay as they are.
 
 # %% tags=["check"]
 # %%ranks 0
@@ -308,10 +308,10 @@ plots.show(fig, alt="Bytes per weight and time of a step: AdamW, modes F and D, 
 #
 # - Mode F masks gradients in memory of its own, here half a byte for each weight, and a step takes longer
 #   than AdamW's, on this CPU up to a few times as long.
-# - Mode D keeps the mask, one byte for each weight. `ChildTuningAdamW` also writes it into the second average,
-#   as infinity for a masked weight. AdamW divides by its root, so AdamW's own kernel does not move such a
-#   weight, and a checkpoint holds the mask without another tensor. Finding the mask takes a forward and a
-#   backward pass for each batch.
+# - Mode D keeps the mask, one byte for each weight. `ChildTuningAdamW` also writes it into the second
+#   average, as infinity for a masked weight. AdamW divides by its root, so AdamW's own kernel does not move
+#   such a weight, and a checkpoint holds the mask without another tensor. Finding the mask takes a forward
+#   and a backward pass for each batch.
 # - Freezing saves 12 of 16 bytes for each frozen weight, and its part of the optimizer's step.
 #
 # Times differ from run to run; [benchmarks/child_tuning.py](../benchmarks/child_tuning.py) is the
