@@ -219,7 +219,7 @@ plots.show(fig, alt="Values of masked weights over ten steps in modes F and D.")
 # %% [markdown]
 # **Left:** in mode F the weight goes on moving at the steps at which its gradient is masked, by the momentum
 # of earlier steps. **Right:** in mode D, `ChildTuningAdamW` moves no masked weight by momentum. Weight decay
-# is no part of the gradient, so no mask stops it. To keep masked weights as they are, train without it.
+# is no part of the gradient, so no mask stops it: train without it if masked weights are to stay as they are.
 
 # %% tags=["check"]
 # %%ranks 0
