@@ -82,13 +82,13 @@ class Cell:
 
     def _look(self) -> None:
         """One round of waiting."""
+        self.cluster.wait(LOOK_S)
         self._collect()
         self._free_stuck_ranks()
         for stream, live in self.live.items():
             live.update(self._texts(stream))
         if self.live:
             self.live["stdout"].report(self._status())
-        self.cluster.wait(LOOK_S)
 
     def _status(self) -> str:
         """What the ranks do, in one line, if some wait for others or if nobody prints anything for long."""
