@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 PRELOAD += ["pytest", "tests.sharded", "tests.checkpoints"]
 
 # Files of few tests that take long and mostly wait, for hosts and schedulers.
-WAITING = ("test_ranks_hosts", "test_train_launched")
+WAITING = ("test_train_launched",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
