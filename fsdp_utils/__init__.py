@@ -20,7 +20,6 @@ _MODULE_OF = {
     "fisher_mask": "child_tuning",
     "CheckpointDamagedError": "checkpoint",
     "CheckpointError": "checkpoint",
-    "CheckpointMismatchError": "checkpoint",
     "CheckpointNotFoundError": "checkpoint",
     "LoadedState": "checkpoint",
     "PerRank": "checkpoint",

@@ -4,7 +4,6 @@ from fsdp_utils.allocator import record_allocations as record_allocations
 from fsdp_utils.allocator import simulate_allocator as simulate_allocator
 from fsdp_utils.checkpoint import CheckpointDamagedError as CheckpointDamagedError
 from fsdp_utils.checkpoint import CheckpointError as CheckpointError
-from fsdp_utils.checkpoint import CheckpointMismatchError as CheckpointMismatchError
 from fsdp_utils.checkpoint import CheckpointNotFoundError as CheckpointNotFoundError
 from fsdp_utils.checkpoint import LoadedState as LoadedState
 from fsdp_utils.checkpoint import PerRank as PerRank

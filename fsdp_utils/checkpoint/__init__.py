@@ -8,7 +8,6 @@ from fsdp_utils.checkpoint.asynchronous import Save
 from fsdp_utils.checkpoint.errors import (
     CheckpointDamagedError,
     CheckpointError,
-    CheckpointMismatchError,
     CheckpointNotFoundError,
 )
 from fsdp_utils.checkpoint.folder import checkpoints
@@ -19,7 +18,6 @@ from fsdp_utils.checkpoint.verify import verify_checkpoint
 __all__ = [
     "CheckpointDamagedError",
     "CheckpointError",
-    "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "LoadedState",
     "PerRank",

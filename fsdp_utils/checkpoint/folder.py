@@ -19,11 +19,10 @@ from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from fsdp_utils.checkpoint.files import (
     Lock,
     LockTaken,
-    interpreted,
+    doing,
     local_path,
     read_json,
     sync_directory,
-    writable,
     write_file,
 )
 
@@ -51,14 +50,11 @@ def _committed(directory: Path) -> list[_Committed]:
         CheckpointError: the directory is there and cannot be listed. To take that for an empty one would let
             the next save begin again at commit 1.
     """
-    try:
-        paths = list(directory.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"{directory}: expected to be able to list the checkpoints in it, found {error.strerror or error}"
-        ) from error
+    with doing("list", directory):
+        try:
+            paths = list(directory.iterdir())
+        except FileNotFoundError:
+            return []
     found = [(_NAME.fullmatch(path.name), path) for path in paths]
     return sorted(_Committed(int(match[1]), int(match[2]), path) for match, path in found if match)
 
@@ -137,7 +133,7 @@ def begin(home: Path, step: int) -> tuple[Path, Path]:
             f"{home}: expected a directory to write into, found a checkpoint, which another file would "
             f"damage. Give the directory that it is in, {home.parent}, or another one"
         )
-    with writable(home):
+    with doing("write", home):
         _make(home)
         _release(home)  # of a save of this process that failed before anybody could abandon it
         try:
@@ -167,8 +163,12 @@ def commit(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
     Raises:
         CheckpointError: that cannot be written; the checkpoint is not there.
     """
-    write_file(unfinished / MANIFEST, _with_hash({"format": FORMAT, **manifest}))
-    with writable(final):
+    content = {"format": FORMAT, **manifest}
+    # One line for each part: it can be read with `head` and `diff`.
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    text = "{\n" + ",\n".join([*lines, f'"blake3": "{_hash(content)}"']) + "\n}\n"
+    write_file(unfinished / MANIFEST, text.encode())
+    with doing("write", final):
         sync_directory(unfinished)
         unfinished.rename(final)
         sync_directory(final.parent)
@@ -185,21 +185,17 @@ def keep_last(home: Path, keep: int) -> None:
     """Delete all but the last checkpoints. Each is renamed first, so that none is found half deleted.
 
     Raises:
-        CheckpointError: one cannot be deleted.
+        CheckpointError: one cannot be deleted; the last ones are complete.
     """
     for one in _committed(home)[:-keep]:
         doomed = home / f"{_DELETING}{one.path.name}"
-        try:
-            one.path.rename(doomed)
-            sync_directory(home)
-            doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
-        except FileNotFoundError:
-            continue  # another program, which saves there now, deletes it too
-        except OSError as error:
-            raise CheckpointError(
-                f"{one.path}: expected to be able to delete it, with all but the last {keep}, found "
-                f"{error.strerror or error}. The last ones are complete"
-            ) from error
+        with doing("delete", one.path):
+            try:
+                one.path.rename(doomed)
+                sync_directory(home)
+                doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
+            except FileNotFoundError:
+                continue  # another program, which saves there now, deletes it too
 
 
 def _make(home: Path) -> None:
@@ -208,16 +204,10 @@ def _make(home: Path) -> None:
     Raises:
         CheckpointError: names the first one that cannot be made.
     """
-    missing = [path for path in (home, *home.parents) if not path.is_dir()]
-    try:
-        for path in reversed(missing):
+    with doing("create", home):
+        for path in reversed([path for path in (home, *home.parents) if not path.is_dir()]):
             path.mkdir(exist_ok=True)
             sync_directory(path.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{home}: expected to be able to create {missing[-1]}, found {error.strerror or error}: its file "
-            "system is read-only, full or no place for files, or something else has that name"
-        ) from error
 
 
 def _release(home: Path) -> None:
@@ -228,36 +218,23 @@ def _release(home: Path) -> None:
 # ---- the manifest ------------------------------------------------------------------------------------
 
 
-def _with_hash(content: dict[str, Any]) -> bytes:
-    """Write a manifest as JSON with one line for each part: it can be read with `head` and `diff`."""
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-    return ("{\n" + ",\n".join([*lines, f'"blake3": "{_hash(content)}"']) + "\n}\n").encode()
-
-
-def _hash(content: dict[str, Any]) -> str:
+def _hash(content: Any) -> str:
     return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint, and compare it with its hash.
 
-    What uses an entry of it does so within interpreted(): a forged manifest has a right hash.
-
     Raises:
-        CheckpointDamagedError: it is missing or damaged.
-        CheckpointError: it cannot be read, or has another format.
+        CheckpointError: it is missing or damaged, cannot be read, or has another format.
     """
     path = checkpoint / MANIFEST
-    with interpreted(path):
-        content = read_json(path)
-        expected, found = content.pop("blake3"), _hash(content)
-        if found != expected:
-            raise CheckpointDamagedError(
-                f"{path}: expected a manifest with blake3 {expected!s:.80}, found {found}"
-            )
-        if content["format"] != FORMAT:
-            raise CheckpointError(f"{path}: expected format {FORMAT}, found {content['format']!r:.80}")
-        step, world_size = content["step"], content["world_size"]
-        if type(step) is not int or step < 0 or world_size < 1:
-            raise ValueError(f"step {step!r:.80} of {world_size!r:.80} ranks")
+    content = read_json(path)
+    expected = content.pop("blake3", None) if isinstance(content, dict) else None
+    if (found := _hash(content)) != expected:
+        raise CheckpointDamagedError(
+            f"{path}: expected a manifest with blake3 {expected!s:.80}, found {found}"
+        )
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{path}: expected format {FORMAT}, found {content['format']!r:.80}")
     return content
