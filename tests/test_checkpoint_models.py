@@ -362,6 +362,10 @@ def test_every_placement_loads_into_every_other_on_any_number_of_ranks(tmp_path:
     assert len(expected) == 5 * (1 + 3)  # parameters, and what AdamW holds of each
     run_on_ranks(save_layouts, tmp_path, layouts, world_size=4)
     run_on_ranks(save_layouts, tmp_path, ["columns"], world_size=3)
+    numbers = sum(value.nbytes for value in expected.values())
+    for folder in tmp_path.iterdir():  # a part that several ranks hold is written once
+        headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.rglob("rank-*"))
+        assert sum(file.stat().st_size for file in folder.rglob("rank-*")) - headers == numbers
     for ranks, some in ((2, layouts), (3, layouts[:2]), (4, layouts)):
         assert run_on_ranks(load_layouts, tmp_path, some, expected, world_size=ranks) == [[]] * ranks
     assert load_layouts(tmp_path, ["copies"], expected) == []

@@ -52,7 +52,7 @@ def doing(what: str, path: Path) -> Iterator[None]:
     except OSError as error:
         absent = what == "read" and isinstance(error, FileNotFoundError | IsADirectoryError)
         kind = CheckpointDamagedError if absent else CheckpointError
-        name = "it" if error.filename in (None, str(path)) else error.filename
+        name = "it" if str(error.filename or path) == str(path) else error.filename
         raise kind(
             f"{path}: expected to be able to {what} {name}, found {error.strerror or error}"
         ) from error

@@ -380,14 +380,15 @@ def _read_header(path: Path) -> dict[str, Chunk]:
             offsets = sharding[key][_OFFSETS] if sharding else (0,) * len(shape)
             chunks[key] = Chunk(path, end, dtype, tuple(offsets), shape)
             first, last = (_LENGTH.size + length + offset for offset in entry["data_offsets"])
-            if len(shape) > _MOST_DIMS or first != end or last - first != prod(shape) * dtype.itemsize:
+            sizes = len(shape) <= _MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
+            if not sizes or first != end or last - first != prod(shape) * dtype.itemsize:
                 raise ValueError(f"bytes {entry['data_offsets']} for {key:.200} as {dtype} {list(shape)}")
             end = last
         if end != size:
             raise ValueError(f"{end} bytes, where the file has {size}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamagedError(
-            f"{path}: expected a safetensors file, found {size} bytes that are none (cut short?): "
-            f"{type(error).__name__}: {error!s:.300}"
+            f"{path}: expected a safetensors file, found {size} bytes that are none (cut short, or a pointer "
+            f"of git-lfs?): {type(error).__name__}: {error!s:.300}"
         ) from error
     return chunks

@@ -25,8 +25,10 @@ def open_folder(folder: Path) -> StoredTensors:
             "of transformers and export_safetensors() write such folders"
         )
     try:
-        files = {Path(name).name for name in read_json(folder / INDEX)["weight_map"].values()}
-    except (TypeError, KeyError, AttributeError) as error:
+        files = set(read_json(folder / INDEX)["weight_map"].values())
+        if elsewhere := [name for name in files if not name or Path(name).name != name or "\0" in name]:
+            raise ValueError(f"{elsewhere[0]!r}, which is not in the folder")
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CheckpointDamagedError(
             f"{folder / INDEX}: expected the files by tensor under 'weight_map', found {error!r:.100}"
         ) from error
