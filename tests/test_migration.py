@@ -41,7 +41,7 @@ TRANSLATED = [public for public in PUBLIC if "refused" not in public["expected"]
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["rows"][:20])
 def test_rows_and_code_are_those_on_record(case: dict[str, Any]) -> None:
     config = PUBLIC[case["public"]]["config"] if "public" in case else case["config"]
-    found = translate(config, given=case.get("given"))
+    found = translate(config)
     rows = [f"{' ' if row.has_counterpart else '!'} {row.key}: {row.fsdp2}" for row in found.rows]
     assert rows == [GOLDEN["rows"][int(number)] for number in case["rows"].split()]
     assert all(row.source.startswith("https://") for row in found.rows)

@@ -15,17 +15,14 @@ from fsdp_utils.migration.translation import Row, Translation, TranslationError
 __all__ = ["Row", "Translation", "TranslationError", "translate"]
 
 
-def translate(
-    config: str | Path | Mapping[str, Any], *, given: Mapping[str, Any] | None = None
-) -> Translation:
+def translate(config: str | Path | Mapping[str, Any]) -> Translation:
     """Translate a config to FSDP2. The config's keys tell whose it is.
 
     Args:
         config: the file (.json, .yaml or .yml) or what is in it: the file of `accelerate config`; the
             TrainingArguments of transformers, their `fsdp_config` alone, or axolotl's file; a dict with
-            Composer's `parallelism_config` or LLM Foundry's `fsdp_config`; DeepSpeed's JSON.
-        given: values that the config leaves open, such as "auto" and OmegaConf's `${...}`, by the names that
-            the rows have: {"bf16.enabled": True}. A reference to another key of the config is followed.
+            Composer's `parallelism_config` or LLM Foundry's `fsdp_config`; DeepSpeed's JSON. A reference to
+            another key, as OmegaConf's `${variables.precision}`, is followed.
 
     Returns:
         The settings, with `.code()`, `.rows`, `.without_counterpart` and a table as `str()`.
@@ -47,5 +44,5 @@ def translate(
         for row in found.rows:
             print(row.key, "->", row.fsdp2)
     """
-    settings = read_config(config, given or {})
+    settings = read_config(config)
     return getattr(frameworks, frameworks.framework_of(settings))(settings)

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,17 @@ MOST_VALUES = 10_000  # real configs have a few hundred
 MOST_STEPS = 20  # from a reference to a reference
 
 
-def read_config(config: Any, given: Mapping[str, Any]) -> dict[Any, Any]:
-    """Read a config into dicts and lists, and fill in what it leaves open.
-
-    Args:
-        config: a file, or the settings.
-        given: values by the names that the rows have: "bf16.enabled". Each stands in the config.
-
-    Raises:
-        TranslationError: the file holds no settings, or a name that is given is not in the config.
-        TypeError: the config is neither a file nor a dict.
-    """
+def read_config(config: Any) -> dict[Any, Any]:
+    """Read a config, from a file or as settings, into dicts and lists."""
     from_file = isinstance(config, str | Path)
     content = _content(Path(config)) if from_file else config
     if not isinstance(content, Mapping):
         found = f"expected a dict of settings, found {type(content).__name__}"
         raise TranslationError(f"in {Path(config).name}: {found}") if from_file else TypeError(found)
     try:
-        content = _plain(content, content, iter(range(MOST_VALUES)))
+        return _plain(content, content, iter(range(MOST_VALUES)))
     except RecursionError:
         raise TranslationError("config: expected sections that end, found one within itself") from None
-    for name, value in given.items():
-        *path, last = str(name).split(".")
-        section = _at(content, path)
-        if not isinstance(section, dict) or last not in section:
-            raise TranslationError(f"given: expected keys that stand in the config, found {shown(name)}")
-        section[last] = value
-    return content
 
 
 def _plain(value: Any, root: Mapping[Any, Any], left: Iterator[int], steps: int = 0) -> Any:
@@ -53,8 +36,6 @@ def _plain(value: Any, root: Mapping[Any, Any], left: Iterator[int], steps: int 
         return {key: _plain(item, root, left, steps) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, root, left, steps) for item in value]
-    if isinstance(value, Enum):
-        return value.value
     if isinstance(value, str) and (name := REFERENCE.fullmatch(value)) and steps < MOST_STEPS:
         found = _at(root, name[1].split("."))
         if found is not None and not isinstance(found, Mapping | list):

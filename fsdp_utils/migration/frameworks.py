@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdp_utils.migration.rules import Rule, Said, apply_rules, read_section, rules_of, whole_number
+from fsdp_utils.migration.rules import Rule, read_section, rules_of, whole_number
 from fsdp_utils.migration.translation import Row, Translation, TranslationError, shown
 
 MARKS = {"fsdp", "base_model", "per_device_train_batch_size"}  # keys of transformers or axolotl alone
@@ -59,7 +59,7 @@ def accelerate(config: Mapping[str, Any]) -> Translation:
     elif isinstance(section, Mapping):
         section = {"zero_stage": 2, **section}  # Accelerate's default
     if used:
-        read_section(section, rules_of("accelerate", used), translation, name=used, readers=READERS)
+        read_section(section, rules_of("accelerate", used), translation, name=used)
     mesh = above.pop("parallelism_config", None)
     if mesh:
         rules = rules_of("accelerate", "parallelism_config")
@@ -95,12 +95,14 @@ def transformers(config: Mapping[str, Any]) -> Translation:
         words = "DistributedDataParallel: neither fsdp nor deepspeed is set"
         row = Row("fsdp", above.pop("fsdp", None), words, True, rules["fsdp"][0].source)
         translation = Translation("transformers", ddp=True, rows=[row])
-        read_section(above, rules, translation, readers=READERS)
+        read_section(above, rules, translation)
         return translation
     translation = Translation("transformers", state_dict="full")
-    read_section(
-        {key: above.pop(key) for key in ("fsdp",) if key in above}, rules, translation, readers=READERS
-    )
+    if "fsdp" in above:  # first: a key of the section may say otherwise
+        words = above.pop("fsdp")
+        words = words.split() if isinstance(words, str) else words if isinstance(words, list) else [words]
+        for word in words:
+            read_section({"fsdp": word}, rules, translation)
     above.pop("fsdp_config", None)
     # Accelerate's float32 weights are there with its mixed precision, not with a policy alone; axolotl's own
     # `fsdp2_prepare_model` leaves them out
@@ -109,41 +111,12 @@ def transformers(config: Mapping[str, Any]) -> Translation:
         beside["fsdp_version"] = section.get("version", section.get("fsdp_version", beside["fsdp_version"]))
     mixed = any(str(config.get(name)).lower() in ("true", "auto") for name in ("bf16", "fp16", "fp8"))
     translation.masters = mixed and not ("base_model" in config and str(beside["fsdp_version"]) == "2")
-    read_section(section, _trainers_rules(), translation, name=name, beside=beside, readers=READERS)
-    read_section(above, rules, translation, readers=READERS)
+    read_section(section, _trainers_rules(), translation, name=name, beside=beside)
+    read_section(above, rules, translation)
     keys = {"cp": "context_parallel_size", "dp_shard": "dp_shard_size", "dp_replicate": "dp_replicate_size"}
     if translation.tensor_parallel > 1 or any(config.get(key, 1) != 1 for key in keys.values()):
         _set_mesh(config, lambda name: keys.get(name, ""), translation)
     return translation
-
-
-def _options(value: Any, translation: Translation) -> Said:
-    """Read the strategy, and what else stands beside it: "full_shard auto_wrap offload"."""
-    items = value.split() if isinstance(value, str) else [] if isinstance(value, bool) else value
-    if not isinstance(items, list):
-        raise TranslationError(f"expected true or words such as 'full_shard auto_wrap', found {shown(value)}")
-    rules, said = rules_of("shared", "keys"), []
-    for item in items:
-        if str(item).lower() == "offload":
-            said.append(apply_rules(True, rules["offload"], translation))
-        elif str(item).lower() != "auto_wrap":
-            said.append(apply_rules(item, rules["strategy"], translation))
-    return Said("; ".join(one.words for one in said) or "fully_shard on each block, then on the model")
-
-
-def _classes(value: Any, translation: Translation) -> Said:
-    """Read the names of the classes that become units."""
-    names = value.split(",") if isinstance(value, str) else value
-    # identifiers, and nothing else: the names go into the code that is written
-    if not isinstance(names, list) or not all(isinstance(n, str) and n.strip().isidentifier() for n in names):
-        raise TranslationError(f"expected names of classes with commas between them, found {shown(value)}")
-    if translation.blocks == () or not names:
-        return Said("nothing: without TRANSFORMER_BASED_WRAP Accelerate does not look at it")
-    translation.blocks = tuple(name.strip() for name in names)
-    return Said(f"fully_shard on each {', '.join(translation.blocks)}")
-
-
-READERS = {"fsdp": _options, "fsdp_transformer_layer_cls_to_wrap": _classes}
 
 
 def composer(config: Mapping[str, Any]) -> Translation:
@@ -172,7 +145,8 @@ def composer(config: Mapping[str, Any]) -> Translation:
 
 def deepspeed(config: Mapping[str, Any]) -> Translation:
     """Translate DeepSpeed's JSON."""
-    translation, auto = Translation("DeepSpeed", ddp=True), "transformers' Trainer fills it in"
+    translation = Translation("DeepSpeed", ddp=True)
+    auto = "transformers' Trainer fills it in: put its value in the config"
     above = dict(config)
     zero = above.pop("zero_optimization", None) or {}
     rules = rules_of("deepspeed", "zero_optimization")

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ from fsdp_utils.migration.translation import Row, Translation, TranslationError,
 
 TABLES = Path(__file__).parent / "tables"
 ANY = object()
-COMMENTS = ("comment", "comments", "description", "note", "notes")
 MASTERS = (
     "updates float32 weights, whatever dtype the model has; FSDP2 and DDP keep that dtype. So the code does "
     "model.float()"
@@ -27,9 +26,6 @@ class Said(NamedTuple):
     source: str = ""
 
 
-Reader = Callable[[Any, Translation], Said]
-
-
 @dataclass(frozen=True)
 class Rule:
     """One row of a table.
@@ -37,9 +33,10 @@ class Rule:
     Args:
         source: where the key is documented; the table has the addresses under "sources".
         value: the values that the row is for: a literal, compared as text in any case; {"from": 2} or
-            {"to": 1}, whole numbers; a section with values for some of its keys; or a list of these.
+            {"to": 1}, whole numbers; {"classes": true}, names of classes; a section with values for some of
+            its keys; or a list of these.
         when: what must hold besides: settings of the Translation so far, or other keys of the config.
-        set: the settings of the Translation that follow; "{value}" stands for the number that matched.
+        set: the settings of the Translation that follow; "{value}" stands for what matched.
         say: what to write instead.
         lost: in place of `say`, why there is no counterpart, or not for all that the key does.
         refuse: in place of `say`, why the value is an error.
@@ -80,24 +77,13 @@ def read_section(
     *,
     name: str = "",
     beside: Mapping[str, Any] | None = None,
-    readers: Mapping[str, Reader] | None = None,
     auto: str = "",
 ) -> None:
-    """Read each key of a section, and add a row for it to the translation.
+    """Read each key of a section, in the order of the rules, and add a row for it to the translation.
 
-    A comment, a key that is unknown, and a value that has to come from outside the file get a row too.
-
-    Args:
-        section: the settings. A key may leave out "fsdp_" before its name.
-        rules: the rows for each key that is known, in the order in which the keys are read.
-        translation: where settings and rows are put.
-        name: of the section, "" for the config itself.
-        beside: other keys of the config, for the rows' `when`.
-        readers: functions for keys whose values no row can describe.
-        auto: what to say of the value "auto" where no row is for it.
-
-    Raises:
-        TranslationError: no row is for a value.
+    A key may leave out "fsdp_" before its name. `beside` are other keys of the config, for the rules' `when`;
+    `auto` is what to say of the value "auto" where no rule is for it. A comment, a key that is unknown, and a
+    value that comes from outside the file get a row too; a value that no rule is for is a TranslationError.
     """
     if not isinstance(section, Mapping):
         raise TranslationError(f"{name}: expected a section with keys, found {shown(section)}")
@@ -109,10 +95,8 @@ def read_section(
             continue
         key, value = f"{prefix}{names[rule]}", section[names[rule]]
         try:
-            said = _without_rules(key, value, "" if rows[0].value == "auto" else auto)
-            if said is None and readers and rule in readers:
-                said = readers[rule](value, translation)
-            said = said or apply_rules(value, rows, translation, known)
+            said = _without_rules(value, "" if rows[0].value == "auto" else auto)
+            said = said or _apply_rules(value, rows, translation, known)
         except TranslationError as error:
             raise TranslationError(f"{key}: {error}") from None
         translation.rows.append(Row(key, value, said.words, not said.lost, said.source or rows[0].source))
@@ -124,22 +108,18 @@ def read_section(
     _add_unknown(unknown, rules, translation, prefix, next(iter(rules.values()))[0].source)
 
 
-def _without_rules(name: str, value: Any, auto: str) -> Said | None:
+def _without_rules(value: Any, auto: str) -> Said | None:
     """What to say of a value that is not set, or that the file leaves open; None for any other."""
     if value is None:
         return Said("nothing: it is not set")
     if isinstance(value, str) and "${" in value:
-        return Said(f"its value comes from outside this file. Give it: given={{'{name}': ...}}", lost=True)
-    if auto and value == "auto":
-        return Said(f"{auto}. Give its value: given={{'{name}': ...}}", lost=True)
-    return None
+        return Said("its value comes from outside this file: put it in the config", lost=True)
+    return Said(auto, lost=True) if auto and value == "auto" else None
 
 
-def apply_rules(
-    value: Any, rows: list[Rule], translation: Translation, known: Mapping[str, Any] | None = None
-) -> Said:
+def _apply_rules(value: Any, rows: list[Rule], translation: Translation, known: Mapping[str, Any]) -> Said:
     """Find the first row for a value, make its settings, and return its words."""
-    known = {**(known or {}), **vars(translation)}
+    known = {**known, **vars(translation)}
     for row in rows:
         fits, found = (True, None) if row.value is ANY else _match(row.value, value)
         if not fits or not all(_match(expected, known.get(name))[0] for name, expected in row.when.items()):
@@ -148,12 +128,15 @@ def apply_rules(
             setting = tuple(setting) if isinstance(setting, list) else setting
             setattr(translation, name, found if setting == "{value}" else setting)
         words = row.say or row.lost or row.refuse
-        words = words.replace("{value}", shown(value) if found is None else f"{found}")
+        found_text = (
+            ", ".join(found) if isinstance(found, tuple) else shown(value) if found is None else f"{found}"
+        )
+        words = words.replace("{value}", found_text)
         if row.refuse:
             raise TranslationError(words)
         if isinstance(found, int):
             words = words.replace("{less}", f"{found - 1}")
-        said = precision(translation) if "{precision}" in words else Said("")
+        said = _precision(translation) if "{precision}" in words else Said("")
         return Said(words.replace("{precision}", said.words), said.lost or bool(row.lost), row.source)
     is_switch = any(row.value is True for row in rows)
     if is_switch and str(value).lower() == "false":
@@ -172,6 +155,11 @@ def _match(pattern: Any, value: Any) -> tuple[bool, Any]:
         if number is None:
             return False, None
         return pattern.get("from", number) <= number <= pattern.get("to", number), number
+    if pattern == {"classes": True}:
+        names = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+        classes = tuple(str(name).strip() for name in names)
+        # identifiers, and nothing else: the names go into the code that is written
+        return bool(classes) and all(name.isidentifier() for name in classes), classes
     if isinstance(pattern, dict):
         if not isinstance(value, Mapping):
             return False, None
@@ -194,7 +182,7 @@ def _add_unknown(
     """Add a row for each key of a section that is not known."""
     for key, value in unknown.items():
         said = Said("nothing: a comment")
-        if not isinstance(key, str) or not (key[:1] in ("_", "#", "/") or key.lower() in COMMENTS):
+        if not isinstance(key, str) or not (key[:1] in ("_", "#", "/") or key.startswith("comment")):
             close = ", ".join(difflib.get_close_matches(str(key)[:100], known))
             meant = f": is {close} meant?" if close else ""
             said = Said(f"no key of {translation.framework} that is known here{meant}", lost=True)
@@ -202,7 +190,7 @@ def _add_unknown(
         translation.rows.append(Row(f"{prefix}{named}", value, said.words, not said.lost, source))
 
 
-def precision(translation: Translation) -> Said:
+def _precision(translation: Translation) -> Said:
     """What to write for the dtypes of a translation."""
     if translation.param_dtype is None:
         return Said("nothing: without mp_policy all stays as it is")
