@@ -32,7 +32,8 @@ def copy_sources(sources: Path) -> None:
     """One folder with the book's own pages and all that lessons link to, under the same relative names."""
     built = shutil.ignore_patterns("__pycache__", BUILD.name, ".ipynb_checkpoints")
     shutil.copytree(ROOT / "book", sources, ignore=built)
-    for folder in (".ci", "benchmarks", "book", "examples", "fsdp_utils", "locks", "notebooks", "tests", "tools"):
+    folders = (".ci", "benchmarks", "book", "examples", "fsdp_utils", "locks", "notebooks", "tests", "tools")
+    for folder in folders:
         shutil.copytree(ROOT / folder, sources / folder, ignore=built)
     for pattern in ("*.md", "*.txt", "*.yml", "LICENSE", "Makefile"):
         for path in ROOT.glob(pattern):
