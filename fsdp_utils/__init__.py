@@ -1,7 +1,7 @@
 """Tools for training with PyTorch FSDP, and what its lessons stand on.
 
-Every public name is importable from here; the module that holds it (and torch
-with it) is loaded only when the name is first used.
+The functions and classes that people call are imported from here, the classes of results and errors from
+their rooms. The module that holds a name (and torch with it) is loaded when the name is first used.
 """
 
 from fsdp_utils._lazy import attach

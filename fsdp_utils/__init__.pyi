@@ -1,4 +1,4 @@
-"""The public names: type checkers read them here, and __init__.py loads each when it is first used."""
+"""The names of the library: type checkers read them here, and __init__.py loads each at its first use."""
 
 from fsdp_utils.checkpoint import CheckpointError as CheckpointError
 from fsdp_utils.checkpoint import checkpoints as checkpoints

@@ -14,7 +14,8 @@ import sys
 from typing import Any
 
 from fsdp_utils._commands import new_parser, run
-from fsdp_utils.migration import READERS, TranslationError, translate
+from fsdp_utils.migration.config import READERS, translate
+from fsdp_utils.migration.values import TranslationError
 
 
 def main(arguments: list[str] | None = None) -> int:
