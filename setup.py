@@ -16,7 +16,7 @@ readme = Path("README.md").read_text(encoding="utf-8")
 urls = {}
 if repository:
     if not re.fullmatch(r"https?://\S+", repository):
-        raise SystemExit(f"REPOSITORY: expected an address with https://, found {repository!r}")
+        raise SystemExit(f"REPOSITORY: expected an address with http:// or https://, found {repository!r}")
     urls = {
         "Source": repository,
         "Documentation": f"{repository}/blob/{revision}/README.md",

@@ -53,7 +53,7 @@ LIMIT_S = 1200.0  # of one call of run_on_ranks
 WAYS = ("ours", "plain DCP", "torch.save", "raw bytes")
 
 
-def build(gib: float, *, stepped: bool) -> tuple[nn.Module, Optimizer]:
+def build(gib: float) -> tuple[nn.Module, Optimizer]:
     """A model that with its optimizer's state has that size. No rank ever holds more than its shard."""
     layers = max(1, round(gib * 2**30 / (3 * 4 * WIDTH**2)))
     with torch.device("meta"):
@@ -64,10 +64,9 @@ def build(gib: float, *, stepped: bool) -> tuple[nn.Module, Optimizer]:
     model.to_empty(device="cpu")
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
-        nn.init.constant_(param, 1.0 if stepped else 0.0)
-        if stepped:
-            fill = {"exp_avg": torch.full_like(param, 2.0), "exp_avg_sq": torch.full_like(param, 3.0)}
-            optimizer.state[param] = {"step": torch.tensor(1.0), **fill}
+        nn.init.constant_(param, 1.0)
+        fill = {"exp_avg": torch.full_like(param, 2.0), "exp_avg_sq": torch.full_like(param, 3.0)}
+        optimizer.state[param] = {"step": torch.tensor(1.0), **fill}
     return model, optimizer
 
 
@@ -134,7 +133,7 @@ def one_round(way: str, folder: Path, model: nn.Module, optimizer: Optimizer) ->
 
 def measure_ways(directory: Path, gib: float, rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Every way in turn; the first round, in which groups are made and modules imported, does not count."""
-    model, optimizer = build(gib, stepped=True)
+    model, optimizer = build(gib)
     seen: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
         for way in WAYS:
@@ -160,7 +159,7 @@ def measure_blocking(directory: Path, gib: float, rounds: int) -> list[tuple[flo
 
     The first round is a cold one.
     """
-    model, optimizer = build(gib, stepped=True)
+    model, optimizer = build(gib)
     seen = []
     for _ in range(rounds + 1):
         sync = timed(lambda: save_distributed(directory, model, optimizer, step=1, keep=1))
@@ -189,10 +188,10 @@ def status(field: str) -> int:
 
 def measure_memory(directory: Path, gib: float) -> tuple[int, int, int]:
     """Bytes that a save and a load take at their peaks, beside model and optimizer; those of the shard."""
-    model, optimizer = build(0.01, stepped=True)  # what is imported and connected once is no cost of a save
+    model, optimizer = build(0.01)  # what is imported and connected once is no cost of a save
     save_distributed(directory, model, optimizer, step=1)
     load_distributed(directory, model, optimizer)
-    model, optimizer = build(gib, stepped=True)
+    model, optimizer = build(gib)
     peaks = []
     for call in (
         lambda: save_distributed(directory, model, optimizer, step=1),
@@ -205,6 +204,11 @@ def measure_memory(directory: Path, gib: float) -> tuple[int, int, int]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: proc(5)
         call()
         peaks.append(status("VmHWM") - before)
+        if len(peaks) == 1:
+            for part in shard_of(model, optimizer):
+                part.zero_()  # so that the load has to bring the values back
+    found = {value for part in shard_of(model, optimizer) for value in part.unique().tolist()}
+    assert found == {1.0, 2.0, 3.0}, f"expected the values that were saved, found {found}"
     return peaks[0], peaks[1], sum(part.nbytes for part in shard_of(model, optimizer))
 
 

@@ -1,6 +1,6 @@
 """Tools for training with PyTorch FSDP, and what its lessons stand on.
 
-The functions and classes that people call are imported from here, the classes of results and errors from
+The functions and classes that people call are imported from here, most classes of results and errors from
 their rooms. The module that holds a name (and torch with it) is loaded when the name is first used.
 """
 

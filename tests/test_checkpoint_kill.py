@@ -293,12 +293,14 @@ def test_every_new_name_is_durable_before_anything_else_happens(
     for step in (1, 2):
         save_one(tmp_path, step)
     happened: list[str] = []
-    rename, sync, delete = os.rename, os.fsync, shutil.rmtree
+    rename, sync, delete = Path.rename, os.fsync, shutil.rmtree
 
     def note(what: str, path: object) -> None:
         happened.append(f"{what} {str(path).replace(str(tmp_path), 'home')}")
 
-    monkeypatch.setattr(os, "rename", lambda path, to, **how: (note("name", to), rename(path, to, **how))[1])
+    monkeypatch.setattr(
+        Path, "rename", lambda path, to, **how: (note("name", to), rename(path, to, **how))[1]
+    )
     monkeypatch.setattr(
         os, "fsync", lambda file: (note("sync", Path(f"/proc/self/fd/{file}").readlink()), sync(file))[1]
     )
@@ -351,7 +353,7 @@ def hold(directory: Path, pipe: Connection) -> None:
         pipe.send("is saving")
         time.sleep(LIMIT_S)
 
-    os.rename = stay
+    Path.rename = stay
     save_one(directory, 7)
 
 

@@ -298,7 +298,8 @@ def fail_before_a_gather(folder: Path) -> tuple[str | None, float, bool]:
 
     if rank() == 1:
         model.register_state_dict_pre_hook(hook)
-    found = outcome(lambda: save_distributed(folder, model, optimizer, step=1, wait_s=1.0))
+    dist.barrier()
+    found = outcome(lambda: save_distributed(folder, model, optimizer, step=1, wait_s=3.0))
     return *found, options._timeout == before
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -134,9 +135,11 @@ def save_if_best(folder: Path) -> list[Outcome]:
         if losses[rank()] < best:
             best = losses[rank()]
             if (step, rank()) == (3, 1):
-                time.sleep(3 * WAIT_S)  # rank 0 has given up by then
-            save = lambda step=step: save_distributed(folder, model, step=step, wait_s=WAIT_S)  # noqa: E731
-            found.append(outcome(save))
+                dist.barrier()  # rank 0 has given up by then
+            wait_s = 30.0 if step in (0, 4) else WAIT_S
+            found.append(outcome(partial(save_distributed, folder, model, step=step, wait_s=wait_s)))
+            if (step, rank()) == (3, 0):
+                dist.barrier()
         dist.barrier()
     return found
 
@@ -220,7 +223,7 @@ FAILURES: dict[str, tuple[int, Callable[[nn.Module], Any], str]] = {  # rank, wh
     "a rank's disk fails": (1, lambda _: patched(os, "fsync", fail), r"rank 1: .*Input/output error"),
     "the disk fails at the commit": (
         0,
-        lambda _: patched(os, "rename", fail),
+        lambda _: patched(Path, "rename", fail),
         "rank 0: .*Input/output error",
     ),
 }
@@ -260,8 +263,8 @@ def test_a_failure_on_one_rank_is_told_by_all(two_ranks: TwoRanks, tmp_path: Pat
 @contextmanager
 def held() -> Iterator[threading.Event]:
     """No save commits before the event is set."""
-    going, rename = threading.Event(), os.rename
-    with patched(os, "rename", lambda *paths, **how: (going.wait(20), rename(*paths, **how))[1]):
+    going, rename = threading.Event(), Path.rename
+    with patched(Path, "rename", lambda *paths, **how: (going.wait(20), rename(*paths, **how))[1]):
         yield going
 
 
@@ -291,12 +294,19 @@ def test_training_goes_on_while_it_is_saved(kind: str, two_ranks: TwoRanks, tmp_
 
 def save_thrice(folder: Path) -> list[tuple[int, ...]]:
     model, _ = build("fsdp2")
-    seen, rename = [], os.rename
-    with patched(os, "rename", lambda *paths, **how: (time.sleep(0.2), rename(*paths, **how))[1]):
+    seen, looked, rename = [], threading.Semaphore(0), Path.rename
+
+    def when_looked(*paths: Any, **how: Any) -> None:
+        assert looked.acquire(timeout=20)
+        time.sleep(0.2)  # a call that did not wait would be past
+        rename(*paths, **how)
+
+    with patched(Path, "rename", when_looked):
         for step in range(3):
             save_distributed(folder, model, step=step, asynchronous=True)
             dist.barrier()
             seen.append(tuple(checkpoints(folder)))
+            looked.release()
         load_distributed(folder, model)
         seen.append(tuple(checkpoints(folder)))
     return seen
@@ -310,7 +320,7 @@ def break_in_flight(folder: Path) -> list[Outcome]:
     model, _ = build("fsdp2")
 
     def broken() -> Save:
-        with patched(os, "rename", fail):
+        with patched(Path, "rename", fail):
             save = save_distributed(folder, model, step=1, asynchronous=True)
             while not save.done():
                 time.sleep(0.01)
@@ -339,12 +349,13 @@ def test_an_error_is_told_by_wait_or_by_the_next_call_once_on_every_rank(
 
 
 SCRIPT = """
-    import os, sys, torch
+    import sys, torch
+    from pathlib import Path
     from fsdp_utils import save_distributed
 
     def fail(*_, **__): raise OSError(5, "Input/output error", "the disk")
     if sys.argv[2] == "fails":
-        os.rename = fail
+        Path.rename = fail
     save_distributed(sys.argv[1], torch.nn.Linear(400, 1000), step=1, asynchronous=True)
 """
 
@@ -373,7 +384,7 @@ def destroy_in_flight(folder: Path, ranks: tuple[int, ...]) -> Outcome:
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_destroying_the_process_group_too_early_is_told_and_does_not_hang(
+def test_destroying_the_process_group_too_early_does_not_hang_and_leaves_whole_checkpoints(
     ranks: tuple[int, ...], two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
     for one in two_ranks(destroy_in_flight, tmp_path, ranks):
@@ -390,7 +401,7 @@ def test_a_save_can_be_interrupted_waited_for_with_a_limit_or_made_without_a_thr
         raise KeyboardInterrupt
 
     model, start = nn.Linear(3, 3), threading.Thread.start
-    with patched(os, "rename", interrupt):
+    with patched(Path, "rename", interrupt):
         save = save_distributed(tmp_path, model, step=1, asynchronous=True)
         for _ in range(2):
             with pytest.raises(CheckpointError, match="KeyboardInterrupt"):

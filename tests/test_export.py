@@ -169,6 +169,25 @@ def test_what_cannot_be_exported_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_that_cannot_name_its_weights_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, replace = tmp_path / "out", Path.replace
+
+    def fails_for_weights(path: Path, target: Path) -> Path:
+        if target.name == "model.safetensors":
+            raise OSError(28, "No space left on device")
+        return replace(path, target)
+
+    save_distributed(tmp_path / "run", llama(), step=1)
+    export_safetensors(tmp_path / "run", out)
+    assert (out / "model.safetensors").exists()
+    monkeypatch.setattr(Path, "replace", fails_for_weights)
+    with pytest.raises(CheckpointError, match="No space left"):
+        export_safetensors(tmp_path / "run", out)
+    assert not (out / "model.safetensors").exists()  # the old one, beside the new config.json
+
+
 def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for step, gib in enumerate([1.0, 1 / 2**30, 1 / 2**30, 1.0]):

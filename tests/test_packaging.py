@@ -137,7 +137,7 @@ def test_an_address_that_no_browser_opens_is_refused() -> None:
         {**os.environ, "REPOSITORY": "git@host:a"},
     )
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    assert "REPOSITORY: expected an address with https://, found 'git@host:a'" in done.stderr
+    assert "REPOSITORY: expected an address with http:// or https://, found 'git@host:a'" in done.stderr
 
 
 def test_each_action_is_one_commit_and_what_publishes_sees_the_artifact_alone() -> None:

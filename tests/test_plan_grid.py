@@ -18,7 +18,6 @@ from tools.plan_grid import (
     points,
 )
 
-MODELS = ("Llama 3.2 1B", "Llama 2 7B", "Llama 3 70B")
 STORED = json.loads(PATH.read_text(encoding="utf-8"))
 AGAIN = "The planner changed: run python tools/plan_grid.py"
 

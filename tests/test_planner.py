@@ -249,6 +249,13 @@ def test_no_speed_is_predicted_where_a_product_is_not_counted() -> None:
     assert printed["step_s"] is printed["mfu"] is None
     assert printed["peak_allocated_gib"] > 0
     assert "speed     no speed is predicted" in str(planned)
+    asked: dict[str, Any] = {"world_sizes": [2], "batch_per_rank": [1], "inputs": tokens}
+    asked["checkpointing"] = ["none"]
+    found = search(build, **asked)
+    assert found.best is not None
+    assert "-  " in str(found).splitlines()[1]
+    with pytest.raises(ValueError, match=r"search: expected a model whose time is known"):
+        search(build, samples_per_s=1.0, **asked)
 
 
 @pytest.mark.parametrize(

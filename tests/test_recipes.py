@@ -27,7 +27,8 @@ def test_a_recipe_killed_on_two_ranks_resumes_on_three(title: str, tmp_path: Pat
     if "from lightning" in RECIPES[title] and not find_spec("lightning"):
         pytest.skip("Lightning is not installed: `make test` installs it")
     (tmp_path / "recipe.py").write_text(RECIPES[title])
-    command = [sys.executable, "-m", "tests.recipe_ranks", str(tmp_path / "recipe.py")]
+    # -u: what a killed rank has printed, too
+    command = [sys.executable, "-u", "-m", "tests.recipe_ranks", str(tmp_path / "recipe.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, done.stderr
     whole, killed, resumed = json.loads((tmp_path / "runs.json").read_text())

@@ -1,4 +1,4 @@
-"""Seeded changes to bytes, to JSON-like trees."""
+"""Seeded changes to bytes and to JSON-like trees."""
 
 import copy
 import random

@@ -17,7 +17,7 @@ from fsdp_utils._commands import new_parser, run
 from fsdp_utils.checkpoint.codec import DTYPES
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import readable
-from fsdp_utils.checkpoint.folder import checkpoints, find, read_manifest
+from fsdp_utils.checkpoint.folder import every, find, read_manifest
 from fsdp_utils.checkpoint.tensor_files import StoredTensors
 from fsdp_utils.checkpoint.verify import verify_checkpoint
 from fsdp_utils.pretrained.export import ADAPTER_FILE, export_safetensors
@@ -59,9 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _list(options: argparse.Namespace) -> None:
-    latest = find(options.checkpoint)
     found, problems = [], []
-    for path in checkpoints(options.checkpoint).values() or [latest]:
+    for path in every(options.checkpoint):
         about = {"checkpoint": str(path), "bytes": _bytes_of(path)}
         try:
             manifest = read_manifest(path)
@@ -107,7 +106,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _verify(options: argparse.Namespace) -> None:
     verify_checkpoint(options.checkpoint)
-    count = _bytes_of(options.checkpoint)
+    count = sum(map(_bytes_of, every(options.checkpoint)))
     if options.json:
         print(json.dumps({"checkpoint": str(options.checkpoint), "bytes": count, "whole": True}))
     else:

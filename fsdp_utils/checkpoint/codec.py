@@ -33,7 +33,7 @@ _BYTES: dict[type, str] = {bytes: "bytes", bytearray: "bytearray"}
 _TYPES = {name: kind for kinds in (_SEQUENCES, _MAPPINGS, _BYTES) for kind, name in kinds.items()}
 
 
-def encode(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> Any:
+def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     """Encode a value for json.dumps.
 
     Args:
@@ -41,7 +41,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> 
             NumPy's numbers and small arrays of numbers, in any combination.
         where: names the value, for errors and for its tensors.
         tensors: takes the tensors in the value, by the key under which they are to be stored: `where`, and
-            the path to the tensor in the value. None refuses tensors.
+            the path to the tensor in the value.
 
     Raises:
         CheckpointError: it cannot be read back as it is; names the place.

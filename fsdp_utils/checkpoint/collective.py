@@ -74,8 +74,8 @@ def collective_call(
         yield ranks
 
 
-def named_values(state: Any) -> dict[str, Any]:
-    """Return what was given as `state=` or `per_rank=`, {} for None.
+def named_values(state: Any, argument: str) -> dict[str, Any]:
+    """Return what was given as `state=` or `per_rank=`, the argument, {} for None.
 
     Raises:
         CheckpointError: it is no mapping from names, or holds a model in FSDP1, whose state_dict() is a
@@ -86,12 +86,12 @@ def named_values(state: Any) -> dict[str, Any]:
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         found = f"the names {list(state)[:5]}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
         raise CheckpointError(
-            f'expected state to be a mapping from names to values, such as {{"epoch": 3}}, found {found}'
+            f'expected {argument} to be a mapping from names to values, such as {{"epoch": 3}}, found {found}'
         )
     for name, value in state.items():
         if isinstance(value, nn.Module) and has_fsdp1(value):
             raise CheckpointError(
-                f"state {name!r}: expected an object whose state_dict() involves no other rank, found a "
+                f"{argument} {name!r}: expected an object whose state_dict() involves no other rank, found a "
                 "model in FSDP1. Save it as a model, in a directory of its own, or use FSDP2 (fully_shard)"
             )
     return dict(state)

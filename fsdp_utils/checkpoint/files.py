@@ -154,14 +154,14 @@ def hash_file(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file in which no name stands twice.
+def read_json(path: Path, *, follow_links: bool = False) -> Any:
+    """Read a JSON file in which no name stands twice. A link is no file of a checkpoint.
 
     Raises:
-        CheckpointDamagedError: there is none, or something else.
+        CheckpointDamagedError: there is none, something else, or more than any such file has.
         CheckpointError: it cannot be read.
     """
-    with open_regular(path) as file:
+    with open_regular(path, follow_links=follow_links) as file:
         if (size := size_of(file)) > _MOST_BYTES:
             raise CheckpointDamagedError(f"{path}: expected at most {_MOST_BYTES} bytes, found {size}")
         content = bytearray(size)
@@ -196,13 +196,13 @@ class HashedFile:
 
     Args:
         path: of a file that is not there yet. A link in its place is not followed.
-        size: bytes that will be written, where that is known. The disk has to have room for them.
+        size: bytes that will be written. The disk has to have room for them.
 
     Raises:
         CheckpointError: the file cannot be written, from any method; names the file.
     """
 
-    def __init__(self, path: Path, size: int = 0) -> None:
+    def __init__(self, path: Path, size: int) -> None:
         self._path, self._hash, self._bytes, self._begun = path, blake3(), 0, 0
         with writable(path), ExitStack() as opened:
             self._file = opened.enter_context(path.open("xb", buffering=0))

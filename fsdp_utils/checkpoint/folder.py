@@ -29,6 +29,8 @@ from fsdp_utils.checkpoint.files import (
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+# of a manifest, besides those that read_manifest looks into
+_PARTS = ("saved_at", "torch", "model", "optimizer", "tied", "tensors", "files")
 _LOCK, _SAVING, _DELETING = ".saving-lock", ".saving-", ".deleting-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 # For a program before this one that is about to end; its workers keep its lock for up to 5 s after its death.
@@ -113,6 +115,17 @@ def find(directory: str | os.PathLike[str], step: int | str = "latest") -> Path:
         f"{home}: expected a checkpoint of step {step!r}, found "
         + (f"those of steps {steps}" if there else "none" if home.is_dir() else "no such directory")
     )
+
+
+def every(directory: str | os.PathLike[str]) -> list[Path]:
+    """List all checkpoints in a directory, also two of one step; or the path itself, if it is a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointError: the directory cannot be listed, or is a URL.
+    """
+    home = local_path(directory)
+    return [home] if find(home) == home else [one.path for one in _committed(home)]
 
 
 # ---- saving ------------------------------------------------------------------------------------------
@@ -239,9 +252,9 @@ def _hash(content: dict[str, Any]) -> str:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint, and compare it with its hash.
+    """Read the manifest of a checkpoint: its hash is right, and each of its parts is there.
 
-    What uses an entry of it does so within interpreted(): a forged manifest has a right hash.
+    What uses an entry of a part does so within interpreted(): a forged manifest has a right hash.
 
     Raises:
         CheckpointDamagedError: it is missing or damaged.
@@ -260,4 +273,6 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         step, world_size = content["step"], content["world_size"]
         if type(step) is not int or step < 0 or world_size < 1:
             raise ValueError(f"step {step!r:.80} of {world_size!r:.80} ranks")
+        if missing := [part for part in _PARTS if part not in content]:
+            raise ValueError(f"nothing under {missing}")
     return content

@@ -248,7 +248,7 @@ def _own_values(checkpoint: Path, manifest: dict[str, Any], ranks: Ranks, buffer
 
 
 def _objects(state: Any) -> dict[str, Any]:
-    objects = named_values(state)
+    objects = named_values(state, "state")
     for name, value in objects.items():
         if not isinstance(value, Stateful):
             raise CheckpointError(

@@ -131,8 +131,8 @@ def save_distributed(
             raise CheckpointError(
                 f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
             )
-        of_all.update(_values(state))
-        of_rank.update(_values(per_rank))
+        of_all.update(_values(state, "state"))
+        of_rank.update(_values(per_rank, "per_rank"))
         if twice := of_all.keys() & of_rank.keys():
             raise CheckpointError(f"expected each name once, found {sorted(twice)} in state and in per_rank")
         ignored.extend(frozen_names(model) if ignore_frozen_params else [])
@@ -187,8 +187,8 @@ def save_distributed(
             ranks.in_background = True
             tensors = stage(tensors)
         home = local_path(directory)
-        unfinished, final, meshes = ranks.first(lambda: (*begin(home, step), _small_meshes(tensors, ranks)))
         there = _small_meshes(tensors, ranks)
+        unfinished, final, meshes = ranks.first(lambda: (*begin(home, step), there))
         tensors = {key: one for key, one in tensors.items() if there.get(key) == meshes.get(key)}
 
     def finish() -> None:
@@ -259,16 +259,16 @@ def _write_part(
     return files if entry is None else {**files, name: entry}
 
 
-def _values(given: Any) -> dict[str, Any]:
-    """Return state= or per_rank= by name, with the state_dict() of objects that have one."""
-    found = named_values(given)
+def _values(given: Any, argument: str) -> dict[str, Any]:
+    """Return state= or per_rank=, the argument, by name, with the state_dict() of objects that have one."""
+    found = named_values(given, argument)
     for name, value in found.items():
         if isinstance(value, Stateful):
             try:
                 found[name] = value.state_dict()
             except Exception as error:
                 raise CheckpointError(
-                    f"state {name!r}: state_dict() of {type(value).__name__} failed: "
+                    f"{argument} {name!r}: state_dict() of {type(value).__name__} failed: "
                     f"{type(error).__name__}: {error}"
                 ) from error
     return found
@@ -278,7 +278,7 @@ def _values(given: Any) -> dict[str, Any]:
 
 
 def check_copies(
-    model: nn.Module, ranks: Ranks, *, ignored: Collection[str] = (), sync: Sequence[Optimizer] | None = None
+    model: nn.Module, ranks: Ranks, *, ignored: Collection[str], sync: Sequence[Optimizer] | None
 ) -> None:
     """Check that parameters and buffers of which several ranks hold a copy are equal on all of them.
 

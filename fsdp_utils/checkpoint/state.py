@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -235,8 +236,8 @@ def _inner(module: object) -> tuple[str, nn.Module] | None:
     """
     if isinstance(module, DistributedDataParallel | nn.DataParallel):
         return "module", module.module
-    children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
-    # A module that holds more than that is no wrapper. Fabric's has the model under a second name.
+    # A module that holds more than one is no wrapper. Fabric's has the model under a second name.
+    children = dict(islice(module.named_children(), 3)) if isinstance(module, nn.Module) else {}
     names = [name for name in children if name != "_original_module"]
     if len(names) != 1 or names[0] not in (*WRAPPED, "_forward_module"):
         return None

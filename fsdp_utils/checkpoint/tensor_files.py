@@ -97,7 +97,7 @@ def write_tensors(
     *,
     rank: int,
     world_size: int,
-    only_here: Collection[str] = (),
+    only_here: Collection[str],
 ) -> dict[str, Any] | None:
     """Write this rank's chunks of the tensors, in one pass, durably.
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from fsdp_utils.checkpoint.codec import read_values
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError
-from fsdp_utils.checkpoint.files import hash_file, interpreted, local_path, open_regular, readable, size_of
-from fsdp_utils.checkpoint.folder import MANIFEST, checkpoints, find, read_manifest
+from fsdp_utils.checkpoint.files import hash_file, interpreted, open_regular, readable, size_of
+from fsdp_utils.checkpoint.folder import MANIFEST, every, read_manifest
 from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors
 
 
@@ -26,9 +26,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> None:
 
         verify_checkpoint("run")  # all checkpoints in the directory
     """
-    home = local_path(path)
-    latest = find(home)
-    for checkpoint in [home] if latest == home else checkpoints(home).values():
+    for checkpoint in every(path):
         manifest = read_manifest(checkpoint)
         with interpreted(checkpoint / MANIFEST):
             check_files(checkpoint, manifest)

@@ -21,7 +21,7 @@ from fsdp_utils.checkpoint import (
 from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
 from fsdp_utils.checkpoint.files import local_path
 from fsdp_utils.checkpoint.load import read_state
-from fsdp_utils.distributed.agreement import Ranks
+from fsdp_utils.distributed.agreement import agree
 from fsdp_utils.distributed.identity import get_world_size
 from fsdp_utils.integrations.memory import numbers_of
 from fsdp_utils.integrations.rng import rng_state, set_rng_state
@@ -150,11 +150,14 @@ class CheckpointCallback(TrainerCallback):
 
         Raises:
             CheckpointError: the newest checkpoint is damaged, or was not saved by this callback; or a save
-                in the background failed.
+                in the background failed; or a rank did not call this.
         """
         wait_for_save_in_flight()  # of a training that raised
         # One rank looks, for all: another may see the directory later, and find an older checkpoint or none.
-        found = Ranks("CheckpointCallback.newest", CheckpointError).first(lambda: _newest(self._directory))
+        ranks = agree("CheckpointCallback.newest", dict, error=CheckpointError, topic="newest")
+        with ranks.guard():
+            found = ranks.first(lambda: _newest(self._directory))
+        ranks.close()
         if found is None:
             return None
         self._step, text = found

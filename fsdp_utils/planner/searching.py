@@ -47,10 +47,11 @@ _HEAD = "GPUs             strategy  checkpointing   batch  reserved  samples/s  
 
 def _row(found: Plan) -> str:
     setting = found.setting
+    rate = "-" if found.uncounted else f"{found.samples_per_s:,.1f}"
     return (
         f"{found.gpus:4} {found.gpu.name:11} {setting.strategy:9} {setting.checkpointing:13} "
         f"{found.batch_size:7}  {size_text(found.peak_reserved_gib):>8} "
-        f"{found.samples_per_s:10,.1f}  {found.verdict}"
+        f"{rate:>10}  {found.verdict}"
     )
 
 
@@ -88,7 +89,8 @@ def search(
         A `SearchResult`.
 
     Raises:
-        ValueError: as `plan`; or there is nothing to try; or tokens_per_s for a model that reads none.
+        ValueError: as `plan`; or there is nothing to try; or tokens_per_s for a model that reads none; or a
+            rate for one whose time is unknown (`Plan.step_s`).
         RuntimeError: as `plan`.
 
     Example::
@@ -118,6 +120,11 @@ def search(
                         checkpointing=checkpoint,
                         **options,
                     )
+                    if found.uncounted and (tokens_per_s or samples_per_s):
+                        raise ValueError(
+                            "search: expected a model whose time is known where a rate is asked for, found "
+                            f"operators without counted operations: {', '.join(found.uncounted)}"
+                        )
                     if tokens_per_s is not None and found.tokens_per_s is None:
                         raise ValueError(
                             "search: expected samples_per_s, as the model reads no tokens, found tokens_per_s"
@@ -131,7 +138,7 @@ def search(
                     if _fast_enough(found, tokens_per_s, samples_per_s):
                         will_do.append(found)
         if will_do:
-            return SearchResult(max(will_do, key=lambda p: p.samples_per_s), tried)
+            return SearchResult(max(will_do, key=lambda p: 0.0 if p.uncounted else p.samples_per_s), tried)
     if not tried:
         raise ValueError(
             "search: expected at least one world_size, strategy, checkpointing and batch, found none"

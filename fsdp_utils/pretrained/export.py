@@ -37,8 +37,9 @@ def export_safetensors(
     The folder gets model.safetensors, or several numbered files and model.safetensors.index.json. The
     config.json of a transformers model is written too: it was saved with the checkpoint. Add the tokenizer
     with `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again.
-    The checkpoint is verified first. All files are complete before the first one gets its name, and readers
-    find the new model when the last one has: after a crash they find the old one, the new one or none.
+    The checkpoint is verified first. All files are complete before the first one gets its name. Readers look
+    for the last one first, which is deleted before: after a crash they find the old model, the new one, or
+    none.
 
     Args:
         checkpoint: of save_distributed, or a directory of such checkpoints (then the last one is taken).
@@ -190,12 +191,11 @@ def _write(path: Path, keys: Keys, stored: StoredTensors) -> None:
 
 
 def _publish(unfinished: Path, out: Path, files: list[str]) -> None:
-    """Give the files their names. Readers begin with the last one: until then they find the old export."""
-    if INDEX in files:  # an index of an earlier export must not lead to a mixture of both
-        (out / INDEX).unlink(missing_ok=True)
+    """Give the files their names. Readers begin with the last one, so there is none while others change."""
+    first_read = {ADAPTER_FILE} if ADAPTER_FILE in files else {ONE_FILE, INDEX}
+    for file in first_read if len(files) > 1 else first_read - {files[-1]}:
+        (out / file).unlink(missing_ok=True)
+    sync_directory(out)
     for file in files:
         (unfinished / file).replace(out / file)
-    if ADAPTER_FILE not in files:
-        for obsolete in {ONE_FILE, INDEX} - {files[-1]}:
-            (out / obsolete).unlink(missing_ok=True)
     sync_directory(out)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_utils.checkpoint.collective import TRANSFER_LIMIT_S
 from fsdp_utils.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from fsdp_utils.checkpoint.files import local_path
 from fsdp_utils.checkpoint.state import Held, has_fsdp1
@@ -24,7 +25,6 @@ from fsdp_utils.pretrained.reading import open_folder
 from fsdp_utils.sharding.local_part import local
 
 _SHOWN = 3  # problems of a kind in one error
-_READ_S = 3600.0  # that one rank may take longer than the others to read its part
 
 
 def load_pretrained(
@@ -93,7 +93,7 @@ def load_pretrained(
         error=CheckpointError,
         topic="pretrained",
         wait_s=wait_s,
-        collective_s=_READ_S,
+        collective_s=TRANSFER_LIMIT_S,
     )
     with ranks.guard():
         ((stored, place),) = opened

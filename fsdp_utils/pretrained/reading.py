@@ -3,12 +3,10 @@
 from pathlib import Path
 
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
-from fsdp_utils.checkpoint.files import is_plain_name, open_regular, parse_json
+from fsdp_utils.checkpoint.files import is_plain_name, read_json
 from fsdp_utils.checkpoint.tensor_files import StoredTensors
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Of an index: enough for 300,000 tensors. As Python objects it takes up to 45 times as much.
-_MOST_BYTES = 1 << 25
 
 
 def open_folder(folder: Path) -> StoredTensors:
@@ -38,8 +36,7 @@ def open_folder(folder: Path) -> StoredTensors:
 
 
 def _files_of(index: Path) -> list[str]:
-    with open_regular(index, follow_links=True) as file:
-        content = parse_json(file.read(_MOST_BYTES), index)
+    content = read_json(index, follow_links=True)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(map(is_plain_name, weight_map.values())):
         raise CheckpointDamagedError(

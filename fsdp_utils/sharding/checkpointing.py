@@ -48,10 +48,18 @@ def selective(*, every_other: bool = True) -> Callable[[], Any]:
     return contexts
 
 
+def is_count(number: Any) -> bool:
+    """Whether it is a whole number of at least 1."""
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
+
+
 def refuse_checkpointing(model: nn.Module, checkpointing: Any) -> None:
-    """Raise a ValueError for an unknown value, and for a model that computes its blocks again already."""
-    is_count = isinstance(checkpointing, int) and not isinstance(checkpointing, bool) and checkpointing > 0
-    if not is_count and checkpointing not in ("full", "selective"):
+    """Refuse unknown values, and a model that torch's checkpoint_wrapper or transformers checkpoints already.
+
+    Raises:
+        ValueError: says which.
+    """
+    if not is_count(checkpointing) and checkpointing not in ("full", "selective"):
         raise ValueError(
             'shard: expected checkpointing to be None, "full", "selective" or a number n from 1 on (every '
             f"n-th block), found {checkpointing!r}"

@@ -23,14 +23,13 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils.sharding.blocks import by_shared_parameters, outermost, transformer_block_classes
-from fsdp_utils.sharding.checkpointing import compute_again, refuse_checkpointing
-from fsdp_utils.sharding.checks import check_sharding
+from fsdp_utils.sharding.checkpointing import compute_again, is_count, refuse_checkpointing
 from fsdp_utils.sharding.copies import make_equal
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.placements import placement_fn
 from fsdp_utils.sharding.scalars import keep_equal
 
-__all__ = ["check_sharding", "shard", "transformer_block_classes"]
+__all__ = ["shard", "transformer_block_classes"]
 
 # What FSDP1 and DeepSpeed call the strategies
 _SPELLINGS = {
@@ -219,16 +218,12 @@ def _mesh(mesh: DeviceMesh | None, strategy: str, ranks_per_host: int | None) ->
     device, world_size = "cpu" if accelerator is None else accelerator.type, dist.get_world_size()
     if ranks_per_host is None:
         return init_device_mesh(device, (world_size,))
-    if not _is_count(ranks_per_host) or world_size % ranks_per_host:
+    if not is_count(ranks_per_host) or world_size % ranks_per_host:
         raise ValueError(
             f"shard: expected ranks_per_host to divide the {world_size} ranks, found {ranks_per_host!r}"
         )
     shape = (world_size // ranks_per_host, ranks_per_host)
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _is_count(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def _refuse_numbers(mesh: DeviceMesh, strategy: str, reshard_after_forward: Any, prefetch: Any) -> None:
@@ -240,12 +235,12 @@ def _refuse_numbers(mesh: DeviceMesh, strategy: str, reshard_after_forward: Any,
                 'reshard_after_forward expected "full" or "hybrid"'
             )
         n = reshard_after_forward
-        if not _is_count(n) or ranks % n or n in (1, ranks):
+        if not is_count(n) or ranks % n or n in (1, ranks):
             raise ValueError(
                 f"shard: expected reshard_after_forward to divide the {ranks} ranks that share the shards, "
                 f"and to be neither 1 nor {ranks}, found {n!r}"
             )
-    if prefetch is not None and not _is_count(prefetch):
+    if prefetch is not None and not is_count(prefetch):
         raise ValueError(f"shard: expected prefetch to be a number of blocks from 1 on, found {prefetch!r}")
 
 

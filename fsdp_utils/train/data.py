@@ -173,7 +173,6 @@ class TokenRows:
         return len(self._places)
 
     def __getitem__(self, rows: Tensor) -> dict[str, Tensor]:
-
         stretches = [
             np.asarray(self._files[number][start : start + self._length], dtype=np.int64)
             for number, start in self._places[rows].tolist()
@@ -269,7 +268,6 @@ def _from_function(source: str) -> Data:
 
 
 def _from_folder(folder: Path, config: DataConfig) -> Data:
-
     paths = [*sorted(folder.glob("*.npy")), *sorted(folder.glob("*.txt"))]
     tokenizer = None
     if config.tokenizer is not None and any(path.suffix == ".txt" for path in paths):
@@ -320,7 +318,6 @@ def check_ids(files: Mapping[str, Any], vocabulary: int) -> None:
 
 
 def _token_file(path: Path) -> TokenFile:
-
     mapped = np.lib.format.open_memmap(path, mode="r")  # reads and checks the header
     if mapped.ndim != 1 or not np.issubdtype(mapped.dtype, np.integer):
         raise ValueError(f"expected token ids in one dimension, found {mapped.dtype}{list(mapped.shape)}")

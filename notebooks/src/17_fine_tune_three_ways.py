@@ -1216,8 +1216,9 @@ print("ACCELERATE_USE_FSDP is still", os.environ.get("ACCELERATE_USE_FSDP"))
 # - **Losses differ from step 2 on, a little.** Weight decay on norms, betas, or a schedule that was left out.
 # - **With dropout, a model learns less well under `activation_checkpointing` of `fsdp_config`.** Accelerate
 #   (1.15) recomputes with `preserve_rng_state=False`, so backward drops other numbers than forward did. The
-#   losses are right and the gradients are not: with dropout 0.1 they were off by 13% to 43% in small models.
-#   Use the argument `activation_checkpointing` of `TrainingArguments` itself.
+#   losses are right and the gradients are not: [lesson 2](02_activation_checkpointing.ipynb) shows a block
+#   whose gradients are wrong by more than 10%. Use the argument `activation_checkpointing` of
+#   `TrainingArguments` itself.
 # - **LoRA, and the links are as busy as before.** The frozen weights are still gathered twice in each step.
 #   If they fit, keep them after forward with `reshard_after_forward=False`, or use DDP.
 #
