@@ -87,7 +87,8 @@ class Run:
         with (out / "log").open("w") as log:
             self.torchrun = subprocess.Popen(
                 command,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                # with the old store, ranks that are started again would find the addresses of the dead
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -2,12 +2,11 @@
 
     python benchmarks/planner.py            --keep also writes notebooks/predictions.json, for lesson 14
 
-First the rows of notebooks/published.yaml that no constant was fitted on: predicted against published. Then
-the
-peers: accelerate's `estimate-memory`, DeepSpeed's estimator for ZeRO-3 (its formula, as DeepSpeed is not
-needed for it), and torch's FSDPMemTracker over all blocks, each for the same settings. What they are held
-against is the peak of the tensors of one rank whose blocks all run. What the bytes of real ranks are is
-compared in tests/test_planner.py, seconds and a real allocator by `python benchmarks/gpu.py planner`.
+First the rows of notebooks/published.yaml that no constant was fitted on: predicted against published, and
+how many of them are left out for which reason. Then the peers: accelerate's `estimate-memory`, DeepSpeed's
+estimator for ZeRO-3 (its formula, as DeepSpeed is not needed for it), and torch's FSDPMemTracker over all
+blocks, each for the same settings. What they are held against is the peak of the tensors of one rank whose
+blocks all run. What the bytes of real ranks are is compared in tests/test_planner.py.
 Exits with 1 if a limit that the project promises is broken.
 """
 
@@ -35,12 +34,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config, ViTConfig
 
 from benchmarks.machine import describe, limits, table
+from benchmarks.published import FILE, Prediction, left_out, predict_all
 from fsdp_utils import plan, shard
-from fsdp_utils.lessons.lesson import NOTEBOOKS
-from fsdp_utils.lessons.published import Prediction, predict_all
-from fsdp_utils.planner.batch import batch_of, loss_of
-from fsdp_utils.planner.efficiency import STEP_RANGE, kind
-from fsdp_utils.planner.models import build, source_of
+from fsdp_utils.planner import STEP_RANGE
+from fsdp_utils.planner.efficiency import kind
+from fsdp_utils.planner.models import batch_of, build, own_loss, source_of
 
 GIB = 2**30
 SEVENTY = {
@@ -85,16 +83,16 @@ def compare(name: str) -> tuple[list[str], float]:
         "world_size": RANKS,
         "batch_size": RANKS * BATCH,
         "seq_len": length,
-        "precision": "fp32",
+        "mp_policy": None,
     }
     planned = plan(config, **options).peak_allocated_gib
     all_run = plan(config, **options, whole=True).peak_allocated_gib
     source = source_of(config)
-    model_bytes, _ = calculate_maximum_sizes(source.build())
+    model_bytes, _ = calculate_maximum_sizes(source.model)
     others = (
         tracked(source, length) / GIB,
         estimate_training_usage(model_bytes, "float32")["step"] / GIB,
-        zero3_bytes(source.build()) / GIB,
+        zero3_bytes(source.model) / GIB,
     )
     row = [name, f"{1024 * all_run:.1f}"]
     row += [f"{1024 * size:.1f} ({size / all_run - 1:+.0%})" for size in (planned, *others)]
@@ -108,14 +106,14 @@ def tracked(source: Any, length: int | None) -> int:
     peak = 0
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a view that BERT returns
-        model = shard(build(source, None, None), mesh=mesh)
+        model = shard(build(source, None), mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             tracker = FSDPMemTracker(model, optimizer)
-            inputs = batch_of(source, model, BATCH, length, None)
+            inputs = batch_of(source, BATCH, length, None)
             tracker.track_inputs(tuple(inputs.values()))
             with tracker:
-                loss_of(model, inputs).backward()
+                own_loss(model, inputs).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             peak = max(peak, tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
@@ -188,6 +186,7 @@ def keep_for_the_lesson(predictions: list[Prediction]) -> None:
                 "id": each.row["id"],
                 "source": each.row["source"],
                 "split": each.row["split"],
+                "gpu": each.row["gpu"],
                 "kind": kind(each.plan.setting.compiled),
                 "tokens_per_s": beside(each.speed, published["tokens_per_s_per_gpu"]),
                 "peak_gib": beside(each.memory, peak["gib"]),
@@ -197,7 +196,7 @@ def keep_for_the_lesson(predictions: list[Prediction]) -> None:
         )
     command = "python benchmarks/planner.py --keep"
     text = json.dumps({"command": command, "torch": torch.__version__, "rows": kept}, indent=1)
-    (NOTEBOOKS / "predictions.json").write_text(text + "\n", encoding="utf-8")
+    FILE.with_name("predictions.json").write_text(text + "\n", encoding="utf-8")
 
 
 def seconds_of(layers: int) -> float:
@@ -232,6 +231,8 @@ def main() -> int:
     print(f"{len(all_memories)} the peak memory\n")
     head = ["run", "tokens/s and GPU", "off", "in range", "GiB", "off", "outcome", "said"]
     print(table(head, of_published(predictions)))
+    for reason, count in left_out("held_out").items():
+        print(f"left out, {count} runs: {reason}")
     for text in refused:
         print(f"not simulated: {text}")
     for each in apart:
@@ -250,12 +251,12 @@ def main() -> int:
     )
     return limits(
         {
-            f"tokens/s off in the median: {median(speeds):.1%} (limit 12%)": median(speeds) <= 0.12,
-            f"tokens/s off at worst: {max(speeds):.1%} (limit 30%)": max(speeds) <= 0.30,
-            f"peak memory off in the median: {median(memories):.1%} (limit 8%)": median(memories) <= 0.08,
+            f"tokens/s off in the median: {median(speeds):.1%} (limit 10%)": median(speeds) <= 0.10,
+            f"tokens/s off at worst: {max(speeds):.1%} (limit 25%)": max(speeds) <= 0.25,
+            f"peak memory off in the median: {median(memories):.1%} (limit 5%)": median(memories) <= 0.05,
             f"wrong about what fits: {', '.join(wrong) or 'none'} (limit none)": not wrong,
-            f"70B on 1024 ranks, the whole command: {command_s:.1f} s (limit 10)": command_s <= 10,
-            f"70B on 1024 ranks, the whole command: {command_gib:.2f} GiB (limit 1)": command_gib <= 1,
+            f"70B on 1024 ranks, the whole command: {command_s:.1f} s (limit 5)": command_s <= 5,
+            f"70B on 1024 ranks, the whole command: {command_gib:.2f} GiB (limit 0.4)": command_gib <= 0.4,
             f"405B on 1024 ranks, the whole command: {largest_s:.1f} s (limit 15)": largest_s <= 15,
             f"405B on 1024 ranks, the whole command: {largest_gib:.2f} GiB (limit 1)": largest_gib <= 1,
             f"80 layers take {growth:.2f} times as long as 8 (limit 1.5)": growth <= 1.5,

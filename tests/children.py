@@ -69,6 +69,12 @@ def net(wrapper: str = "plain") -> nn.Module:
     return model
 
 
+def some_masks() -> dict[str, Tensor]:
+    """A mask for every parameter of the plain model: the same pattern wherever it is made."""
+    generator = torch.Generator().manual_seed(1)
+    return {n: torch.rand(p.shape, generator=generator) < 0.5 for n, p in Net().named_parameters()}
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for number in steps:
         optimizer.zero_grad()

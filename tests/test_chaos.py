@@ -36,7 +36,7 @@ def test_a_run_that_is_disturbed_ends_by_itself_with_the_same_losses(
     stopped = faults[1]
     assert stopped.repeated == 0  # asked to stop, it saves first
     log = (tmp_path / "disturbed" / "log").read_text()
-    silent = re.search(r"Hang: at .*rank (\d) does not answer: last heard of \d+ s ago, .*; ended now", log)
+    silent = re.search(r"Hang: at .*, no move for \d+ s; no stacks from rank (\d)\. Compare the stacks", log)
     assert silent, log[-3000:]
     assert "Fatal Python error: Aborted" in log  # its stacks, by itself
     assert (tmp_path / "disturbed" / "hang" / f"stack-of-rank-{1 - int(silent[1])}.txt").exists()

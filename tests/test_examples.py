@@ -37,6 +37,7 @@ PACKAGE = ROOT / "fsdp_utils"
 ALONE = {
     "CheckpointError",
     "GPU",
+    "Efficiency",
     "PerRank",
     "TranslationError",
     "export_safetensors",
@@ -243,7 +244,11 @@ from tests.test_integrations_lightning import Blocks, loader, quiet_options
 model, loader, options = Blocks(sharded=False), loader(), quiet_options()
 """,
     ),
-    "GPU": "from fsdp_utils.planner import GPUS; import transformers; config = transformers.LlamaConfig()",
+    **dict.fromkeys(
+        ["GPU", "Efficiency"],
+        "from fsdp_utils.planner import GPUS, Efficiency; import transformers\n"
+        "config = transformers.LlamaConfig()",
+    ),
     "plan": "from transformers import LlamaConfig",
     "search": "import transformers; config = transformers.LlamaConfig()",
     "translate": 'Path("ds_config.json").write_text(\'{"zero_optimization": {"stage": 3}}\')',

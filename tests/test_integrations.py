@@ -140,7 +140,7 @@ def run(folder: Path, kind: str, *, resume: bool, steps: int, **more: Any) -> An
 
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1}
     trainer = trainer_of(kind, folder / "own", max_steps=9, callbacks=[Stop], **(options | more))
-    checkpoints = CheckpointCallback(trainer, folder / "run", asynchronous=kind == "ddp")
+    checkpoints = CheckpointCallback(trainer, folder / "run")
     found = checkpoints.newest() if resume else None
     assert (found is not None) == resume
     torch.manual_seed(trainer.args.process_index)  # what comes of it depends on what is restored
@@ -199,11 +199,11 @@ class Interrupt(transformers.TrainerCallback):
 
 def interrupted(folder: Path) -> Any:
     trainer = trainer_of("ddp", folder / "own", max_steps=2, save_strategy="steps", save_steps=1)
-    checkpoints = CheckpointCallback(trainer, folder / "run", asynchronous=True)
+    checkpoints = CheckpointCallback(trainer, folder / "run")
     trainer.add_callback(interrupt := Interrupt())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    found = checkpoints.newest()  # of a save that may still be in flight
+    found = checkpoints.newest()
     trainer.remove_callback(interrupt)
     with pytest.raises(CheckpointError) as caught:
         trainer.train()  # without what was found
@@ -240,9 +240,6 @@ def looked_for(folder: Path) -> Any:
     trainer.train()
     seen = CheckpointCallback(trainer, folder / ("run" if get_rank() == 0 else "late")).newest()
     assert seen is not None
-    for url in ("memory://run", "s3://run"):
-        with pytest.raises(CheckpointError, match=f"{url}'.*found a URL"):
-            CheckpointCallback(trainer, url)
     state = json.loads(Path(seen, "trainer_state.json").read_text())
     return state["global_step"], list(checkpoints(folder / "run"))
 
@@ -256,6 +253,6 @@ def test_rank_0_looks_for_the_newest_checkpoint_and_no_limit_deletes_none(
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     ((other, best, upload, deepspeed),) = run_on_ranks(refused, tmp_path, world_size=1)
     assert "expected a checkpoint that CheckpointCallback saved, found one with the state []" in other
-    assert "which this callback replaces, found load_best_model_at_end=True" in best
-    assert "found push_to_hub=True without hub_strategy=" in upload
+    assert "which this callback replaces, found load_best_model_at_end" in best
+    assert "found push_to_hub without hub_strategy=" in upload
     assert "found DeepSpeed" in deepspeed

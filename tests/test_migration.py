@@ -1,9 +1,18 @@
-"""Configs of Accelerate, Composer and DeepSpeed in FSDP2, held against FSDP1 set as the frameworks set it."""
+"""Configs of four frameworks: what comes of each, held against golden files and against the frameworks.
+
+Each line of data/public_configs.jsonl is a public file: where it is, its keys and values as far as they
+matter, and what it asks for. data/translations.json holds what `translate` says of these (by number) and of
+others: each row once ("!" marks a lost setting), each program once; a case names its rows and its program by
+number.
+"""
 
 import json
 import warnings
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,453 +20,367 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_utils import record_collectives, run_on_ranks
-from fsdp_utils.migration import Translation, TranslationError, accelerate, composer, deepspeed, translate
+import fsdp_utils
+from fsdp_utils import translate
+from fsdp_utils.migration import Translation, TranslationError
 
-BF16 = torch.bfloat16
-UNITS = {
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_transformer_layer_cls_to_wrap": "Block",
-}
-
-
-def of_accelerate(mixed_precision: str = "no", **fsdp: Any) -> dict[str, Any]:
-    return {"distributed_type": "FSDP", "mixed_precision": mixed_precision, "fsdp_config": {**UNITS, **fsdp}}
-
-
-def of_composer(precision: str = "fp32", **fsdp: Any) -> dict[str, Any]:
-    return {"precision": precision, "parallelism_config": {"fsdp": fsdp}}
+DATA = Path(__file__).parent / "data"
+GOLDEN = json.loads((DATA / "translations.json").read_text())
+PUBLIC = [json.loads(line) for line in (DATA / "public_configs.jsonl").read_text().splitlines()]
+NAMES = [f"{public['repo'].split('/')[1]}/{Path(public['path']).stem}" for public in PUBLIC]
+TRANSLATED = [public for public in PUBLIC if "refused" not in public["expected"]]
 
 
-def of_deepspeed(stage: int = 3, *, above: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, **zero}, **(above or {})}
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["rows"][:20])
+def test_rows_and_code_are_those_on_record(case: dict[str, Any]) -> None:
+    config = PUBLIC[case["public"]]["config"] if "public" in case else case["config"]
+    found = translate(config, given=case.get("given"))
+    rows = [f"{' ' if row.has_counterpart else '!'} {row.key}: {row.fsdp2}" for row in found.rows]
+    assert rows == [GOLDEN["rows"][int(number)] for number in case["rows"].split()]
+    assert all(row.source.startswith("https://") for row in found.rows)
+    assert found.code() == GOLDEN["programs"][case["program"]]
+    assert found.state_dict == case["state_dict"]
 
 
-def in_dimensions(**sizes: Any) -> dict[str, Any]:
-    named = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
-    return {**of_accelerate(fsdp_version=2), "parallelism_config": named}
+def outcome(config: dict[str, Any]) -> dict[str, Any]:
+    """What comes out, without what is as a Translation has it by default."""
+    try:
+        found = translate(config)
+    except TranslationError as error:
+        return {"refused": str(error).partition(":")[0]}
+    sharded: dict[str, Any] = {} if found.ddp else {"reshard_after_forward": found.reshard_after_forward}
+    if not found.ddp:
+        for name in ("copies", "shard_size", "tensor_parallel", "param_dtype", "reduce_dtype", "offload"):
+            if (value := getattr(found, name)) != getattr(Translation(""), name):
+                sharded[name] = value
+        if not found.pin_memory:
+            sharded["pin_memory"] = False
+    return {
+        "framework": found.framework,
+        **({"ddp": True} if found.ddp else sharded),
+        **({} if found.blocks is None else {"blocks": list(found.blocks)}),
+        **({"checkpointing": True} if found.checkpointing else {}),
+        "state_dict": found.state_dict,
+        "lost": [row.key for row in found.rows if not row.has_counterpart],
+    }
 
 
-# --- the same training
+@pytest.mark.parametrize("public", PUBLIC, ids=NAMES)
+def test_what_comes_out(public: dict[str, Any]) -> None:
+    assert outcome(public["config"]) == public["expected"]
 
 
-class Block(nn.Module):
+def test_at_most_three_are_refused() -> None:
+    kinds = Counter(public["expected"].get("framework", "refused") for public in PUBLIC)
+    assert kinds.total() >= 72
+    assert kinds.pop("refused") <= 3
+    assert min(kinds.values()) >= 10
+    assert set(kinds) == {"Accelerate", "transformers", "Composer", "DeepSpeed"}
+
+
+def test_every_key_has_a_row() -> None:
+    for public in TRANSLATED:
+        config, keys = public["config"], {row.key for row in translate(public["config"]).rows}
+        config = config.get("parameters", config)
+        named = {"fsdp_config", "deepspeed_config", "parallelism_config", "zero_optimization", "bf16", "fp16"}
+        for name, section in config.items():
+            if name in named and isinstance(section, dict):
+                assert {f"{name}.{key}" for key in section} <= keys
+            elif "distributed_type" in config or "zero_optimization" in config:
+                assert name in keys or not section
+
+
+# --- built
+
+
+class Part(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(x).relu())
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, names: list[str]) -> None:
         super().__init__()
-        self.stem = nn.Linear(6, 12)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        kinds = [type(name, (Part,), {}) for name in names]
+        self.blocks = nn.ModuleList(kind() for kind in kinds for _ in range(2))
+        self.head = nn.Linear(16, 16)
 
 
-def trained(shard_model: Any) -> tuple[list[float], dict[str, int]]:
-    """Losses of three steps, and the bytes of the last: in the second DDP arranges its buckets."""
-    torch.manual_seed(0)
-    model = shard_model(Model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
-    losses = []
-    for _ in range(3):
-        with record_collectives(model) as trace:
-            loss = model(x).float().square().mean()
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, trace.bytes_by_kind()
+@contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
-def in_fsdp1(model: nn.Module, *, checkpointing: bool = False, **options: Any) -> nn.Module:
-    device = torch.device("cpu")
-    model = FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device, **options
-    )
-    if checkpointing:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-    return model
-
-
-def as_translated(config: Any) -> Any:
-    translation = translate(config)
-    translation.blocks = ("Block",)  # as Accelerate is told; this model has no transformer blocks
+@pytest.mark.parametrize("public", TRANSLATED, ids=[NAMES[PUBLIC.index(public)] for public in TRANSLATED])
+def test_the_code_builds_what_is_asked_for(public: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = public["expected"]
+    copies, tp = asked.get("copies", 1), asked.get("tensor_parallel", 1)
+    size = asked.get("shard_size", 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     names: dict[str, Any] = {}
-    exec(translation.code(), names)
-    return names["shard_model"]
+    code = translate(public["config"]).code()
+    exec(code.replace("CPUOffloadPolicy()", "CPUOffloadPolicy(pin_memory=False)"), names)  # no GPU to pin for
+    blocks = asked.get("blocks", ["Block"])
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    with fake_group(copies * size * tp):
+        model = names["shard_model"](Model(blocks or ["Block"]), *([plan] if tp > 1 else []))
+        parts = list(model.modules())
+        wrapped = [part for part in parts if isinstance(part, CheckpointWrapper)]
+        assert len(wrapped) == (2 * len(blocks) if asked.get("checkpointing") else 0)
+        if asked.get("ddp"):
+            assert isinstance(model, DistributedDataParallel)
+            return
+        units = [part for part in parts if isinstance(part, FSDPModule)]
+        assert len(units) == 1 + 2 * len(blocks)
+        for unit in units:
+            state = unit._get_fsdp_state()
+            policy, group = state._mp_policy, state._fsdp_param_group
+            dtype = asked.get("param_dtype")
+            assert policy.param_dtype is (getattr(torch, dtype) if dtype else None)
+            assert policy.reduce_dtype is (getattr(torch, asked["reduce_dtype"]) if dtype else None)
+            if unit is not model:
+                resharded = group.post_forward_mesh_info is not None
+                assert resharded is bool(asked["reshard_after_forward"])
+            assert isinstance(group.offload_policy, CPUOffloadPolicy) is asked.get("offload", False)
+            mesh = group.mesh_info.mesh
+            assert mesh.size(-1) == size
+            assert (mesh.size(0) if mesh.ndim == 2 else 1) == copies or asked["framework"] == "Composer"
+        weight = model.blocks[0].up.weight if not asked.get("checkpointing") else next(model.parameters())
+        assert isinstance(weight, DTensor)
+        assert weight.device_mesh.size() == copies * size * tp
+        if blocks:  # a shard of what a rank of the layer holds
+            assert weight.to_local().numel() == weight.numel() // (size * tp)
 
 
-def as_accelerate_says(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What Accelerate itself gives to FSDP1 for this config: its launcher's variables, read by its plugin."""
+# --- held against the frameworks
+
+OF_ACCELERATE = [public for public in TRANSLATED if public["config"].get("distributed_type") == "FSDP"]
+OF_TRAINER = [
+    public
+    for public in TRANSLATED
+    if public["expected"]["framework"] == "transformers" and not public["expected"].get("ddp")
+]
+
+
+@pytest.mark.parametrize("public", OF_ACCELERATE, ids=lambda public: public["path"])
+def test_accelerates_own_launcher_sets_the_same(
+    public: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils.launch import prepare_multi_gpu_env
 
-    with monkeypatch.context() as environment:
-        for key, value in config["fsdp_config"].items():
-            environment.setenv(key.upper(), str(value).lower() if isinstance(value, bool) else str(value))
-        plugin = FullyShardedDataParallelPlugin()
-    if config["mixed_precision"] != "no":
-        plugin.set_mixed_precision(config["mixed_precision"])
-    return {
-        "sharding_strategy": plugin.sharding_strategy,
-        "mixed_precision": plugin.mixed_precision_policy,
-        "backward_prefetch": plugin.backward_prefetch,
-        "use_orig_params": plugin.use_orig_params,
-        "checkpointing": plugin.activation_checkpointing,
-    }
-
-
-ACCELERATE = {
-    "full": of_accelerate(fsdp_sharding_strategy="FULL_SHARD", fsdp_backward_prefetch="BACKWARD_PRE"),
-    "by number": of_accelerate(fsdp_sharding_strategy=2, fsdp_use_orig_params=True),
-    "none": of_accelerate(fsdp_sharding_strategy="NO_SHARD"),
-    "recompute": of_accelerate(fsdp_activation_checkpointing=True),
-    "bf16": of_accelerate("bf16"),
-}
-OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    # the config, and what it is in FSDP1: by Composer's source, and for ZeRO by the strategies' documentation
-    "composer default": (
-        of_composer("amp_bf16"),
-        {"mixed_precision": MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)},
-    ),
-    "composer pure": (
-        of_composer("amp_bf16", mixed_precision="PURE", sharding_strategy="shard_grad_op"),
-        {
-            "mixed_precision": MixedPrecision(param_dtype=BF16, reduce_dtype=BF16),
-            "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
-        },
-    ),
-    "zero 2": (of_deepspeed(2), {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
-    "zero 1": (of_deepspeed(1), None),
-    "zero 0": (of_deepspeed(0), {"sharding_strategy": ShardingStrategy.NO_SHARD}),
-    "offload": (of_deepspeed(3, offload_param={"device": "cpu", "pin_memory": False}), None),
-}
-
-
-def test_translated_runs_have_the_losses_and_the_bytes_of_fsdp1(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-        name: (config, as_accelerate_says(config, monkeypatch)) for name, config in ACCELERATE.items()
-    }
-    cases |= OTHERS
-
-    def fn() -> dict[str, Any]:
-        warnings.simplefilter("ignore")  # NO_SHARD is deprecated
-        found = {"plain": (trained(in_fsdp1), None)}
-        for name, (config, options) in cases.items():
-            old = None if options is None else trained(partial(in_fsdp1, **options))
-            found[name] = trained(as_translated(config)), old
-        return found
-
-    for found in run_on_ranks(fn, world_size=2):
-        (plain, _), _ = found.pop("plain")
-        for name, ((losses, sent), old) in found.items():
-            low = translate(cases[name][0]).param_dtype is not None
-            assert losses == pytest.approx(plain, rel=2e-2 if low else 1e-5), name
-            if old is not None:
-                assert losses == pytest.approx(old[0], rel=1e-3 if low else 1e-5), name
-                assert sent == old[1], name
-
-
-def test_tensor_parallel_ranks_of_a_mesh_train_as_one_process_does() -> None:
-    config = in_dimensions(dp_shard=2, tp=2)
-
-    def fn() -> list[float]:
-        torch.manual_seed(0)
-        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-        model = as_translated(config)(Model(), plan)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        x = batches()[dist.get_rank() // 2]  # ranks that share a layer read the same batch
-        losses = []
-        for _ in range(3):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    torch.manual_seed(0)
-    model, x = Model(), torch.cat(batches())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    alone = []
-    for _ in range(3):
-        parts = model(x).square().mean(dim=1).reshape(2, 4).mean(dim=1)
-        parts.mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        alone.append(parts.tolist())
-    for rank, losses in enumerate(run_on_ranks(fn, world_size=4)):
-        assert losses == pytest.approx([parts[rank // 2] for parts in alone], rel=1e-4)
-
-
-def batches() -> list[torch.Tensor]:
-    return [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-
-
-# --- what a config becomes
-
-
-def test_fp16_needs_a_scaler_in_all_frameworks() -> None:
-    for config in (
-        of_accelerate("fp16"),
-        of_composer("amp_fp16"),
-        of_deepspeed(above={"fp16": {"enabled": True}}),
-    ):
-        found = translate(config)
-        assert found.param_dtype == "float16"
-        assert any("torch.amp.GradScaler scales the loss" in row.fsdp2 for row in found.rows)
-    assert "GradScaler" not in str(translate(of_accelerate("bf16"))) + translate(of_accelerate("bf16")).code()
-
-
-def test_gradscaler_skips_a_step_on_all_ranks_when_one_shard_overflows() -> None:
-    """What the row on fp16 promises: the scaler of torch.amp, and none of FSDP's own, sees all shards."""
-
-    def fn() -> list[tuple[bool, float]]:
-        warnings.simplefilter("ignore")  # DTensor's, on found_inf having one dimension
-        found = []
-        for overflow in (False, True):
-            model = fully_shard(nn.Linear(4, 4))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-            before = model.weight.to_local().clone()
-            if overflow and dist.get_rank() == 1:
-                model.weight.grad.to_local().fill_(torch.inf)
-            scaler.step(optimizer)
-            scaler.update()
-            found.append((torch.equal(before, model.weight.to_local()), scaler.get_scale()))
-        return found
-
-    for found in run_on_ranks(fn, world_size=2):
-        assert found == [(False, 8.0), (True, 4.0)]
-
-
-def test_the_optimizer_that_deepspeed_calls_adam() -> None:
-    def row(kind: str, **params: Any) -> str:
-        config = of_deepspeed(above={"optimizer": {"type": kind, "params": params}})
-        found = translate(config)
-        assert found.without_counterpart == []
-        return next(row.fsdp2 for row in found.rows if row.key == "optimizer")
-
-    assert row("Adam").startswith("torch.optim.AdamW,")
-    assert row("Adam", adam_w_mode=False).startswith("torch.optim.Adam,")
-    assert row("AdamW", adam_w_mode=False).startswith("torch.optim.AdamW,")
-    assert row("SGD").startswith("torch.optim.SGD,")
-    assert all(hasattr(torch.optim, name) for name in deepspeed.OPTIMIZERS)
-    assert all(hasattr(torch.optim.lr_scheduler, name) for name in deepspeed.SCHEDULERS)
-
-
-def test_parallelism_of_one_copy_is_sharded_over_all_ranks() -> None:
-    assert translate(in_dimensions(dp_shard=8)).shard_size is None
-    both = translate(in_dimensions(dp_replicate=2, dp_shard=4))
-    assert (both.copies, both.shard_size) == (2, 4)
-    assert translate({**of_accelerate(), "parallelism_config": {}}).without_counterpart == []
-
-
-def test_each_key_has_a_row_and_what_is_lost_says_why() -> None:
-    config = of_accelerate(
-        "bf16",
-        fsdp_state_dict_type="LOCAL_STATE_DICT",
-        fsdp_sync_module_states=True,
-        fsdp_forward_prefetch=False,
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(public["config"]))
+    command = launch_command_parser().parse_args(
+        ["--config_file", str(file), "--num_processes", "2", "train.py"]
     )
-    found = translate(config)
-    keys = {row.key for row in found.rows}
-    assert keys == {
-        "distributed_type",
-        "mixed_precision",
-        *(f"fsdp_config.{k}" for k in config["fsdp_config"]),
-    }
-    lost, precision = found.without_counterpart
-    assert lost.startswith("fsdp_config.fsdp_state_dict_type = 'LOCAL_STATE_DICT': no flat parameters")
-    assert "model.float() for each parameter that requires a gradient" in precision
-    assert found.state_dict == "sharded"
-    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
-    assert found.mp_policy == policy
-    assert "! fsdp_config.fsdp_state_dict_type" in str(found)
+    arguments, _, _ = _validate_launch_command(command)
+    environment = prepare_multi_gpu_env(arguments)
+    off = {"FSDP_SYNC_MODULE_STATES": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # ask for a GPU
+    for name, value in (environment | off).items():
+        if name.startswith(("FSDP", "PARALLELISM", "ACCELERATE")):
+            monkeypatch.setenv(name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plugin, sizes = FullyShardedDataParallelPlugin(), ParallelismConfig()
+    asked = public["expected"]
+    strategy = plugin.sharding_strategy.name if plugin.fsdp_version == 1 else plugin.reshard_after_forward
+    assert strategy in ((True, "FULL_SHARD") if asked["reshard_after_forward"] else (False, "SHARD_GRAD_OP"))
+    assert plugin.state_dict_type.name == f"{asked['state_dict'].upper()}_STATE_DICT"
+    assert (plugin.auto_wrap_policy is None) == (asked.get("blocks") == [])
+    assert (plugin.transformer_cls_names_to_wrap or None) == (asked.get("blocks") or None)
+    assert plugin.activation_checkpointing == asked.get("checkpointing", False)
+    offload = plugin.cpu_offload
+    assert bool(getattr(offload, "offload_params", isinstance(offload, CPUOffloadPolicy))) == asked.get(
+        "offload", False
+    )
+    assert (
+        environment["ACCELERATE_MIXED_PRECISION"]
+        == {"bfloat16": "bf16", None: "no"}[asked.get("param_dtype")]
+    )
+    assert sizes.tp_size == asked.get("tensor_parallel", 1)
+    assert sizes.dp_replicate_size == asked.get("copies", 1)
+    if "shard_size" in asked:
+        assert sizes.dp_shard_size * sizes.cp_size == asked["shard_size"]
 
 
-@pytest.mark.parametrize("reader", [accelerate, composer, deepspeed], ids=lambda reader: reader.NAME)
-def test_each_key_that_is_known_cites_its_source(reader: Any) -> None:
-    sections = [
-        value for name, value in vars(reader).items() if name in ("FSDP", "ABOVE", "ZERO", "PRECISION")
-    ]
-    keys = [key for section in sections for key in section.values()]
-    assert len(keys) > 20
-    assert all(key.source.startswith("https://") for key in keys)
+@pytest.mark.parametrize("public", OF_TRAINER, ids=lambda public: public["path"])
+def test_transformers_gives_its_plugin_the_same(public: dict[str, Any]) -> None:
+    from transformers import TrainingArguments
+
+    config, asked = public["config"], public["expected"]
+    arguments = SimpleNamespace(
+        fsdp=config.get("fsdp", True),
+        fsdp_config=dict(config.get("fsdp_config", {})),
+        activation_checkpointing=False,
+        _apply_legacy_fsdp_to_config=TrainingArguments._apply_legacy_fsdp_to_config,
+    )
+    plugin = TrainingArguments._process_fsdp_args(arguments)  # type: ignore[arg-type]
+    assert plugin["reshard_after_forward"] is asked["reshard_after_forward"]
+    assert plugin["state_dict_type"] == f"{asked['state_dict'].upper()}_STATE_DICT"
+    assert plugin["auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    if "fsdp_transformer_layer_cls_to_wrap" not in config:  # an argument that transformers 5 does not have
+        assert plugin.get("transformer_cls_names_to_wrap", "") == ",".join(asked.get("blocks", []))
+    recomputed = plugin.get("activation_checkpointing") or config.get("gradient_checkpointing", False)
+    assert bool(recomputed) == asked.get("checkpointing", False)
 
 
-def test_every_field_of_accelerates_config_is_known() -> None:
-    from accelerate.commands.config.config_args import ClusterConfig
-    from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
-
-    assert set(ClusterConfig.__dataclass_fields__) - {"fsdp_config"} <= set(accelerate.ABOVE)
-    assert set(ARGUMENT_KEY_MAPPING) <= set(accelerate.FSDP)
+def in_fsdp1(strategy: str) -> dict[str, Any]:
+    fsdp = {"fsdp_sharding_strategy": strategy, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    return {"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_config": fsdp}
 
 
 def test_what_accelerates_own_tool_drops_is_kept() -> None:
     from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
     for strategy, resharded in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False)):
-        config = of_accelerate(fsdp_sharding_strategy=strategy)
-        theirs = convert_config_to_fsdp2({**config, "fsdp_config": dict(config["fsdp_config"])})
-        assert translate(config).reshard_after_forward is resharded
+        theirs = convert_config_to_fsdp2(in_fsdp1(strategy))
+        assert translate(in_fsdp1(strategy)).reshard_after_forward is resharded
         assert translate(theirs).reshard_after_forward is resharded
-
-    hybrid = of_accelerate(fsdp_sharding_strategy="HYBRID_SHARD")
-    assert translate(hybrid).shard_size == "host"
-    assert "LOCAL_WORLD_SIZE" in translate(hybrid).code()
-    assert translate(convert_config_to_fsdp2(hybrid)).shard_size is None  # the second dimension is gone
-    unsharded = of_accelerate(fsdp_sharding_strategy="NO_SHARD")
-    assert translate(unsharded).ddp
-    assert not translate(convert_config_to_fsdp2(unsharded)).ddp  # theirs is sharded
+    assert translate(in_fsdp1("HYBRID_SHARD")).shard_size == "host"
+    assert "LOCAL_WORLD_SIZE" in translate(in_fsdp1("HYBRID_SHARD")).code()
+    assert translate(convert_config_to_fsdp2(in_fsdp1("HYBRID_SHARD"))).shard_size is None
+    assert translate(in_fsdp1("NO_SHARD")).ddp
+    assert not translate(convert_config_to_fsdp2(in_fsdp1("NO_SHARD"))).ddp  # theirs is sharded
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (of_composer(data_parallel_replicate_degree=2), "size = dist.get_world_size() // 2"),
-        (of_composer(data_parallel_replicate_degree=-1, data_parallel_shard_degree=4), "size = 4"),
-        (of_deepspeed(mics_shard_size=4), "size = 4"),
-        (of_deepspeed(zero_hpz_partition_size=8), "reshard_after_forward=8"),
-        (of_deepspeed(2), "reshard_after_forward=False"),
-        (of_deepspeed(offload_param={"device": "cpu"}), "CPUOffloadPolicy()"),
-        (of_deepspeed(above={"fp16": {"enabled": True}}), "reduce_dtype=torch.float16"),
-        (of_accelerate("fp16"), "torch.amp.GradScaler"),
-        (of_composer("amp_fp16"), "torch.amp.GradScaler"),
-        (of_composer(auto_wrap=False), "return fully_shard(model"),
-        (in_dimensions(dp_replicate=2, dp_shard=4), "size = 4"),
-        (in_dimensions(dp_replicate=2, dp_shard=4), "assert dist.get_world_size() == 8  #"),
-        (in_dimensions(dp_shard=2, cp=2, tp=2), "assert dist.get_world_size() == 8  #"),
-        (in_dimensions(dp_replicate=2, dp_shard=2, tp=2), "size = 2"),
-        (in_dimensions(dp_replicate=2, dp_shard=2, cp=3), "size = 6"),  # sharded over both
-        (in_dimensions(dp_shard=8), "options = {}\n    names"),
-    ],
-)
-def test_code_of(config: dict[str, Any], expected: str) -> None:
-    code = translate(config).code()
-    compile(code, "translated", "exec")
-    assert expected in code
+def test_every_field_of_accelerates_config_is_known() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
+
+    above = dict.fromkeys(ClusterConfig.__dataclass_fields__)
+    config = {**above, "distributed_type": "FSDP", "fsdp_config": dict.fromkeys(ARGUMENT_KEY_MAPPING)}
+    assert translate(config).without_counterpart == []
 
 
-@pytest.mark.parametrize(
-    ("config", "lost"),
-    [
-        (of_deepspeed(offload_param={"device": "nvme"}), "not to NVMe"),
-        (of_deepspeed(offload_optimizer={"device": "cpu"}), "not alone"),
-        (of_deepspeed(zero_quantized_weights=True), "does not quantize"),
-        (of_deepspeed(overlap_comm="auto"), "Trainer fills it in"),
-        (of_deepspeed(0, above={"bf16": {"enabled": True}}), "torch.autocast"),
-        (of_deepspeed(0, above={"fp16": {"enabled": True}}), "torch.amp.GradScaler scales the loss"),
-        (of_deepspeed(above={"optimizer": {"type": "OneBitAdam"}}), "compresses gradients to one bit"),
-        (of_deepspeed(above={"optimizer": {"type": "Lamb", "params": {"lr": 1}}}), "no optimizer of torch"),
-        (of_deepspeed(above={"scheduler": {"type": "WarmupLR"}}), "write it as a LambdaLR"),
-        (of_deepspeed(above={"sparse_gradients": True}), "dense gradients alone"),
-        (of_deepspeed(above={"data_types": {"grad_accum_dtype": "fp32"}}), "dtype of the sharded parameters"),
-        (in_dimensions(dp_shard=2, tp=2), "parallelize_module"),
-        (of_deepspeed(above={"tensor_parallel": {"autotp_size": 2}}), "parallelize_module"),
-        (
-            {"precision": "fp32", "fsdp_config": {}, "tp_config": {"tensor_parallel_degree": 2}},
-            "takes a plan for parallelize_module",
-        ),
-        (of_deepspeed(offload_parm={}), "no key of DeepSpeed that is known here: is offload_param"),
-        (of_deepspeed(offload_param={"to": 1}), "no key of DeepSpeed that is known here"),
-        ({"precision": "fp32", "parallelism_config": {"fsdp": {}, "ep": {}}}, "no key of Composer"),
-        (in_dimensions(dp_shard=2, ep=2), "no key of Accelerate that is known here"),
-        (of_deepspeed(above={"optimizer": {"type": "SGD", "lr": 1}}), "no key of DeepSpeed"),
-        (
-            of_deepspeed(above={"fp16": {"enabled": True}}),
-            "torch.amp.GradScaler scales the loss, in your loop",
-        ),
-        (of_accelerate("fp16"), "torch.amp.GradScaler scales the loss, in your loop"),
-        (of_composer("amp_fp16"), "torch.amp.GradScaler scales the loss, in your loop"),
-        (of_accelerate(fsdp_backward_prefetch="BACKWARD_POST"), "prefetches as BACKWARD_PRE"),
-        (in_dimensions(dp_shard=2, cp=2), "context_parallel"),
-        (in_dimensions(dp_shard=2, sp=2), "DeepSpeed's (Ulysses)"),
-        ({"precision": "fp32", "fsdp_config": {}, "tp_config": {"strategy": "ffn"}}, "parallelize_module"),
-        ({"precision": "fp32", "parallelism_config": {"fsdp": {}, "tp": {"a": 1}}}, "parallelize_module"),
-        (of_accelerate("fp8"), "no fp8"),
-        ({"fsdp_config": {}}, "add 'precision'"),
-    ],
-)
-def test_what_has_no_counterpart_is_told(config: dict[str, Any], lost: str) -> None:
-    (text,) = translate(config).without_counterpart
-    assert lost in text
+def test_optimizers_and_schedulers_of_torch_keep_their_names() -> None:
+    table = json.loads((Path(fsdp_utils.__file__).parent / "migration/tables/deepspeed.json").read_text())
+    for key, module in (("optimizer", torch.optim), ("scheduler", torch.optim.lr_scheduler)):
+        rows = [row for row in table["config"] if row["key"] == key and "{value}" in row.get("say", "")]
+        names = [name for row in rows for name in row["value"]["type"]]
+        assert len(names) > 5
+        assert all(hasattr(module, name) for name in names)
+
+
+# --- the table, files and errors
+
+
+def test_the_table_marks_what_is_lost() -> None:
+    fsdp = {"fsdp_state_dict_type": "LOCAL_STATE_DICT", "fsdp_backward_prefetch": "BACKWARD_PRE"}
+    found = translate({"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": fsdp})
+    marks = [line[0] for line in str(found).split("\n")[1:-1:2]]
+    assert str(found).startswith(
+        "Accelerate to FSDP2\n  fsdp_config.fsdp_backward_prefetch = 'BACKWARD_PRE'\n"
+    )
+    assert "".join(marks) == " ! !"
+    assert str(found).endswith("(! has no counterpart in FSDP2)")
+    lost, low = found.without_counterpart
+    assert lost.startswith("fsdp_config.fsdp_state_dict_type = 'LOCAL_STATE_DICT': no flat parameters")
+    assert low.startswith("mixed_precision = 'bf16': MixedPrecisionPolicy(")
 
 
 def test_files_are_read_and_frameworks_are_told(tmp_path: Path) -> None:
-    def file(name: str, text: str) -> Translation:
+    def file(name: str, text: str) -> str:
         (tmp_path / name).write_text(text)
-        return translate(tmp_path / name)
+        return translate(tmp_path / name).framework
 
-    assert file("a.yaml", yaml.safe_dump(of_accelerate())).framework == "Accelerate"
-    assert file("b.yml", yaml.safe_dump({"fsdp_config": {"mixed_precision": "FULL"}})).framework == "Composer"
-    assert file("c.json", json.dumps(of_deepspeed())).framework == "DeepSpeed"
-    assert translate({"bf16": {"enabled": False}}, framework="deepspeed").ddp
+    assert file("a.yaml", yaml.safe_dump(in_fsdp1("FULL_SHARD"))) == "Accelerate"
+    assert file("b.yml", yaml.safe_dump({"fsdp_config": {"mixed_precision": "FULL"}})) == "Composer"
+    assert file("c.json", json.dumps({"zero_optimization": {"stage": 3}})) == "DeepSpeed"
+    assert file("d.json", json.dumps({"transformer_layer_cls_to_wrap": ["A"]})) == "transformers"
 
 
-@pytest.mark.parametrize(
-    ("config", "framework", "said"),
-    [
-        (
-            {"model": 1},
-            None,
-            r"framework: expected a config with the key .* found 'model'",
-        ),
-        (of_deepspeed(), "megatron", r"framework: expected one of 'accelerate', .* found 'megatron'"),
-        (of_deepspeed(4), None, r"zero_optimization.stage: expected 0, 1, 2 or 3, found 4"),
-        (of_deepspeed(2, zero_hpz_partition_size=8), None, r"hpz_partition_size: expected stage 3"),
-        (
-            of_accelerate(fsdp_offload_params="yes"),
-            None,
-            r"offload_params: expected true or false, .*'yes'",
-        ),
-        (of_accelerate(fsdp_sharding_strategy="FULL"), None, r"expected one of FULL_SHARD, .* found 'FULL'"),
-        (
-            {"distributed_type": "XLA"},
-            None,
-            r"distributed_type: expected 'FSDP', 'DEEPSPEED', .* found 'XLA'",
-        ),
-        (of_composer("amp_bf8"), None, r"precision: expected fp32, amp_bf16 or amp_fp16, found 'amp_bf8'"),
-        ({"parallelism_config": {"tp": {}}}, None, r"parallelism_config: expected a section 'fsdp'"),
-        ({"parallelism_config": {"fsdp": {}}, "fsdp_config": {}}, None, r"fsdp_config: .* found both"),
-        (in_dimensions(dp_replicate=2), None, r"parallelism_config: expected dp_shard_size or cp_size above"),
-        (in_dimensions(dp_shard=0), None, r"dp_shard_size: expected a whole number from 1 on, found 0"),
-        (in_dimensions(dp_shard="2"), None, r"dp_shard_size: expected a whole number, found '2'"),
-        (in_dimensions(ep=2), None, r"parallelism_config: expected dp_shard_size or cp_size above"),
-        (of_deepspeed(above={"optimizer": "Adam"}), None, r"optimizer: expected a section with a type"),
-        (of_deepspeed(above={"scheduler": {"type": "StepLR", "params": 1}}), None, r"params to be a section"),
-    ],
-)
-def test_what_is_unknown_is_named_with_what_was_expected(
-    config: dict[str, Any], framework: str | None, said: str
-) -> None:
+def test_values_that_are_given_are_put_in() -> None:
+    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
+    assert translate(config).param_dtype is None
+    assert "given={'bf16.enabled': ...}" in translate(config).without_counterpart[0]
+    found = translate(config, given={"bf16.enabled": True, "train_batch_size": 64})
+    assert found.param_dtype == "bfloat16"
+    assert [row.key for row in found.rows if not row.has_counterpart] == ["bf16.enabled"]
+    assert config["bf16"] == {"enabled": "auto"}
+    with pytest.raises(TranslationError, match=r"given: expected keys that stand .* found 'bf16.on'"):
+        translate(config, given={"bf16.on": True})
+
+
+def test_references_within_the_config_are_followed() -> None:
+    fsdp = {"activation_checkpointing": "${variables.on}", "sharding_strategy": "${oc.env:STRATEGY}"}
+    variables = {
+        "on": True,
+        "precision": "${variables.low}",
+        "low": "amp_bf16",
+        "itself": "${variables.itself}",
+    }
+    config = {"variables": variables, "precision": "${variables.precision}", "fsdp_config": fsdp}
+    found = translate(config)
+    assert (found.param_dtype, found.checkpointing) == ("bfloat16", True)
+    (lost,) = found.without_counterpart
+    assert lost.startswith(
+        "fsdp_config.sharding_strategy = '${oc.env:STRATEGY}': its value comes from outside"
+    )
+    assert not translate(config, given={"fsdp_config.sharding_strategy": "SHARD_GRAD_OP"}).without_counterpart
+    endless = translate({**config, "precision": "${variables.itself}"})
+    assert "add 'precision'" in endless.without_counterpart[1]
+
+
+ZERO3 = {"zero_optimization": {"stage": 3}}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": 1}, r"expected a config with the key .* found 'model'"),
+    ({"zero_optimization": {"stage": 4}}, r"zero_optimization.stage: expected one of 0, 1, 2, 3, found 4"),
+    ({"zero_optimization": {"stage": "auto"}}, r"stage: expected 0, 1, 2 or 3, found 'auto'. Give it"),
+    (
+        {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}},
+        r"hpz_.*: expected stage 3 beside it",
+    ),
+    ({**ZERO3, "bf16": {"enabled": True}, "fp16": {"enabled": True}}, r"fp16.enabled: .* found both enabled"),
+    ({**ZERO3, "fp16": {"enabled": "yes"}}, r"fp16.enabled: expected one of .* found 'yes'"),
+    ({"distributed_type": "XLA"}, r"distributed_type: expected one of FSDP, .* found 'XLA'"),
+    ({"distributed_type": "FSDP", "fsdp_config": 3}, r"fsdp_config: expected a section with keys, found 3"),
+    (in_fsdp1("FULL"), r"fsdp_config.fsdp_sharding_strategy: expected one of \['FULL_SHARD', 1\], .*'FULL'"),
+    (
+        {"fsdp": True, "fsdp_config": {"offload_params": "yes"}},
+        r"offload_params: expected one of .*True.*'yes'",
+    ),
+    (
+        {"fsdp": True, "fsdp_config": "fsdp.json"},
+        r"fsdp_config: expected a section with keys, found 'fsdp.json'",
+    ),
+    ({"base_model": "x", "deepspeed": "z.json"}, r"deepspeed: expected fsdp, found DeepSpeed's settings"),
+    (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+        r"deepspeed_config_file: expected the settings themselves, .* Translate that file",
+    ),
+    ({"precision": "amp_bf8", "fsdp_config": {}}, r"precision: expected one of .* found 'amp_bf8'"),
+    ({"parallelism_config": {"tp": {}}}, r"parallelism_config: expected a section 'fsdp'"),
+    ({"fsdp_config": {"data_parallel_replicate_degree": -1}}, r"one of the two can be left open"),
+    (
+        {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_dp_replicate_size": 2}},
+        r"parallelism_config: expected dp_shard_size or cp_size above 1",
+    ),
+    (
+        {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_dp_shard_size": 0}},
+        r"dp_shard_size: expected one of .*'from': 1.*, found 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), REFUSED)
+def test_what_does_not_go_is_named_with_what_was_expected(config: dict[str, Any], said: str) -> None:
     with pytest.raises(TranslationError, match=said):
-        translate(config, framework=framework)
-
-
-def test_no_config_at_all_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="expected a dict of settings, found list"):
-        translate([])  # type: ignore[arg-type]
-    (tmp_path / "empty.yaml").write_text("")
-    with pytest.raises(TranslationError, match=r"in empty.yaml: expected a dict of settings, found NoneType"):
-        translate(tmp_path / "empty.yaml")
-    with pytest.raises(ValueError, match=r"a.toml: expected a file .json, .yaml or .yml"):
-        translate("a.toml")
-    with pytest.raises(TranslationError, match=r"^\.: expected a file, found a folder"):  # its name is empty
-        translate(".")
+        translate(config)

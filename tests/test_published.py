@@ -12,10 +12,9 @@ pytest.importorskip("yaml")
 
 import yaml
 
-from fsdp_utils.lessons.lesson import NOTEBOOKS
-from fsdp_utils.lessons.published import predict, predict_all, rows
+from benchmarks.published import FILE, left_out, predict, predict_all, rows
 
-ALL: dict[str, Any] = yaml.safe_load((NOTEBOOKS / "published.yaml").read_text(encoding="utf-8"))
+ALL: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
 
 
 def test_there_are_fifty_runs_of_six_sources_and_a_third_is_kept_apart() -> None:
@@ -26,6 +25,7 @@ def test_there_are_fifty_runs_of_six_sources_and_a_third_is_kept_apart() -> None
     assert len(apart) >= len(counted) / 3
     assert len(rows("fit")) + len(apart) == len(counted)
     assert not {row["source"] for row in apart} & {row["source"] for row in rows("fit")}
+    assert left_out("held_out") == {"float8": 4, "tensor parallel": 4, "float8; tensor parallel": 1}
 
 
 def test_every_run_says_where_it_is_from_and_what_was_assumed() -> None:
@@ -51,7 +51,7 @@ def test_every_run_says_where_it_is_from_and_what_was_assumed() -> None:
 def test_what_is_stored_for_the_lesson_is_what_plan_says() -> None:
     stored = {
         row["id"]: row
-        for row in json.loads((NOTEBOOKS / "predictions.json").read_text(encoding="utf-8"))["rows"]
+        for row in json.loads(FILE.with_name("predictions.json").read_text(encoding="utf-8"))["rows"]
     }
     counted = {row["id"]: row for row in rows()}
     assert set(stored) <= set(counted)
@@ -80,8 +80,8 @@ def test_a_verdict_is_wrong_where_it_rules_out_what_happened() -> None:
 
 def test_a_run_that_cannot_be_simulated_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     unusual = {**rows("fit")[0], "id": "unusual", "float8": True}
-    monkeypatch.setattr("fsdp_utils.lessons.published.rows", lambda _: [unusual])
+    monkeypatch.setattr("benchmarks.published.rows", lambda _: [unusual])
     assert predict_all() == (
         [],
-        ["unusual: published: the planner does not simulate this precision: float8"],
+        ["unusual: published: the planner does not simulate this setting: float8"],
     )

@@ -3,11 +3,12 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule, ShardingStrategy, StateDictType, 
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_utils.collectives import listen_to_calls
 from fsdp_utils.torch_internals import fsdp, groups, names, runtime
@@ -42,26 +42,43 @@ def a_group() -> Iterator[dist.ProcessGroup]:
 
 
 @contextmanager
-def an_fsdp1_net(ranks: int = 2, **options: Any) -> Iterator[FSDP1]:
-    """A layer of 3 x 5 and its bias, of which a fake group's rank 0 holds a part."""
+def a_fake_group(ranks: int = 2) -> Iterator[None]:
+    """This process is rank 0 of several that do not exist."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=groups.fake_store())
     try:
-        yield FSDP1(nn.Linear(5, 3), device_id=CPU, **options)
+        yield
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
+def an_fsdp1_net(**options: Any) -> Iterator[FSDP1]:
+    """A layer of 3 x 5 and its bias, of which a fake group's rank 0 holds a part."""
+    with a_fake_group():
+        yield FSDP1(nn.Linear(5, 3), device_id=CPU, **options)
+
+
+@contextmanager
 def an_fsdp2_net() -> Iterator[Any]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=groups.fake_store())
-    try:
+    with a_fake_group():
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         mesh = init_device_mesh("cpu", (2,))
         for part in (*net, net):
             fully_shard(part, mesh=mesh)
         yield net
-    finally:
-        dist.destroy_process_group()
+
+
+@contextmanager
+def spied(owner: Any, attribute: str, seen: Callable[..., None]) -> Iterator[None]:
+    """Call `seen` with the arguments of each call of the attribute, before it."""
+    original = getattr(owner, attribute)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        seen(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    with patch.object(owner, attribute, call):
+        yield
 
 
 # ---- no other file names one -----------------------------------------------------------------------
@@ -153,28 +170,20 @@ def test_no_other_file_names_a_private_name_of_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "seen"),
     [
-        "from torch._guards import detect_fake_mode",
-        "from torch.distributed.checkpoint.filesystem import _StorageInfo",
-        "from torch.distributed.fsdp import _runtime_utils as fsdp1",
-        "import torch._dynamo",
-        "torch._C._get_accelerator()",
-        "dist.distributed_c10d._world.pg_map",
-        "tensor._local_tensor",
-        "module._get_fsdp_state()._is_root",
-        "getattr(handle, '_needs_pre_backward_unshard', False)",
-        "patch.object(thing, '_same_storage', other)",
-        "importlib.import_module('torch.distributed._tools')",
+        ("from torch._guards import detect_fake_mode", True),
+        ("from torch.distributed.fsdp import _runtime_utils as fsdp1", True),
+        ("import torch._dynamo", True),
+        ("dist.distributed_c10d._world.pg_map", True),
+        ("module._get_fsdp_state()._is_root", True),
+        ("getattr(handle, '_needs_pre_backward_unshard', False)", True),
+        ("importlib.import_module('torch.distributed._tools')", True),
+        ("from torch.utils._pytree import tree_leaves\nself._own\nos._exit(1)\nx.__dict__", False),
     ],
 )
-def test_a_private_name_elsewhere_would_be_seen(line: str) -> None:
-    assert uses(line, {"_other"})
-
-
-def test_what_is_exempt_is_not_seen() -> None:
-    lines = "from torch.utils._pytree import tree_leaves\nself._own\nos._exit(1)\nx.__dict__"
-    assert uses(lines, {"_own"}) == []
+def test_a_private_name_elsewhere_would_be_seen(line: str, seen: bool) -> None:
+    assert bool(uses(line, {"_own"})) is seen
 
 
 def test_every_name_is_tested_here_and_used() -> None:
@@ -240,15 +249,6 @@ def test_fake_tensor_mode_and_detect_fake_mode() -> None:
         assert torch.empty(1 << 50).sum().shape == ()  # more than any memory
 
 
-def test_disable_current_modes_hides_operators_from_a_mode() -> None:
-    with FlopCounterMode(display=False) as counter:
-        with names.disable_current_modes():
-            torch.ones(2, 2) @ torch.ones(2, 2)
-        assert counter.get_total_flops() == 0
-        torch.ones(2, 2) @ torch.ones(2, 2)
-    assert counter.get_total_flops() == 16
-
-
 def test_record_function_fast_marks_the_profile() -> None:
     with torch.profiler.profile() as profiler, names.RecordFunctionFast("a mark"):
         torch.ones(1)
@@ -311,16 +311,13 @@ def test_fused_adamw_is_adamw() -> None:
 
 
 def test_dtensor_shapes_are_worked_out_there() -> None:
-    owner, attribute = place("dtensor_shapes")
-    original, seen = getattr(owner, attribute), []
-
-    def spy(*args: Any) -> Any:
-        seen.append(names.detect_fake_mode() is None)
-        return original(*args)
-
-    with an_fsdp2_net() as net, patch.object(owner, attribute, spy):
+    modes = []
+    with (
+        an_fsdp2_net() as net,
+        spied(*place("dtensor_shapes"), lambda *_: modes.append(names.detect_fake_mode())),
+    ):
         assert (net[0].weight.detach() * 3).shape == (4, 4)
-    assert seen
+    assert modes == [None]
 
 
 # ---- FSDP ------------------------------------------------------------------------------------------
@@ -355,30 +352,19 @@ def test_flat_says_where_each_parameter_is(views: bool) -> None:
         assert own == {"weight", "bias"}
 
 
-def test_flat_knows_what_was_tied() -> None:
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning")
+def test_flat_knows_what_was_tied_and_what_was_sharded_before() -> None:
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     net[1].weight = net[0].weight
-    dist.init_process_group("fake", rank=0, world_size=2, store=groups.fake_store())
-    try:
+    with a_fake_group():
         (info,) = fsdp.Flat(fsdp.fsdp1_flat(FSDP1(net, device_id=CPU))).tied
-    finally:
-        dist.destroy_process_group()
-    assert (info.module_name, info.param_name) == ("1", "weight")
-    assert (info.prim_module_name, info.prim_param_name) == ("0", "weight")
-
-
-@pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning")
-def test_flat_has_an_extension_for_what_was_sharded_before() -> None:
-    dist.init_process_group("fake", rank=0, world_size=2, store=groups.fake_store())
-    try:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
         net = parallelize_module(nn.Linear(4, 4, bias=False), mesh["tensor"], ColwiseParallel())
-        wrapped = FSDP1(
-            net, device_mesh=mesh["data"], sharding_strategy=ShardingStrategy.NO_SHARD, device_id=CPU
-        )
+        no_shard = ShardingStrategy.NO_SHARD
+        wrapped = FSDP1(net, device_mesh=mesh["data"], sharding_strategy=no_shard, device_id=CPU)
         assert [one is None for one in fsdp.Flat(fsdp.fsdp1_flat(wrapped)).extensions] == [False]
-    finally:
-        dist.destroy_process_group()
+    assert (info.module_name, info.param_name) == ("1", "weight")
+    assert (info.prim_module_name, info.prim_param_name) == ("0", "weight")
 
 
 def test_fsdp1_says_what_it_averages_over() -> None:
@@ -396,24 +382,16 @@ def test_fsdp1_runs_through_its_hooks() -> None:
     """Each is looked up where it is replaced, and called: once for the one unit."""
     order: list[str] = []
 
-    def spied(name: str) -> Any:
-        owner, attribute = place(name)
-        original = getattr(owner, attribute)
+    def seen(name: str, *args: Any, **_: Any) -> None:
+        if name == "fsdp1_pre_backward":
+            assert not fsdp.fsdp1_backward_has_begun(args[2])
+        order.append(name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name == "fsdp1_pre_backward":
-                assert not fsdp.fsdp1_backward_has_begun(args[2])
-            order.append(name)
-            return original(*args, **kwargs)
-
-        return patch.object(owner, attribute, call)
-
-    spies = ExitStack()
-    for name in NAMES:
-        if name.startswith("fsdp1_"):
-            spies.enter_context(spied(name))
     grad_op = ShardingStrategy.SHARD_GRAD_OP  # which looks whether its memory is allocated
-    with spies, an_fsdp1_net(use_orig_params=True, sharding_strategy=grad_op) as net:
+    with ExitStack() as spies, an_fsdp1_net(use_orig_params=True, sharding_strategy=grad_op) as net:
+        for name in NAMES:
+            if name.startswith("fsdp1_"):
+                spies.enter_context(spied(*place(name), partial(seen, name)))
         net(torch.ones(2, 5)).sum().backward()
         net.requires_grad_(False)
         net(torch.ones(2, 5, requires_grad=True)).sum().backward()
@@ -431,21 +409,14 @@ def test_fsdp1_lazy_init_does_what_the_first_forward_does_once() -> None:
 
 
 def test_fsdp2_groups_hold_parameters_and_run_through_their_methods() -> None:
-    order: list[str] = []
-
-    def spied(owner: Any, attribute: str) -> Any:
-        original = getattr(owner, attribute)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            order.append(attribute)
-            return original(*args, **kwargs)
-
-        return patch.object(owner, attribute, call)
-
+    order: set[str] = set()
     group = names.FSDPParamGroup
-    with an_fsdp2_net() as net, spied(group, "unshard"), spied(group, "wait_for_unshard"):
+    methods = [(group, name) for name in ("unshard", "wait_for_unshard", "reshard", "post_backward")]
+    with an_fsdp2_net() as net, ExitStack() as spies:
+        for owner, method in (*methods, place("fsdp2_pre_backward")):
+            spies.enter_context(spied(owner, method, lambda *_, name=method, **__: order.add(name)))
         (held,) = fsdp.fsdp2_groups(net[0])
-        assert isinstance(held, names.FSDPParamGroup)
+        assert isinstance(held, group)
         assert fsdp.fsdp2_groups(net) == []
         assert held.modules == (net[0],)
         assert [type(param) for param in held.fsdp_params] == [names.FSDPParam] * 2
@@ -458,27 +429,21 @@ def test_fsdp2_groups_hold_parameters_and_run_through_their_methods() -> None:
         assert not fsdp.fsdp2_syncs(held)
         net[0].set_requires_gradient_sync(True)
         assert not fsdp.fsdp2_is_root(net)  # nobody is, before the first forward
-        with spied(group, "reshard"), spied(group, "post_backward"), spied(*place("fsdp2_pre_backward")):
-            net(torch.ones(2, 4)).sum().backward()
+        net(torch.ones(2, 4)).sum().backward()
         assert {fsdp.fsdp2_is_root(module): module for module in net.modules()}[True] is net
         whole = fsdp.fsdp2_whole(held.fsdp_params[0])
         assert whole is not None
         assert whole.shape == (4, 4)
         assert fsdp.fsdp2_state(net[0]) is not fsdp.fsdp2_state(net[1])
-    assert {"unshard", "wait_for_unshard", "reshard", "post_backward", "_pre_backward"} == set(order)
+    assert order == {"unshard", "wait_for_unshard", "reshard", "post_backward", "_pre_backward"}
 
 
 def test_fsdp2_modules_of_a_list_have_one_state() -> None:
-    dist.init_process_group("fake", rank=0, world_size=2, store=groups.fake_store())
-    try:
+    with a_fake_group():
         a, b = nn.Linear(2, 2), nn.Linear(2, 2)
         fully_shard([a, b], mesh=init_device_mesh("cpu", (2,)))
-        assert isinstance(a, FSDPModule)
-        assert isinstance(b, FSDPModule)
         assert fsdp.fsdp2_state(a) is fsdp.fsdp2_state(b)
-        assert len(fsdp.fsdp2_groups(a)) == 1
-    finally:
-        dist.destroy_process_group()
+        assert len(fsdp.fsdp2_groups(cast("FSDPModule", a))) == 1
 
 
 @pytest.mark.parametrize(("held", "wanted"), [(None, []), ("a group", ["a group"])])
@@ -488,14 +453,12 @@ def test_fsdp2_groups_before_torch_2_12_are_one_or_none(held: str | None, wanted
 
 
 def test_fsdp2_chunks_are_made_there() -> None:
-    owner, attribute = place("fsdp2_chunks")
-    original, shapes = getattr(owner, attribute), []
+    shapes = []
 
-    def spy(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+    def seen(tensor: Tensor, num_chunks: int, dim: int) -> None:
         shapes.append((tuple(tensor.shape), num_chunks, dim))
-        return original(tensor, num_chunks, dim=dim)
 
-    with patch.object(owner, attribute, spy), an_fsdp2_net():
+    with spied(*place("fsdp2_chunks"), seen), an_fsdp2_net():
         pass
     assert ((4, 4), 2, 0) in shapes
 
@@ -555,15 +518,11 @@ def test_abort_groups_takes_one_or_all_off_the_list() -> None:
 
 
 def test_fake_store_serves_a_group_that_sends_fake_tensors() -> None:
-    dist.init_process_group("fake", rank=0, world_size=64, store=groups.fake_store())
-    try:
-        with names.FakeTensorMode():
-            out = torch.empty(64 << 40)
-            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from 2.13 on
-            gather(out, torch.empty(1 << 40))
-            assert out.shape == (64 << 40,)
-    finally:
-        dist.destroy_process_group()
+    with a_fake_group(64), names.FakeTensorMode():
+        out = torch.empty(64 << 40)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from 2.13 on
+        gather(out, torch.empty(1 << 40))
+        assert out.shape == (64 << 40,)
 
 
 # ---- tensors, modules, autograd, the profiler, the compiler, devices ---------------------------------

@@ -1,8 +1,6 @@
 """A run that is stopped, killed, damaged, or without room on its disk loses no step, and says so."""
 
 import contextlib
-import faulthandler
-import fcntl
 import os
 import re
 import signal
@@ -13,31 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import chaos
-from fsdp_utils import CheckpointError, checkpoints, get_rank, run_on_ranks
+from fsdp_utils import CheckpointError, get_rank, run_on_ranks
 from fsdp_utils.train import ConfigError, NotFinite, Progress, rows_at, train
-from tests.training_runs import (
-    STEPS,
-    after_step,
-    alone,
-    configured,
-    events,
-    metrics,
-    one_rank,
-    program,
-    run,
-)
+from tests.training_runs import STEPS, after_step, alone, configured, events, metrics, one_rank, run, saved
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def saved(out: Path) -> dict[int, Path]:
-    return checkpoints(out / "checkpoints")
 
 
 def damage(checkpoint: Path) -> None:
@@ -67,7 +50,7 @@ def scenes(out: Path) -> dict[str, Any]:
     found["damaged"] = run(out / "whole")
     found["nan"] = fails(NotFinite, "nan", "poisoned")
     found["nan loss"] = fails(NotFinite, "nan loss", "poisoned_loss", save_every=1)
-    found["another model"] = fails(CheckpointError, "whole", "wider", steps=2 * STEPS)
+    found["another model"] = fails(CheckpointError, "whole", "another_model", steps=2 * STEPS)
     return found
 
 
@@ -83,21 +66,20 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_saves_it(told: Told) -> None:
     (first, second), out = told
     step = first["stopped"].step
-    assert first["stopped"] == second["stopped"] == Progress(step, 8 * step, "SIGUSR1")
+    assert first["stopped"] == second["stopped"] == Progress(step, 8 * step, stopped=True)
     assert 3 <= step < STEPS
     assert list(saved(out / "stopped"))[-1] == step
-    assert [event["signal"] for event in events(out / "stopped", "stopped")] == ["SIGUSR1"]
+    assert [event["step"] for event in events(out / "stopped", "stopped")] == [step]
     resumed = alone(out / "stopped")  # and goes on without a seam on another number of ranks
     assert list(resumed) == list(range(1, STEPS + 1))
     assert resumed == pytest.approx(first["whole"], rel=1e-4)
 
 
-def test_damaged_checkpoints_are_set_aside_until_one_is_whole(told: Told) -> None:
+def test_damaged_checkpoints_are_passed_over_until_one_is_whole(told: Told) -> None:
     (found, _), out = told
     assert found["damaged"] == found["whole"]  # the same ranks: to the bit
     last, before = (event["error"] for event in events(out / "whole", "damaged"))
     assert (f"step-{STEPS}" in last, f"step-{STEPS - 2}" in before) == (True, True)
-    assert len([*(out / "whole" / "checkpoints").glob("damaged-*")]) == 2
     assert events(out / "whole", "started")[1]["step"] == STEPS - 4
 
 
@@ -111,11 +93,13 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks_and_stays(told: T
 def test_a_number_that_is_none_ends_the_run_on_all_ranks_and_its_samples_are_named(told: Told) -> None:
     """Sample 5 is the bad one; the checkpoints are from before."""
     (first, second), out = told
-    for name, what in (("nan", "gradient's norm"), ("nan loss", "loss")):
+    for name, norm in (("nan", "nan"), ("nan loss", r"\d\.\d+")):
         assert first[name] == second[name]
-        named = re.search(
-            rf"step (\d+): the {what} is nan; the loss of rank (\d) is nan .samples ([\d, ]+)", first[name]
+        sentence = (
+            rf"step (\d+): the loss is nan, the gradient's norm {norm}; "
+            r"the loss of rank (\d) is nan .samples ([\d, ]+)"
         )
+        named = re.match(sentence, first[name])
         assert named
         step, rank, samples = int(named[1]), int(named[2]), [int(sample) for sample in named[3].split(", ")]
         assert 5 in samples
@@ -167,7 +151,8 @@ def test_a_save_that_fails_is_told_and_ends_nothing_but_the_last(tmp_path: Path)
 def test_a_full_disk_costs_no_line_and_no_step(
     tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, few = tmp_path / "disk", {"save_every": 50, "eval_every": 50}
+    out = tmp_path / "disk"
+    few: dict[str, Any] = {"save_every": 50, "eval_every": 50}
     with chaos.small_disk(out), contextlib.ExitStack() as full:
 
         def fill() -> None:
@@ -192,46 +177,6 @@ def test_a_full_disk_costs_no_line_and_no_step(
         assert list(alone(out, steps=100, **few)) == list(range(1, 101))
 
 
-# ---- data that changes under a run -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ("cut short", "expected 40,128 bytes with hash .*, found 1,000 bytes"),
-        ("written anew", "expected 40,128 bytes with hash .*, found 40,128 bytes with hash"),
-        ("touched", None),
-        ("replaced", None),  # this one is still there for who has it open
-    ],
-)
-def test_data_that_changes_under_a_run_end_it_in_one_sentence(
-    tmp_path: Path, capfd: pytest.CaptureFixture, change: str, told: str | None
-) -> None:
-    (tmp_path / "data").mkdir()
-    file = tmp_path / "data" / "a.npy"
-    np.save(file, np.arange(20_000, dtype=np.uint16) % 256)
-
-    def act() -> None:
-        if change == "cut short":
-            os.truncate(file, 1000)
-        elif change == "written anew":
-            file.write_bytes(file.read_bytes()[:128] + bytes(40_000))
-        elif change == "touched":
-            os.utime(file, ns=(1, 1))
-        else:
-            (tmp_path / "other").write_bytes(b"")
-            (tmp_path / "other").replace(file)
-
-    arguments = [f"--data.source={tmp_path}/data", "--data.batch_size=4", "--data.seq_len=16"]
-    arguments += ["--model.config=llama-tiny", "--parallel.device=cpu", "--steps=6"]
-    with after_step(3, act):
-        assert program(f"--out={tmp_path}/run", *arguments) == (0 if told is None else 1)
-    shown = capfd.readouterr().err.strip().splitlines()[-1]
-    if told is not None:
-        assert re.match(f"rank 0: DataError: {file} changed while the run was reading it: {told}", shown)
-        assert "another --out" in shown
-
-
 # ---- asked to stop ---------------------------------------------------------------------------------
 
 
@@ -250,58 +195,28 @@ def start(out: Path, source: str, *arguments: str) -> "subprocess.Popen[str]":
     return running
 
 
-@pytest.mark.parametrize(("source", "code"), [("stuck", 70), ("long_steps", 75)])
-def test_asked_to_stop_it_saves_and_if_it_waits_in_c_ends_by_itself_in_words(
-    tmp_path: Path, source: str, code: int
-) -> None:
-    """Quick clocks: 20 s without progress pass in one of "stuck" and in half of one of "long_steps"."""
-    running = start(tmp_path, source, "--hang_s=1e5", "--timeout_s=1e5")
+def test_asked_to_stop_the_program_saves_and_ends_with_75(tmp_path: Path) -> None:
+    running = start(tmp_path, "slow")
     try:
         running.send_signal(signal.SIGTERM)
-        begun = time.monotonic()
         shown = running.communicate(timeout=60)[1]
-        assert running.returncode == code, shown[-3000:]
     finally:
         running.kill()
         running.communicate()
-    assert time.monotonic() - begun < 10
-    if code == 70:
-        assert "[rank 0] asked to stop by SIGTERM, it has not moved for" in shown
-        assert "at step 5: it ends without saving" in shown
-        assert "in forward" in shown  # the stack of what it waits in
-        assert list(saved(tmp_path))[-1] in (2, 4)
-    else:
-        assert list(saved(tmp_path))[-1] == max(metrics(tmp_path))
+    assert running.returncode == 75, shown[-3000:]
+    assert list(saved(tmp_path))[-1] == max(metrics(tmp_path))
 
 
-def test_after_a_run_signals_and_threads_are_as_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the limit is off that ends a process of which C code holds the GIL."""
-    armed: list[bool] = []
-    arm, disarm = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
-
-    def armed_later(*arguments: Any, **options: Any) -> None:
-        armed.append(True)
-        arm(*arguments, **options)
-
-    def disarmed() -> None:
-        armed.append(False)
-        disarm()
-
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", armed_later)
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", disarmed)
+def test_after_a_run_signals_and_threads_are_as_before_it(tmp_path: Path) -> None:
     signals = (signal.SIGTERM, signal.SIGUSR1)
-    before = [*map(signal.getsignal, signals), signal.set_wakeup_fd(-1)]
+    before = [*map(signal.getsignal, signals)]
     with one_rank(), after_step(2, lambda: os.kill(os.getpid(), signal.SIGUSR1)):
-        assert train(configured(tmp_path, steps=9)).stopped == "SIGUSR1"
-    assert True in armed
-    assert not armed[-1]
-    assert [*map(signal.getsignal, signals), signal.set_wakeup_fd(-1)] == before
-    limit = time.monotonic() + 10
-    while {thread.name for thread in threading.enumerate()} & {"stop", "heartbeat"}:
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+        assert train(configured(tmp_path, steps=9, hang_s=10.0, timeout_s=20.0)).stopped
+    assert [*map(signal.getsignal, signals)] == before
+    for thread in threading.enumerate():
+        if thread.name == "watchdog":
+            thread.join(timeout=30)
+            assert not thread.is_alive()
 
 
 def test_asked_at_any_moment_it_saves_and_goes_on_without_a_seam(tmp_path: Path) -> None:
@@ -323,7 +238,7 @@ def test_asked_at_any_moment_it_saves_and_goes_on_without_a_seam(tmp_path: Path)
         nonlocal in_time
         in_time = count
 
-    def stopped(out: Path, at: int) -> str | None:
+    def stopped(out: Path, at: int) -> bool:
         nonlocal watched, count, signal_at
         watched, count, signal_at = str(out), 0, at
         with one_rank():
@@ -333,13 +248,13 @@ def test_asked_at_any_moment_it_saves_and_goes_on_without_a_seam(tmp_path: Path)
 
     sys.addaudithook(happened)
     with after_step(4, four_steps):
-        assert stopped(tmp_path / "whole", 0) is None
+        assert not stopped(tmp_path / "whole", 0)
     assert in_time > 10
-    for moment in (in_time // 4, in_time // 2, in_time, (in_time + count) // 2, count - 1):
+    for moment in (1, in_time // 3, 2 * in_time // 3, in_time, (in_time + count) // 2, count - 1):
         out = tmp_path / f"at {moment}"
-        answer = stopped(out, moment)  # None: in the last step or later, and so finished
-        assert answer == "SIGTERM" or (answer is None and moment > in_time)
-        assert stopped(out, 0) is None
+        was_stopped = stopped(out, moment)  # in the last step or later it ends by itself
+        assert was_stopped or moment > in_time
+        assert not stopped(out, 0)
         for name in ("loss", "eval_loss"):
             assert metrics(out, name) == metrics(tmp_path / "whole", name), out
         assert list(metrics(out)) == [1, 2, 3, 4, 5, 6]
@@ -366,21 +281,7 @@ def test_a_second_run_in_a_directory_is_refused_until_the_first_is_gone(tmp_path
         first.kill()
         first.communicate()
     assert refused[0] == refused[1]
-    owner = f"no other run is going on, found {tmp_path} is in use by process {first.pid} on .*, since 20"
-    assert re.search(f"out: expected a directory in which {owner}.*choose another --out", refused[0])
-    begun, steps = time.monotonic(), max(metrics(tmp_path)) + 1
-    losses = alone(tmp_path, "slow", steps=steps)
-    assert time.monotonic() - begun < 5
-    assert list(losses) == list(range(1, steps + 1))
-
-
-def test_where_there_are_no_locks_it_goes_on_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    alone(tmp_path, steps=2)
-    assert "cannot be locked here (the file system has no locks)" in capfd.readouterr().err
-    assert len(events(tmp_path, "finished")) == 1
+    told = f"out: expected a directory in which no other run is going on, found one in {tmp_path}"
+    assert told in refused[0]
+    steps = max(metrics(tmp_path)) + 1
+    assert list(alone(tmp_path, "slow", steps=steps)) == list(range(1, steps + 1))

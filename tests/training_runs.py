@@ -7,21 +7,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_utils import load_distributed
-from fsdp_utils.train import ConfigError, DataConfig, OptimConfig, TrainConfig, main, train
+from fsdp_utils import checkpoints, load_distributed
+from fsdp_utils.train import DataConfig, OptimConfig, TrainConfig, main, train
 from tests import tiny_training
 
 STEPS = 40
 
 
 def configured(out: Path, source: str = "counting", **changes: Any) -> TrainConfig:
-    """A short run: of a function of tests/tiny_training.py, or of a folder; each setting by its own name."""
-    data = DataConfig(f"tests.tiny_training:{source}" if source.isidentifier() else source, batch_size=8)
+    """A short run of a function of tests/tiny_training.py; each setting by its own name."""
+    data = DataConfig(f"tests.tiny_training:{source}", batch_size=8)
     config = TrainConfig(str(out), data, optim=OptimConfig(lr=0.01, warmup=2), steps=STEPS)
     config.save_every, config.eval_every, config.keep = 2, 3, 9
     config.hang_s, config.timeout_s = 20.0, 30.0
@@ -32,18 +31,25 @@ def configured(out: Path, source: str = "counting", **changes: Any) -> TrainConf
     return config
 
 
+def lines(file: Path) -> list[dict[str, Any]]:
+    """Of a file that may just be written to, or not be there yet."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
 def metrics(out: Path, name: str = "loss") -> dict[int, float]:
-    """By step; no step may be told twice. A last line that is still being written is left out."""
-    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    found = [(line["step"], line[name]) for line in whole if name in line]
+    """By step; no step may be told twice."""
+    found = [(line["step"], line[name]) for line in lines(out / "metrics.jsonl") if name in line]
     assert len(dict(found)) == len(found)
     return dict(found)
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == kind]
+    return [line for line in lines(out / "events.jsonl") if line["event"] == kind]
+
+
+def saved(out: Path) -> dict[int, Path]:
+    return checkpoints(out / "checkpoints")
 
 
 def run(out: Path, source: str = "counting", **changes: Any) -> dict[int, float]:
@@ -65,13 +71,6 @@ def alone(out: Path, source: str = "counting", **changes: Any) -> dict[int, floa
     """Train as a single rank: the losses."""
     with one_rank():
         return run(out, source, **changes)
-
-
-def refusal(out: Path, source: str = "counting", **changes: Any) -> str:
-    """Why a single rank does not begin."""
-    with one_rank(), pytest.raises(ConfigError) as caught:
-        train(configured(out, source, **changes))
-    return str(caught.value)
 
 
 def program(*arguments: str) -> int:
@@ -102,11 +101,9 @@ def after_step(step: int, act: Callable[[], object]) -> Iterator[None]:
         hook.remove()
 
 
-def saved_optimizer(
-    out: Path, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-) -> torch.optim.Optimizer:
+def saved_optimizer(out: Path) -> torch.optim.Optimizer:
     """An optimizer with the state of a run's newest checkpoint, in this process alone."""
-    model = tiny_training.build()
-    optimizer = kind(model.parameters())
+    model = tiny_training.counting().build()
+    optimizer = torch.optim.AdamW(model.parameters())
     load_distributed(out / "checkpoints", model, optimizer)
     return optimizer

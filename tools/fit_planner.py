@@ -13,18 +13,16 @@ import math
 import statistics
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fsdp_utils.lessons.published import Prediction, predict, rows
-from fsdp_utils.planner import efficiency, planning
-from fsdp_utils.planner.roofline import time_of
+from benchmarks.published import Prediction, predict, rows
+from fsdp_utils.planner import efficiency
 
-NEVER = 1e12  # a share so high that this part takes no time
+FUSED = efficiency.of_gpu("").fused
 SHARES = [n / 200 for n in range(60, 241)]
 
 
@@ -48,17 +46,10 @@ class Run:
 
 def main() -> int:
     runs, memory = [], []
-    values: dict[str, set[Any]] = {name: set() for name in efficiency.PUBLISHED}
+    gpus: set[str] = set()
     for row in rows("fit"):
-        asked: list[Any] = []
-
-        def spy(*arguments: Any, asked: list[Any] = asked, **options: Any) -> Any:
-            asked.append((arguments, options))
-            return time_of(*arguments, **options)
-
         try:
-            with patch.object(planning, "time_of", spy):
-                found = predict(row)
+            found = predict(row)
         except ValueError as error:
             print(f"# left out: {row['id']}: {error}")
             continue
@@ -66,11 +57,9 @@ def main() -> int:
         if found.memory and not found.not_comparable:
             memory.append((row["source"], 1 / found.memory))
             shown += f" memory {found.memory:5.2f}"
-        had = {**vars(found.plan.setting), "gpu": found.plan.gpu.name, "offload": found.plan.offload}
-        for name, seen in values.items():
-            seen.add(had[name])
+        gpus.add(found.plan.gpu.name)
         if found.speed:
-            runs.append(run_of(found, asked[0]))
+            runs.append(run_of(found))
             shown += f" speed {found.speed:5.2f} of the published, as it is"
         print(shown, flush=True)
     matmul, fused = fit(runs)
@@ -84,40 +73,35 @@ def main() -> int:
             if run.source == source:
                 ratios[efficiency.kind(run.compiled)].append(run.ratio(shares, without[1]))
     print("MATMUL =", {**{name: round(share, 3) for name, share in matmul.items()}})
-    print("FUSED =", round(fused, 3))
+    print("fused:", round(fused, 3))
     print("STEP_RANGE =", {kind: middle(found) for kind, found in ratios.items()})
     print("MEMORY_RANGE =", middle([ratio for _, ratio in memory]))
-    print("PUBLISHED =", {name: tuple(sorted(seen)) for name, seen in values.items()})
+    print("PUBLISHED_GPUS =", tuple(sorted(gpus)))
     print("RUNS =", {**{kind: len(found) for kind, found in ratios.items()}, "memory": len(memory)})
     return 0
 
 
-def run_of(found: Prediction, asked: tuple[Any, Any]) -> Run:
-    """What the step consists of: how its computation changes with one share after the other."""
-    (recording, gpu, used), options = asked
-
-    def compute_s(**shares: float) -> float:
-        return time_of(recording, gpu, replace(used, **shares), **options).compute_s
-
-    products = compute_s(matmul=1.0) - compute_s(matmul=NEVER)
-    fusible = compute_s(fused=1.0) - compute_s(fused=0.0)
-    others = found.plan.step_s - products / used.matmul - fusible * used.fused
+def run_of(found: Prediction) -> Run:
+    """What the step consists of: its matrix products and what can be fused, at the published rates."""
+    timing, used = found.plan.timing, efficiency.of_gpu(found.plan.gpu.name)
+    fused = used.fused if found.plan.setting.compiled else 1.0
+    others = found.plan.step_s - timing.products_s - timing.fusible_s
     assert found.speed is not None
-    name = next(begin for begin in efficiency.MATMUL if gpu.name.startswith(begin))
+    name = next(begin for begin in efficiency.MATMUL if found.plan.gpu.name.startswith(begin))
     return Run(
         found.row["source"],
         name,
         found.plan.setting.compiled,
-        products,
+        timing.products_s * used.matmul,
         others,
-        fusible,
+        timing.fusible_s / fused,
         found.plan.step_s * found.speed,
     )
 
 
 def fit(runs: list[Run]) -> tuple[dict[str, float], float]:
     """The share of matrix products by GPU, and what torch.compile leaves, in turn until both stay."""
-    matmul, fused = dict(efficiency.MATMUL), efficiency.FUSED
+    matmul, fused = dict(efficiency.MATMUL), FUSED
     for _ in range(5):
         for name in {run.gpu for run in runs}:
             here = [run for run in runs if run.gpu == name]

@@ -32,12 +32,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from transformers import LlamaConfig
 
+from fsdp_utils import plan
 from fsdp_utils.collectives.events import COMPUTE, StepEvent
 from fsdp_utils.collectives.replay import Replay, replay
-from fsdp_utils.planner import efficiency
-from fsdp_utils.planner.gpus import find_gpu
-from fsdp_utils.planner.planning import plan
-from fsdp_utils.planner.result import Plan
+from fsdp_utils.planner import GPUS, Plan
+from fsdp_utils.planner.efficiency import of_gpu
 from fsdp_utils.planner.roofline import collective_s
 from fsdp_utils.planner.work_items import Send
 
@@ -108,7 +107,7 @@ def planned(model: str, strategy: str, checkpointing: str, at: At, micro_batches
         seq_len=at.length,
         gpu=GPU,
         strategy=strategy,
-        checkpointing=checkpointing,
+        checkpointing=None if checkpointing == "none" else checkpointing,
         micro_batches=micro_batches,
         ranks_per_host=PER_HOST,
     )
@@ -213,13 +212,11 @@ class Form:
 
     def _ring(self, event: StepEvent, ranks: int, nbytes: int) -> float:
         """The planner's time of a collective of that kind, on so many ranks in all."""
-        chip = find_gpu(GPU)
-        reached = efficiency.of_gpu(chip.name, compiled=False, attention="sdpa")
         size, per_host = ranks, min(ranks, PER_HOST)
         if self._strategy == "hybrid":
             size, per_host = (ranks // PER_HOST, 1) if event.kind == "all_reduce" else (PER_HOST, PER_HOST)
         send = Send(event.kind, "", nbytes, size, per_host)
-        return collective_s(send, chip, min(ranks, PER_HOST), reached)
+        return collective_s(send, GPUS[GPU], min(ranks, PER_HOST), of_gpu(GPU))
 
 
 def points() -> Iterator[tuple[At, int]]:

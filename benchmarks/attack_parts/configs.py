@@ -1,4 +1,4 @@
-"""Attacks on configs: of Accelerate, Composer, DeepSpeed, transformers' models and training runs."""
+"""Attacks on configs: of Accelerate, Composer, DeepSpeed and transformers' models."""
 
 import ast
 import json
@@ -69,14 +69,6 @@ GOOD: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     },
-    "train": {
-        "out": "run",
-        "steps": 10,
-        "seed": 1,
-        "data": {"source": "tests.tiny_training:small", "batch_size": 8, "seq_len": 16, "held_out": 0.1},
-        "optim": {"name": "adamw", "lr": 0.001, "betas": [0.9, 0.95], "warmup": 2, "clip": 1.0},
-        "parallel": {"strategy": "full", "precision": "fp32", "recompute": False},
-    },
 }
 
 
@@ -95,12 +87,6 @@ def prepare_transformers(folder: Path, quick: bool) -> None:
     )
     verdict = _plan(folder, json.dumps(GOOD["transformers"]))
     if verdict.outcome not in ("survived", REFUSED):
-        raise RuntimeError(f"the unchanged config: {verdict}")
-
-
-def prepare_train(folder: Path, quick: bool) -> None:
-    verdict = _parse(folder, json.dumps(GOOD["train"]).encode())
-    if verdict.outcome != "survived":
         raise RuntimeError(f"the unchanged config: {verdict}")
 
 
@@ -144,7 +130,7 @@ def _translated(name: str, folder: Path, chance: random.Random) -> Verdict:
     path.write_bytes(_text(chance, GOOD[name], str(folder / "canary"), as_yaml=as_yaml))
 
     def call() -> str:
-        found = translate(path, framework=name if chance.random() < 0.5 else None)
+        found = translate(path)
         str(found)
         return found.code()
 
@@ -185,27 +171,10 @@ def _plan(folder: Path, text: str | bytes) -> Verdict:
     )
 
 
-def _parsed(folder: Path, chance: random.Random) -> Verdict:
-    return _parse(folder, _text(chance, GOOD["train"], str(folder / "canary"), as_yaml=True))
-
-
-def _parse(folder: Path, content: bytes) -> Verdict:
-    from fsdp_utils.train.config import ConfigError, TrainConfig, parse
-
-    path = folder / "train.yaml"
-    path.write_bytes(content)
-
-    def right(found: Any) -> str:
-        return "" if isinstance(found, TrainConfig) and type(found.steps) is int else f"{found!r:.200}"
-
-    return judge(lambda: parse(["--config", str(path)]), (ConfigError,), right)
-
-
 _translate: dict[str, Callable[[Path, random.Random], Verdict]] = {
     name: partial(_translated, name) for name in ("accelerate", "composer", "deepspeed")
 }
 CONFIGS = [
     *(Attack(f"configs of {name}", prepare, attack, 500, 40) for name, attack in _translate.items()),
     Attack("config.json of transformers", prepare_transformers, _planned, 500, 2),
-    Attack("configs of train", prepare_train, _parsed, 500, 20),
 ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsdp_utils.train.group import process_group
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from benchmarks.gpu_parts import Done, Result, Setting, workload
@@ -16,7 +17,6 @@ from fsdp_utils import Memory_Maximizer
 from fsdp_utils.train import loop
 from fsdp_utils.train.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from fsdp_utils.train.data import Data, TensorRows
-from fsdp_utils.train.group import process_group
 from fsdp_utils.train.model import NAMED, build_model, flops_per_token, parallelize, peak_flops, throughput
 
 USES = (

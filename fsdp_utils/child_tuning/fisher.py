@@ -4,7 +4,7 @@ No rank ever sees another rank's values: the ranks add up histograms of the valu
 exact threshold.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_utils.child_tuning.fixed_mask import name_in_model
 from fsdp_utils.sharding.local_part import Place, as_dtensor, local, member_names, places
-from fsdp_utils.sharding.names import plain_name
 
 __all__ = ["fisher_mask"]
 
@@ -52,9 +52,8 @@ def fisher_mask(
         (parameter by parameter with flat parameters too).
 
     Raises:
-        ValueError: keep is out of range; no parameter requires gradients; there are no batches; one is None;
-            keep or the number of batches differs between ranks; a gradient is not finite. The same on all
-            ranks.
+        ValueError: keep is out of range; no parameter requires gradients; there are no batches; keep or the
+            number of batches differs between ranks; a gradient is not finite. The same on all ranks.
 
     Source: Xu et al. 2021, "Raise a Child in Large Language Model" (arXiv 2109.05687), section 2.2.2.
 
@@ -65,131 +64,117 @@ def fisher_mask(
     """
     if not 0 < keep <= 1:
         raise ValueError(f"fisher_mask: expected keep in (0, 1], found {keep}")
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = {name_in_model(name): p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("fisher_mask: no parameter of the model requires gradients.")
-    ranks = _Ranks(model, list(named.values()))
-    asked = ranks.gather(torch.tensor([keep], dtype=torch.float64).view(torch.int64))  # as bits, exactly
-    if any(other != asked[0] for other in asked):
-        found = ", ".join(f"{other.view(torch.float64).item():g}" for other in asked[:8])
+    params = list(named.values())
+    ranks = _Ranks(model, params)
+    asked = ranks.gather(torch.tensor([keep], dtype=torch.float64)).flatten().tolist()
+    if len(set(asked)) > 1:
+        found = ", ".join(f"{other:g}" for other in asked[:8])
         raise ValueError(f"fisher_mask: expected the same keep on all ranks, found {found}")
-    where = places(list(named.values()))
-    fisher = [
-        torch.zeros(place.numel - place.padding, dtype=torch.float64, device=_with_float64(local(p).device))
-        for p, place in zip(named.values(), where, strict=True)
-    ]
-    for batch in _in_step(batches, ranks):
-        model.zero_grad(set_to_none=True)
-        loss_fn(model, batch).backward()
-        for total, p in zip(fisher, named.values(), strict=True):
-            if p.grad is not None:
-                grad = local(p.grad.to_dense() if p.grad.is_sparse else p.grad)
-                grad = grad.detach().reshape(-1)[: total.numel()].to(total.device).to(total.dtype)
-                total.addcmul_(grad, grad)  # in fp32 the square of 1e20 is infinite, and that of 1e-23 is 0
-    model.zero_grad(set_to_none=True)
-
-    bad = [bool(total.isfinite().all().logical_not()) for total in fisher]
-    bad = ranks.sum(torch.tensor(bad, dtype=torch.int64)).tolist()
+    where = places(params)
+    fisher = _squared_gradients(model, batches, loss_fn, params, where, ranks)
+    bad = ranks.sum(torch.tensor([int(not total.isfinite().all()) for total in fisher])).tolist()
     if any(bad):
-        names = [plain_name(name) for name, found in zip(named, bad, strict=True) if found]
+        names = [name for name, found in zip(named, bad, strict=True) if found]
         raise ValueError(
             f"fisher_mask: expected finite gradients, found others in {', '.join(names[:3])}"
             f"{' and others' if len(names) > 3 else ''}. Lower the loss's scale, or compute in fp32 or bf16."
         )
-    masks = _largest(fisher, where, keep, ranks)
-    strip = "module." if isinstance(model, DistributedDataParallel) else ""
     result = {}
-    for (name, p), place, mask in zip(named.items(), where, masks, strict=True):
-        name = plain_name(name.removeprefix(strip))
-        if place.members:
-            for member, inner in zip(place.members, member_names(name, place), strict=True):
-                result[inner] = mask[member.start : member.start + member.numel]
-        elif isinstance(p, DTensor):
+    for name, p, place, mask in zip(named, params, where, _largest(fisher, where, keep, ranks), strict=True):
+        for member, inner in zip(place.members, member_names(name, place), strict=True):
+            result[name_in_model(inner)] = mask[member.start : member.start + member.numel]
+        if isinstance(p, DTensor):
             result[name] = as_dtensor(mask.view(local(p).shape), p)
-        else:
+        elif not place.members:
             result[name] = mask.view(p.shape)
     return result
 
 
-def _with_float64(device: torch.device) -> torch.device:
-    return torch.device("cpu") if device.type == "mps" else device
-
-
-def _in_step(batches: Iterable[Any], ranks: "_Ranks") -> Iterator[Any]:
-    """The batches, as long as all ranks have one; a rank without would leave the others waiting."""
-    given, end, iterator = 0, object(), iter(() if batches is None else batches)
+def _squared_gradients(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    params: list[nn.Parameter],
+    where: list[Place],
+    ranks: "_Ranks",
+) -> list[Tensor]:
+    """Sum the squares over the batches, for this rank's elements without padding."""
+    # in fp32 the square of 1e20 would be infinite, and that of 1e-23 would be 0; Apple's GPU has no fp64
+    devices = ["cpu" if local(p).device.type == "mps" else local(p).device for p in params]
+    fisher = [
+        torch.zeros(place.numel - place.padding, dtype=torch.float64, device=device)
+        for place, device in zip(where, devices, strict=True)
+    ]
+    given, end, iterator = 0, object(), iter(batches)
     while True:
         batch = next(iterator, end)
-        found = torch.tensor([batch is not end, batch is None], dtype=torch.int64)
-        with_one, empty = ranks.sum(found).tolist()
-        if empty:
-            raise ValueError(
-                f"fisher_mask: expected batches, found None as number {given}, counted from 0. Does the "
-                "collate function of the DataLoader return its batch?"
-            )
+        with_one = int(ranks.sum(torch.tensor(int(batch is not end))))
         if with_one == 0:
             break
-        if with_one < ranks.world_size:
+        if with_one < ranks.world_size:  # which would leave the others waiting
             raise ValueError(
                 f"fisher_mask: expected as many batches on every rank, found {with_one} of "
                 f"{ranks.world_size} ranks with more than {given}. Cut them to the same number."
             )
         given += 1
-        yield batch
+        model.zero_grad(set_to_none=True)
+        loss_fn(model, batch).backward()
+        for total, p in zip(fisher, params, strict=True):
+            if p.grad is not None:
+                grad = local(p.grad).detach().reshape(-1)[: total.numel()].to(total)
+                total.addcmul_(grad, grad)
     if given == 0:
         raise ValueError("fisher_mask: expected batches to compute gradients on, found none.")
+    model.zero_grad(set_to_none=True)
+    return fisher
 
 
 def _largest(fisher: list[Tensor], where: list[Place], keep: float, ranks: "_Ranks") -> list[Tensor]:
     """Masks of the largest fraction `keep` of all values on all ranks; each replicated value counts once."""
-    mine = [[place.offset, f.numel()] for place, f in zip(where, fisher, strict=True)]
-    spans = ranks.gather(torch.tensor(mine))
-    owned = [
-        f
-        for i, f in enumerate(fisher)
-        if f.numel() and not any(span[i, 1] > 0 and span[i, 0] == mine[i][0] for span in spans[: ranks.rank])
+    mine = torch.tensor([[place.offset, f.numel()] for place, f in zip(where, fisher, strict=True)])
+    before = ranks.gather(mine)[: ranks.rank]
+    owns = [
+        bool(n) and not any(earlier[i, 1] > 0 and earlier[i, 0] == offset for earlier in before)
+        for i, (offset, n) in enumerate(mine.tolist())
     ]
-    total = int(ranks.sum(torch.tensor([sum(f.numel() for f in owned)])))
-    wanted = max(1, round(keep * total))
-
-    # The bits of floats that are not negative are in the order of the floats. The threshold's are found 16 at
-    # a time, from above.
-    bound, wanted_ties = 0, wanted
-    for shift in (48, 32, 16, 0):
-        digit, wanted_ties = _bin_of(wanted_ties, ranks.sum(_histogram(owned, bound, shift)))
-        bound |= digit << shift
-
-    ties = [int((f.view(torch.int64) == bound).sum()) for f in fisher]
-    all_ties = ranks.gather(torch.tensor(ties))
-    masks = []
-    earlier = 0  # ties in the parameters before
-    for i, f in enumerate(fisher):
-        pairs = zip(spans, all_ties, strict=True)
-        of_part = {int(span[i, 0]): int(count[i]) for span, count in pairs if span[i, 1]}
-        before = sum(count for offset, count in of_part.items() if offset < where[i].offset)
-        mask = f.view(torch.int64) > bound
-        quota = min(max(wanted_ties - earlier - before, 0), ties[i])
-        mask[(f.view(torch.int64) == bound).nonzero()[:quota, 0]] = True
-        masks.append(mask)
-        earlier += sum(of_part.values())
+    total = int(ranks.sum(torch.tensor(sum(f.numel() for f, own in zip(fisher, owns, strict=True) if own))))
+    # The bits of floats that are not negative are in the order of the floats.
+    bits = [f.view(torch.int64) for f in fisher]
+    bound, ties = _bound(
+        [b for b, own in zip(bits, owns, strict=True) if own], max(1, round(keep * total)), ranks
+    )
+    # Of those that are equal to the bound, keep the first in the model.
+    places_of_ties, following = [], 0
+    for b, place in zip(bits, where, strict=True):
+        places_of_ties.append(2**62 - following - place.offset - (b == bound).nonzero()[:, 0])
+        following += place.shape.numel()
+    last, _ = _bound([t for t, own in zip(places_of_ties, owns, strict=True) if own], ties, ranks)
+    masks = [b > bound for b in bits]
+    for mask, b, at in zip(masks, bits, places_of_ties, strict=True):
+        mask[b == bound] = at >= last
     return masks
 
 
-def _histogram(tensors: list[Tensor], bound: int, shift: int) -> Tensor:
-    """Count the values by their 16 bits from `shift` on, of those with the same bits above as `bound`."""
-    counts = torch.zeros(2**16, dtype=torch.int64)
-    for chunk in (chunk for values in tensors for chunk in values.view(torch.int64).split(_CHUNK)):
-        upper = chunk >> shift
-        counts += torch.bincount(upper[upper >> 16 == bound >> shift >> 16] & 0xFFFF, minlength=2**16).cpu()
-    return counts
+def _bound(tensors: list[Tensor], wanted: int, ranks: "_Ranks") -> tuple[int, int]:
+    """Find the wanted-th largest of all ranks' values, and how many that equal it are among the wanted.
 
-
-def _bin_of(wanted: int, counts: Tensor) -> tuple[int, int]:
-    """The bin that holds the wanted-th largest value, and that value's place in the bin, from above."""
-    from_above = counts.flip(0).cumsum(0)
-    bin_from_above = int((from_above >= wanted).nonzero()[0])
-    above = int(from_above[bin_from_above - 1]) if bin_from_above else 0
-    return counts.numel() - 1 - bin_from_above, wanted - above
+    Its 64 bits are found 16 at a time, from above: the ranks add up histograms.
+    """
+    bound = 0
+    for shift in (48, 32, 16, 0):
+        counts = torch.zeros(2**16, dtype=torch.int64)
+        for chunk in (chunk for values in tensors for chunk in values.split(_CHUNK)):
+            upper = chunk >> shift
+            equal = upper[upper >> 16 == bound >> shift >> 16] & 0xFFFF
+            counts += torch.bincount(equal, minlength=2**16).cpu()
+        from_above = ranks.sum(counts).flip(0).cumsum(0)
+        place = int((from_above >= wanted).nonzero()[0])
+        bound |= (2**16 - 1 - place) << shift
+        wanted -= int(from_above[place - 1]) if place else 0
+    return bound, wanted
 
 
 class _Ranks:
@@ -211,10 +196,8 @@ class _Ranks:
             dist.all_reduce(values)
         return values.cpu()
 
-    def gather(self, values: Tensor) -> list[Tensor]:
-        if not self.together:
-            return [values]
-        values = values.to(self.device)
-        found = [torch.empty_like(values) for _ in range(self.world_size)]
-        dist.all_gather(found, values)
-        return [each.cpu() for each in found]
+    def gather(self, values: Tensor) -> Tensor:
+        """Stack the values of all ranks."""
+        found = values.new_zeros(self.world_size, *values.shape)
+        found[self.rank] = values
+        return self.sum(found)

@@ -147,11 +147,11 @@ def _redispatch(name: str) -> Callable[..., Any]:
     return getattr(torch.ops.c10d, name).default.redispatch
 
 
-_without_future: set[str] = set()  # kinds whose work, here, has no future to call back
-
-
 def when_done(kind: str, result: Any, callback: Callable[[], None]) -> Callable[[], bool]:
-    """Call back as soon as a collective on the CPU is over, in the thread that has ended it.
+    """Call back as soon as a collective is over.
+
+    Of one on the CPU, in the thread that has ended it; of one on a GPU, at once, with a current stream that
+    waits for it.
 
     Args:
         kind: Of the call.
@@ -174,7 +174,8 @@ def when_done(kind: str, result: Any, callback: Callable[[], None]) -> Callable[
     return work.is_completed
 
 
+_without_future: set[str] = set()  # kinds whose work, here, has no future to call back
+
+
 def _nbytes(tensors: Any) -> int:
-    if isinstance(tensors, Tensor):
-        return tensors.nbytes
-    return sum(map(_nbytes, tensors))
+    return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_nbytes, tensors))

@@ -70,28 +70,25 @@ def listen(
     torch has no public hooks for all of this. Functions inside of FSDP1 and FSDP2 (see torch_internals) run
     as before, with the listener told before and after; for other models, nothing is told.
     """
-    handles = {part: unit.name for unit in units if unit.fsdp1 for part in unit.parts}
-    groups = {part: unit.name for unit in units if not unit.fsdp1 for part in unit.parts}
-    states = {fsdp2_state(unit.modules[0]): unit.name for unit in units if not unit.fsdp1}
-    wrappers = {
-        **(_around_fsdp1(handles, listener) if handles else {}),
-        **(_around_fsdp2(groups, states, listener) if groups else {}),
-    }
-    originals = {(owner, name): getattr(owner, name) for owner, name in wrappers}
+    names: dict[Any, str] = {part: unit.name for unit in units for part in unit.parts}
+    names |= {fsdp2_state(unit.modules[0]): unit.name for unit in units if not unit.fsdp1}
     hooks: list[RemovableHandle] = []
+    replaced: list[tuple[Any, str, Any]] = []
     try:
         _hook_model(model, units, listener, hidden, hooks)
         for unit in units:
             for module in unit.modules:
                 _hook_computation(module, unit.name, listener, hidden, hooks)
-        for (owner, name), original in originals.items():
-            setattr(owner, name, hidden(wrappers[owner, name](original)))
+        for (owner, attribute), at, role in _functions({unit.fsdp1 for unit in units}):
+            original = getattr(owner, attribute)
+            replaced.append((owner, attribute, original))
+            setattr(owner, attribute, hidden(_told(original, at, role, names, listener)))
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for (owner, name), original in originals.items():
-            setattr(owner, name, original)
+        for owner, attribute, original in replaced:
+            setattr(owner, attribute, original)
 
 
 def _hook_model(
@@ -158,86 +155,56 @@ def _hook_computation(
     )
 
 
-def _around_fsdp1(handles: dict[Any, str], listener: Listener) -> dict[tuple[Any, str], Wrapper]:
-    def before_backward(_state: Any, _module: Any, handle: Any, *_: Any) -> str | None:
-        return None if fsdp1_backward_has_begun(handle) else handles.get(handle)
+def _functions(kinds: set[bool]) -> Iterator[tuple[tuple[Any, str], int, str]]:
+    """The functions inside of FSDP1 (True) and FSDP2 (False) that work for a unit.
 
-    def after_backward(_state: Any, handle: Any, *_: Any) -> str | None:
-        return handles.get(handle)
-
-    def freed(handle: Any, free_unsharded_flat_param: bool) -> str | None:
-        return handles.get(handle) if free_unsharded_flat_param else None
-
-    within = _within(listener, lambda handle, *_: handles.get(handle))
-    return {
-        (FlatParamHandle, "pre_unshard"): within,
-        (FlatParamHandle, "unshard"): within,
-        (FlatParamHandle, "reshard"): _freeing(listener, freed),
-        place("fsdp1_pre_backward"): _within(listener, before_backward, begins=True),
-        place("fsdp1_post_backward"): _within(listener, after_backward, ends=True),
-        # of a unit whose parameters are all frozen
-        place("fsdp1_post_backward_frozen"): _within(listener, after_backward, ends=True),
-    }
-
-
-def _around_fsdp2(
-    groups: dict[Any, str], states: dict[Any, str], listener: Listener
-) -> dict[tuple[Any, str], Wrapper]:
-    def group_of(group: Any, *_: Any) -> str | None:
-        return groups.get(group)
-
-    def state_of(state: Any, *_: Any) -> str | None:
-        return states.get(state)
-
-    def freed(group: Any) -> str | None:
-        return None if group.is_unsharded else groups.get(group)
-
-    within = _within(listener, group_of)
-    return {
-        (FSDPParamGroup, "unshard"): within,
-        (FSDPParamGroup, "wait_for_unshard"): within,
-        (FSDPParamGroup, "reshard"): _freeing(listener, freed),
-        (FSDPParamGroup, "post_backward"): _within(listener, group_of, ends=True),
-        place("fsdp2_pre_backward"): _within(listener, state_of, begins=True),
-    }
+    With each, which of its arguments tells the unit; and its role: the unit "begins" to compute in backward
+    after it, "ends" before it, or is "freed" by it.
+    """
+    if True in kinds:
+        yield (FlatParamHandle, "pre_unshard"), 0, ""
+        yield (FlatParamHandle, "unshard"), 0, ""
+        yield (FlatParamHandle, "reshard"), 0, "freed"
+        yield place("fsdp1_pre_backward"), 2, "begins"
+        yield place("fsdp1_post_backward"), 1, "ends"
+        yield place("fsdp1_post_backward_frozen"), 1, "ends"  # of a unit whose parameters are all frozen
+    if False in kinds:
+        yield (FSDPParamGroup, "unshard"), 0, ""
+        yield (FSDPParamGroup, "wait_for_unshard"), 0, ""
+        yield (FSDPParamGroup, "reshard"), 0, "freed"
+        yield place("fsdp2_pre_backward"), 0, "begins"
+        yield (FSDPParamGroup, "post_backward"), 0, "ends"
 
 
-def _within(
-    listener: Listener, unit_of: Callable[..., str | None], *, begins: bool = False, ends: bool = False
-) -> Wrapper:
-    """FSDP works for a unit while the function runs; after it, or until it, the unit computes in backward."""
+def _told(
+    original: Callable[..., Any], at: int, role: str, names: dict[Any, str], listener: Listener
+) -> Callable[..., Any]:
+    """The function, with the listener told before and after."""
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            unit = unit_of(*args)
-            if unit is None:
-                return original(*args, **kwargs)
-            if ends:
-                listener.end(unit, "backward")
-            listener.enter(unit)
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                listener.leave(unit)
-            if begins:
-                _begin_backward(unit, listener)
-            return result
-
-        return call
-
-    return wrapper
-
-
-def _freeing(listener: Listener, unit_of: Callable[..., str | None]) -> Wrapper:
-    """A unit's full parameters may be freed when the function has run."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        part = args[at]
+        unit = names.get(part)
+        if unit is None or (role == "begins" and fsdp1_backward_has_begun(part)):
+            return original(*args, **kwargs)
+        if role == "freed":
             result = original(*args, **kwargs)
-            if unit := unit_of(*args, **kwargs):
+            if _is_freed(part, *args[1:], **kwargs):
                 listener.freed(unit)
             return result
+        if role == "ends":
+            listener.end(unit, "backward")
+        listener.enter(unit)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            listener.leave(unit)
+        if role == "begins":
+            _begin_backward(unit, listener)
+        return result
 
-        return call
+    return call
 
-    return wrapper
+
+def _is_freed(part: Any, free_unsharded_flat_param: bool = True) -> bool:
+    """Did reshard() free the full parameters?"""
+    return free_unsharded_flat_param and not getattr(part, "is_unsharded", False)

@@ -31,30 +31,34 @@ def write_perfetto(path: str | os.PathLike[str], traces: Sequence[CollectiveTrac
 
 
 def _events(trace: CollectiveTrace) -> list[dict[str, Any]]:
-    threads: dict[tuple[str, int], float] = {}  # by kind and number: when its last event ends
+    ends: dict[tuple[str, int], float] = {}  # by thread, of a kind and a number: when its last event ends
     timed: list[dict[str, Any]] = []
     for event in sorted(trace.events, key=lambda event: event.start):
-        if event.seconds is None and event.kind != FREE:
+        if event.seconds is None:
             continue  # its end was not seen
-        end = event.start + (event.seconds or 0.0)
         number = 0  # events of one thread must not overlap
-        while threads.get((event.kind, number), 0.0) > event.start:
+        while ends.get((event.kind, number), 0.0) > event.start:
             number += 1
-        threads[event.kind, number] = end
-        place = {"pid": trace.rank, "tid": [*threads].index((event.kind, number))}
-        named = {"name": f"{event.kind} {event.module}".rstrip(), "cat": event.phase, "args": _args(event)}
-        begin = {"ts": event.start * MICROSECONDS, **place}
-        timed.append(
-            {"ph": "i", "s": "t", **begin, **named}
-            if event.kind == FREE
-            else {"ph": "X", "dur": (end - event.start) * MICROSECONDS, **begin, **named}
+        ends[event.kind, number] = event.start + event.seconds
+        shape = (
+            {"ph": "i", "s": "t"} if event.kind == FREE else {"ph": "X", "dur": event.seconds * MICROSECONDS}
         )
-    process = {"ph": "M", "pid": trace.rank, "name": "process_name", "args": {"name": f"rank {trace.rank}"}}
-    named_threads = [
-        {"ph": "M", "pid": trace.rank, "tid": tid, "name": "thread_name", "args": {"name": kind}}
-        for tid, (kind, _) in enumerate(threads)
+        timed.append(
+            {
+                **shape,
+                "ts": event.start * MICROSECONDS,
+                "tid": [*ends].index((event.kind, number)),
+                "name": f"{event.kind} {event.module}".rstrip(),
+                "cat": event.phase,
+                "args": _args(event),
+            }
+        )
+    named = [{"ph": "M", "name": "process_name", "args": {"name": f"rank {trace.rank}"}}]
+    named += [
+        {"ph": "M", "tid": thread, "name": "thread_name", "args": {"name": kind}}
+        for thread, (kind, _) in enumerate(ends)
     ]
-    return [process, *named_threads, *timed]
+    return [{"pid": trace.rank, **event} for event in named + timed]
 
 
 def _args(event: StepEvent) -> dict[str, Any]:

@@ -75,14 +75,9 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
     }
     data["id"] = "p" + hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]
     buffer = io.BytesIO()
-    plot.timelines({title: _running(run) for title, run in runs.items()}, units, until=until).savefig(
-        buffer, format="png", dpi=80
-    )
+    still = plot.timelines({title: run.running for title, run in runs.items()}, units, until=until)
+    still.savefig(buffer, format="png", dpi=80)
     return Player(data, data["alt"], buffer.getvalue())
-
-
-def _running(run: Replay) -> list[Span]:
-    return [span for span in run.spans if span.end > span.start]
 
 
 def _run(title: str, run: Replay) -> dict[str, Any]:
@@ -101,7 +96,7 @@ def _run(title: str, run: Replay) -> dict[str, Any]:
                 "end": _rounded(span.end),
                 "gradients": span.event.kind in ("reduce_scatter", "all_reduce"),
             }
-            for span in _running(run)
+            for span in run.running
         ],
         "held": {unit: _points(run.spans, unit) for unit in run.units if unit != ROOT},
     }

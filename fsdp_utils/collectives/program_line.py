@@ -13,41 +13,38 @@ import torch
 
 from fsdp_utils.torch_internals.fsdp import fsdp2_unit_of_frame
 
-_OURS, _INSTALLED, _LIBRARY, _UNIT, _GATHER_OBJECT = range(5)
+_PROGRAM, _INSTALLED, _LIBRARY, _UNIT, _GATHER_OBJECT = range(5)
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], sysconfig.get_path("stdlib"))
+)
 GATHER_OBJECT = "gather_object"  # in place of a unit: it begins with an all_gather of the sizes
 
 
-def _kind_of(code: CodeType) -> int:
-    file = code.co_filename
+@functools.cache
+def _kind_of(file: str, function: str) -> int:
     if file.endswith("_fsdp_param_group.py"):
         return _UNIT
-    if file.endswith("distributed_c10d.py") and code.co_name == GATHER_OBJECT:
+    if file.endswith("distributed_c10d.py") and function == GATHER_OBJECT:
         return _GATHER_OBJECT
-    library = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    if file.startswith("<") and not file.startswith("<ipython"):
-        return _LIBRARY
-    if file.startswith(tuple(folder + os.sep for folder in library)):
-        return _LIBRARY
-    if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file:
+    installed = any(f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages"))
+    if installed and not file.startswith(_LIBRARIES[:2]):
         return _INSTALLED
-    return _LIBRARY if file.startswith(sysconfig.get_path("stdlib") + os.sep) else _OURS
-
-
-_kinds: dict[CodeType, int] = {}
+    generated = file.startswith("<") and not file.startswith("<ipython")
+    return _LIBRARY if generated or file.startswith(_LIBRARIES) else _PROGRAM
 
 
 def find_line(frame: FrameType | None) -> tuple[CodeType | None, int, str | None]:
     """The innermost line of the program among the callers, and the unit of FSDP2 that the call is for.
 
-    GATHER_OBJECT takes the place of the unit where the call is a part of it.
+    Where the program is an installed package, its innermost line. GATHER_OBJECT takes the place of the unit
+    where the call is a part of it.
     """
     unit = None
     code, line = None, 0
     while frame is not None:
-        kind = _kinds.get(frame.f_code)
-        if kind is None:
-            kind = _kinds[frame.f_code] = _kind_of(frame.f_code)
-        if kind == _OURS:
+        kind = _kind_of(frame.f_code.co_filename, frame.f_code.co_name)
+        if kind == _PROGRAM:
             return frame.f_code, frame.f_lineno, unit
         if kind == _INSTALLED and code is None:
             code, line = frame.f_code, frame.f_lineno
@@ -59,12 +56,11 @@ def find_line(frame: FrameType | None) -> tuple[CodeType | None, int, str | None
     return code, line, unit
 
 
-@functools.lru_cache(maxsize=4096)
-def place_in_words(file: str, line: int) -> str:
-    """A line of a file as a reader knows it: the same text on all ranks and hosts."""
-    if not file:
+def place_in_words(code: CodeType | None, line: int) -> str:
+    """A line as a reader knows it: the same text on all ranks and hosts."""
+    if code is None:
         return "in backward"
-    path = Path(file)
-    in_cell = path.parent.name.startswith("ipykernel_") or file.startswith("<ipython")
-    source = linecache.getline(file, line).strip()
+    path = Path(code.co_filename)
+    in_cell = path.parent.name.startswith("ipykernel_") or code.co_filename.startswith("<ipython")
+    source = linecache.getline(code.co_filename, line).strip()
     return (f"line {line} of the cell" if in_cell else f"at {path.name}:{line}") + (source and f" `{source}`")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -23,18 +22,15 @@ from torch.optim.optimizer import (
 )
 
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls, when_done
-from fsdp_utils.collectives.device_times import DeviceTimes
+from fsdp_utils.collectives.clock import Clock, clock_of
 from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, StepEvent
 from fsdp_utils.collectives.fsdp_hooks import as_it_is, in_backward, listen
 from fsdp_utils.collectives.trace import CollectiveTrace
-from fsdp_utils.sharding.names import module_names
-from fsdp_utils.sharding.units import ROOT, Unit, find_units, parents
+from fsdp_utils.sharding.units import ROOT, find_units, parents
 from fsdp_utils.torch_internals.names import sequence_nr
 from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile
 
 _recording = False
-_OF_MESH = "mesh_"  # how init_device_mesh begins the description of a dimension's process group
-_WITHOUT_NAME = re.compile(r"dim_\d+|default")  # and how it goes on if the dimension has no name
 
 
 @contextmanager
@@ -49,13 +45,12 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     Of the computation, the model's forward and backward and the optimizer's steps are recorded, but not the
     loss, nor in backward what stands between two units.
 
-    On a GPU, times are those at which the GPU ran what was issued, read from torch's profiler when the block
-    ends; of a collective of gloo they cover only the copies. torch runs one profiler at a time. Where another
-    one is in use, or torch's profiler cannot see the device, a note says so, `start` is when the CPU issued
-    an event, and `seconds` is None.
+    On a GPU, times are those at which the GPU ran what was issued. They are set when the block ends. After an
+    exception, the GPU is not waited for: times that are not known yet are left out, and a note says so.
 
     Args:
-        model: Under fully_shard, FullyShardedDataParallel or DistributedDataParallel.
+        model: Under fully_shard, FullyShardedDataParallel or DistributedDataParallel, and not wrapped once
+            more inside the block.
         ranks_per_host: How many consecutive ranks share a host, to tell the links apart. By default what
             torchrun says (LOCAL_WORLD_SIZE); without torchrun, all ranks are on one host. Give it to see
             what another placement of the same ranks would send over which link.
@@ -65,8 +60,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
 
     Raises:
         ValueError: no part of the model is distributed, or ranks_per_host is less than 1.
-        RuntimeError: another recording is running in this process; the model was moved or wrapped again
-            inside the block (the trace is complete, but no longer tells of one model).
+        RuntimeError: another recording is running in this process.
 
     Example::
 
@@ -78,8 +72,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         # all_gather (root) 1,088 bytes
     """
     global _recording
-    names = module_names(model)
-    parts = _distributed(names)
+    parts = [m for m in model.modules() if isinstance(m, FSDP1 | FSDPModule | DistributedDataParallel)]
     if not parts:
         raise ValueError(
             "record_collectives: expected a model under fully_shard, FullyShardedDataParallel or "
@@ -95,52 +88,37 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
-    units = find_units(model, names)
-    devices = _devices(model, parts, units)
-    is_compiled = has_compiled() or any(map(is_under_compile, names))
-    hidden = torch.compiler.disable if is_compiled else as_it_is
+    units = find_units(model)
     trace = CollectiveTrace(rank, world_size, {unit.name: unit.nbytes for unit in units})
-    times = _times(trace, _compute_device(model, units))  # a GPU's
-    _recording = True
+    is_compiled = has_compiled() or any(map(is_under_compile, model.modules()))
+    hidden = torch.compiler.disable if is_compiled else as_it_is
+    # where the model computes, wherever its shards are at rest
+    clock = clock_of(units[0].parts[0].device if units else next(model.parameters()).device)
+    recorder = _Recorder(
+        trace,
+        clock,
+        ddp=any(isinstance(part, DistributedDataParallel) for part in parts),
+        parents=parents(units),
+        ranks_per_host=on_host,
+        dimensions=_dimensions(model),
+    )
+    failed, _recording = True, True
     try:
-        with times or nullcontext():
-            recorder = _Recorder(
-                trace,
-                on_host,
-                ddp=_has_ddp(parts),
-                parents=parents(units),
-                times=times,
-                dimensions=_dimensions(model),
-            )
-            try:
-                with (
-                    listen_to_calls(recorder.collective),
-                    listen(model, units, recorder, hidden),
-                    recorder.optimizer_steps(),
-                ):
-                    yield trace
-            finally:
-                recorder.close()
+        with (
+            listen_to_calls(recorder.collective),
+            listen(model, units, recorder, hidden),
+            recorder.optimizer_steps(),
+        ):
+            yield trace
+        failed = False
     except BaseException as error:
         trace.notes.append(f"the block ended early, by {type(error).__name__}: {error}")
         raise
     finally:
         _recording = False
-    if problem := _changed(model, parts, units, devices):
-        trace.notes.append(problem)
-        raise RuntimeError(
-            f"record_collectives: {problem}. What was recorded stays in the trace, but it is of two models. "
-            "Record after the model has been moved and wrapped for the last time."
-        )
-
-
-def _distributed(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those under FSDP1, FSDP2 or DDP."""
-    return [m for m in modules if isinstance(m, FSDP1 | FSDPModule | DistributedDataParallel)]
-
-
-def _has_ddp(modules: Iterable[nn.Module]) -> bool:
-    return any(isinstance(module, DistributedDataParallel) for module in modules)
+        recorder.close()
+        if note := clock.finish(failed=failed):
+            trace.notes.append(note)
 
 
 def _dimensions(model: nn.Module) -> dict[Any, str]:
@@ -153,69 +131,22 @@ def _dimensions(model: nn.Module) -> dict[Any, str]:
     return names
 
 
-def _dimension_by_description(group: Any) -> str:
-    """The name of a group's mesh dimension, from the description that init_device_mesh gave the group.
-
-    It serves FSDP1, whose parameters do not say their mesh. A dimension over all ranks has the default group,
-    whose description says nothing.
-    """
-    description = group.group_desc
-    name = description.removeprefix(_OF_MESH)
-    return "" if name == description or _WITHOUT_NAME.fullmatch(name) else name
-
-
-def _compute_device(model: nn.Module, units: list[Unit]) -> torch.device:
-    """Where the model computes, wherever its shards are at rest."""
-    return units[0].parts[0].device if units else next(model.parameters()).device
-
-
-def _times(trace: CollectiveTrace, device: torch.device) -> DeviceTimes | None:
-    """What measures when the device computes; None for the CPU, where events are timed as they are issued."""
-    if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
-        return None
-    return DeviceTimes(trace, device.type)
-
-
-def _devices(model: nn.Module, parts: list[nn.Module], units: list[Unit]) -> dict[str, str]:
-    """Where the shards of each unit are, and the parameters under DDP."""
-    devices = {f"the shards of {unit.name}": unit.device for unit in units}
-    if _has_ddp(parts):
-        devices["the parameters"] = ", ".join(sorted({str(p.device) for p in model.parameters()}))
-    return devices
-
-
-def _changed(
-    model: nn.Module, parts: list[nn.Module], units: list[Unit], devices: dict[str, str]
-) -> str | None:
-    """What has changed since the recording began, in words; None if nothing."""
-    names = module_names(model)
-    after = find_units(model, names)
-    for what, before, now in (
-        ("units with parameters", [unit.parts for unit in units], [unit.parts for unit in after]),
-        ("modules under FSDP or DDP", parts, _distributed(names)),
-    ):
-        if before != now:
-            return (
-                f"the model was wrapped again inside the block: {len(before)} {what} at its start, "
-                f"{len(now)} at its end, and not all are the same"
-            )
-    devices_now = _devices(model, parts, after)
-    for what, device in devices.items():
-        if devices_now[what] != device:
-            return (
-                f"the model was moved inside the block: {what} were on {device} at its start, and are on "
-                f"{devices_now[what]} at its end"
-            )
-    return None
-
-
 class _Piece(NamedTuple):
     """Computation of one module between two events."""
 
     start: float  # seconds since the recording began
-    mark: int  # in the profiler's record, on a GPU
+    mark: Any  # of the clock
     is_first: bool  # of its module's pieces
     nodes: int  # that autograd had made when it began
+
+
+@dataclass
+class _Sent:
+    """A collective that has been issued."""
+
+    event: StepEvent
+    begin: Any  # a mark of the clock
+    is_over: Callable[[], bool] = bool  # False until it is known how to tell
 
 
 class _Recorder:
@@ -224,19 +155,20 @@ class _Recorder:
     def __init__(
         self,
         trace: CollectiveTrace,
-        ranks_per_host: int,
+        clock: Clock,
         *,
         ddp: bool,
         parents: set[str],
-        times: DeviceTimes | None,
+        ranks_per_host: int,
         dimensions: dict[Any, str],
     ) -> None:
         self._trace = trace
-        self._ranks_per_host = ranks_per_host
+        self._clock = clock
         self._ddp = ddp  # is any part of the model under DDP?
         self._parents = parents  # modules that hold other units
-        self._times = times  # of a GPU: there the CPU issues work, and does not see when it runs
-        self._began = time.perf_counter()
+        self._ranks_per_host = ranks_per_host
+        self._dimensions = dimensions  # of a mesh, by process group
+        self._links: dict[Any, tuple[tuple[int, ...], str, str]] = {}  # by process group
         self._working_for: list[str] = []  # units that FSDP itself works for; empty while the model computes
         self._closed = False
         self._forwards = 0  # calls of the model that are running
@@ -245,10 +177,7 @@ class _Recorder:
         self._gathered: set[str] = set()
         self._buckets = 0  # that DDP has reduced in this backward pass
         self._thread = 0  # in which FSDP worked, or the model computed, last
-        # Collectives whose end may not have been seen yet, and functions that say whether they are over.
-        self._pending: list[tuple[StepEvent, Callable[[], bool]]] = []
-        self._dimensions = dimensions  # of a mesh, by process group
-        self._links: dict[Any, tuple[tuple[int, ...], str, str]] = {}  # by process group
+        self._pending: dict[int, _Sent] = {}  # collectives whose end has not been seen yet, by id
 
     def close(self) -> None:
         """Record nothing more: hooks that autograd still holds may be called after the block."""
@@ -311,7 +240,7 @@ class _Recorder:
         if unit in self._gathered:
             self._gathered.discard(unit)
             self._end_piece()
-            self._add(StepEvent(0, FREE, unit, self._phase(), start=self._now(), seconds=0.0))
+            self._add(StepEvent(0, FREE, unit, self._phase(), start=self._clock.now(), seconds=0.0))
             self._begin_piece()
 
     # what `listen_to_calls` tells
@@ -327,51 +256,35 @@ class _Recorder:
             if call.kind == "all_reduce" and not module and self._ddp and in_backward():
                 module = f"{BUCKET}{self._buckets}"  # DDP reduces its buckets in their order
                 self._buckets += 1
-        event = self._add(
-            StepEvent(
-                0,
-                call.kind,
-                module,
-                phase,
-                call.bytes_in,
-                call.bytes_out,
-                ranks,
-                link,
-                self._now(),
-                dimension=dimension,
-            )
-        )
+        event = StepEvent(0, call.kind, module, phase, call.bytes_in, call.bytes_out, ranks, link)
+        event.start, event.dimension = self._clock.now(), dimension
+        self._add(event)
         if call.kind == "all_gather" and module:
             self._gathered.add(module)
-        mark = self._times.mark() if self._times else 0
+        sent = _Sent(event, self._clock.mark())
+        self._pending[id(sent)] = sent
         result = issue()
-
-        if self._times:
-            self._times.issued(event, mark)
-        else:
-            self._pending.append((event, when_done(call.kind, result, lambda: self._ended(event))))
+        sent.is_over = when_done(call.kind, result, lambda: self._ended(sent))
         if is_ours:
             self._begin_piece()
         return result
 
     def _end_finished(self) -> None:
         """Called when FSDP goes on and has waited for what it needs: set the end of what is over."""
-        for event, is_over in self._pending:
-            if event.seconds is None and is_over():
-                self._ended(event)
-        self._pending = [pending for pending in self._pending if pending[0].seconds is None]
+        for sent in list(self._pending.values()):
+            if sent.is_over():
+                self._ended(sent)
 
-    def _ended(self, event: StepEvent) -> None:
-        if event.seconds is None:
-            event.seconds = self._now() - event.start
+    def _ended(self, sent: _Sent) -> None:
+        if self._pending.pop(id(sent), None) is not None:
+            self._clock.set_time(sent.event, sent.begin, self._clock.mark())
 
     # pieces of computation, from one event to the next
 
     def _begin_piece(self, *, is_first: bool = False) -> None:
         if self._working_for or not self._computing:
             return  # nothing is computed now
-        mark = self._times.mark() if self._times else 0
-        self._piece = _Piece(self._now(), mark, is_first, sequence_nr())
+        self._piece = _Piece(self._clock.now(), self._clock.mark(), is_first, sequence_nr())
 
     def _end_piece(self, *, is_last: bool = False) -> None:
         """End the current piece of computation; record it if anything was computed in it."""
@@ -394,20 +307,14 @@ class _Recorder:
             return
         if phase == "forward":
             phase = self._phase()  # backward, where activation checkpointing computes it again
-        event = self._add(StepEvent(0, COMPUTE, module, phase, start=piece.start))
-        if self._times:
-            self._times.issued(event, piece.mark)
-        else:
-            event.seconds = self._now() - piece.start
+        event = StepEvent(0, COMPUTE, module, phase, start=piece.start)
+        self._add(event)
+        self._clock.set_time(event, piece.mark, self._clock.mark())
 
-    def _add(self, event: StepEvent) -> StepEvent:
+    def _add(self, event: StepEvent) -> None:
         if not self._closed:
             event.order = len(self._trace.events)
             self._trace.events.append(event)
-        return event
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._began
 
     def _phase(self) -> str:
         if in_backward():
@@ -421,6 +328,6 @@ class _Recorder:
         if group not in self._links:
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
             hosts = {rank // self._ranks_per_host for rank in ranks}
-            name = self._dimensions.get(group) or _dimension_by_description(group)
+            name = self._dimensions.get(group, "")
             self._links[group] = (ranks, BETWEEN if len(hosts) > 1 else WITHIN, name)
         return self._links[group]

@@ -9,16 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from fsdp_utils._extras import need
-from fsdp_utils.collectives.events import (
-    BETWEEN,
-    BUCKET,
-    COMPUTE,
-    FREE,
-    WITHIN,
-    Span,
-    StepEvent,
-    peak_units,
-)
+from fsdp_utils.collectives.events import BUCKET, COMPUTE, FREE, Span, StepEvent, peak_units
 from fsdp_utils.sharding.units import ROOT
 
 GIB = 2**30
@@ -52,6 +43,11 @@ class Replay:
         return max((span.end for span in self.spans), default=0.0)
 
     @property
+    def running(self) -> list[Span]:
+        """The spans of what takes time."""
+        return [span for span in self.spans if span.end > span.start]
+
+    @property
     def compute_s(self) -> float:
         """Seconds in which something is computed."""
         return sum(span.end - span.start for span in self.spans if span.event.kind == COMPUTE)
@@ -60,10 +56,9 @@ class Replay:
     def exposed_s(self) -> float:
         """Seconds in which something is sent and nothing is computed."""
         changes: Counter[tuple[float, bool]] = Counter()  # by moment and stream: begun, less ended
-        for span in self.spans:
-            if span.end > span.start:
-                changes[span.start, span.event.is_collective] += 1
-                changes[span.end, span.event.is_collective] -= 1
+        for span in self.running:
+            changes[span.start, span.event.is_collective] += 1
+            changes[span.end, span.event.is_collective] -= 1
         exposed, running = 0.0, {True: 0, False: 0}
         for (moment, is_sent), (until, _) in pairwise([*sorted(changes), (0.0, False)]):
             running[is_sent] += changes[moment, is_sent]
@@ -85,10 +80,9 @@ class Replay:
             ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
         need("matplotlib", "notebooks")
-        from fsdp_utils.collectives.plot import timeline  # here, as matplotlib may not be installed
+        from fsdp_utils.collectives.plot import timelines  # here, as matplotlib may not be installed
 
-        running = [span for span in self.spans if span.end > span.start]
-        return timeline(running, self.units, title=title, until=until, one_communication_lane=True)
+        return timelines({title: self.running}, self.units, until=until)
 
 
 def replay(
@@ -97,7 +91,6 @@ def replay(
     units: Sequence[str] = (),
     compute_s: float | Mapping[str, float] | None = None,
     link_gib_s: float | Mapping[str, float] | None = None,
-    latency_s: float = 0.0,
     issue_s: float = 0.0,
     limit_units: int | None = 2,
 ) -> Replay:
@@ -109,7 +102,11 @@ def replay(
 
     The text of `CollectiveTrace.replay` describes the rules, the other arguments and the errors.
     """
-    _check(compute_s, link_gib_s, latency_s, issue_s, limit_units)
+    given = [issue_s]
+    for numbers in (compute_s, link_gib_s):
+        given += numbers.values() if isinstance(numbers, Mapping) else [numbers or 0.0]
+    if min(given) < 0:
+        raise ValueError(f"replay: expected no number below 0, found {min(given)}")
     shares = _shares(events)
     cpu = computed = sent = 0.0  # when the CPU, and each stream, is free again
     gathered: dict[str, float] = {}  # when a unit's full parameters are there
@@ -129,7 +126,7 @@ def replay(
             end = computed = max(cpu, end)
         elif event.is_of_the_model:
             start = max(cpu, computed)  # it follows the one before it: that one, too, was waited for
-            end = computed = start + _sending(event, link_gib_s, latency_s)
+            end = computed = start + _sending(event, link_gib_s)
         else:
             start = max(cpu, sent)
             if event.kind == "all_gather" and event.module:
@@ -137,33 +134,11 @@ def replay(
                     start = max(start, freed.pop(0))
             else:
                 start = max(start, computed)
-            end = sent = start + _sending(event, link_gib_s, latency_s)
+            end = sent = start + _sending(event, link_gib_s)
             if event.kind == "all_gather":
                 gathered[event.module] = end
         spans.append(Span(event, start, end))
     return Replay(tuple(spans), tuple(units), peak_units(list(events)))
-
-
-def _check(
-    compute_s: float | Mapping[str, float] | None,
-    link_gib_s: float | Mapping[str, float] | None,
-    latency_s: float,
-    issue_s: float,
-    limit_units: int | None,
-) -> None:
-    computes = compute_s.values() if isinstance(compute_s, Mapping) else [compute_s or 0.0]
-    if min([*computes, latency_s, issue_s]) < 0:
-        raise ValueError(
-            "replay: expected compute_s, latency_s and issue_s of at least 0, found "
-            f"{compute_s}, {latency_s} and {issue_s}"
-        )
-    speeds = link_gib_s.values() if isinstance(link_gib_s, Mapping) else [link_gib_s]
-    if any(speed is not None and speed <= 0 for speed in speeds):
-        raise ValueError(f"replay: expected link_gib_s above 0, found {link_gib_s}")
-    if latency_s and link_gib_s is None:
-        raise ValueError("replay: latency_s is added to what link_gib_s gives; expected both or none")
-    if limit_units is not None and limit_units < 1:
-        raise ValueError(f"replay: expected limit_units of at least 1, or None, found {limit_units}")
 
 
 def _shares(events: Sequence[StepEvent]) -> dict[int, float]:
@@ -208,19 +183,11 @@ def _computing(event: StepEvent, seconds: float | Mapping[str, float], shares: M
     return of_unit * shares[event.order] * {"forward": 1.0, "backward": BACKWARD}.get(event.phase, 0.0)
 
 
-def _sending(event: StepEvent, link_gib_s: float | Mapping[str, float] | None, latency_s: float) -> float:
+def _sending(event: StepEvent, link_gib_s: float | Mapping[str, float] | None) -> float:
     if link_gib_s is None:
         return _recorded(event, "link_gib_s")
-    if isinstance(link_gib_s, Mapping):
-        if event.link not in link_gib_s:
-            raise ValueError(
-                f'replay: expected a speed for links "{event.link}", found {sorted(link_gib_s)}. The names '
-                f'of links are "{WITHIN}" and "{BETWEEN}".'
-            )
-        speed = link_gib_s[event.link]
-    else:
-        speed = link_gib_s
-    return latency_s + event.sent_bytes / GIB / speed
+    speed = link_gib_s[event.link] if isinstance(link_gib_s, Mapping) else link_gib_s
+    return event.sent_bytes / GIB / speed
 
 
 def _recorded(event: StepEvent, argument: str) -> float:

@@ -59,19 +59,20 @@ class CollectiveTrace:
         All bytes of a collective across hosts count as between hosts, though some pass from one rank to
         another on the same host: an upper bound of what crosses the link.
         """
-        total: dict[str, float] = {}
-        for event in self.collectives:
-            total[event.link] = total.get(event.link, 0.0) + event.sent_bytes
-        return total
+        return self._sent_by("link")
 
     def sent_bytes_by_dimension(self) -> dict[str, float]:
         """Bytes that this rank has to send (`StepEvent.sent_bytes`) along each mesh dimension, by its name.
 
         Collectives of process groups that belong to no dimension with a name are under "".
         """
+        return self._sent_by("dimension")
+
+    def _sent_by(self, attribute: str) -> dict[str, float]:
         total: dict[str, float] = {}
         for event in self.collectives:
-            total[event.dimension] = total.get(event.dimension, 0.0) + event.sent_bytes
+            key = getattr(event, attribute)
+            total[key] = total.get(key, 0.0) + event.sent_bytes
         return total
 
     def order(self, phase: str | None = None) -> list[str]:
@@ -91,28 +92,25 @@ class CollectiveTrace:
 
         The column of dimensions is left out where no process group belongs to a dimension with a name.
         """
-        rows: dict[tuple[Any, ...], list[float]] = {}
+        rows: dict[tuple[str, ...], list[float]] = {}
         for event in self.collectives:
-            key = (event.kind, event.phase, event.dimension, len(event.ranks), event.link)
+            key = (event.kind, event.phase, event.dimension, str(len(event.ranks)), event.link)
             row = rows.setdefault(key, [0, 0.0, 0.0])
             row[0] += 1
             row[1] += event.bytes / MIB
             row[2] += event.sent_bytes / MIB
-        head = ("collective", "phase", "dimension", "ranks", "link", "count", "MiB", "MiB sent")
-        cells: list[tuple[str, ...]] = [head]
-        for key, (count, full, sent) in rows.items():
-            cells.append((*map(str, key), str(int(count)), f"{full:.3f}", f"{sent:.3f}"))
-        words = (0, 1, 2, 4)  # to the left; numbers to the right
-        if not any(event.dimension for event in self.collectives):
-            cells, words = [(*row[:2], *row[3:]) for row in cells], (0, 1, 3)
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i in words else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
+        table = [("collective", "phase", "dimension", "ranks", "link", "count", "MiB", "MiB sent")]
+        table += [
+            (*key, f"{count:.0f}", f"{mib:.3f}", f"{sent:.3f}") for key, (count, mib, sent) in rows.items()
         ]
+        columns = [*zip(*table, strict=True)]
+        if not any(event.dimension for event in self.collectives):
+            del columns[2]
+        for i, column in enumerate(columns):
+            numbers = column[0] in ("ranks", "count", "MiB", "MiB sent")
+            width = max(map(len, column))
+            columns[i] = tuple(cell.rjust(width) if numbers else cell.ljust(width) for cell in column)
+        lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
         title = f"rank {self.rank} of {self.world_size}: {len(self.collectives)} collectives"
         return "\n".join([title, *lines, *(f"note: {note}" for note in self.notes)])
 
@@ -129,14 +127,15 @@ class CollectiveTrace:
             ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
         need("matplotlib", "notebooks")
-        from fsdp_utils.collectives.plot import timeline  # here, as matplotlib may not be installed
+        from fsdp_utils.collectives.plot import timelines  # here, as matplotlib may not be installed
 
         spans = [
             Span(event, event.start, event.start + event.seconds)
             for event in self.events
             if event.kind != FREE and event.seconds is not None
         ]
-        return timeline(spans, list(self.unit_bytes), title=f"rank {self.rank}, recorded")
+        title = f"rank {self.rank}, recorded"
+        return timelines({title: spans}, list(self.unit_bytes), one_communication_lane=False)
 
     def to_perfetto(self, path: str | os.PathLike[str], *others: CollectiveTrace) -> None:
         """Write a file that https://ui.perfetto.dev and chrome://tracing open, to zoom and to search.
@@ -159,7 +158,6 @@ class CollectiveTrace:
         *,
         compute_s: float | Mapping[str, float] | None = None,
         link_gib_s: float | Mapping[str, float] | None = None,
-        latency_s: float = 0.0,
         issue_s: float = 0.0,
         limit_units: int | None = 2,
     ) -> Replay:
@@ -181,7 +179,6 @@ class CollectiveTrace:
             link_gib_s: GiB/s at which a rank sends: one number, or by link ("within a host", "between
                 hosts"). A collective takes `StepEvent.sent_bytes` divided by it. None: as long as it was
                 recorded.
-            latency_s: Seconds that each collective takes besides; only with link_gib_s.
             issue_s: Seconds that the CPU takes to issue the computation of a unit in forward, and twice that
                 in backward. It begins with the first kernel, and is not over before the last one is issued.
             limit_units: An all-gather waits until the unit is done that was freed that many units before, as
@@ -191,15 +188,14 @@ class CollectiveTrace:
             A `Replay`.
 
         Raises:
-            ValueError: a number is negative, a speed or the limit is not positive, a link has no speed, or a
-                duration is wanted that was not recorded.
+            ValueError: a number is negative, or a duration is wanted that was not recorded.
+            KeyError: a link has no speed.
         """
         return replay(
             self.events,
             units=list(self.unit_bytes),
             compute_s=compute_s,
             link_gib_s=link_gib_s,
-            latency_s=latency_s,
             issue_s=issue_s,
             limit_units=limit_units,
         )

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_utils._extras import need
 from fsdp_utils.checkpoint import CheckpointNotFoundError, PerRank, load_distributed, save_distributed
-from fsdp_utils.integrations.memory import numbers_of
-from fsdp_utils.integrations.rng import rng_state, set_rng_state
+from fsdp_utils.integrations.state import numbers_of, rng_state, set_rng_state
 from fsdp_utils.memory import Memory_Maximizer, MemoryReport
 
 if TYPE_CHECKING:
@@ -66,13 +65,11 @@ class MemoryCallback(Callback):
 class CheckpointCallback(Callback):
     """Saves the training of `Trainer.fit()` with `save_distributed`, and resumes it, on any number of ranks.
 
-    A checkpoint holds the model, optimizers, learning rate schedules, gradient scaler, the progress of the
-    loops (`global_step`, epoch, batch), the callbacks' states, and each rank's random number generators;
-    no hyperparameters, and nothing of `on_save_checkpoint`. `fit()` of a new Trainer begins with the newest
-    checkpoint in the directory. Within an epoch it reads the epoch's earlier batches again and drops them:
-    the data loader needs no state (Lightning warns that it has none), but an order that depends on the epoch
-    alone, as that of `fsdp_utils.sampler(dataset)` does. Positions are counted in batches: on another number
-    of ranks, change each rank's batch size such that the batch of all ranks stays the same.
+    A checkpoint holds model, optimizers, learning rate schedules, gradient scaler, the progress of the loops
+    (`global_step`, epoch, batch), the callbacks' states, and each rank's random number generators. `fit()` of
+    a new Trainer begins with the newest checkpoint in the directory. Within an epoch it reads the epoch's
+    earlier batches again and drops them: the order of the data has to depend on the epoch alone, as that of
+    `fsdp_utils.sampler(dataset)` does. On another number of ranks, keep the batch of all ranks the same.
 
     Args:
         directory: as for `save_distributed`.
@@ -81,7 +78,7 @@ class CheckpointCallback(Callback):
         keep: as for `save_distributed`.
 
     Raises:
-        ValueError: every_n_steps is below 1; or `fit(ckpt_path=...)` is to load another checkpoint.
+        ValueError: `fit(ckpt_path=...)` is to load another checkpoint.
 
     Example::
 
@@ -94,10 +91,6 @@ class CheckpointCallback(Callback):
         self, directory: str | os.PathLike[str], *, every_n_steps: int, keep: int | None = None
     ) -> None:
         need("lightning.pytorch", "lightning")
-        if every_n_steps < 1:
-            raise ValueError(
-                f"CheckpointCallback: expected every_n_steps of at least 1, found {every_n_steps}"
-            )
         self._directory, self._every, self._keep = directory, every_n_steps, keep
         self._resumed: dict[str, Any] | None = None
 

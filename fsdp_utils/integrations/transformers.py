@@ -10,25 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fsdp_utils._extras import need
-from fsdp_utils.checkpoint import (
-    CheckpointError,
-    PerRank,
-    Save,
-    checkpoints,
-    load_distributed,
-    save_distributed,
-)
-from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
-from fsdp_utils.checkpoint.files import local_path
+from fsdp_utils.checkpoint import CheckpointError, PerRank, checkpoints, load_distributed, save_distributed
 from fsdp_utils.checkpoint.load import read_state
 from fsdp_utils.distributed.agreement import agree
 from fsdp_utils.distributed.identity import get_world_size
-from fsdp_utils.integrations.memory import numbers_of
-from fsdp_utils.integrations.rng import rng_state, set_rng_state
+from fsdp_utils.integrations.state import numbers_of, rng_state, set_rng_state
 from fsdp_utils.memory import Memory_Maximizer, MemoryReport
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainerState
     from transformers.trainer_callback import ExportableState
 else:
     TrainerCallback = need("transformers", "train").TrainerCallback
@@ -63,7 +53,7 @@ class MemoryCallback(TrainerCallback):
         self.report: MemoryReport | None = None
         self._options = options
 
-    def on_train_begin(self, args: "TrainingArguments", state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._micro_batches = 1  # what came before may have ended within a step, as where memory ran out
         self._memory = Memory_Maximizer(**{"device": args.device.type, **self._options})
         self._memory.start()
@@ -71,12 +61,12 @@ class MemoryCallback(TrainerCallback):
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._micro_batches += 1
 
-    def on_step_end(self, args: Any, state: "TrainerState", control: Any, **_: Any) -> None:
-        assert state.train_batch_size is not None  # of this rank; auto_find_batch_size may have changed it
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # train_batch_size is this rank's; auto_find_batch_size may have changed it
         self._memory.update(samples=state.train_batch_size * self._micro_batches)
         self._micro_batches = 1
 
-    def on_log(self, args: Any, state: "TrainerState", control: Any, **given: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         logs = given["logs"]
         if "train_runtime" in logs:  # the last line of train(), which all ranks write
             self.report = self._memory.stop()
@@ -87,21 +77,18 @@ class MemoryCallback(TrainerCallback):
 class CheckpointCallback(TrainerCallback):
     """Saves a Trainer's training with `save_distributed` whenever the Trainer would save, and resumes it.
 
-    A checkpoint holds model, optimizer, learning rate schedule, scaler, the Trainer's state, and the state of
-    the random number generators of each rank. It replaces the Trainer's own `checkpoint-<step>` folders,
-    whose FSDP form by default is one full copy on rank 0. `save_strategy`, `save_steps` and
-    `save_total_limit` of the TrainingArguments apply.
+    A checkpoint holds model, optimizer, learning rate schedule, scaler, the Trainer's state, and each rank's
+    random number generators. It replaces the Trainer's own `checkpoint-<step>` folders, whose FSDP form by
+    default is one full copy on rank 0. `save_strategy`, `save_steps` and `save_total_limit` apply.
 
     Args:
         trainer: gets this callback.
         directory: as for `save_distributed`.
-        asynchronous: write in the background.
         ignore_frozen_params: save what is trained, such as the adapters of a peft model, and not the rest.
 
     Raises:
         ValueError: the Trainer is to load its best model at the end or to upload what it saves, which it can
             with its own folders only; or it trains with DeepSpeed.
-        CheckpointError: the directory is a URL, or begins with ~.
 
     Example::
 
@@ -112,22 +99,21 @@ class CheckpointCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        trainer: "Trainer",
-        directory: str | os.PathLike[str],
-        *,
-        asynchronous: bool = False,
-        ignore_frozen_params: bool = False,
+        self, trainer: "Trainer", directory: str | os.PathLike[str], *, ignore_frozen_params: bool = False
     ) -> None:
-        if found := _needs_own_checkpoints(trainer):
+        args = trainer.args
+        refused = {
+            "load_best_model_at_end": args.load_best_model_at_end,
+            'push_to_hub without hub_strategy="end"': args.push_to_hub and args.hub_strategy != "end",
+            "DeepSpeed": trainer.is_deepspeed_enabled,
+        }
+        if found := [name for name, is_on in refused.items() if is_on]:
             raise ValueError(
                 "CheckpointCallback: expected a Trainer that does without checkpoints of its own, which this "
-                f"callback replaces, found {found}"
+                f"callback replaces, found {', '.join(found)}"
             )
         self._trainer: Any = trainer
-        self._directory = local_path(directory)
-        self._asynchronous, self._trained_only = asynchronous, ignore_frozen_params
-        self._save_in_flight: Save | None = None
+        self._directory, self._trained_only = directory, ignore_frozen_params
         self._resuming: tempfile.TemporaryDirectory[str] | None = None
         self._rng: dict[str, Any] | None = None  # to be restored before the first step
         trainer.add_callback(self)
@@ -149,14 +135,13 @@ class CheckpointCallback(TrainerCallback):
             checkpoint: the training then begins at step 0.
 
         Raises:
-            CheckpointError: the newest checkpoint is damaged, or was not saved by this callback; or a save
-                in the background failed; or a rank did not call this.
+            CheckpointError: the newest checkpoint is damaged, or was not saved by this callback; or a rank
+                did not call this.
         """
-        wait_for_save_in_flight()  # of a training that raised
         # One rank looks, for all: another may see the directory later, and find an older checkpoint or none.
         ranks = agree("CheckpointCallback.newest", dict, error=CheckpointError, topic="newest")
         with ranks.guard():
-            found = ranks.first(lambda: _newest(self._directory))
+            found = ranks.first(self._newest)
         ranks.close()
         if found is None:
             return None
@@ -164,6 +149,20 @@ class CheckpointCallback(TrainerCallback):
         self._resuming = tempfile.TemporaryDirectory(prefix="trainer-state-")
         Path(self._resuming.name, "trainer_state.json").write_text(text)
         return self._resuming.name
+
+    def _newest(self) -> tuple[int, str] | None:
+        """Return step and Trainer's state, as JSON, of the newest checkpoint; None where there is none."""
+        there = checkpoints(self._directory)
+        if not there:
+            return None
+        step = max(there)
+        state = read_state(there[step])
+        if "trainer" not in state:
+            raise CheckpointError(
+                f"{there[step]}: expected a checkpoint that CheckpointCallback saved, found one with the "
+                f"state {sorted(state)}"
+            )
+        return step, state["trainer"]
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
@@ -186,18 +185,14 @@ class CheckpointCallback(TrainerCallback):
         self._resuming = None
 
     # The Trainer fetches the batches that it skips between these two: they draw random numbers.
-    def on_epoch_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: Any, **_: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.ignore_data_skip or state.epoch == int(state.epoch):
-            self._restore_rng()
+            self.on_step_begin(args, state, control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._restore_rng()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._save_in_flight is not None:
-            self._save_in_flight.wait()
+        if self._rng is not None:
+            set_rng_state(self._rng)
+            self._rng = None
 
     def _save(self) -> None:
         trainer = self._trainer
@@ -210,13 +205,12 @@ class CheckpointCallback(TrainerCallback):
         if get_world_size() > 1:
             dist.broadcast_object_list(text)
         scaler, limit = getattr(trainer.accelerator, "scaler", None), trainer.args.save_total_limit
-        self._save_in_flight = save_distributed(
+        save_distributed(
             self._directory,
             trainer.model,
             trainer.optimizer,
             step=trainer.state.global_step,
             keep=limit if limit and limit > 0 else None,  # a Trainer deletes nothing for 0 and less
-            asynchronous=self._asynchronous,
             ignore_frozen_params=self._trained_only,
             state={
                 "scheduler": trainer.lr_scheduler.state_dict(),
@@ -225,32 +219,3 @@ class CheckpointCallback(TrainerCallback):
             },
             per_rank={"rng": rng_state()},
         )
-
-    def _restore_rng(self) -> None:
-        if self._rng is not None:
-            set_rng_state(self._rng)
-            self._rng = None
-
-
-def _newest(directory: Path) -> tuple[int, str] | None:
-    """Return step and Trainer's state, as JSON, of the newest checkpoint; None where there is none."""
-    there = checkpoints(directory)
-    if not there:
-        return None
-    step, checkpoint = list(there.items())[-1]
-    state = read_state(checkpoint)
-    if "trainer" not in state:
-        raise CheckpointError(
-            f"{checkpoint}: expected a checkpoint that CheckpointCallback saved, found one with the "
-            f"state {sorted(state)}"
-        )
-    return step, state["trainer"]
-
-
-def _needs_own_checkpoints(trainer: Any) -> str:
-    """The setting with which a Trainer reads or uploads its own checkpoints, "" where there is none."""
-    if trainer.args.load_best_model_at_end:
-        return "load_best_model_at_end=True"
-    if trainer.args.push_to_hub and trainer.args.hub_strategy != "end":
-        return f'push_to_hub=True without hub_strategy="end" (it is {str(trainer.args.hub_strategy)!r})'
-    return "DeepSpeed" if trainer.is_deepspeed_enabled else ""

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fsdp_utils.distributed.agreement import Ranks, agree
-from fsdp_utils.memory.device_stats import GIB, DeviceStats, Reading, count_since, device_stats
-from fsdp_utils.memory.recovery import StepFailed, StepOutOfMemory, is_out_of_memory, recover, run_together
+from fsdp_utils.memory.device_stats import GIB, DeviceStats, device_stats
+from fsdp_utils.memory.recovery import StepFailed, is_out_of_memory, recover, run_together
 
 _TIMED_STEPS = 3
 _MARGIN = 0.02  # less speed than that is not worth a smaller batch size
@@ -24,7 +23,7 @@ class Trial:
         outcome: "ok", "retries" or "OOM".
         samples_per_s: of all ranks together, in the fastest step; None after OOM.
         seconds_per_step: of the fastest step, on the slowest rank; None after OOM.
-        max_reserved_gib: on the fullest rank; None where the device does not say.
+        max_reserved_gib: on the fullest rank; None after OOM.
         num_alloc_retries: on all ranks together; None where the device does not count them.
     """
 
@@ -60,10 +59,14 @@ class BatchSizeSearch:
         return max((size for size, speed in speeds.items() if speed >= (1 - _MARGIN) * fastest), default=None)
 
     def __str__(self) -> str:
-        rows = [("batch size", "samples/s", "s/step", "reserved GiB", "retries", "")]
-        rows += [self._row(trial) for trial in sorted(self.trials, key=lambda trial: trial.batch_size)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        lines = ["batch size  samples/s  s/step  reserved GiB  retries"]
+        for trial in sorted(self.trials, key=lambda trial: trial.batch_size):
+            line = f"{trial.batch_size:>10}  "
+            if trial.samples_per_s is not None:
+                retries = "-" if trial.num_alloc_retries is None else trial.num_alloc_retries
+                line += f"{trial.samples_per_s:>9.2f}  {trial.seconds_per_step:>6.4f}  "
+                line += f"{trial.max_reserved_gib:>12.2f}  {retries:>7}  "
+            lines.append(line + ("best" if trial.batch_size == self.best else trial.outcome))
         if self.best is None:
             lines.append("Best: none. Every batch size that was tried had retries or ran out of memory.")
         else:
@@ -71,19 +74,6 @@ class BatchSizeSearch:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _row(self, trial: Trial) -> tuple[str, ...]:
-        def show(value: float | None, digits: int) -> str:
-            return "-" if value is None else f"{value:.{digits}f}"
-
-        return (
-            str(trial.batch_size),
-            show(trial.samples_per_s, 2),
-            show(trial.seconds_per_step, 4),
-            show(trial.max_reserved_gib, 2),
-            show(trial.num_alloc_retries, 0),
-            "best" if trial.batch_size == self.best else trial.outcome,
-        )
 
 
 def find_batch_size(
@@ -117,15 +107,13 @@ def find_batch_size(
 
     Raises:
         ValueError: start or limit make no sense.
-        RuntimeError: the search cannot continue; the text holds what it has found so far. The arguments
-            differ between ranks, a rank does not answer within 30 s, or within 300 s in a trial. Or a model
-            cannot be reset: FSDP1, and FSDP2 in a torch without `FSDPModule.reset_iter_state` (DDP raises by
-            itself, in its next step). Or one of several ranks ran out of memory in a timed step, after
-            untimed ones that succeeded; its peers may then wait in a collective until it ends, or until the
-            process group's own timeout.
-        Exception: what `step` raises, other than for lack of memory (torch.OutOfMemoryError, MemoryError, and
-            the RuntimeErrors of CUDA, its libraries and the CPU's allocator that say so). Other ranks raise
-            a RuntimeError that names the rank.
+        RuntimeError: the search cannot go on, or the step raises one; the text holds what was found so far.
+            The arguments differ between ranks, a rank does not answer, the step failed on another rank, or a
+            model cannot be reset: FSDP1, and FSDP2 before torch 2.13 (DDP raises by itself, in its next
+            step). Or one of several ranks ran out of memory in a timed step, after two that went well; its
+            peers then wait until it ends, or until the process group's timeout.
+        Exception: what else `step` raises, other than for lack of memory (torch.OutOfMemoryError,
+            MemoryError, and RuntimeErrors of CUDA, its libraries and the CPU's allocator that say so).
 
     Example::
 
@@ -139,12 +127,8 @@ def find_batch_size(
         batch_size = search.best
     """
     stats = device_stats(device)
-    numbers = [start] if limit is None else [start, limit]
-    if not all(type(number) is int for number in numbers) or not 1 <= numbers[0] <= numbers[-1]:
-        raise ValueError(
-            "find_batch_size: expected whole numbers with 1 <= start <= limit, "
-            f"found start={start!r}, limit={limit!r}"
-        )
+    if start < 1 or (limit is not None and limit < start):
+        raise ValueError(f"find_batch_size: expected 1 <= start <= limit, found start={start}, limit={limit}")
     if stats.kind == "process" and limit is None:
         raise ValueError(
             "find_batch_size: on the CPU pass limit=: the system kills a process that uses too much memory"
@@ -160,14 +144,13 @@ def find_batch_size(
     try:
         good, bad, size = 0, None, start
         while size is not None:
-            trial = _try(step, size, stats, ranks)
-            trials.append(trial)
-            if trial.outcome == "ok":
+            trials.append(_try(step, size, stats, ranks))
+            if trials[-1].outcome == "ok":
                 good = size
             else:
                 bad = size
             size = _next(good, bad, limit)
-    except StepFailed as error:
+    except RuntimeError as error:
         found = BatchSizeSearch(tuple(trials))
         raise RuntimeError(f"{error} Found so far:\n{found}") from error
     finally:
@@ -185,18 +168,33 @@ def _next(good: int, bad: int | None, limit: int | None) -> int | None:
 
 def _try(step: Callable[[int], object], size: int, stats: DeviceStats, ranks: Ranks) -> Trial:
     stats.empty_cache()  # blocks that trials of other sizes left in the cache would not fit this one
+    seconds: list[float] = []
+    timed = False
     try:
         run_together(ranks, lambda: step(size))  # fills the allocator's cache
         before = stats.read()
         run_together(ranks, lambda: step(size))  # from the second step on, memory is as in all later ones
-        seconds, after = _timed(step, size, stats, ranks)
-    except StepOutOfMemory as error:
+        stats.synchronize()
+        timed = True  # from here on failures are not exchanged, which would take time
+        for _ in range(_TIMED_STEPS):
+            begun = stats.now()
+            step(size)
+            stats.synchronize()
+            seconds.append(stats.now() - begun)
+        after = stats.read()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if timed and ranks.world_size > 1:
+            raise StepFailed(
+                f"find_batch_size: out of memory at batch size {size} in a timed step, though two like it "
+                "went well: timed steps do not exchange failures, so the ranks are now at different places."
+            ) from error
         recover(error)
         stats.empty_cache()
         return Trial(size, "OOM")
-    retries = count_since(before.retries, after.retries)
-    with ranks.guard():
-        all_ranks: list[Any] = ranks.all(lambda: (seconds, after.reserved, retries))
+    retries = None if before.retries is None or after.retries is None else after.retries - before.retries
+    all_ranks = ranks.all(lambda: (seconds, after.reserved, retries))
     times, reserved, retried = zip(*all_ranks, strict=True)
     fastest = min(map(max, zip(*times, strict=True)))  # each step is as slow as its slowest rank
     return Trial(
@@ -204,30 +202,6 @@ def _try(step: Callable[[int], object], size: int, stats: DeviceStats, ranks: Ra
         outcome="retries" if any(retried) else "ok",
         samples_per_s=ranks.world_size * size / fastest,
         seconds_per_step=fastest,
-        max_reserved_gib=None if None in reserved else max(reserved) / GIB,
+        max_reserved_gib=max(reserved) / GIB,
         num_alloc_retries=None if None in retried else sum(retried),
     )
-
-
-def _timed(
-    step: Callable[[int], object], size: int, stats: DeviceStats, ranks: Ranks
-) -> tuple[list[float], Reading]:
-    """Seconds of each timed step, and the memory after them."""
-    seconds = []
-    try:
-        stats.synchronize()
-        for _ in range(_TIMED_STEPS):
-            begun = stats.now()
-            step(size)
-            stats.synchronize()
-            seconds.append(stats.now() - begun)
-        return seconds, stats.read()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        if ranks.world_size == 1:
-            raise StepOutOfMemory("out of memory") from error
-        raise StepFailed(
-            f"find_batch_size: out of memory at batch size {size} in a timed step, though two like it went "
-            "well: timed steps do not exchange failures, so the ranks are now at different places."
-        ) from error

@@ -4,13 +4,12 @@ A device that is almost full still runs, but slower: when an allocation fails, t
 its cached blocks and asks the device again (a retry). Nothing reports it unless it is counted.
 """
 
-from types import TracebackType
-
 import torch
 
 from fsdp_utils.distributed.agreement import agree
-from fsdp_utils.distributed.identity import get_world_size
-from fsdp_utils.memory.device_stats import DeviceStats, count_since, device_stats
+from fsdp_utils.distributed.identity import get_rank, get_world_size
+from fsdp_utils.memory.advice import known_sum
+from fsdp_utils.memory.device_stats import DeviceStats, device_stats
 from fsdp_utils.memory.report import MemoryReport, RankMemory, Step
 
 _WAIT_S = 10.0  # how long stop() waits for the other ranks
@@ -24,8 +23,7 @@ class Memory_Maximizer:
     others wait for 10 seconds, and each reports its own memory and says so.
 
     It resets the device's peak statistics, which belong to the whole process: read peaks from the report, not
-    from `torch.cuda.max_memory_allocated()`. Several may measure at the same time, such as one for each step
-    inside one for the epoch: each has its own peaks and counts.
+    from `torch.cuda.max_memory_allocated()`, and measure one thing at a time.
 
     Args:
         device: what to measure; None for the current accelerator, or the CPU where there is none. On the CPU
@@ -74,15 +72,15 @@ class Memory_Maximizer:
         Raises:
             RuntimeError: start() was not called before.
         """
-        stats = self._measuring("update")
-        self._steps.append(self._step(stats, samples))
+        step = self._step(samples)
+        self._steps.append(step)
 
     def stop(self) -> MemoryReport:
         """End the measurement, gather the ranks' results, and print the report.
 
         Returns:
-            The report over all ranks. `rank` and `history` are this rank's, the rest is the same on all. A
-            second call returns the same report.
+            The report over all ranks. `history` has this rank's steps, the rest is the same on all. A second
+            call returns the same report.
 
         Raises:
             RuntimeError: start() was not called before.
@@ -95,65 +93,67 @@ class Memory_Maximizer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         if self._stats is not None:
             self._finish(error)
 
-    def _measuring(self, method: str) -> DeviceStats:
+    def _measuring(self) -> DeviceStats:
         if self._stats is None:
-            raise RuntimeError(
-                f"Memory_Maximizer.{method}() before start(): call start() before the first step"
-            )
+            raise RuntimeError("Memory_Maximizer: call start() before the first update(), and before stop()")
         return self._stats
 
-    def _step(self, stats: DeviceStats, samples: int | None) -> Step:
+    def _step(self, samples: int | None) -> Step:
+        stats = self._measuring()
         before, self._before = self._before, stats.read()
         last, self._last = self._last, stats.now()
+        retries, ooms = self._before.retries, self._before.ooms
         return Step(
-            reserved=self._before.reserved,
-            allocated=self._before.allocated,
-            live=self._before.live,
-            retries=count_since(before.retries, self._before.retries),
-            ooms=count_since(before.ooms, self._before.ooms),
+            *self._before[:3],
+            retries=None if retries is None else retries - (before.retries or 0),
+            ooms=None if ooms is None else ooms - (before.ooms or 0),
             seconds=self._last - last,
             samples=samples,
         )
 
     def _finish(self, error: BaseException | None = None) -> MemoryReport:
-        stats = self._measuring("stop")
-        self._stats = None
-        waiting = stats.now()
+        stats, steps, waiting = self._measuring(), self._steps, self._measuring().now()
         if error is None:
             stats.synchronize()
         # What was still under way belongs to the steps; what the host did since the last update() does not.
         seconds = self._last - self._begun + stats.now() - waiting
-        after = self._step(stats, None)  # memory that was used since the last step counts, too
-        mine = RankMemory.of(stats, self._steps, after, seconds)
-        if error is None:
-            ranks, notes = _exchange(mine)
-        else:
-            # The others may never come to their stop(), and the device may be stuck in a kernel that waits
-            # for them: wait for neither.
-            ranks, notes = [mine], [f"rank {mine.rank} only: {type(error).__name__} ended it"]
-        if stats.remark:
-            notes.append(stats.remark)
-        self.report = MemoryReport(
-            tuple(ranks), get_world_size(), tuple(self._steps), mine.rank, tuple(notes)
+        seen = [*steps, self._step(None)]  # memory that was used since the last step counts, too
+        self._stats = None
+        mine = RankMemory(
+            rank=get_rank(),
+            device=stats.name,
+            kind=stats.kind,
+            total=stats.total,
+            reserved=max(step.reserved for step in seen),
+            allocated=max((step.allocated for step in seen if step.allocated is not None), default=None),
+            live=steps[-1].live if steps else None,
+            retries=known_sum(step.retries for step in seen),
+            ooms=known_sum(step.ooms for step in seen),
+            steps=len(steps),
+            seconds=seconds,
+            samples=known_sum(step.samples for step in steps) if steps else None,
         )
+        # After an exception the others may never come to their stop(): wait for nobody.
+        ranks, alone = _of_all_ranks(mine) if error is None else ([mine], f"{type(error).__name__} ended it")
+        notes = [f"rank {mine.rank} only: {alone}"] if alone else []
+        notes += [stats.remark] if stats.remark else []
+        self.report = MemoryReport.of(ranks, get_world_size(), steps, notes)
         if self._verbose and ranks[0].rank == mine.rank:
             print(self.report)
         return self.report
 
 
-def _exchange(mine: RankMemory) -> tuple[list[RankMemory], list[str]]:
-    """The results of all ranks; where one does not come, this rank's, and a note that says so."""
+def _of_all_ranks(mine: RankMemory) -> tuple[list[RankMemory], str]:
+    """Gather the results of all ranks; if one does not come, return this rank's, and why."""
     try:
         ranks = agree("Memory_Maximizer.stop", dict, error=RuntimeError, topic="memory", wait_s=_WAIT_S)
         with ranks.guard():
             results = ranks.all(lambda: mine)
         ranks.close()
     except RuntimeError as error:
-        return [mine], [f"rank {mine.rank} only: {error}"]
-    return results, []
+        return [mine], str(error)
+    return results, ""

@@ -18,12 +18,9 @@ from fsdp_utils.torch_internals.fsdp import fsdp2_is_root
 
 # RuntimeErrors that mean the same as torch.OutOfMemoryError: of the CUDA runtime ("CUDA error: out of
 # memory"), of CUDA's libraries (CUBLAS_STATUS_ALLOC_FAILED), of torch's allocator for the CPU.
-_OUT_OF_MEMORY_WORDS = (
-    "out of memory",
-    "_STATUS_ALLOC_FAILED",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-)
+_OUT_OF_MEMORY_WORDS = ("out of memory", "_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: ")
+
+_FINE, _OUT_OF_MEMORY, _FAILED = 0, 1, 2  # how a rank does in the step
 
 
 class StepFailed(RuntimeError):
@@ -35,8 +32,8 @@ class StepOutOfMemory(StepFailed):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Did this rank run out of memory, on the device or on the host?"""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    """Did a rank run out of memory, on the device or on the host?"""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | StepOutOfMemory):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY_WORDS)
 
@@ -48,28 +45,21 @@ def run_together(ranks: Ranks, step: Callable[[], object]) -> None:
     all have begun the same collectives, and the process group remains usable. Every rank must issue the same
     number of collectives, as data parallel training does.
 
-    Args:
-        ranks: of `agree`, with StepFailed for their error.
-        step: the training step.
-
     Raises:
         StepOutOfMemory: it ran out of memory on some rank; `recover` makes the model usable again.
-        StepFailed: it failed otherwise on another rank, or a rank is gone.
+        StepFailed: it failed otherwise on another rank.
         Exception: what the step raised on this rank.
     """
     check = _CheckBeforeCollectives(ranks)
     try:
         with check:
             step()
-    except Exception as error:
-        if check.failure is not None:
-            raise check.failure from None
-        if is_out_of_memory(error):
-            check.exchange(StepOutOfMemory("out of memory"))
-        with suppress(StepFailed):  # this rank's own error is the news, not how the others take it
-            check.exchange(error)
+    except StepFailed:
         raise
-    check.exchange()  # others may have failed after their last collective
+    except Exception as error:
+        check.exchange(_OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED)
+        raise
+    check.exchange(_FINE)  # others may have failed after their last collective
 
 
 class _CheckBeforeCollectives(TorchDispatchMode):
@@ -79,8 +69,8 @@ class _CheckBeforeCollectives(TorchDispatchMode):
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
-        self.failure: StepFailed | None = None
         self._ranks = ranks
+        self._found = [_FINE]  # by rank
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -88,31 +78,24 @@ class _CheckBeforeCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace and not func.__name__.startswith("wait"):
-            self.exchange()
+            self.exchange(_FINE)
         return func(*args, **(kwargs or {}))
 
-    def exchange(self, problem: Exception | None = None) -> None:
-        """Report success or a problem of this rank to the others; raise what any rank has reported."""
-
-        def report() -> None:
-            if problem is not None:
-                raise problem
-
-        if self.failure is None:
-            try:
-                with self._ranks.guard():
-                    self._ranks.each(report)
-            except StepFailed as error:
-                self.failure = error
-        if self.failure is not None:  # also when the step has caught it and goes on
-            raise self.failure
+    def exchange(self, mine: int) -> None:
+        """Tell the other ranks how this one does; raise if any rank has failed, but not its own failure."""
+        if not any(self._found):  # else the step has caught it and goes on
+            self._found = self._ranks.numbers(mine)
+        if _FAILED in self._found and mine != _FAILED:
+            raise StepFailed(f"find_batch_size: the step failed on rank {self._found.index(_FAILED)}.")
+        if _OUT_OF_MEMORY in self._found and mine != _FAILED:
+            raise StepOutOfMemory("find_batch_size: out of memory")
 
 
 def recover(error: BaseException) -> None:
-    """Reset the models of this process after an exception has stopped a training step.
+    """Reset the models of this process after an exception has stopped a training step on all ranks.
 
-    Call it on every rank that has stopped. It drops the variables of the exception's frames, the gradients of
-    all tensors of this process, and the state of FSDP2's units.
+    It drops the variables of the exception's frames, the gradients of all tensors of this process, and the
+    state of FSDP2's units.
 
     Raises:
         StepFailed: there is a model that cannot be reset: FSDP1 that was interrupted, or FSDP2 in a torch
@@ -135,19 +118,16 @@ def recover(error: BaseException) -> None:
     for parameter in _alive(FSDPParam):
         # reset_iter_state leaves them [torch 2.13], and the next backward would add to them
         parameter.unsharded_accumulated_grad = None
-    for module in _alive(FSDPModule):
-        if not fsdp2_is_root(module):  # only a root can be reset, and there is none before the first forward
-            continue
-        if not hasattr(module, "reset_iter_state"):
-            raise StepFailed(
-                f"find_batch_size: torch {torch.__version__} cannot reset an FSDP2 model after an exception: "
-                "it has no FSDPModule.reset_iter_state."
-            )
-        module.reset_iter_state()
-    if any(module.training_state.name != "IDLE" for module in _alive(FullyShardedDataParallel)):
+    roots = [module for module in _alive(FSDPModule) if fsdp2_is_root(module)]
+    if any(module.training_state.name != "IDLE" for module in _alive(FullyShardedDataParallel)) or (
+        roots and not hasattr(FSDPModule, "reset_iter_state")
+    ):
         raise StepFailed(
-            "find_batch_size: an FSDP1 model cannot be reset after an exception; an FSDP2 model can."
+            "find_batch_size: an FSDP1 model cannot be reset after an exception. An FSDP2 model can, from "
+            f"torch 2.13 on; this is torch {torch.__version__}."
         )
+    for root in roots:
+        root.reset_iter_state()
 
 
 def _alive(kind: type) -> list[Any]:

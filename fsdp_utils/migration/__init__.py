@@ -1,7 +1,7 @@
 """Translate a config of Accelerate, transformers, axolotl, Composer or DeepSpeed to FSDP2.
 
-`translate` reads the config. What it returns holds the settings, the Python to write, and what became of each
-key. Nothing is dropped in silence: a setting that FSDP2 has no counterpart for is named, with the reason.
+`translate` reads the config. Its result holds the settings, the Python to write, and what became of each key:
+a setting without a counterpart in FSDP2 is named, with the reason. The keys are rows of tables/*.json.
 """
 
 from fsdp_utils._lazy import attach

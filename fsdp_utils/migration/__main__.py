@@ -8,25 +8,19 @@ file cannot be translated.
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 from typing import Any
 
 from fsdp_utils._commands import new_parser, run
-from fsdp_utils.migration.config import READERS, translate
-from fsdp_utils.migration.values import TranslationError
+from fsdp_utils.migration.config import translate
+from fsdp_utils.migration.translation import TranslationError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 0, or 2 where there is no translation."""
     parser = new_parser("fsdp_utils.migration", __doc__)
     parser.add_argument("file", metavar="FILE", help="the config: .json, .yaml or .yml")
-    parser.add_argument(
-        "--framework",
-        choices=READERS,
-        help="whose config it is; transformers stands for axolotl too. Without it the file's keys tell",
-    )
     parser.add_argument(
         "--given",
         action="append",
@@ -35,20 +29,14 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="KEY=VALUE",
         help='a value that the file leaves open ("auto", ${...}), by the key in the table; may be repeated',
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--code", action="store_true", help="print the Python alone")
-    what.add_argument("--json", action="store_true", help="print settings, rows and Python as JSON")
+    parser.add_argument("--code", action="store_true", help="print the Python alone")
     options = parser.parse_args(arguments)
     try:
-        found = translate(options.file, framework=options.framework, given=dict(options.given))
+        found = translate(options.file, given=dict(options.given))
     except (TranslationError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    if options.json:
-        content = {**dataclasses.asdict(found), "without_counterpart": found.without_counterpart}
-        print(json.dumps({**content, "code": found.code()}, default=str))
-    else:
-        print(found.code() if options.code else f"{found}\n\n{found.code()}", end="")
+    print(found.code() if options.code else f"{found}\n\n{found.code()}", end="")
     return 0
 
 

@@ -1,19 +1,45 @@
-"""What a config asks for, in FSDP2's terms: settings, the Python to write, and a row for each key."""
+"""What a config asks for, in FSDP2's terms."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fsdp_utils.migration.values import TranslationError, shown
+MOST_SHOWN = 400  # characters of a value in a message
+MASTERS = [
+    "# model.float() for what is trained: 16-bit weights would round small steps away",
+    "for parameter in model.parameters():",
+    "    if parameter.requires_grad:",
+    "        parameter.data = parameter.data.float()",
+]
+WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+# the import that a program needs where it uses a name
+IMPORTS = {
+    "os.environ": "import os",
+    "torch.": "import torch",
+    "dist.": "import torch.distributed as dist",
+    "transformer_block_classes": "from fsdp_utils import transformer_block_classes",
+    "checkpoint_wrapper": f"from {WRAPPER} import checkpoint_wrapper",
+    "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
+    "parallelize_module": "from torch.distributed.tensor.parallel import parallelize_module",
+    "DistributedDataParallel": "from torch.nn.parallel import DistributedDataParallel",
+}
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-# where the rows' sources are
-FSDP2 = "https://docs.pytorch.org/docs/2.13/distributed.fsdp.fully_shard.html"
-GUIDE = "https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html"
-TITAN = "https://github.com/pytorch/torchtitan/blob/00293cb7d0a8916b1401d694edc6f0002e99fd5c/docs/fsdp.md"
-STATE_DICT = "https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html"
-HOST = "host"
+class TranslationError(ValueError):
+    """A config that cannot be translated: names the key, what was expected and what was found.
+
+    Example::
+
+        try:
+            translate({"zero_optimization": {"stage": 4}})
+        except TranslationError as error:
+            print(error)  # zero_optimization.stage: expected one of 0, 1, 2, 3, found 4
+    """
+
+
+def shown(value: Any) -> str:
+    """A value of a config for a message: quoted, on one line, and cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 @dataclass(frozen=True)
@@ -77,139 +103,93 @@ class Translation:
     rows: list[Row] = field(default_factory=list)
 
     @property
-    def mp_policy(self) -> "MixedPrecisionPolicy":
-        """What `fully_shard` is given as mp_policy."""
-        import torch
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        if self.param_dtype is None or self.reduce_dtype is None:
-            return MixedPrecisionPolicy()
-        param, reduce = getattr(torch, self.param_dtype), getattr(torch, self.reduce_dtype)
-        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-
-    @property
     def without_counterpart(self) -> list[str]:
         """What FSDP2 does not do, in words."""
-        return [
-            f"{row.key} = {shown(row.value)}: {row.fsdp2}" for row in self.rows if not row.has_counterpart
-        ]
+        lost = (row for row in self.rows if not row.has_counterpart)
+        return [f"{row.key} = {shown(row.value)}: {row.fsdp2}" for row in lost]
 
     def code(self) -> str:
         """The Python to write: a function `shard_model(model)`, called before the optimizer is built.
 
         With tensor parallelism it is `shard_model(model, tp_plan)`: the plan names a style for each layer.
         """
-        imports: set[str] = set()
-        body = []
-        if self.masters and self.param_dtype is not None:
-            body = [
-                "# model.float() for what is trained: 16-bit weights would round small steps away",
-                "for parameter in model.parameters():",
-                "    if parameter.requires_grad:",
-                "        parameter.data = parameter.data.float()",
-            ]
-            if self.ddp:  # BatchNorm, for one, takes its statistics in the dtype of its weights alone
-                body += [
-                    "for module in model.modules():  # and the buffers beside them",
-                    "    if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):",
-                    "        for buffer in module.buffers(recurse=False):",
-                    "            if buffer.is_floating_point():",
-                    "                buffer.data = buffer.data.float()",
-                ]
-        body += [] if self.ddp else self._options(imports)
-        in_blocks = []
+        masters = self.masters and self.param_dtype is not None
+        if self.ddp:
+            last = "return DistributedDataParallel(model, gradient_as_bucket_view=True)"
+            body = ["model.float()  # 16-bit weights would round small steps away"] if masters else []
+            body += [*self._units(), last]
+        else:
+            last = "return fully_shard(model, **options)  # the root, with what is left over"
+            body = [*(MASTERS if masters else []), *self._options(), *self._units(), last]
+        text = "\n".join(f"    {line}" for line in body)
+        imports = [line for name, line in IMPORTS.items() if name in text]
+        if not self.ddp:
+            of_fsdp = ("CPUOffloadPolicy", "MixedPrecisionPolicy", "fully_shard")
+            names = ", ".join(name for name in of_fsdp if name in text)
+            imports.append(f"from torch.distributed.fsdp import {names}")
+        imports.sort(key=lambda line: (line.startswith("from"), line))
+        arguments = "model, tp_plan" if self.tensor_parallel > 1 and not self.ddp else "model"
+        return "\n".join([*imports, "", "", f"def shard_model({arguments}):", text]) + "\n"
+
+    def _units(self) -> list[str]:
+        lines = []
         if self.checkpointing:
-            module = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-            imports.add(f"from {module} import checkpoint_wrapper")
-            in_blocks += ["block = checkpoint_wrapper(block)", "model.set_submodule(name, block)"]
+            lines += ["block = checkpoint_wrapper(block)", "model.set_submodule(name, block)"]
         if not self.ddp:
             reshard = f"reshard_after_forward={self.reshard_after_forward}"
-            in_blocks.append(f"fully_shard(block, {reshard}, **options)")
-        if in_blocks and self.blocks != ():
-            body += [
-                self._names(imports),
-                "for name, block in reversed(list(model.named_modules())):  # from the inside out",
-                "    if type(block).__name__ in names:",
-                *(f"        {line}" for line in in_blocks),
-            ]
-        if self.ddp:
-            imports.add("from torch.nn.parallel import DistributedDataParallel")
-            body.append("return DistributedDataParallel(model, gradient_as_bucket_view=True)")
-        else:
-            body.append("return fully_shard(model, **options)  # the root, with what is left over")
-        plain = sorted(line for line in imports if line.startswith("import"))
-        others = sorted(imports - set(plain))
-        arguments = "model, tp_plan" if self.tensor_parallel > 1 and not self.ddp else "model"
-        lines = [*plain, *others, "", "", f"def shard_model({arguments}):", *(f"    {line}" for line in body)]
-        return "\n".join(lines) + "\n"
+            lines.append(f"fully_shard(block, {reshard}, **options)")
+        if not lines or self.blocks == ():
+            return []
+        names = "{kind.__name__ for kind in transformer_block_classes(model)}"
+        if self.blocks is not None:
+            if not all(name.isidentifier() for name in self.blocks):
+                raise TranslationError(f"blocks: expected names of classes, found {shown(self.blocks)}")
+            names = "{" + ", ".join(f'"{name}"' for name in self.blocks) + "}"
+        return [
+            f"names = {names}",
+            "for name, block in reversed(list(model.named_modules())):  # from the inside out",
+            "    if type(block).__name__ in names:",
+            *(f"        {line}" for line in lines),
+        ]
 
-    def _names(self, imports: set[str]) -> str:
-        if self.blocks is None:
-            imports.add("from fsdp_utils import transformer_block_classes")
-            return "names = {kind.__name__ for kind in transformer_block_classes(model)}"
-        for name in self.blocks:
-            if not name.isidentifier():
-                raise TranslationError(f"blocks: expected names of classes, found {shown(name)}")
-        names = ", ".join(f'"{name}"' for name in self.blocks)
-        return f"names = {{{names}}}"
-
-    def _options(self, imports: set[str]) -> list[str]:
-        fsdp, lines = {"fully_shard"}, ["options = {}"]
+    def _options(self) -> list[str]:
+        lines = ["options = {}"]
         if self.shard_size is not None or self.copies not in (None, 1) or self.tensor_parallel > 1:
-            lines += self._mesh(imports)
+            lines += self._mesh()
         if self.param_dtype is not None:
-            imports.add("import torch")
-            fsdp.add("MixedPrecisionPolicy")
             dtypes = f"param_dtype=torch.{self.param_dtype}, reduce_dtype=torch.{self.reduce_dtype}"
             lines.append(f'options["mp_policy"] = MixedPrecisionPolicy({dtypes})')
-            if self.param_dtype == "float16":
-                lines.append("# fp16: the training loop scales the loss with torch.amp.GradScaler")
+        if self.param_dtype == "float16":
+            lines.append("# fp16: the training loop scales the loss with torch.amp.GradScaler")
         if self.offload:
-            fsdp.add("CPUOffloadPolicy")
             pinned = "" if self.pin_memory else "pin_memory=False"
             lines.append(f'options["offload_policy"] = CPUOffloadPolicy({pinned})')
-        imports.add(f"from torch.distributed.fsdp import {', '.join(sorted(fsdp))}")
         return lines
 
-    def _mesh(self, imports: set[str]) -> list[str]:
-        imports |= {"import torch", "import torch.distributed as dist"}
-        imports.add("from torch.distributed.device_mesh import init_device_mesh")
-        tp, lines, ranks = self.tensor_parallel, [], "dist.get_world_size()"
-        if tp > 1:
-            lines.append(f"tp = {tp}  # ranks that share each layer")
-            ranks = f"{ranks} // tp"
-        size = f"size = {self.shard_size}  # ranks that share one copy"
-        if self.shard_size == HOST:
-            imports.add("import os")
-            size = 'size = int(os.environ["LOCAL_WORLD_SIZE"])  # the ranks of a host; torchrun sets it'
-        elif self.shard_size is None:
-            part = f" // {self.copies}" if self.copies not in (None, 1) else ""
-            size = f"size = {ranks}{part}  # ranks that share one copy"
-        lines.append(size)
-        if self.copies is not None and isinstance(self.shard_size, int):
-            total = self.copies * self.shard_size * tp
-            lines.append(f"assert dist.get_world_size() == {total}  # what the config's sizes make")
-        shape, dims = ["size"], ['"shard"']
-        if self.copies not in (None, 1) or (self.copies is None and self.shard_size is not None):
-            shape, dims = [f"{ranks} // size", "size"], ['"replicate"', '"shard"']
-        sharded = ", ".join(dims)
-        if tp > 1:
-            shape, dims = [*shape, "tp"], [*dims, '"tp"']
+    def _mesh(self) -> list[str]:
+        tp, size, copies = self.tensor_parallel, self.shard_size, self.copies
+        ranks = "dist.get_world_size() // tp" if tp > 1 else "dist.get_world_size()"
+        part = f" // {copies}" if copies not in (None, 1) else ""
+        host = 'int(os.environ["LOCAL_WORLD_SIZE"])  # the ranks of a host; torchrun sets it'
+        shared = f"{ranks + part if size is None else size}  # ranks that share one copy"
+        with_copies = copies not in (None, 1) or (copies is None and size is not None)
+        dims = '"replicate", "shard"' if with_copies else '"shard"'
+        lines = [f"tp = {tp}  # ranks that share each layer"] if tp > 1 else []
+        lines.append(f"size = {host if size == 'host' else shared}")
+        if copies is not None and isinstance(size, int):
+            lines.append(
+                f"assert dist.get_world_size() == {copies * size * tp}  # what the config's sizes make"
+            )
         lines += [
-            f"shape = ({', '.join(shape)})",
-            f"dims = ({', '.join(dims)})",
+            f"shape = ({f'{ranks} // size, ' if with_copies else ''}size{', tp' if tp > 1 else ''})",
+            "dims = (" + dims + (', "tp"' if tp > 1 else "") + ")",
             'device_type = "cuda" if torch.cuda.is_available() else "cpu"',
         ]
         mesh = "init_device_mesh(device_type, shape, mesh_dim_names=dims)"
         if tp == 1:
             return [*lines, f'options["mesh"] = {mesh}']
-        imports.add("from torch.distributed.tensor.parallel import parallelize_module")
-        return [
-            *lines,
-            f"mesh = {mesh}",
-            'parallelize_module(model, mesh["tp"], tp_plan)',
-            f'options["mesh"] = mesh[{sharded}]',
-        ]
+        lines += [f"mesh = {mesh}", 'parallelize_module(model, mesh["tp"], tp_plan)']
+        return [*lines, f'options["mesh"] = mesh[{dims}]']
 
     def __str__(self) -> str:
         width = max((len(row.key) for row in self.rows), default=0)

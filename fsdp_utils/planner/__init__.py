@@ -1,4 +1,4 @@
-"""How much memory and time on GPUs that I don't have? See `plan` and `search`.
+"""Predict memory and time on GPUs that you don't have. See `plan` and `search`.
 
 As in `fsdp_utils` itself, a module is loaded when one of its names is first used.
 """

@@ -1,21 +1,10 @@
-"""Which GPUs can be planned for, and what do their makers, and those who rent them out, say of them?"""
+"""The GPUs that can be planned for, with what their makers, and those who rent them out, say of them."""
 
-import json
+import math
 import re
-import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-LINKS = ("NVLink", "PCIe", "Infinity Fabric")
-_NUMBERS = (
-    "usable_gib",
-    "memory_gb_s",
-    "half_tflops",
-    "fp32_tflops",
-    "reached_tflops",
-    "link_gb_s",
-    "host_link_gb_s",
-    "network_gb_s",
-)
+LINKS = ("NVLink", "PCIe")
 
 
 @dataclass(frozen=True)
@@ -34,7 +23,7 @@ class GPU:
         fp32_tflops: matrix products in fp32, without TF32, as torch computes by default.
         reached_tflops: the most that a search over shapes of matrix products got out of it in bf16; None
             where unknown: then `half_tflops` is planned with, which is never reached.
-        link: "NVLink", "PCIe" or "Infinity Fabric", to the other GPUs of the host.
+        link: "NVLink" or "PCIe", to the other GPUs of the host.
         link_gb_s: its speed for one GPU, to all seven others together.
         host_link_gb_s: PCIe, to the memory of the host.
         network_gb_s: of the whole host, to other hosts.
@@ -43,8 +32,7 @@ class GPU:
         device: a regular expression that finds the name which `torch.cuda.get_device_name()` gives.
 
     Raises:
-        ValueError: a number is not above 0, the name is no text of one line, bf16 is no bool, or the link is
-            none of these.
+        ValueError: a number is not above 0, or the link is none of these.
 
     Example::
 
@@ -62,24 +50,16 @@ class GPU:
     link_gb_s: float
     host_link_gb_s: float
     network_gb_s: float
-    source: str
+    source: str = "its user"
     bf16: bool = True
     device: str = ""
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if name == "reached_tflops" and value is None:
-                continue
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < sys.float_info.max:
-                raise ValueError(f"plan: expected {name} of a GPU to be a number above 0, found {value!r}")
-        if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
-            raise ValueError(f"plan: expected name of a GPU to be a text of one line, found {self.name!r}")
-        if not isinstance(self.bf16, bool):
-            raise ValueError(f"plan: expected bf16 of a GPU to be True or False, found {self.bf16!r}")
+        for name, value in vars(self).items():
+            if name.endswith(("_gib", "_gb_s", "_tflops")) and value is not None and not 0 < value < math.inf:
+                raise ValueError(f"GPU: expected {name} to be a number above 0, found {value!r}")
         if self.link not in LINKS:
-            raise ValueError(f"plan: expected link of a GPU out of {', '.join(LINKS)}, found {self.link!r}")
+            raise ValueError(f"GPU: expected link out of {', '.join(LINKS)}, found {self.link!r}")
 
 
 # NVIDIA's own pages were not read, but pages that quote them. "A: B" is "what it says: where".
@@ -113,33 +93,14 @@ _B200 = (
     "hosts have"
 )
 _PRIME_RL = "benchmarks/README.md of github.com/PrimeIntellect-ai/prime-rl, 2026-01-13"
-_TITAN = (
-    "bf16: half of the rate with sparsity in NVIDIA's data sheet, as torchtitan/tools/utils.py quotes it; "
-    "fp32: NVIDIA's data sheet, not checked at its source"
-)
-_BRIDGE = (
-    "PCIe between GPUs, as NVLink bridges join only some of them; network: one card of 400 Gbit/s, assumed"
-)
 _L40S = "NVIDIA's L40S data sheet, quoted in mullet.se (product 355414)"
-_A6000 = (
-    "NVIDIA's RTX A6000 data sheet, quoted in llmperf.net/categories/gpu/Nvidia-A6000-GPUs; fp32: "
-    "sysrqmts.com; PCIe between GPUs, as NVLink bridges join only two"
-)
 _4090 = (
     "NVIDIA's Ada whitepaper, quoted in hmc-tech.com/gpus; bf16 with fp32 accumulation, half of the rate "
     "with fp16 accumulation"
 )
-_5090 = (
-    "NVIDIA's data sheet, quoted in spheron.network/blog/nvidia-rtx-5090-specs; bf16 with fp32 accumulation: "
-    "a quarter of the 838 TFLOPS with sparsity and fp16 accumulation, as in codesota.com/hardware/rtx-5090"
-)
 _WORKSTATION = (
     "one card of 100 Gbit/s for eight GPUs, assumed; GeForce cards reach each other through the host's "
     "memory, at PCIe's rate, assumed"
-)
-_MI300X = (
-    "AMD's MI300X data sheet, quoted in github.com/stas00/ml-engineering; Infinity Fabric: 64 GB/s to each "
-    "of seven others, in the same place; the latency of a hop: as NVLink's, assumed"
 )
 # fmt: off
 _ALL = (
@@ -153,20 +114,11 @@ _ALL = (
     GPU("A100-80", 79.25, 2039, 312, 19.5, 271.2, "NVLink", 300, 32, 50, _source(
         "github.com/HiDream-ai/VAREdit/issues/6", _A100, _unread("p4de.24xlarge"), _REACHED),
         device=r"\bA100\b"),
-    GPU("H100-PCIe", 79.11, 2000, 756, 51, None, "PCIe", 64, 64, 50, _source(
-        "as the H100's, assumed", f"memory: NVIDIA's product brief PB-11133-001; {_TITAN}", _BRIDGE),
-        device=r"\bH100 PCIe\b"),
-    GPU("H100-NVL", 93.00, 3938, 835, 60, None, "PCIe", 64, 64, 50, _source(
-        "github.com/ali-vilab/VACE/issues/56", f"{_TITAN}; memory: the same data sheet", _BRIDGE),
-        device=r"\bH100 NVL\b"),
     GPU("H100", 79.11, 3350, 989, 67, 794.5, "NVLink", 450, 64, 400, _source(
         "github.com/vllm-project/vllm/issues/27508", _H100, _unread("p5.48xlarge"), _REACHED),
         device=r"\bH100 80GB HBM3\b"),
-    GPU("H200-NVL", 139.80, 4800, 835, 60, None, "PCIe", 64, 64, 50, _source(
-        "as the H200's, assumed", "bf16 and fp32: NVIDIA's data sheet, not checked at its source; memory as "
-        "the H200's", _BRIDGE), device=r"\bH200 NVL\b"),
     GPU("H200", 139.80, 4800, 989, 67, 794.5, "NVLink", 450, 64, 400, _source(
-        _PRIME_RL, _H200, _unread("p5en.48xlarge"), _REACHED), device=r"\bG?H200\b"),
+        _PRIME_RL, _H200, _unread("p5en.48xlarge"), _REACHED), device=r"\bG?H200\b(?! NVL)"),
     GPU("B200", 178.36, 7700, 2250, 80, 1745, "NVLink", 900, 64, 400, _source(
         _PRIME_RL, _B200, _unread("p6-b200.48xlarge"), _REACHED), device=r"\bB200\b"),
     GPU("L4", 22.03, 300, 121, 30.3, None, "PCIe", 32, 32, 12.5, _source(
@@ -176,49 +128,28 @@ _ALL = (
         device=r"\bT4\b"),
     GPU("L40S", 44.42, 864, 362, 91.6, None, "PCIe", 32, 32, 50, _source(
         "github.com/stepfun-ai/Step-Video-T2V/issues/8", _L40S, _unread("g6e.48xlarge")), device=r"\bL40S\b"),
-    GPU("A6000", 47.54, 768, 154.8, 38.7, None, "PCIe", 32, 32, 12.5, _source(
-        "github.com/google-research/semivl/issues/18", _A6000, _WORKSTATION), device=r"\bRTX A6000\b"),
     GPU("RTX-4090", 23.64, 1008, 165.2, 82.6, None, "PCIe", 32, 32, 12.5, _source(
         "github.com/3DTopia/Phidias-Diffusion/issues/8", _4090, _WORKSTATION), device=r"\bRTX 4090$"),
-    GPU("RTX-5090", 31.36, 1792, 209.5, 104.8, None, "PCIe", 64, 64, 12.5, _source(
-        "github.com/TrajectoryCrafter/TrajectoryCrafter/issues/20", _5090, _WORKSTATION),
-        device=r"\bRTX 5090$"),
-    GPU("MI300X", 191.98, 5300, 1307, 163.4, 668.4, "Infinity Fabric", 448, 64, 400, _source(
-        "github.com/vllm-project/vllm/issues/7951", _MI300X, "Azure ND MI300X v5, not checked at its source",
-        _REACHED), device=r"\bMI300X\b"),
 )
 # fmt: on
 GPUS = {gpu.name: gpu for gpu in _ALL}
 
 
 def find_gpu(gpu: str | GPU) -> GPU:
-    """Find the GPU of that name, in whatever case, with spaces or dashes.
-
-    Args:
-        gpu: a name, the arguments of `GPU` as a JSON object, or a GPU, which is given back.
+    """Find the GPU of that name, in whatever case, with spaces or dashes. A GPU is given back.
 
     Raises:
-        ValueError: the table has no such GPU, or the object does not make one.
+        ValueError: the table has no such GPU.
     """
     if isinstance(gpu, GPU):
         return gpu
     name = str(gpu).strip().replace(" ", "-").lower()
-    if name.startswith("{"):
-        return _gpu_of_json(str(gpu))
     for known in GPUS.values():
         if known.name.lower() == name:
             return known
     raise ValueError(
-        f"plan: expected gpu out of {', '.join(GPUS)}, or a GPU's numbers as a JSON object, found {gpu!r}"
+        f"plan: expected gpu out of {', '.join(GPUS)}, or a fsdp_utils.planner.GPU, found {gpu!r}"
     )
-
-
-def _gpu_of_json(text: str) -> GPU:
-    try:
-        return GPU(**{"reached_tflops": None, "source": "its user", **json.loads(text)})
-    except (TypeError, json.JSONDecodeError) as error:
-        names = ", ".join(f.name for f in fields(GPU) if f.name not in ("reached_tflops", "source", "device"))
-        raise ValueError(f"plan: expected a JSON object with {names}, found {text!r}: {error}") from error
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""What does one rank allocate, compute and send, for which unit, and what is each tensor for?"""
+"""Record what one rank allocates, computes and sends, for which unit, and what each tensor is for."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,19 +30,11 @@ _CPU_ATTENTION = {
         sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
     ),
 }
-# Parts of the names of torch's operators that multiply matrices; all its others do not. For prelu, losses and
-# norms of two matrices nothing is missing.
+# Parts of the names of torch's operators that multiply matrices; all its others do not.
 _MULTIPLY = ("mm", "mv", "dist", "trilinear", "solve", "rnn", "attention", "conv")
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_"}  # whatever was there
-_FREE_OF_WORK = {
-    "empty",
-    "empty_strided",
-    "empty_like",
-    "new_empty",
-    "new_empty_strided",
-    "detach",
-    "resize_",
-}
+_EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+_FREE_OF_WORK = {*_EMPTY, "detach", "resize_"}
 
 
 class StepRecorder(Recorder):
@@ -107,16 +99,11 @@ class StepRecorder(Recorder):
 
     def finish(self) -> Recording:
         """The recording, each block in its last category."""
-        return [
-            (
-                label,
-                [
-                    entry._replace(category=self.category[entry.block]) if isinstance(entry, Alloc) else entry
-                    for entry in entries
-                ],
-            )
-            for label, entries in self.recording
-        ]
+
+        def known(item: Any) -> Any:
+            return item._replace(category=self.category[item.block]) if isinstance(item, Alloc) else item
+
+        return [(label, [known(item) for item in items]) for label, items in self.recording]
 
     # ---- what `listen` tells
 
@@ -196,19 +183,12 @@ class StepRecorder(Recorder):
             if unit is None:
                 # a root without parameters of its own: FSDP gathers nothing for it, it casts the inputs
                 return work_items.ACTIVATIONS
-            if unit.fsdp1:
-                # it gathers from the rank's shard, in the dtype of computation
-                return (
-                    work_items.GATHERED
-                    if event.size >= self._whole_bytes[unit.name]
-                    else work_items.GATHER_BUFFERS
-                )
-            return work_items.GATHERED if event.stream == 0 else work_items.GATHER_BUFFERS
-        if self._label.phase == "optimizer":
-            return work_items.TEMPORARIES
-        if in_backward() and not torch.is_grad_enabled():  # it is enabled where a checkpoint computes again
-            return work_items.TEMPORARIES
-        return work_items.ACTIVATIONS
+            # FSDP1 gathers from the rank's shard, in the dtype of computation
+            whole = event.size >= self._whole_bytes[unit.name] if unit.fsdp1 else event.stream == 0
+            return work_items.GATHERED if whole else work_items.GATHER_BUFFERS
+        # in backward, gradients are enabled where a checkpoint computes again
+        temporary = self._label.phase == "optimizer" or (in_backward() and not torch.is_grad_enabled())
+        return work_items.TEMPORARIES if temporary else work_items.ACTIVATIONS
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = func.overloadpacket
@@ -220,9 +200,9 @@ class StepRecorder(Recorder):
             if any(arg is True for arg in args):  # is_causal, the only bool among them
                 masked = flop // 2
         elif packet is aten._grouped_mm:
-            flop = _grouped_flop(*args[:2])
-        elif packet is aten.linalg_solve_triangular:
-            flop = args[0].shape[-1] * args[1].numel()
+            # the groups divide the rows, the columns or the sum: all rows are multiplied in either case
+            one, other = args[:2]
+            flop = 2 * min(one.numel() * other.shape[-1], one.shape[-2] * other.numel())
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         read = given
@@ -278,15 +258,6 @@ def recording_steps(model: nn.Module, ranks_per_host: int) -> Iterator[StepRecor
     recorder = StepRecorder(units, ranks_per_host)
     with listening(recorder), listen_to_calls(recorder.collective), listen(model, units, recorder):
         yield recorder
-
-
-def _grouped_flop(one: torch.Tensor, other: torch.Tensor) -> int:
-    """Operations of a product for each group, which torch's table of formulas lacks.
-
-    The groups divide either the rows, (m, k) @ (g, k, n); or the columns, (g, m, k) @ (k, n); or the sum,
-    (m, k) @ (k, n). How they divide them does not matter: without a mask or padding, all rows are multiplied.
-    """
-    return 2 * min(one.numel() * other.shape[-1], one.shape[-2] * other.numel())
 
 
 def _may_multiply(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:

@@ -1,30 +1,47 @@
-"""Plan: what the simulation of one rank predicts, in numbers, words and a picture."""
+"""Plan and SearchResult: what the simulation of one rank predicts, in numbers, words and a picture."""
 
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import dataclass, field
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fsdp_utils._extras import need
 from fsdp_utils.planner import efficiency, work_items
 from fsdp_utils.planner.gpus import GPU
 from fsdp_utils.planner.memory import Moment, size_text
-from fsdp_utils.planner.plot import plot_memory
 from fsdp_utils.planner.roofline import Timing
 from fsdp_utils.planner.simulated_rank import Setting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_GROUPS = {
-    "activations": (work_items.ACTIVATIONS, work_items.TEMPORARIES, work_items.INPUTS),
-    "sharded": work_items.AT_REST,
-    "whole": (
+# told apart with any kind of colour vision, light to dark within a group
+COLORS: dict[str, str] = {
+    work_items.PARAMETERS: "#0072B2",
+    work_items.GRADIENTS: "#56B4E9",
+    work_items.OPTIMIZER: "#004C77",
+    work_items.BUFFERS: "#999999",
+    work_items.INPUTS: "#CCCCCC",
+    work_items.ACTIVATIONS: "#E69F00",
+    work_items.GATHERED: "#009E73",
+    work_items.WHOLE_GRADIENTS: "#CC79A7",
+    work_items.GATHER_BUFFERS: "#8FD3BD",
+    work_items.REDUCE_BUFFERS: "#E8C1D6",
+    work_items.TEMPORARIES: "#F0E442",
+}
+# parts of the peak, and what makes each smaller
+_LESS = {
+    (work_items.ACTIVATIONS, work_items.TEMPORARIES, work_items.INPUTS): (
+        'activations: checkpointing="full" keeps one input of each block; fewer samples or tokens at a time'
+    ),
+    work_items.AT_REST: "shards: twice the ranks halve them",
+    (
         work_items.GATHERED,
         work_items.GATHER_BUFFERS,
         work_items.WHOLE_GRADIENTS,
         work_items.REDUCE_BUFFERS,
-    ),
+    ): 'whole units, which do not shrink with more ranks: strategy="full", no_sync=False, smaller units',
 }
-_SPEED = ("step_s", "step_s_bound", "step_s_range", "samples_per_s", "tokens_per_s", "mfu")
 
 
 @dataclass(frozen=True)
@@ -34,14 +51,13 @@ class Plan:
     Args:
         model: name of its class.
         parameters: of the whole model.
-        setting: how the job is to be run.
+        setting: how the job is to be run, as `plan` was told.
         gpu: what it is to run on.
-        batch_size: of all ranks and micro-batches together.
-        offload: parameters, gradients and the optimizer's state lie on the host.
+        computes_in: the dtype of matrix products.
         peak_allocated_gib, peak_reserved_gib: as `torch.cuda.max_memory_allocated()` and `_reserved()`.
         breakdown: by category, what is allocated at the moment of the peak.
         moments: the peak of each part of two steps, with its own breakdown.
-        at_rest: parameters, gradients and optimizer's state at their most, wherever they lie.
+        at_rest: parameters, gradients and optimizer state at their most, wherever they lie.
         host_gib: on the host for this rank; 0 without offload.
         available_gib: what CUDA offers (`GPU.usable_gib`) without `overhead_gib`.
         timing: of the second step, by the rates that such runs reach (`fsdp_utils.planner.efficiency`).
@@ -51,15 +67,14 @@ class Plan:
         unlike: in what it differs from the published runs that tell the error of plans; empty where in
             nothing that is known to matter.
         uncounted: operators that seem to multiply matrices and have no formula for their operations. Then
-            the plan has no speed, and what needs one raises ValueError.
+            the plan has no speed: `step_s` and what follows from it are NaN.
     """
 
     model: str
     parameters: int
     setting: Setting
     gpu: GPU
-    batch_size: int
-    offload: bool
+    computes_in: str
     peak_allocated_gib: float
     peak_reserved_gib: float
     breakdown: dict[str, float]
@@ -76,7 +91,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether what PyTorch reserves is at most what the GPU has left for it."""
-        return self.peak_reserved_gib <= self.available_gib
+        return self.headroom_gib >= 0
 
     @property
     def headroom_gib(self) -> float:
@@ -105,26 +120,17 @@ class Plan:
     @property
     def gpus(self) -> int:
         """Number of GPUs."""
-        return self.setting.world_size * self.setting.tensor_parallel
+        return self.setting.world_size
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a step, of all ranks and micro-batches together."""
+        return self.setting.batch_size
 
     @property
     def step_s(self) -> float:
-        """The best estimate of a step's duration, in seconds.
-
-        Raises:
-            ValueError: operations of the model are not counted.
-        """
-        if self.uncounted:
-            raise ValueError(f"plan: {self._no_speed}")
-        return self.timing.step_s
-
-    @property
-    def _no_speed(self) -> str:
-        """Say why no speed is predicted."""
-        return (
-            f"no speed is predicted: the operations of {', '.join(self.uncounted)} are not counted. Memory "
-            "is predicted"
-        )
+        """The best estimate of a step's duration, in seconds; NaN where operations are not counted."""
+        return math.nan if self.uncounted else self.timing.step_s
 
     @property
     def step_s_range(self) -> tuple[float, float] | None:
@@ -151,7 +157,7 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model FLOP utilisation, from 0 to 1, the operations of the model as a share of the GPU's rate."""
-        rate = self.gpu.fp32_tflops if self.setting.precision == "fp32" else self.gpu.half_tflops
+        rate = self.gpu.fp32_tflops if self.computes_in == "float32" else self.gpu.half_tflops
         return self.timing.model_flop / self.step_s / (rate * 1e12)
 
     @property
@@ -160,148 +166,54 @@ class Plan:
         if self.fits:
             return []
         sizes = {
-            name: sum(self.breakdown.get(category, 0.0) for category in group)
-            for name, group in _GROUPS.items()
-        }
-        ways = {
-            "activations": self._less_activations(),
-            "sharded": self._less_shards(),
-            "whole": self._less_whole(),
+            text: sum(self.breakdown.get(category, 0.0) for category in categories)
+            for categories, text in _LESS.items()
         }
         largest = sorted(sizes.items(), key=lambda pair: -pair[1])
-        return [
-            f"{size_text(-self.headroom_gib)} too much is reserved",
-            *(f"{size_text(size)}: {ways[name]}" for name, size in largest),
-            f"{size_text(self._stays_gib)} do not shrink with more ranks: {self._what_stays()}",
-        ]
-
-    @property
-    def _stays_gib(self) -> float:
-        """GiB of the peak that a rank has however many ranks there are."""
-        shrinks = () if self.setting.strategy == "hybrid" else work_items.AT_REST
-        return sum(size for category, size in self.breakdown.items() if category not in shrinks)
-
-    def _what_stays(self) -> str:
-        whole = sum(self.breakdown.get(category, 0.0) for category in _GROUPS["whole"])
-        parts = {
-            "activations of a micro-batch": self.breakdown.get(work_items.ACTIVATIONS, 0.0),
-            "temporaries": self.breakdown.get(work_items.TEMPORARIES, 0.0),
-            "units that are whole, with their gradients and buffers": whole,
-        }
-        if self.setting.strategy == "hybrid":
-            parts["shards, which are of one host"] = self.peak_allocated_gib - sum(parts.values())
-        return ", ".join(
-            f"{size_text(size)} of {name}"
-            for name, size in sorted(parts.items(), key=lambda p: -p[1])
-            if size
-        )
-
-    def _less_activations(self) -> str:
-        if self.setting.checkpointing == "none":
-            return 'activations; checkpointing="full" keeps one input of each block'
-        if self.setting.batch_size > 1:
-            return f"activations; {self.setting.batch_size} samples at a time on a rank can be fewer"
-        return "activations of a single sample; a shorter sequence, or context parallelism"
-
-    def _less_shards(self) -> str:
-        if self.setting.strategy == "hybrid":
-            return 'shards; strategy="full" shares them among all ranks instead of those of a host'
-        if self._stays_gib > self.available_gib:
-            return "shards; twice the ranks halve them, but the rest alone is too much"
-        return "shards; twice the ranks halve them"
-
-    def _less_whole(self) -> str:
-        if self.setting.no_sync:
-            return "whole units and gradients; no_sync=False reduces gradients in every micro-batch"
-        if self.setting.strategy == "grad_op":
-            return 'whole units; strategy="full" frees them after forward'
-        return "whole units; smaller units, or tensor parallelism"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers, as JSON can hold them; those of a speed that is not predicted are None."""
-        speed: dict[str, Any] = dict.fromkeys(("exposed_s", *_SPEED))
-        if not self.uncounted:
-            speed = {"exposed_s": self.timing.exposed_s, **{name: getattr(self, name) for name in _SPEED}}
-        return {
-            "model": self.model,
-            "parameters": self.parameters,
-            "gpu": self.gpu.name,
-            "gpus": self.gpus,
-            "setting": asdict(self.setting),
-            "batch_size": self.batch_size,
-            "offload": self.offload,
-            "verdict": self.verdict,
-            "fits": self.fits,
-            "headroom_gib": self.headroom_gib,
-            "available_gib": self.available_gib,
-            "peak_allocated_gib": self.peak_allocated_gib,
-            "peak_reserved_gib": self.peak_reserved_gib,
-            "peak": str(self.peak),
-            "breakdown": self.breakdown,
-            "at_rest": self.at_rest,
-            "host_gib": self.host_gib,
-            **speed,
-            "advice": self.advice,
-            "notes": self.notes,
-        }
+        too_much = f"{size_text(-self.headroom_gib)} too much is reserved"
+        return [too_much, *(f"{size_text(size)} of {text}" for text, size in largest)]
 
     def __str__(self) -> str:
         setting = self.setting
-        billions = self.parameters / 1e9
-        number = f"{billions:.2f} billion" if billions >= 0.1 else f"{billions * 1000:.2f} million"
+        number = f"{self.parameters / 1e9:.2f} billion"
+        if self.parameters < 1e9:
+            number = f"{self.parameters / 1e6:.2f} million"
         # one unit for the whole table: MiB where GiB would be little more than zeros
         unit, factor = ("GiB", 1) if self.peak_reserved_gib >= 0.1 else ("MiB", 1024)
-        of = f"{self.available_gib:.0f}" if unit == "GiB" else size_text(self.available_gib, 0)
         options = [
-            setting.api,
-            setting.strategy,
-            setting.precision,
-            f"activation checkpointing {setting.checkpointing}",
-            setting.optimizer,
+            setting.strategy if setting.shard is None else "sharded by your own function",
+            f"computes in {self.computes_in}",
+            f"activation checkpointing {setting.checkpointing or 'none'}",
             f"batch {self.batch_size}" + (f" of {setting.seq_len} tokens" if setting.seq_len else ""),
         ]
-        options += [f"attention {setting.attention}"] if setting.attention != "sdpa" else []
-        options += [f"{setting.loss} loss"] if setting.loss != "full" else []
-        options += [f"{setting.held_output.replace('_', ' ')} held"] if setting.held_output != "none" else []
-        options += [f"{setting.micro_batches} micro-batches"] if setting.micro_batches > 1 else []
-        options += [f"tensor parallel {setting.tensor_parallel}"] if setting.tensor_parallel > 1 else []
-        for text, used in {
-            "no_sync": setting.no_sync,
-            "compiled": setting.compiled,
-            "activations offloaded": setting.activation_offload,
-            "offloaded": self.offload,
-        }.items():
-            options += [text] if used else []
+        options += [f"{setting.micro_batches} micro_batches"] if setting.micro_batches > 1 else []
+        options += [name for name in ("no_sync", "compiled", "offload") if getattr(setting, name)]
         lines = [
             f"{self.model}, {number} parameters, on {self.gpus} {self.gpu.name}: {self.verdict} (simulated)",
             *wrap(", ".join(options), 88, initial_indent="  ", subsequent_indent="  "),
             f"  memory    {self.peak_allocated_gib * factor:.2f} {unit} allocated, "
-            f"{self.peak_reserved_gib * factor:.2f} reserved of {of}; at the peak",
-            f"            ({self.peak}):",
+            f"{self.peak_reserved_gib * factor:.2f} reserved of {size_text(self.available_gib, 0)}; at the",
+            f"            peak ({self.peak}):",
         ]
         for category, size in sorted(self.breakdown.items(), key=lambda pair: -pair[1]):
             if size * factor >= 0.005:
                 lines.append(f"            {size * factor:8.2f}  {category}")
         if self.host_gib:
             lines.append(f"  host      {size_text(self.host_gib, 2)} for this rank")
-        lines += self._speed_lines()
+        if not self.uncounted:
+            likely = ", likely {:.3g} to {:.3g}".format(*self.step_s_range) if self.step_s_range else ""
+            speed = f"{self.samples_per_s:,.1f} samples/s"
+            if self.tokens_per_s is not None:
+                speed = f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s / self.gpus:,.0f} per GPU"
+            lines += [
+                f"  step      {self.step_s:.3g} s{likely}; {self.step_s_bound:.3g} by the GPU's rates",
+                f"            {self.timing.exposed_s:.2g} s of it only send",
+                f"  speed     {speed}, MFU {self.mfu:.0%}",
+            ]
         for name, texts in {"advice": self.advice, "note": self.notes}.items():
             for text in texts:
                 lines += wrap(text, 88, initial_indent=f"  {name:10}", subsequent_indent=" " * 12)
         return "\n".join(lines)
-
-    def _speed_lines(self) -> list[str]:
-        if self.uncounted:
-            return wrap(self._no_speed, 88, initial_indent="  speed     ", subsequent_indent=" " * 12)
-        per_gpu = f"{self.samples_per_s:,.1f} samples/s"
-        if self.tokens_per_s is not None:
-            per_gpu = f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s / self.gpus:,.0f} per GPU"
-        likely = "" if self.step_s_range is None else ", likely {:.3g} to {:.3g}".format(*self.step_s_range)
-        return [
-            f"  step      {self.step_s:.3g} s{likely}; {self.step_s_bound:.3g} by the GPU's rates",
-            f"            {self.timing.exposed_s:.2g} s of it only send",
-            f"  speed     {per_gpu}, MFU {self.mfu:.0%}",
-        ]
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Memory over the parts of the second step, by category, and what the GPU has. A simulation.
@@ -309,5 +221,40 @@ class Plan:
         Args:
             ax: where to draw; a new figure by default.
         """
-        second = [moment for moment in self.moments if moment.step == 2]
-        return plot_memory(second, self.available_gib, self.gpu.name, ax)
+        need("matplotlib", "notebooks")
+        import matplotlib.pyplot as plt
+
+        if ax is None:
+            ax = plt.subplots(figsize=(9, 3.4), layout="constrained")[1]
+        moments = [moment for moment in self.moments if moment.step == 2]
+        highest = max(moment.total_gib for moment in moments)
+        shown = [c for c in COLORS if max(m.gib.get(c, 0.0) for m in moments) > 0.01 * highest]
+        heights = [[moment.gib.get(category, 0.0) for moment in moments] for category in shown]
+        colors = [COLORS[c] for c in shown]
+        ax.stackplot(range(len(moments)), heights, labels=shown, colors=colors, step="post", linewidth=0)
+        phases = [moment.label.phase for moment in moments]
+        for phase in ("forward", "backward", "optimizer"):
+            begin = phases.index(phase)
+            ax.axvline(begin, color="grey", lw=0.6, ls=":")
+            ax.text(begin, 1.0, f" {phase}", transform=ax.get_xaxis_transform(), va="bottom", fontsize=8)
+        if highest > 0.2 * self.available_gib:  # below, a line so far up would make the curve flat
+            label = f"{self.gpu.name}: {self.available_gib:.0f} GiB for PyTorch"
+            ax.axhline(self.available_gib, color="#D55E00", lw=1.2, ls="--", label=label)
+        ax.set(xlim=(0, len(moments) - 1), ylim=(0, None), xticks=[])
+        ax.set(xlabel="parts of one training step, in order", ylabel="GiB allocated, simulated")
+        handles, labels = ax.get_legend_handles_labels()
+        ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+        return ax
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What was tried, and what came of it.
+
+    Args:
+        best: None where nothing fits.
+        tried: in the order of the search.
+    """
+
+    best: Plan | None
+    tried: list[Plan]

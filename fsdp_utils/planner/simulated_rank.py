@@ -1,11 +1,10 @@
-"""Two training steps of one rank out of many, on tensors without memory: what is allocated, done and sent?"""
+"""Record two training steps of one rank out of many, on tensors without memory."""
 
 import gc
-import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,85 +16,53 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-)
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_utils.planner import work_items
-from fsdp_utils.planner.batch import LOSSES_OF_LOGITS, Inputs, batch_of, loss_and_output, running
-from fsdp_utils.planner.models import Source, build
+from fsdp_utils.planner.models import Inputs, Source, batch_of, build, in_words, own_loss
 from fsdp_utils.planner.recorder import recording_steps
 from fsdp_utils.planner.work_items import Recording
-from fsdp_utils.sharding.blocks import transformer_block_classes
+from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
 from fsdp_utils.sharding.checkpointing import selective
 from fsdp_utils.sharding.units import find_units
 from fsdp_utils.sharding.wrapping import shard
 from fsdp_utils.torch_internals.groups import fake_store
-from fsdp_utils.torch_internals.names import (
-    FakeTensorMode,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-    fsdp1_lazy_init,
-    place,
-)
+from fsdp_utils.torch_internals.names import FakeTensorMode, fsdp1_lazy_init, place
 from fsdp_utils.torch_internals.runtime import storage_id
 
-STRATEGIES = ("full", "grad_op", "hybrid")
-APIS = ("fsdp2", "fsdp1")
-# by name: dtype of the parameters at rest, of the computation, of the reduction of gradients
-PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]] = {
-    "fp32": (None, None, None),
-    "bf16": (None, torch.bfloat16, None),
-    "bf16_reduce_fp32": (None, torch.bfloat16, torch.float32),
-    "pure_bf16": (torch.bfloat16, None, None),
-    "pure_bf16_reduce_fp32": (torch.bfloat16, torch.bfloat16, torch.float32),
-}
-CHECKPOINTING = ("none", "full", "selective", "every_2", "every_3", "every_4")
-ATTENTION = ("sdpa", "flash", "flash1", "flash3", "eager")
-LOSSES = (*LOSSES_OF_LOGITS, "compiled", "chunked", "fused")
-HELD_OUTPUTS = ("none", "logits", "logits_and_cache", "fp32_logits", "fp32_logits_and_cache")
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": partial(torch.optim.AdamW, fused=True),
-    "adamw_bf16": partial(torch.optim.AdamW, fused=True),
-    "adamw_8bit": partial(torch.optim.AdamW, fused=True),
-    "adamw_one_by_one": partial(torch.optim.AdamW, foreach=False),
-    # DTensor has no fused SGD; foreach, the default on a GPU, changes parameters in place and takes as much
-    "sgd": partial(torch.optim.SGD, foreach=False),
-    "sgd_momentum": partial(torch.optim.SGD, momentum=0.9, foreach=False),
-}
+FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the job is to be run."""
+    """How the job is to be run; `plan` explains each name."""
 
-    world_size: int  # among which FSDP shares the parameters
-    batch_size: int  # of one rank, in one micro-batch
+    world_size: int
+    batch_size: int
     seq_len: int | None
-    strategy: str
-    api: str
-    precision: str
-    checkpointing: str
-    optimizer: str
-    ranks_per_host: int
+    strategy: str = "full"
+    mp_policy: MixedPrecisionPolicy | None = None
+    checkpointing: str | int | None = None
     micro_batches: int = 1
-    no_sync: bool = False  # gradients are reduced in the last micro-batch alone
-    attention: str = "sdpa"
-    loss: str = "full"
-    compiled: bool = False  # each block
-    activation_offload: bool = False
-    tensor_parallel: int = 1  # GPUs that share each unit
-    held_output: str = "none"
+    no_sync: bool = False
+    compiled: bool = False
+    offload: bool = False
+    ranks_per_host: int = 8
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = FUSED_ADAMW
+    loss: Callable[[nn.Module, Any], torch.Tensor] = own_loss
+    inputs: Inputs | None = None
+    shard: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
+
+    @property
+    def batch_per_rank(self) -> int:
+        """Samples of one rank in one micro-batch."""
+        return self.batch_size // (self.world_size * self.micro_batches)
 
 
-def record_one_rank(source: Source, setting: Setting, blocks: int | None, inputs: Inputs | None) -> Recording:
+def record_one_rank(source: Source, setting: Setting, blocks: int | None) -> Recording:
     """Rank 0's recording, with so many blocks of each stack; None for all.
 
     Raises:
@@ -106,61 +73,50 @@ def record_one_rank(source: Source, setting: Setting, blocks: int | None, inputs
             "plan: there is a process group already, and the simulation needs one of its own. Plan before "
             "init_process_group(), or after destroy_process_group()."
         )
-    with _fake_group(setting.world_size):
-        mesh = mesh_of(setting)
-        # an error gets a sentence from `models.running`, and no traceback before it
-        log = logging.getLogger("torch._subclasses.fake_tensor")
-        with (
-            FakeTensorMode(),
-            _as_on_a_gpu(),
-            no_collection(),
-            patch.object(log, "disabled", True),
-            warnings.catch_warnings(),
-        ):
+    dist.init_process_group("fake", rank=0, world_size=setting.world_size, store=fake_store())
+    # an error gets a sentence from `in_words`, and no traceback before it
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    try:
+        mesh = _mesh_of(setting)
+        with FakeTensorMode(), _as_on_a_gpu(), patch.object(log, "disabled", True), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
             warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # returned a view: no matter here
-            return run_steps(source, setting, blocks, inputs, mesh)
+            return _run_steps(source, setting, blocks, mesh)
+    finally:
+        dist.destroy_process_group()
 
 
-def run_steps(
-    source: Source, setting: Setting, blocks: int | None, inputs: Inputs | None, mesh: DeviceMesh
-) -> Recording:
-    """Two training steps of this rank, recorded; on real tensors too, where no mode makes them fake."""
-    model = _sharded(build(source, blocks, PRECISIONS[setting.precision][0]), setting, mesh)
+def _run_steps(source: Source, setting: Setting, blocks: int | None, mesh: DeviceMesh) -> Recording:
+    model = _sharded(build(source, blocks), setting, mesh)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ValueError(f"plan: expected parameters that need a gradient, found none in {source.name}")
-    optimizer = OPTIMIZERS[setting.optimizer](trained)
+    optimizer = setting.optimizer(trained)
     units = sorted((unit.name for unit in find_units(model)), key=len, reverse=True)
-    held: list[Any] = []
     with recording_steps(model, setting.ranks_per_host) as recorder:
         for tensors, category in (
             (model.named_parameters(), work_items.PARAMETERS),
             (model.named_buffers(), work_items.BUFFERS),
         ):
             for name, tensor in tensors:
-                plain = name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+                plain = name.replace("_fsdp_wrapped_module.", "")
                 unit = next((unit for unit in units if plain.startswith(f"{unit}.")), work_items.ROOT)
                 recorder.existing(tensor, category, unit)
         for _ in range(2):
             recorder.begin_step()
             # a third micro-batch allocates what the second does; `roofline` adds its time
-            for micro_batch in range(min(setting.micro_batches, 2)):
-                last = micro_batch + 1 == min(setting.micro_batches, 2)
+            batches = min(setting.micro_batches, 2)
+            for micro_batch in range(batches):
                 if micro_batch:
                     recorder.begin_micro_batch()
-                with _synchronizing(model, last or not setting.no_sync):
-                    with recorder.making(work_items.INPUTS):
-                        batch = batch_of(source, model, setting.batch_size, setting.seq_len, inputs)
-                    with running(source, "forward pass"):
-                        loss, output = loss_and_output(model, batch, setting.loss, setting.held_output)
-                    recorder.phase("other")
-                    # a loop that writes `output = model(batch)` holds the output before this one until here
-                    held[:] = [output]
-                    del output
+                with _synchronizing(model, micro_batch + 1 == batches or not setting.no_sync):
+                    with recorder.making(work_items.INPUTS), in_words(f"a batch for {source.name}"):
+                        batch = batch_of(source, setting.batch_per_rank, setting.seq_len, setting.inputs)
+                    with in_words(f"the forward pass of {source.name}"):
+                        loss = setting.loss(model, batch)
                     recorder.phase("backward")
-                    with running(source, "backward pass"):
+                    with in_words(f"the backward pass of {source.name}"):
                         loss.backward()
                 recorder.phase("other")
                 recorder.now_for((_local(p.grad) for p in model.parameters()), work_items.GRADIENTS)
@@ -176,76 +132,44 @@ def run_steps(
 @contextmanager
 def _synchronizing(model: nn.Module, wanted: bool) -> Iterator[None]:
     """Reduce gradients in backward, or keep those of whole units until a later micro-batch."""
-    if isinstance(model, FullyShardedDataParallel):
-        with nullcontext() if wanted else model.no_sync():
-            yield
-    else:
-        assert isinstance(model, FSDPModule)
+    if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
+    with model.no_sync() if isinstance(model, FullyShardedDataParallel) and not wanted else nullcontext():
         yield
 
 
 def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
-    _, compute, reduce = PRECISIONS[setting.precision]
-    blocks = tuple(transformer_block_classes(model))
-    if setting.api == "fsdp2":
-        _checkpoint(model, setting, blocks)
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce) if compute else None
-        return shard(model, mesh=mesh, strategy=setting.strategy, mp_policy=policy)
-    kinds = {
-        "full": ShardingStrategy.FULL_SHARD,
-        "grad_op": ShardingStrategy.SHARD_GRAD_OP,
-        "hybrid": ShardingStrategy.HYBRID_SHARD,
-    }
-    model = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy(blocks),
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-        device_mesh=mesh,
-        sharding_strategy=kinds[setting.strategy],
-        mixed_precision=MixedPrecision(param_dtype=compute, reduce_dtype=reduce) if compute else None,
-    )
-    _checkpoint(model, setting, blocks)  # after the wrapping, so that it goes inside each unit
-    fsdp1_lazy_init(model, model)  # else the first forward does it, in one go for all units
+    if setting.checkpointing is not None or setting.compiled:
+        _compute_again(model, setting.checkpointing)
+    if setting.shard is None:
+        return shard(model, mesh=mesh, strategy=setting.strategy, mp_policy=setting.mp_policy)
+    model = setting.shard(model, mesh)
+    if isinstance(model, FullyShardedDataParallel):
+        fsdp1_lazy_init(model, model)  # else the first forward does it, in one go for all units
+    elif not isinstance(model, FSDPModule):
+        raise ValueError(f"plan: expected shard to give a sharded model, found {type(model).__name__}")
     return model
 
 
-def _checkpoint(model: nn.Module, setting: Setting, blocks: tuple[type[nn.Module], ...]) -> None:
-    """Wrap the blocks that are computed again.
+def _compute_again(model: nn.Module, checkpointing: str | int | None) -> None:
+    """Checkpoint the blocks; None is for compiled blocks.
 
     A compiled block without checkpointing keeps what its matrix products give: the partitioner of
     torch.compile finds that it costs less to compute the rest again in backward, within fused kernels.
     """
-    checkpointing = setting.checkpointing
-    if checkpointing == "none" and not setting.compiled:
-        return
-    options: dict[str, Any] = {"preserve_rng_state": False}
-    if checkpointing in ("selective", "none"):
-        options["context_fn"] = selective(every_other=checkpointing == "selective")
-    every = int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
-    count = itertools.count()
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=partial(checkpoint_wrapper, **options),
-        check_fn=lambda module: isinstance(module, blocks) and next(count) % every == 0,
-    )
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if checkpointing in ("selective", None):
+        options["context_fn"] = selective(every_other=checkpointing is not None)
+    blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
+    for block in blocks[:: checkpointing if isinstance(checkpointing, int) else 1]:
+        block.forward = partial(checkpoint, block.forward, **options)
 
 
-def mesh_of(setting: Setting) -> DeviceMesh:
+def _mesh_of(setting: Setting) -> DeviceMesh:
     if setting.strategy != "hybrid":
         return init_device_mesh("cpu", (setting.world_size,))
     hosts = setting.world_size // setting.ranks_per_host
     return init_device_mesh("cpu", (hosts, setting.ranks_per_host), mesh_dim_names=("replicate", "shard"))
-
-
-@contextmanager
-def _fake_group(world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager
@@ -282,9 +206,9 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """What is freed is freed when its last reference goes, not when Python looks for cycles.
+    """Free what is freed when its last reference goes, not when Python looks for cycles.
 
-    It also saves time: what a plan makes is kept, some 100,000 entries, and to look through it is in vain.
+    This also saves time: a plan keeps most of what it makes, some 100,000 entries.
     """
     enabled = gc.isenabled()
     gc.disable()

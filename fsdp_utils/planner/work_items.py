@@ -1,4 +1,4 @@
-"""What one rank does in a step: memory, work and messages, in the order of the program."""
+"""The items of a recording: memory, work and messages of one rank, in the order of the program."""
 
 from typing import Any, NamedTuple
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fsdp_utils._commands import new_parser
 from fsdp_utils.distributed.agreement import agree, by_ranks
 from fsdp_utils.distributed.identity import get_local_rank
-from fsdp_utils.precision.facts import Compute, judge, judge_nccl, look
+from fsdp_utils.precision.facts import Compute, judge, look
 from fsdp_utils.torch_internals.groups import abort_groups
 
 __all__ = ["Bf16Support", "bf16_support"]
@@ -92,17 +92,11 @@ def bf16_support(device: torch.device | str | None = None) -> Bf16Support:
     device = torch.device(device or "cpu")
     facts = look(device)
     compute, reasons = judge(facts)
-    mine = {
-        "compute": compute,
-        "reasons": reasons,
-        "nccl": judge_nccl(facts),
-        "device": facts.name or facts.kind,
-    }
     try:
-        return _agree(mine, device)
+        return _agree({"compute": compute, "reasons": reasons, "device": facts.name}, device)
     except _NoAnswer as error:
         reason = f"{error} So nothing is known about the network."
-        return Bf16Support(False, compute, False, (*reasons, reason), mine["device"])
+        return Bf16Support(False, compute, False, (*reasons, reason), facts.name)
 
 
 def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
@@ -113,12 +107,8 @@ def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
             found = ranks.all(lambda: mine)
         compute = min((each["compute"] for each in found), key=_ORDER.index)
         reasons = by_ranks([each["reasons"] for each in found])
-        against = by_ranks([[each["nccl"]] if each["nccl"] else [] for each in found])
         network: bool | None = None
-        if against and _backend(device) in (None, "nccl"):
-            network = False
-            reasons += against
-        elif compute == "none":
+        if compute == "none":
             reasons.append("The network was not tried: first all ranks must compute in bf16.")
         elif why_not := _why_not_tried(device):
             reasons.append(why_not)
@@ -127,8 +117,7 @@ def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
                 problems = ranks.all(lambda: _all_reduce(device))
             network = not any(problems)
             reasons += by_ranks([[problem] if problem else [] for problem in problems]) or [
-                f"An all-reduce in bf16 over {len(found)} rank{'s' * (len(found) > 1)} "
-                f"({_backend(device)}) gave the right sum."
+                f"An all-reduce in bf16 over {len(found)} rank{'s' * (len(found) > 1)} gave the right sum."
             ]
     finally:
         ranks.close()
@@ -136,51 +125,37 @@ def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
     return Bf16Support(compute == "native" and network is not False, compute, network, tuple(reasons), names)
 
 
-def _backend(device: torch.device) -> str | None:
-    """The backend that sends this device's tensors; "" if there is none, None without a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    for pair in dist.get_backend_config().split(","):
-        kind, _, backend = pair.partition(":")
-        if kind == device.type:
-            return backend
-    return ""
-
-
 def _why_not_tried(device: torch.device) -> str:
-    match _backend(device):
-        case None:
-            return (
-                "The network was not tried: there is no process group. Where there are several ranks, call "
-                "init_process_group() first, or run `torchrun … -m fsdp_utils.bf16`."
-            )
-        case "":
-            return (
-                f"The network was not tried: the process group sends no {device.type} tensors. Call "
-                f"init_process_group with a backend for {device.type}."
-            )
-        case "fake":
-            return "The network was not tried: the process group is a fake one."
+    if not (dist.is_available() and dist.is_initialized()):
+        return (
+            "The network was not tried: there is no process group. Where there are several ranks, call "
+            "init_process_group() first, or run `torchrun … -m fsdp_utils.bf16`."
+        )
+    if f"{device.type}:" not in dist.get_backend_config():
+        return (
+            f"The network was not tried: the process group sends no {device.type} tensors. Call "
+            f"init_process_group with a backend for {device.type}."
+        )
+    if dist.get_backend() == "fake":
+        return "The network was not tried: the process group is a fake one."
     return ""
 
 
 def _all_reduce(device: torch.device) -> str:
     """Sum ones in bf16 over all ranks; returns what went wrong. A collective, over a group of its own."""
+    group: Any = None
     try:
-        group: Any = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
-    except Exception as error:
-        return _failed(error)
-    problem = ""
-    try:
+        group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
         problem = _sum_of_ones(group, device)
     except Exception as error:
-        problem = _failed(error)
+        text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
+        problem = f"An all-reduce in bf16 fails: {text}. Reduce in fp32 (reduce_dtype=torch.float32)."
     with suppress(Exception):
-        if problem:
+        if problem and group is not None:
             # Destroying an NCCL group waits for its kernels, and the one that is stuck never ends. Aborting
             # ends the kernel, and closes the connections: that tells the others if this rank failed alone.
             abort_groups(group)
-        else:
+        elif group is not None:
             dist.destroy_process_group(group)
     return problem
 
@@ -201,11 +176,6 @@ def _sum_of_ones(group: Any, device: torch.device) -> str:
     if abs(low - size) > size / 64 or abs(high - size) > size / 64:  # bf16 has 8 significant bits
         return f"An all-reduce of ones in bf16 over {size} ranks gave {low:g} to {high:g}. Reduce in fp32."
     return ""
-
-
-def _failed(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
-    return f"An all-reduce in bf16 fails: {text}. Reduce in fp32 (reduce_dtype=torch.float32)."
 
 
 def main(arguments: list[str] | None = None) -> int:

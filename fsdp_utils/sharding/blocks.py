@@ -1,7 +1,7 @@
 """Find the transformer blocks of a model."""
 
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -122,13 +122,11 @@ def outermost(
             yield from outermost(child, classes, plain_name(prefix, name))
 
 
-def by_shared_parameters(
-    blocks: list[nn.Module], *, ignored: Set[nn.Parameter] = frozenset()
-) -> list[tuple[list[nn.Module], set[nn.Parameter]]]:
-    """The blocks in groups, with the parameters of each but those ignored; no two groups share one."""
+def by_shared_parameters(blocks: list[nn.Module]) -> list[tuple[list[nn.Module], set[nn.Parameter]]]:
+    """Group the blocks so that no two groups share a parameter; with the parameters of each group."""
     groups: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
     for block in blocks:
-        modules, parameters = [block], set(block.parameters()) - ignored
+        modules, parameters = [block], set(block.parameters())
         for group in [group for group in groups if not group[1].isdisjoint(parameters)]:
             groups.remove(group)
             modules, parameters = group[0] + modules, group[1] | parameters

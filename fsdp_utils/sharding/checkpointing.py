@@ -1,7 +1,6 @@
 """Activation checkpointing of blocks, inside their FSDP units."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -10,8 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_utils.sharding.blocks import unwrapped
-from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.torch_internals.names import CHECKPOINTED, disable_current_modes
 
 # The dispatcher's names. A linear layer is mm, with a bias addmm; experts are one _grouped_mm.
 _PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default"}
@@ -48,38 +45,21 @@ def selective(*, every_other: bool = True) -> Callable[[], Any]:
     return contexts
 
 
-def is_count(number: Any) -> bool:
-    """Whether it is a whole number of at least 1."""
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0
-
-
-def refuse_checkpointing(model: nn.Module, checkpointing: Any) -> None:
-    """Refuse unknown values, and a model that torch's checkpoint_wrapper or transformers checkpoints already.
-
-    Raises:
-        ValueError: says which.
-    """
-    if not is_count(checkpointing) and checkpointing not in ("full", "selective"):
-        raise ValueError(
-            'shard: expected checkpointing to be None, "full", "selective" or a number n from 1 on (every '
-            f"n-th block), found {checkpointing!r}"
-        )
-    for name, module in model.named_modules():
-        if CHECKPOINTED in name.split(".") or getattr(module, "gradient_checkpointing", False) is True:
-            raise ValueError(
-                f"shard: {plain_name(name) or 'the model'} has activation checkpointing already. Leave "
-                "checkpointing out, or give shard the model without (in transformers: "
-                "model.gradient_checkpointing_disable())."
-            )
-
-
 def compute_again(blocks: Sequence[nn.Module], checkpointing: str | int) -> None:
     """Make backward compute the forward of each block, or of every n-th, again.
 
     The block's forward is replaced, and not the block wrapped: names and classes stay, and hooks stay outside
     (fully_shard's gather the parameters once for both, as the forward runs within).
+
+    Raises:
+        ValueError: an unknown value of checkpointing.
     """
-    every = checkpointing if isinstance(checkpointing, int) else 1
+    every = 1 if checkpointing in ("full", "selective") else checkpointing
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(
+            'shard: expected checkpointing to be None, "full", "selective" or a number n from 1 on (every '
+            f"n-th block), found {checkpointing!r}"
+        )
     options = {"context_fn": selective()} if checkpointing == "selective" else {}
     for place, block in enumerate(list(dict.fromkeys(map(unwrapped, blocks)))[::every]):
         block.forward = _computed_again(block, options, first=place == 0)
@@ -103,47 +83,12 @@ def _computed_again(block: nn.Module, options: dict[str, Any], first: bool) -> C
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        args = tuple(without_cache(value) for value in args)
+        args = tuple(map(without_cache, args))
         kwargs = {name: without_cache(value) for name, value in kwargs.items()}
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
         # The block's own keywords stay apart: checkpoint has some of the same names, such as debug.
         compute = partial(forward, **kwargs)
-        if not torch.compiler.is_compiling():
-            compute = _changes_buffers_once(block, compute)
         return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=True, **options)
 
     return checkpointed
-
-
-def _changes_buffers_once(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Give every call after the first one copies of the block's buffers: running means would move twice."""
-    calls = 0
-
-    def compute(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            return forward(*args)
-        with _copies_of_buffers(block):
-            return forward(*args)
-
-    return compute
-
-
-@contextmanager
-def _copies_of_buffers(block: nn.Module) -> Iterator[None]:
-    buffers = [
-        (module, name, buffer)
-        for module in block.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    try:
-        for module, name, buffer in buffers:
-            with disable_current_modes():  # "selective" is one, and expects the operators of the first call
-                copied = buffer.clone()
-            setattr(module, name, copied)
-        yield
-    finally:
-        for module, name, buffer in buffers:
-            setattr(module, name, buffer)

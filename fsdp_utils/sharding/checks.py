@@ -2,16 +2,18 @@
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
-from fsdp_utils.sharding.copy_checks import check_copies
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.placements import unevenly_cut
-from fsdp_utils.sharding.training_checks import check_gradient_sync, check_master_weights
+from fsdp_utils.sharding.training_checks import (
+    check_copies,
+    check_gradient_sync,
+    check_master_weights,
+    check_optimizer,
+)
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, within
-from fsdp_utils.torch_internals.fsdp import Flat
 
 # A unit that gathers more than this share of the parameters at once undoes most of what sharding saves.
 HALF = 0.5
@@ -20,10 +22,9 @@ HALF = 0.5
 def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
     """Find mistakes in how a model was wrapped, and say how to mend them.
 
-    Changes nothing. Call it on every rank: buffers, and parameters of which several ranks hold a copy, are
-    compared between the ranks that share the model; tensors that are sparse, quantized or of a subclass with
-    tensors inside are not. A rank that no other one joins within five seconds says so in the result, and that
-    nothing was compared. A model that has neither, and one process alone, are checked without waiting.
+    Changes nothing. Call it on every rank: where all ranks share the model, buffers, and parameters of which
+    several ranks hold a copy, are compared between them. A rank that no other one joins within five seconds
+    says so in the result, and that nothing was compared.
 
     Args:
         model: after FSDP1, FSDP2 or DDP was applied.
@@ -47,21 +48,13 @@ def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         ]
     problems = []
     if units:
-        fsdp2 = not units[0].fsdp1
         sizes, loose = parameter_sizes(model, units)
-        problems = [
-            *_check_units(model, units, sizes, loose, fsdp2),
-            *_check_ties(model, sizes, fsdp2),
-            *_check_placements(model),
-            *_check_mixed_requires_grad(units),
-            *(_check_optimizer(model, optimizer, units) if optimizer is not None else []),
-        ]
-    return [
-        *problems,
-        *(check_master_weights(model, optimizer) if optimizer is not None else []),
-        *check_gradient_sync(model, units),
-        *check_copies(model),
-    ]
+        fsdp2 = not units[0].fsdp1
+        problems += _check_units(model, units, sizes, loose, fsdp2) + _check_ties(model, sizes, fsdp2)
+        problems += _check_placements(model)
+    if optimizer is not None:
+        problems += check_optimizer(model, optimizer, units) + check_master_weights(model, optimizer)
+    return problems + check_gradient_sync(model, units) + check_copies(model)
 
 
 def _check_units(
@@ -83,11 +76,10 @@ def _check_units(
     except ValueError:
         classes = set()
     names = " and ".join(sorted(cls.__name__ for cls in classes)) or "part"
-    policy = "ModuleWrapPolicy(transformer_block_classes(model))" if classes else "a policy"
     what_to_do = (
         f"Call fully_shard on each {names} before the model, or shard(model) instead."
         if fsdp2
-        else f"Pass auto_wrap_policy={policy} to FSDP."
+        else "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
     )
     if len(units) == 1:
         return [
@@ -158,41 +150,4 @@ def _check_placements(model: nn.Module) -> list[str]:
         "shard(model), or give fully_shard a shard_placement_fn that returns Shard(dim), with a dimension "
         "that the ranks divide."
         for name in names[:1]
-    ]
-
-
-def _check_mixed_requires_grad(units: list[Unit]) -> list[str]:
-    messages = []
-    for unit in units:
-        # FSDP2 holds gradients for trained parameters only
-        handles = unit.parts if unit.fsdp1 else ()
-        parameters = [parameter for handle in handles for parameter in Flat(handle.flat_param).params]
-        frozen = sum(not parameter.requires_grad for parameter in parameters)
-        if 0 < frozen < len(parameters):
-            messages.append(
-                f"The unit {unit.name} mixes {frozen} frozen parameters with "
-                f"{len(parameters) - frozen} trained ones: FSDP1 holds and sends gradients for all of them. "
-                "Wrap the frozen modules in units of their own, or use FSDP2."
-            )
-    return messages
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, units: list[Unit]) -> list[str]:
-    fsdp2 = not units[0].fsdp1
-    of_model = set(model.parameters())
-    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if gathered := given.intersection(p for unit in units for p in unit.gathered):
-        return [
-            f"The optimizer holds {len(gathered)} gathered parameters, as the root's unit has them between "
-            "forward and backward, and after a forward without gradients: its steps change nothing. Build "
-            "the optimizer before the first forward, or call model.reshard() before."
-        ]
-    # Between forward and backward FSDP2 has the whole parameters in the model; what the optimizer should
-    # hold are the sharded ones, which are DTensors.
-    strangers = [p for p in given - of_model if not (fsdp2 and isinstance(p, DTensor))]
-    if not strangers or all(p in given for p in of_model if p.requires_grad):
-        return []
-    return [
-        f"The optimizer holds {len(strangers)} parameters that are not in the model, as they are from before "
-        "sharding: its steps change nothing. Build the optimizer after sharding, from model.parameters()."
     ]

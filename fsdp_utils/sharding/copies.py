@@ -5,7 +5,6 @@ training compares them: where they differ, gradients are averaged over models th
 checkpoint stores some ranks' values and drops the others'.
 """
 
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,17 +17,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint, has_peers, rank_names
+from fsdp_utils.distributed.agreement import Ranks, fingerprint, has_peers, rank_names
 from fsdp_utils.sharding.local_part import is_readable, local, view
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, fsdp1_replicas, registered_flat
 
 WHOLE = "whole"
 _SHOWN = 3  # names in one sentence
-_WAIT_S = 600.0  # in shard, for a rank that still reads or makes its weights
-
-# Calls of the topic "sharding" must not overlap: threads of a rank would mix up its collectives.
-ONE_CALL = threading.Lock()
 
 
 class Copy(NamedTuple):
@@ -37,11 +32,6 @@ class Copy(NamedTuple):
     tensor: Tensor
     place: str  # the same on all ranks that should hold the same values; WHOLE for a plain tensor
     groups: tuple[Any, ...]  # process groups of those ranks, one for each replicated dimension
-
-    @property
-    def is_replica(self) -> bool:
-        """Is it replicated on purpose? Else each rank may have set up a tensor of its own."""
-        return self.place != WHOLE and bool(self.groups)
 
 
 def parameter_copies(model: nn.Module) -> dict[str, Copy]:
@@ -101,76 +91,62 @@ def differing(copies: Mapping[str, Copy], ranks: Ranks) -> dict[str, str]:
     mine: dict[str, dict[str, str]] = {}  # digests by name, by place
 
     def hashes() -> dict[str, str]:
-        for name, copy in copies.items():
+        for name, copy in sorted(copies.items()):
             mine.setdefault(copy.place, {})[name] = digest(copy.tensor)
         return {
-            place: fingerprint([f"{name} {digest}" for name, digest in sorted(digests.items())])
+            place: fingerprint([f"{name} {digest}" for name, digest in digests.items()])
             for place, digests in mine.items()
         }
 
     together = ranks.all(hashes)
-    places = {place for one in together for place in one}
-    odd = {place for place in places if len({one[place] for one in together if place in one}) > 1}
-    if not odd:
-        return {}
-    each = ranks.all(lambda: {place: digests for place, digests in mine.items() if place in odd})
+    places = sorted({place for one in together for place in one})
+    odd = [place for place in places if len({one[place] for one in together if place in one}) > 1]
+    each = ranks.all(lambda: {place: mine[place] for place in odd if place in mine}) if odd else []
     expected: dict[str, set[int]] = {}  # the first rank that holds the name at that place
     others: dict[str, set[int]] = {}
-    for place in sorted(odd):
-        for name in dict.fromkeys(name for one in each for name in one.get(place, ())):
-            found = {rank: one[place][name] for rank, one in enumerate(each) if name in one.get(place, ())}
-            first = min(found)
-            if strange := {rank for rank, digest in found.items() if digest != found[first]}:
-                expected.setdefault(name, set()).add(first)
-                others.setdefault(name, set()).update(strange)
+    for place in odd:
+        usual: dict[str, tuple[int, str]] = {}
+        for rank, digests in enumerate(one.get(place, {}) for one in each):
+            for name, found in digests.items():
+                first, value = usual.setdefault(name, (rank, found))
+                if found != value:
+                    expected.setdefault(name, set()).add(first)
+                    others.setdefault(name, set()).add(rank)
     return {
         name: f"{name!r} on {rank_names(sorted(who))} differs from {rank_names(sorted(expected[name]))}"
         for name, who in others.items()
     }
 
 
-def make_equal(model: nn.Module, mesh: DeviceMesh, *, sync: bool) -> None:
-    """Check that the replicas over a mesh of all ranks are equal, or make them so.
-
-    Args:
-        model: sharded over the mesh just now.
-        sync: broadcast parameters from the first replica, and buffers from the first rank.
-
-    Raises:
-        RuntimeError: the same on every rank. Replicas differ, or only some ranks have values to broadcast.
-    """
-    if not has_peers() or mesh.size() < dist.get_world_size() or not (sync or mesh.ndim > 1):
-        return
-    copies = {name: copy for name, copy in parameter_copies(model).items() if copy.is_replica}
-    groups = tuple(mesh.get_all_groups())
-    buffers = {name: copy._replace(groups=groups) for name, copy in buffer_copies(model).items()}
-
-    def facts() -> dict[str, Any]:
-        if not sync:
-            return {}
-        return {
-            "number of parameters and buffers with values": [len(copies), len(buffers)],
-            "names, dtypes and shapes of parameters and buffers": inventory({**copies, **buffers}),
-        }
-
-    with ONE_CALL:
-        ranks = agree("shard", facts, error=RuntimeError, topic="sharding", wait_s=_WAIT_S)
-        with ranks.guard():
-            if sync:
-                broadcast({**copies, **buffers})
-            differ = differing(copies, ranks)
-    if differ:
-        raise RuntimeError(
-            f"shard: expected all replicas to hold the same values, found that {in_words(differ)}. Build the "
-            "model with one seed on all ranks, or give shard sync_replicas=True, which broadcasts the first "
-            "replica's. The model is sharded now: build it anew."
-        )
-
-
 def in_words(differences: Mapping[str, str]) -> str:
     """List the first few differences."""
     more = len(differences) - _SHOWN
     return "; ".join([*differences.values()][:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all replicas the parameters and buffers of the first, as DDP does; those on meta have none.
+
+    Args:
+        model: sharded over the mesh just now.
+        mesh: with one dimension there are no replicas.
+
+    Raises:
+        RuntimeError: on every rank: replicas hold values of other parameters and buffers.
+    """
+    if mesh.ndim == 1 or not has_peers():
+        return
+    group = mesh.get_group(0)
+    copies = {**parameter_copies(model), **buffer_copies(model)}
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, inventory(copies), group=group)
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            "shard: expected the same parameters and buffers in all replicas, to be broadcast, found "
+            "other names, dtypes or shapes, or values in some replicas only, among ranks "
+            f"{dist.get_process_group_ranks(group)}. Build the model alike on all ranks, or on meta on all."
+        )
+    broadcast({name: copy._replace(groups=(group,)) for name, copy in copies.items()})
 
 
 @torch.no_grad()
@@ -181,8 +157,6 @@ def broadcast(copies: Mapping[str, Copy]) -> None:
     """
     for _, copy in sorted(copies.items()):
         part = local(copy.tensor.detach())
-        # Of what expand() has repeated, one of each.
-        part = part[tuple(slice(None if stride else 1) for stride in part.stride())]
         for group in copy.groups:
             sent = part.resolve_conj().resolve_neg().contiguous()
             if part.device.type == "cpu" and dist.get_backend(group) == "nccl":  # offloaded

@@ -46,7 +46,7 @@ class Unit:
     def nbytes(self) -> int:
         """Of its full parameters, without padding."""
         if not self.fsdp1:
-            return sum(parameter.nbytes for parameter in self._sharded())
+            return sum(parameter.nbytes for parameter in self.sharded)
         return sum(
             sum(map(math.prod, Flat(handle.flat_param).shapes)) * fsdp1_dtypes(handle)[0].itemsize
             for handle in self.parts
@@ -56,20 +56,20 @@ class Unit:
     def device(self) -> str:
         """Where its shards are at rest now."""
         if not self.fsdp1:
-            return ", ".join(sorted(map(str, {parameter.device for parameter in self._sharded()})))
+            return ", ".join(sorted(map(str, {parameter.device for parameter in self.sharded})))
         (handle,) = self.parts
         return "cpu" if fsdp1_offloads(handle) else str(registered_flat(handle).device)
 
     @property
     def gathered(self) -> list[Any]:
         """FSDP2's full parameters, which the model has while they are gathered."""
-        if self.fsdp1:
-            return []
-        whole = [fsdp2_whole(parameter) for part in self.parts for parameter in part.fsdp_params]
+        whole = [] if self.fsdp1 else [fsdp2_whole(p) for part in self.parts for p in part.fsdp_params]
         return [parameter for parameter in whole if parameter is not None]
 
-    def _sharded(self) -> list[Any]:
-        return [parameter.sharded_param for part in self.parts for parameter in part.fsdp_params]
+    @property
+    def sharded(self) -> list[Any]:
+        """FSDP2's shards, which an optimizer holds."""
+        return [] if self.fsdp1 else [p.sharded_param for part in self.parts for p in part.fsdp_params]
 
 
 def find_units(

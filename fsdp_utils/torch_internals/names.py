@@ -9,37 +9,11 @@ Other files may name these: `torch.utils._pytree` and `torch.utils._python_dispa
 counterpart and are torch's documented way to extend it; and operators under `torch.ops`, whose names are part
 of saved programs.
 """
-# ruff: noqa: F401 (other files import these names from here)
-
-from __future__ import annotations
 
 import importlib
 import pkgutil
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from torch import _foreach_add_ as foreach_add_
-    from torch import _foreach_copy_ as foreach_copy_
-    from torch import _fused_adamw_ as fused_adamw_
-    from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
-    from torch._compile import _disable_dynamo as disable_dynamo
-    from torch._guards import detect_fake_mode as detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-    from torch.autograd import _get_sequence_nr as sequence_nr
-    from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing as apply_activation_checkpointing,
-    )
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        checkpoint_wrapper as checkpoint_wrapper,
-    )
-    from torch.distributed.fsdp._common_utils import _get_param_to_fqns as get_param_to_fqns
-    from torch.distributed.fsdp._flat_param import FlatParamHandle as FlatParamHandle
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
-    from torch.distributed.fsdp._runtime_utils import _lazy_init as fsdp1_lazy_init
-    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from typing import Any, NamedTuple
 
 
 class Private(NamedTuple):
@@ -105,15 +79,12 @@ NAMES: dict[str, Private] = {
         "what FSDP1's sharded state dict consists of; torch has never had it in a public module",
     ),
     "checkpoint_wrapper": Private(
-        _WRAPPER,
-        "checkpoint_wrapper",
-        "activation checkpointing of a module: documented, but in a private module; "
-        "torch.utils.checkpoint.checkpoint wraps a call",
+        _WRAPPER, "checkpoint_wrapper", "documented, but in a private module; torch.utils' wraps a call"
     ),
     "apply_activation_checkpointing": Private(
         _WRAPPER, "apply_activation_checkpointing", "the same for each block of a model"
     ),
-    # fake tensors, the dispatcher, autograd, the profiler, the compiler
+    # fake tensors, autograd, the profiler, the compiler
     "FakeTensorMode": Private(
         "torch._subclasses.fake_tensor",
         "FakeTensorMode",
@@ -121,12 +92,6 @@ NAMES: dict[str, Private] = {
     ),
     "detect_fake_mode": Private(
         "torch._guards", "detect_fake_mode", "whether a FakeTensorMode is on; nothing public says it"
-    ),
-    "disable_current_modes": Private(
-        "torch.utils._python_dispatch",
-        "_disable_current_modes",
-        "copies a buffer unseen by selective checkpointing, which expects those of the first forward; "
-        "nothing public suspends a TorchDispatchMode",
     ),
     "RecordFunctionFast": Private(
         "torch._C._profiler",
@@ -141,8 +106,7 @@ NAMES: dict[str, Private] = {
     "disable_dynamo": Private(
         "torch._compile",
         "_disable_dynamo",
-        "keeps an optimizer's step out of torch.compile. torch.compiler.disable is the same, but imports "
-        "torch._dynamo at once, which takes a second",
+        "torch.compiler.disable is the same, but imports torch._dynamo at once, which takes a second",
     ),
     # operators of torch's own optimizers; without torch.compile nothing public is as fast
     "foreach_add_": Private("torch", "_foreach_add_", "counts the steps, as torch.optim.AdamW does"),
@@ -151,8 +115,8 @@ NAMES: dict[str, Private] = {
 }
 # What wrappers call the module that they wrap: FSDP1, activation checkpointing, torch.compile. These and
 # FLAT_PARAM are parts of parameters' names; FSDP.module and the like do not say under which name.
-CHECKPOINTED, COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
-WRAPPED = ("_fsdp_wrapped_module", CHECKPOINTED, COMPILED)
+COMPILED = "_orig_mod"
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED)
 FLAT_PARAM = "_flat_param"
 # A slow import that fully_shard, and the first step of an optimizer, need: to be imported beforehand.
 DYNAMO = "torch._dynamo"
@@ -166,16 +130,14 @@ def place(name: str) -> tuple[Any, str]:
     return (pkgutil.resolve_name(f"{owner}:{attribute}") if attribute else found), private.name
 
 
-if not TYPE_CHECKING:  # a type checker is to complain of a name that is not here
-
-    def __getattr__(name: str) -> Any:
-        if name not in NAMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        try:
-            return getattr(*place(name))
-        except (ImportError, AttributeError) as error:
-            private = NAMES[name]
-            raise ImportError(
-                f"expected {private.name} in {private.owner} ({private.why}); torch "
-                f"{sys.modules['torch'].__version__} does not have it. Use a version that README.md names"
-            ) from error
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(*place(name))
+    except (ImportError, AttributeError) as error:
+        private = NAMES[name]
+        raise ImportError(
+            f"expected {private.name} in {private.owner} ({private.why}); torch "
+            f"{sys.modules['torch'].__version__} does not have it. Use a version that README.md names"
+        ) from error

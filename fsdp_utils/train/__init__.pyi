@@ -5,10 +5,9 @@ from fsdp_utils.train.config import OptimConfig as OptimConfig
 from fsdp_utils.train.config import ParallelConfig as ParallelConfig
 from fsdp_utils.train.config import TrainConfig as TrainConfig
 from fsdp_utils.train.config import parse as parse
-from fsdp_utils.train.data import DataError as DataError
 from fsdp_utils.train.data import rows_at as rows_at
+from fsdp_utils.train.faults import NotFinite as NotFinite
 from fsdp_utils.train.loop import Progress as Progress
 from fsdp_utils.train.loop import learning_rate as learning_rate
 from fsdp_utils.train.loop import main as main
 from fsdp_utils.train.loop import train as train
-from fsdp_utils.train.watchdog import NotFinite as NotFinite

@@ -4,58 +4,43 @@
         --data.source fsdp_utils.lessons.tasks:dates_llama --steps 200
 
 Started again, the program resumes from its newest whole checkpoint, on any number of ranks. SIGTERM and
-SIGUSR1 make it save and exit with code 75. `config.py` documents the settings. In this file `train` sets up,
-`_loop` is the training loop, `_step` trains one step and `_evaluate` evaluates.
+SIGUSR1 make it save and exit with code 75. `config.py` documents the settings. In this file `train` has the
+training loop, `_step` trains one step and `_evaluate` evaluates.
 """
 
 import faulthandler
-import gc
-import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from fsdp_utils.checkpoint import CheckpointError
-from fsdp_utils.child_tuning.optimizer import ChildTuningAdamW
-from fsdp_utils.distributed.identity import get_rank, get_world_size
-from fsdp_utils.memory.maximizer import Memory_Maximizer
-from fsdp_utils.precision.bf16 import bf16_support
+from fsdp_utils.distributed.identity import get_local_rank, get_rank, get_world_size
+from fsdp_utils.memory import Memory_Maximizer
+from fsdp_utils.precision import bf16_support
 from fsdp_utils.train.checkpoints import Checkpoints, lock_directory, resume
-from fsdp_utils.train.config import (
-    ConfigError,
-    OptimConfig,
-    TrainConfig,
-    changes,
-    check_ranges,
-    mesh_shape,
-    micro_batches,
-    parse,
-)
-from fsdp_utils.train.data import Data, DataError, load_data, must_be_the_same, rows_at
-from fsdp_utils.train.group import on_rank_0, process_group, same_on_all, sum_of_all, training_device
+from fsdp_utils.train.config import ConfigError, OptimConfig, TrainConfig, check, micro_batches, parse
+from fsdp_utils.train.data import Data, check_same_data, collate, load_data, rows_at
+from fsdp_utils.train.faults import NotFinite, StopSignal, Watchdog, check_finite
 from fsdp_utils.train.metrics import RunLog
-from fsdp_utils.train.model import build_model, check_data, parallelize, throughput
-from fsdp_utils.train.watchdog import EXIT_REQUEUE, Heartbeat, NotFinite, StopSignal, check_finite
+from fsdp_utils.train.model import build_model, parallelize
+from fsdp_utils.train.ranks import process_group, ranks, sum_of_all, training_device
 
-__all__ = ["learning_rate", "main", "train"]
+__all__ = ["Progress", "learning_rate", "main", "train"]
 
-# Settings of which a host may have its own.
-_PATHS = {"out", "data.source", "data.tokenizer", "model.config", "model.pretrained"}
+_EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: come again, and it goes on
 _END_S = 60.0  # from a failure to the end of its process, at most
 
 
@@ -72,7 +57,7 @@ class Progress(NamedTuple):
 
     step: int  # steps of the optimizer that are done
     seen: int  # samples that were trained on, by all ranks together
-    stopped: str | None = None  # the signal that ended it before its last step
+    stopped: bool = False  # whether a signal ended it before its last step
 
 
 def train(config: TrainConfig) -> Progress:
@@ -82,71 +67,40 @@ def train(config: TrainConfig) -> Progress:
         The position at which the run ended.
 
     Raises:
-        ConfigError: it cannot begin, or settings other than paths differ between ranks; the same on every
-            rank.
+        ConfigError: it cannot begin, or the settings differ between ranks; the same on every rank.
         CheckpointError: the newest checkpoint is of another model, or the last save failed.
-        NotFinite: the gradient is NaN or infinite; names ranks and samples.
+        NotFinite: the loss or the gradient is NaN or infinite; names ranks and samples.
     """
-    out = Path(config.out)
-    device = training_device(config.parallel.device)
-    with Heartbeat(out / "hang", config.timeout_s) as heart, StopSignal(heart) as stop, ExitStack() as at_end:
-        heart.at("building")
-        of_rank_0 = on_rank_0(lambda: asdict(config))
-        data, model, is_locked = same_on_all(lambda: _prepare(config, of_rank_0, at_end))
-        model = parallelize(model, config, device)
-        optimizer = _optimizer(model, config.optim)
+    out, device = Path(config.out), training_device(config.parallel.device)
+    with Watchdog(out / "hang", config.timeout_s) as watchdog, StopSignal() as stop:
+        ranks().same("setting", {name: str(value) for name, value in asdict(config).items()})
+        with ranks().each(lambda: lock_directory(out)):
+            watchdog.at("building")
+            data, model = ranks().each(lambda: _prepare(config))
+            model = parallelize(model, config, device)
+            optimizer = AdamW(model.parameters(), lr=config.optim.lr, fused=True)
 
-        heart.at("loading")
-        state, damaged = resume(out / "checkpoints", model, optimizer)
-        must_be_the_same(data, state.get("data"))
-        for group in optimizer.param_groups:  # instead of those of the checkpoint
-            group.update(_hyperparameters(config.optim))
-        at = Progress(state.get("step", 0), state.get("seen", 0))
-        about = {"config": asdict(config), "data": data.identity}
-        changed = changes(state.get("config", about["config"]), about["config"])
-        log = RunLog(out, step=at.step, steps=config.steps, tensorboard=config.tensorboard)
-        try:
-            for text in damaged:
-                log.event("damaged", error=text)
-                log.say(f"passed over a damaged checkpoint: {text}")
-            log.event("started", step=at.step, world_size=get_world_size(), config=about["config"])
-            if changed:
-                log.say(f"from step {at.step} on with other settings than before: {', '.join(changed)}")
-            if not is_locked:
-                log.say(
-                    f"{out / '.lock'} cannot be locked here (the file system has no locks), so a second run "
-                    "in this directory would not be noticed: see to it that there is none"
-                )
-            if config.parallel.precision == "bf16" and not (support := bf16_support(device)):
-                log.say(f"bf16 will be slow here, or wrong: {support}")
-            saved = at.step if state else None
-            checkpoints = Checkpoints(out / "checkpoints", config.keep, saved, log, about)
-            return _loop(config, model, optimizer, data, at, checkpoints, log, stop, heart)
-        finally:
-            log.close()
+            watchdog.at("loading")
+            state, damaged = resume(out / "checkpoints", model, optimizer)
+            check_same_data(data, state.get("data"))
+            at = Progress(state.get("step", 0), state.get("seen", 0))
+            with closing(ranks().each(lambda: RunLog(out, at.step))) as log:
+                for text in damaged:
+                    log.event("damaged", error=text)
+                    log.say(f"passed over a damaged checkpoint: {text}")
+                log.event("started", step=at.step, world_size=get_world_size(), config=asdict(config))
+                if config.parallel.precision == "bf16" and not (support := bf16_support(device)):
+                    log.say(f"bf16 will be slow here, or wrong: {support}")
+                saved = at.step if state else None
+                checkpoints = Checkpoints(out / "checkpoints", config.keep, saved, data.identity, log)
+                return _loop(config, model, optimizer, data, at, checkpoints, log, watchdog, stop)
 
 
-def _prepare(
-    config: TrainConfig, of_rank_0: dict[str, Any], at_end: ExitStack
-) -> tuple[Data, nn.Module, bool]:
-    """All that can be refused before the ranks work together: the data, the model, is `out` locked?"""
-    check_ranges(config)
-    if differing := [each for each in changes(of_rank_0, asdict(config)) if each.split()[0] not in _PATHS]:
-        raise ConfigError(
-            "configuration: expected the same settings on all ranks, found other ones than rank 0's: "
-            f"{', '.join(differing)}. Start all ranks with the same command line and the same --config."
-        )
+def _prepare(config: TrainConfig) -> tuple[Data, nn.Module]:
+    check(config)
     micro_batches(config, get_world_size())
-    mesh_shape(config, get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())))
-    is_locked = True
-    if get_rank() == 0:
-        lock = lock_directory(Path(config.out))
-        at_end.callback(lock.release)
-        is_locked = lock.held
     data = load_data(config.data)
-    model = build_model(config.model, data, config.seed)
-    check_data(model, data, config.data.seq_len)
-    return data, model, is_locked
+    return data, build_model(config, data)
 
 
 def _loop(
@@ -157,86 +111,67 @@ def _loop(
     at: Progress,
     checkpoints: Checkpoints,
     log: RunLog,
+    watchdog: Watchdog,
     stop: StopSignal,
-    heart: Heartbeat,
 ) -> Progress:
     """Train, log, save and evaluate until the last step or the scheduler's signal."""
 
     def evaluate(step: int) -> None:
-        if step % config.eval_every == 0 or step == config.steps:
-            found = _evaluate(config, model, data, heart)
-            log.metrics(step, **found)
-            if len(data.test) and not found:
-                log.say(f"step {step}: no eval_loss, as no test sample has a label")
+        if step and (step % config.eval_every == 0 or step == config.steps):
+            log.metrics(step, eval_loss=_evaluate(config, model, data, watchdog))
 
-    device, count = next(model.parameters()).device, config.data.batch_size
-    step, seen = at.step, at.seen
-    if step and not on_rank_0(lambda: log.has("eval_loss")):
-        evaluate(step)  # the run had ended between the save and the evaluation of this step
-    batch = _batch(config, data, seen)
-    (labels,) = sum_of_all(sum(batch.labels))
-    measure = throughput(config, model, data, device)
-    memory = Memory_Maximizer(device, verbose=False)
+    step, seen, stopped = at.step, at.seen, False
+    memory = Memory_Maximizer(next(model.parameters()).device, verbose=False)
     memory.start()
     model.train()
-    stopped = None
-    while step < config.steps and stopped is None:
+    while step < config.steps:
+        evaluate(step)  # the run may have ended between the save and the evaluation of this step
         # The first step takes longer than all others: FSDP sets itself up, blocks are compiled.
-        heart.at(f"step {step + 1}", config.timeout_s if step == at.step else config.hang_s)
+        watchdog.at(f"step {step + 1}", config.timeout_s if step == at.step else config.hang_s)
         begun = time.perf_counter()
+        batch = _batch(config, data, seen)
+        labels, asked = sum_of_all(sum(batch.labels), stop.asked)
+        if stopped := asked > 0:
+            break
         rate = learning_rate(step, config.optim, config.steps)
         with _profiled(config, step + 1):
-            own, norm = _step(config, model, optimizer, batch, labels, step, rate)
-        step, seen = step + 1, seen + count
-        following = _batch(config, data, seen)
-        loss, asked, more = sum_of_all(own, stop.wanted is not None, sum(following.labels))
-        check_finite("the loss", loss, own, step, batch.samples)
-        known = loss if labels else None  # a batch without a label has no loss, and its gradient is zero
-        batch, labels = following, more
+            loss, norm = _step(config, model, optimizer, batch, labels, step, rate)
+        step, seen = step + 1, seen + config.data.batch_size
         seconds = time.perf_counter() - begun
-        if step > at.step + 1:
-            heart.longest_step_s = max(heart.longest_step_s, seconds)
-        memory.update(count // get_world_size())
-        log.progress(step)
+        memory.update(config.data.batch_size // get_world_size())
         if step % config.log_every == 0 or step == config.steps:
-            log.metrics(step, loss=known, lr=rate, norm=norm, seconds=seconds, **measure(seconds))
-        if step == config.steps:
-            break
-        if step % config.save_every == 0:
-            heart.at(f"saving after step {step}", is_saving=True)
-            log.durable()
-            checkpoints.begin(model, optimizer, step, seen=seen)
+            known = loss if labels else None  # a batch without a label has no loss
+            speed = config.data.batch_size / seconds
+            log.metrics(step, loss=known, lr=rate, norm=norm, seconds=seconds, samples_per_s=speed)
+        if step % config.save_every == 0 and step < config.steps:
+            watchdog.at(f"saving after step {step}")
+            checkpoints.begin(model, optimizer, step, seen)
+    watchdog.at(f"saving after step {step}")
+    checkpoints.finish(model, optimizer, step, seen)
+    if not stopped:
         evaluate(step)
-        if asked:
-            stopped = _signal(stop.wanted)
-    heart.at(f"saving after step {step}", is_saving=True)
-    log.durable()
-    checkpoints.finish(model, optimizer, step, seen=seen)
-    if step == config.steps > at.step:
-        evaluate(step)  # after the save: an evaluation that fails costs no step
     report = memory.stop()
-    log.event("stopped" if stopped else "finished", step=step, signal=stopped, memory=report.to_dict())
-    log.say(str(report))
+    log.event("stopped" if stopped else "finished", step=step, memory=report.to_dict())
+    log.say(f"{'stopped' if stopped else 'finished'} after step {step}\n{report}")
     return Progress(step, seen, stopped)
 
 
 def _batch(config: TrainConfig, data: Data, seen: int) -> Batch:
     """This rank's share of the batch that follows when so many samples have been seen."""
-    world_size = get_world_size()
-    number, size = micro_batches(config, world_size)
-    rows = rows_at(seen, config.data.batch_size, len(data.train), config.seed).view(number, world_size, size)
-    mine = rows[:, get_rank()]  # i64[micro-batches, samples]
-    parts = [data.train[part] for part in mine]
-    return Batch(mine.flatten().tolist(), parts, [data.predictions(part) for part in parts])
+    number, size = micro_batches(config, get_world_size())
+    rows = rows_at(seen, config.data.batch_size, len(data.train), config.seed)
+    mine = rows.view(number, get_world_size(), size)[:, get_rank()]  # i64[micro-batches, samples]
+    parts = [collate(data.train, part) for part in mine.tolist()]
+    return Batch(mine.flatten().tolist(), parts, [data.labels(part) for part in parts])
 
 
 def _step(
     config: TrainConfig, model: Any, optimizer: Optimizer, batch: Batch, labels: float, step: int, rate: float
 ) -> tuple[float, float]:
-    """One step of the optimizer: this rank's part of the loss, and the norm of the whole gradient.
+    """One step of the optimizer: the loss of the whole batch, and the norm of its gradient.
 
-    The sum of the parts is the mean over the `labels` labels of the whole batch, of all ranks and
-    micro-batches together. So its gradient does not depend on how the batch was divided.
+    The losses of all ranks and micro-batches add up to the mean over the `labels` labels of the whole batch.
+    So neither the loss nor its gradient depends on how the batch was divided.
     """
     device = next(model.parameters()).device
     rank, world_size, number = get_rank(), get_world_size(), len(batch.parts)
@@ -253,39 +188,37 @@ def _step(
         (loss * world_size).backward()  # FSDP averages over the ranks, and this loss is a part of a sum
         local += loss.detach()
 
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = get_total_norm(grads)
+    norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     own, length = torch.stack([local, norm.to(local)]).tolist()  # waits for the device: once a step
-    check_finite("the gradient's norm", length, own, step + 1, batch.samples)
+    (total,) = sum_of_all(own)
+    check_finite(total, length, own, step + 1, batch.samples)
     if config.optim.clip is not None:
         clip_grads_with_norm_(model.parameters(), config.optim.clip, norm)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    for group in optimizer.param_groups:  # not what the checkpoint holds
+        group.update(lr=rate, betas=config.optim.betas, weight_decay=config.optim.weight_decay)
     optimizer.step()
     optimizer.zero_grad()
-    return own, length
+    return total, length
 
 
 @torch.no_grad()
-def _evaluate(config: TrainConfig, model: nn.Module, data: Data, heart: Heartbeat) -> dict[str, float]:
+def _evaluate(config: TrainConfig, model: nn.Module, data: Data, watchdog: Watchdog) -> float | None:
     """The mean loss over all test samples, each counted once, on any number of ranks.
 
     Each rank must run equally many batches, as each of them gathers parameters from all ranks. Where a rank
     has none left it runs a sample again and does not count it.
     """
-    if not len(data.test):
-        return {}
     device, rank, world_size = next(model.parameters()).device, get_rank(), get_world_size()
     _, size = micro_batches(config, world_size)
     total = loss = 0.0
     model.eval()
     for start in range(0, len(data.test), size * world_size):
-        heart.at("evaluating")
-        rows = torch.arange(start, min(start + size * world_size, len(data.test)))[rank::world_size]
-        batch = data.test[rows if len(rows) else torch.zeros(1, dtype=torch.int64)]
-        weight = data.predictions(batch) if len(rows) else 0
+        watchdog.at("evaluating")
+        rows = range(start, min(start + size * world_size, len(data.test)))[rank::world_size]
+        batch = collate(data.test, rows or [0])
+        weight = data.labels(batch) if rows else 0
         mean = model(**_to(batch, device)).loss.item()
         if weight:
             total, loss = total + weight, loss + mean * weight
@@ -294,7 +227,7 @@ def _evaluate(config: TrainConfig, model: nn.Module, data: Data, heart: Heartbea
         if isinstance(unit, FSDPModule):
             unit.reshard()  # what FSDP keeps for a backward that does not come; checkpoints are of shards
     loss, total = sum_of_all(loss, total)
-    return {"eval_loss": loss / total} if total else {}
+    return loss / total if total else None
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
@@ -304,19 +237,6 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
     done = (step - config.warmup) / max(1, steps - config.warmup)
     fall = {"none": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[config.decay]
     return config.lr * (config.min_lr + (1 - config.min_lr) * fall)
-
-
-def _optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    settings = {"lr": config.lr, **_hyperparameters(config)}
-    if config.name == "child_tuning":
-        return ChildTuningAdamW(model.parameters(), **settings)
-    return torch.optim.AdamW(model.parameters(), **settings, fused=True)
-
-
-def _hyperparameters(config: OptimConfig) -> dict[str, Any]:
-    """What the optimizer is told besides the learning rate, which `_step` sets at each step."""
-    settings: dict[str, Any] = {"betas": config.betas, "weight_decay": config.weight_decay}
-    return settings | ({"reserve_p": config.reserve_p} if config.name == "child_tuning" else {})
 
 
 @contextmanager
@@ -330,13 +250,6 @@ def _profiled(config: TrainConfig, step: int) -> Iterator[None]:
     with profile(record_shapes=True) as profiler:
         yield
     profiler.export_chrome_trace(str(Path(config.out) / f"trace-step-{step}.json"))
-
-
-def _signal(mine: str | None) -> str:
-    """The signal that some rank has received; the same answer on every rank."""
-    found: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(found, mine)
-    return next(name for name in found if name is not None)
 
 
 def _seed(seed: int, device: torch.device) -> None:
@@ -356,21 +269,9 @@ def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
 
 @record  # writes torchelastic's error file, from which torchrun tells which rank failed first, and how
 def _run(arguments: list[str] | None) -> Progress:
-    config, problem = None, None
-    try:
-        config = parse(arguments)
-    except ConfigError as error:
-        problem = error
-
-    def configured() -> TrainConfig:
-        if problem is not None:
-            raise problem
-        assert config is not None
-        return config
-
-    device = training_device(config.parallel.device if config else "cpu")
-    with process_group(device, config.timeout_s if config else 60):
-        return train(same_on_all(configured))
+    config = parse(arguments)
+    with process_group(training_device(config.parallel.device), config.timeout_s):
+        return train(config)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -380,16 +281,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         # A process group that lost a rank, or a save, can hold up the end of a process.
         faulthandler.dump_traceback_later(_END_S, exit=True)
-        if isinstance(error, DataError):  # this rank alone has seen it
-            print(f"rank {get_rank()}: DataError: {error}", file=sys.stderr, flush=True)
-            return 1
         if not isinstance(error, (ConfigError, CheckpointError, NotFinite)):
             raise
-        if get_rank() == 0 or not dist.is_initialized():  # in a group the same on every rank: told once
+        if get_local_rank() == 0:  # told once on each host
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
-    gc.freeze()  # no garbage among what was imported: the process ends a second sooner
-    if progress is not None and progress.stopped:
-        print(json.dumps({"stopped": progress.stopped, "step": progress.step}), flush=True)
-        return EXIT_REQUEUE
-    return 0
+    return _EXIT_REQUEUE if progress and progress.stopped else 0

@@ -1038,23 +1038,15 @@ assert support.ready == (support.compute == "native" and support.network is not 
 # GPU is measured here.**
 
 # %% tags=["checker"]
-from fsdp_utils.precision.facts import DeviceFacts, judge, judge_nccl
+from fsdp_utils.precision.facts import DeviceFacts, judge
 
 gpus = {"Tesla V100": (7, 0), "Tesla T4": (7, 5), "A100": (8, 0), "L4": (8, 9), "H100": (9, 0)}
-facts = {
-    gpu: DeviceFacts("cuda", gpu, capability=capability, cuda=(12, 8), nccl=(2, 27, 5))
-    for gpu, capability in gpus.items()
-}
-judged = {gpu: judge(fact) for gpu, fact in facts.items()}
-old = DeviceFacts("cuda", "A100", capability=(8, 0), cuda=(11, 1), nccl=(2, 8, 3))
+judged = {gpu: judge(DeviceFacts("cuda", gpu, capability=found)) for gpu, found in gpus.items()}
 
 # %% jupyter={"source_hidden": true}
 Table(
     ["device", "bf16", "why"],
-    [
-        *([gpu, answer, reasons[0].split(" (")[0]] for gpu, (answer, reasons) in judged.items()),
-        ["A100, NCCL 2.8.3", "no network", judge_nccl(old).split(". ")[0]],
-    ],
+    [[gpu, answer, reasons[0].split(" (")[0]] for gpu, (answer, reasons) in judged.items()],
 )
 
 # %% tags=["check"]
@@ -1062,8 +1054,7 @@ assert [gpu for gpu, (answer, _) in judged.items() if answer == "native"] == ["A
 print("Checked: native from compute capability 8.0 on.")
 
 # %% [markdown]
-# The two older GPUs can hold bf16 tensors, but have no units that compute with them. The last line is about
-# the network: NCCL sends bf16 from version 2.10 on.
+# The two older GPUs can hold bf16 tensors, but have no units that compute with them.
 #
 # ## When it goes wrong
 #

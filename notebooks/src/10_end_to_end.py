@@ -622,8 +622,7 @@ first_start["points"] = [*seen, (max(killed_at, seen[-1][0]), before[-1][0])]
 # find each other through a key-value store of torchrun's, which outlives them. The restarted ranks may read
 # there the addresses of the dead ones, and then fail to connect (`Gloo connectFullMesh failed`; [PyTorch
 # issue 135712](https://github.com/pytorch/pytorch/issues/135712) reports the same of NCCL). The environment
-# variable `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` avoids it. The program needs no such variable: at each start
-# it uses a part of the store that nobody has used before (`fresh_store` in `fsdp_utils.train.group`).
+# variable `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` gives torchrun a new store at each start, and avoids it.
 #
 # </details>
 
@@ -1064,9 +1063,10 @@ Table(
 #   step the ranks exchange their flags, and if one is set, all of them save and leave with exit code 75.
 # - **NaN.** The norm of the gradient shows it on every rank before the optimizer uses the gradient. The error
 #   names the step, and the rank and samples whose loss it was.
-# - **A hang.** A thread on each rank publishes where its rank is. If a rank does not move for `hang_s`
-#   seconds, all ranks that still answer write their stacks and end. On their own host they also end those
-#   that do not answer. So a hang becomes a failure, and torchrun can restart the ranks.
+# - **A hang.** Ranks wait for each other in every step, so where one hangs, all do. A thread on each rank
+#   watches it: after `hang_s` seconds without progress the ranks write their stacks, name those that wrote
+#   none, and end; on their own host they also end those. So a hang becomes a failure, and torchrun can
+#   restart the ranks.
 #
 # Does the run lose work by such faults? `benchmarks/chaos.py` killed and stopped ranks of one run, sent it
 # SIGTERM, filled the disk and damaged the newest checkpoint, in random order. The run had to finish without
@@ -1096,9 +1096,10 @@ Table(
 #
 # | you have | you write |
 # |:--|:--|
-# | a transformers configuration | `--model.config folder --data.source texts/` |
+# | data of your own | a function like `sums`, and `--data.source module:function` |
+# | a model of your own | `build` in what that function returns |
+# | a transformers configuration | `--model.config folder` |
 # | pretrained weights | `--model.pretrained folder`, a folder that `save_pretrained` wrote |
-# | a model of your own | a function like `sums`, and `--data.source module:function` |
 # | GPUs | nothing; for speed `--parallel.precision bf16 --parallel.compile inductor` |
 # | too little memory | `--data.micro_batch 4`, then `--parallel.recompute true` |
 # | several hosts | `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:port ...` |
@@ -1160,9 +1161,10 @@ draw_starts()
 #
 # Hosts have no numbers, and torchrun starts all ranks again, up to `--max-restarts` times. `--nnodes=1:2`
 # means at least one host and at most two: if a host other than that of the endpoint is lost, the run resumes
-# on the ranks of the one that is left.
+# on the ranks of the one that is left. The variable gives restarted ranks a new store (see “Kill a rank”).
 #
 # ```sh
+# export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # torchrun --nnodes=1:2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29500 \
 #     --rdzv-id=run1 --max-restarts=3 -m fsdp_utils.train --config run.yaml --out runs/a
 # ```

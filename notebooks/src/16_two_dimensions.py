@@ -1172,9 +1172,6 @@ ranks.get("elements")
 # host. It needs a model whose shards fit on one host, and still a sample for each rank. *Async tensor
 # parallelism* hides a part of what goes along "tp": on GPUs `torch.compile` sends a product in pieces while
 # the next piece is computed (a private switch turns it on, `torch._inductor.config._micro_pipeline_tp`).
-#
-# To see memory and time for a transformers config such as `LlamaConfig`, ask `plan(…, tensor_parallel=8)` of
-# [lesson 14](14_plan_before_you_rent.ipynb).
 
 # %% tags=["check"]
 assert ranks.get("elements") == [8, 8, 8, 0]

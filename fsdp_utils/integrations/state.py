@@ -1,10 +1,20 @@
-"""The random number generators of a rank, as plain data that a checkpoint holds."""
+"""What both trainers' callbacks log and save: numbers of a memory report, and random number generators."""
 
 import random
 from typing import Any
 
 import numpy as np
 import torch
+
+from fsdp_utils.memory import MemoryReport
+
+_NAMES = "steps max_reserved_gib max_allocated_gib num_alloc_retries num_ooms samples_per_s"
+
+
+def numbers_of(report: MemoryReport) -> dict[str, float]:
+    """Return the numbers that the device has, under names with "memory_"."""
+    numbers = ((name, getattr(report, name)) for name in _NAMES.split())
+    return {f"memory_{name}": value for name, value in numbers if value is not None}
 
 
 def rng_state() -> dict[str, Any]:

@@ -1,16 +1,19 @@
-"""The blocks of transformers models of many families, and that sharding by them changes no result."""
+"""The blocks of models: of transformers' families and of models written by hand; sharding changes nothing."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers as tf
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_utils import check_sharding, run_on_ranks, shard, transformer_block_classes
 from tests.sharded import (
+    Block,
+    HandWritten,
     Outcome,
     OutcomeFSDP1,
     assert_same,
@@ -20,6 +23,94 @@ from tests.sharded import (
     fsdp1,
 )
 from tests.tiny_transformers import HIDDEN, TINY, VOCABULARY, text
+
+
+def names_of(model: nn.Module) -> set[str]:
+    return {cls.__name__ for cls in transformer_block_classes(model)}
+
+
+# ---- models written by hand ----
+
+
+class Scale(nn.Module):
+    """Holds its parameter itself."""
+
+    def __init__(self, elements: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(elements))
+
+
+class Other(Scale):
+    pass
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Block(), Block()])
+
+
+class Activation(nn.Module):
+    pass
+
+
+def beside_the_list() -> nn.Module:
+    model = HandWritten()
+    model.blocks = nn.ModuleList([Routed(), Routed()])
+    model.last = Routed()
+    return model
+
+
+def wrapped_on_meta() -> Any:
+    with torch.device("meta"):
+        model = HandWritten()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    return torch.compile(model, backend="eager")
+
+
+def two_classes(elements: int) -> nn.Module:
+    large, small = [Scale(450), Scale(450)], [Other(elements), Other(elements)]
+    return nn.ModuleDict({"large": nn.ModuleList(large), "small": nn.ModuleList(small)})
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (HandWritten(), {"Block"}),
+        (
+            nn.Transformer(16, 2, 2, 2, batch_first=True),
+            {"TransformerEncoderLayer", "TransformerDecoderLayer"},
+        ),
+        (nn.ModuleDict({"layers": nn.ModuleDict({"0": Scale(), "1": Scale()})}), {"Scale"}),
+        (beside_the_list(), {"Routed"}),  # the outermost
+        (wrapped_on_meta(), {"Block"}),
+        (two_classes(50), {"Scale", "Other"}),  # a tenth of the parameters
+        (two_classes(49), {"Scale"}),
+    ],
+    ids=["by hand", "of torch", "in a dict", "beside the list", "wrapped", "a tenth", "less"],
+)
+def test_the_outermost_repeated_classes_are_the_blocks(model: nn.Module, expected: set[str]) -> None:
+    assert names_of(model) == expected
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(2, 2),
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
+        nn.ModuleList([Block()]),
+        nn.ModuleList([Activation(), Activation()]),
+    ],
+    ids=["a layer", "plain layers", "only one", "without parameters"],
+)
+def test_a_model_without_blocks_is_refused_with_what_to_do(model: nn.Module) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{type(model).__name__}: found no transformer blocks.*fully_shard"
+    ):
+        transformer_block_classes(model)
+
+
+# ---- transformers ----
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -36,14 +127,13 @@ def test_they_are_found_where_the_model_names_none() -> None:
     for module in model.modules():
         if hasattr(module, "_no_split_modules"):
             module._no_split_modules = None
-    assert {cls.__name__ for cls in transformer_block_classes(model)} == {"T5Block"}
+    assert names_of(model) == {"T5Block"}
 
 
 def test_they_are_found_in_a_model_made_of_models_of_which_only_one_names_them() -> None:
     speech, text_model = TINY["wav2vec2"].make(), TINY["bart"].make()
     model = nn.ModuleDict({"encoder": speech, "decoder": text_model.get_decoder()})
-    names = {cls.__name__ for cls in transformer_block_classes(model)}
-    assert names == {"Wav2Vec2EncoderLayer", "BartDecoderLayer"}
+    assert names_of(model) == {"Wav2Vec2EncoderLayer", "BartDecoderLayer"}
 
 
 @pytest.mark.parametrize(
@@ -62,12 +152,15 @@ def test_a_tower_that_the_model_does_not_name_is_found_beside_its_decoder(
     cls = getattr(tf, f"{name}Model")
     with torch.device("meta"):
         model = cls(cls.config_class())
-    assert {block.__name__ for block in transformer_block_classes(model)} == expected
+    assert names_of(model) == expected
 
 
 def test_a_single_layer_is_a_block_if_the_model_says_so() -> None:
     model = tf.LlamaModel(tf.LlamaConfig(**{**HIDDEN, "num_hidden_layers": 1}, vocab_size=VOCABULARY))
-    assert {cls.__name__ for cls in transformer_block_classes(model)} == {"LlamaDecoderLayer"}
+    assert names_of(model) == {"LlamaDecoderLayer"}
+
+
+# ---- sharded by them ----
 
 
 def tied_in_two_units_of_fsdp2() -> list[str]:
@@ -90,16 +183,14 @@ class OfARank(NamedTuple):
 
     sharded: dict[str, Outcome]
     fsdp1: dict[str, list[OutcomeFSDP1]]
-    tied_fsdp1: list[str]
-    tied_fsdp2: list[str]
+    tied: tuple[list[str], list[str]]
 
 
 def on_a_rank() -> OfARank:
     return OfARank(
         {family: compare(tiny.make, tiny.batch) for family, tiny in TINY.items()},
         {family: compare_fsdp1(TINY[family]) for family in ("llama", "t5")},
-        tied_in_two_units_of_fsdp1(),
-        tied_in_two_units_of_fsdp2(),
+        (tied_in_two_units_of_fsdp2(), tied_in_two_units_of_fsdp1()),
     )
 
 
@@ -124,14 +215,10 @@ def test_the_policy_makes_each_block_a_unit_of_fsdp1(by_rank: list[OfARank], fam
 
 def test_tied_weights_are_in_two_units(by_rank: list[OfARank]) -> None:
     first, second = by_rank
-    assert (first.tied_fsdp1, first.tied_fsdp2) == (second.tied_fsdp1, second.tied_fsdp2)
-    (message,) = first.tied_fsdp2
-    assert message.startswith(
-        "lm_head.weight and model.embed_tokens.weight are tied but in two units, lm_head and (root),"
-    )
-    assert "fully_shard([a, b])" in message
-    (message,) = first.tied_fsdp1
-    assert message.startswith(
-        "lm_head.weight and model.embed_tokens.weight are tied but in two units, "
-        "(root) and model.embed_tokens,"
-    )
+    assert first.tied == second.tied
+    tied = "lm_head.weight and model.embed_tokens.weight are tied but in two units, {},"
+    for (message,), units in zip(
+        first.tied, ("lm_head and (root)", "(root) and model.embed_tokens"), strict=True
+    ):
+        assert message.startswith(tied.format(units))
+    assert "fully_shard([a, b])" in first.tied[0][0]

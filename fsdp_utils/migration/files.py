@@ -1,0 +1,96 @@
+"""Read a config from a file or a dict, with what it takes from elsewhere."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from fsdp_utils._safe_yaml import YamlError, load_yaml
+from fsdp_utils.migration.translation import TranslationError, shown
+
+MOST_BYTES = 1024 * 1024  # of a file; a config has a few thousand
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's ${section.key}; ${oc.env:NAME} stays as it is
+MOST_VALUES = 10_000  # real configs have a few hundred
+MOST_STEPS = 20  # from a reference to a reference
+
+
+def read_config(config: Any, given: Mapping[str, Any]) -> dict[Any, Any]:
+    """Read a config into dicts and lists, and fill in what it leaves open.
+
+    Args:
+        config: a file, or the settings.
+        given: values by the names that the rows have: "bf16.enabled". Each stands in the config.
+
+    Raises:
+        TranslationError: the file holds no settings, or a name that is given is not in the config.
+        TypeError: the config is neither a file nor a dict.
+    """
+    from_file = isinstance(config, str | Path)
+    content = _content(Path(config)) if from_file else config
+    if not isinstance(content, Mapping):
+        found = f"expected a dict of settings, found {type(content).__name__}"
+        raise TranslationError(f"in {Path(config).name}: {found}") if from_file else TypeError(found)
+    try:
+        content = _plain(content, content, iter(range(MOST_VALUES)))
+    except RecursionError:
+        raise TranslationError("config: expected sections that end, found one within itself") from None
+    for name, value in given.items():
+        *path, last = str(name).split(".")
+        section = _at(content, path)
+        if not isinstance(section, dict) or last not in section:
+            raise TranslationError(f"given: expected keys that stand in the config, found {shown(name)}")
+        section[last] = value
+    return content
+
+
+def _plain(value: Any, root: Mapping[Any, Any], left: Iterator[int], steps: int = 0) -> Any:
+    """Copy settings into dicts and lists, and follow references to other keys of the config."""
+    if next(left, None) is None:
+        raise TranslationError(f"config: expected at most {MOST_VALUES:,} values, found more")
+    if isinstance(value, Mapping):
+        return {key: _plain(item, root, left, steps) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, root, left, steps) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, str) and (name := REFERENCE.fullmatch(value)) and steps < MOST_STEPS:
+        found = _at(root, name[1].split("."))
+        if found is not None and not isinstance(found, Mapping | list):
+            return _plain(found, root, left, steps + 1)
+    return value
+
+
+def _at(section: Any, path: list[str]) -> Any:
+    for name in path:
+        section = section.get(name) if isinstance(section, Mapping) else None
+    return section
+
+
+def _content(path: Path) -> Any:
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
+    if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
+        raise TranslationError(f"{path}: expected a file, found a folder, a pipe or a device")
+    with path.open("rb") as file:
+        read = file.read(MOST_BYTES + 1)
+    if len(read) > MOST_BYTES:
+        raise TranslationError(f"{path.name}: expected a config, of at most {MOST_BYTES:,} bytes, found more")
+    try:
+        if path.suffix == ".json":
+            return json.loads(read.decode(), object_pairs_hook=_without_duplicates)
+        return load_yaml(read.decode(), where=path.name)
+    except YamlError as error:
+        raise TranslationError(" ".join(str(error).split())) from None  # PyYAML's take several lines
+    except (ValueError, RecursionError) as error:
+        kind = path.suffix.removeprefix(".").upper()
+        raise TranslationError(f"{path.name}: expected {kind}, found what is none: {error}") from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a key that stands twice: JSON's parser would keep the last."""
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"the key {shown(twice)} stands twice in one section")
+    return dict(pairs)

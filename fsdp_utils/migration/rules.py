@@ -1,0 +1,219 @@
+"""The tables of keys, tables/*.json: a row says what becomes of a key with certain values."""
+
+import difflib
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_utils.migration.translation import Row, Translation, TranslationError, shown
+
+TABLES = Path(__file__).parent / "tables"
+ANY = object()
+COMMENTS = ("comment", "comments", "description", "note", "notes")
+MASTERS = (
+    "updates float32 weights, whatever dtype the model has; FSDP2 and DDP keep that dtype. So the code does "
+    "model.float()"
+)
+
+
+class Said(NamedTuple):
+    """The words on a key, whether they say why its setting is lost, and where it is documented."""
+
+    words: str
+    lost: bool = False
+    source: str = ""
+
+
+Reader = Callable[[Any, Translation], Said]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of a table.
+
+    Args:
+        source: where the key is documented; the table has the addresses under "sources".
+        value: the values that the row is for: a literal, compared as text in any case; {"from": 2} or
+            {"to": 1}, whole numbers; a section with values for some of its keys; or a list of these.
+        when: what must hold besides: settings of the Translation so far, or other keys of the config.
+        set: the settings of the Translation that follow; "{value}" stands for the number that matched.
+        say: what to write instead.
+        lost: in place of `say`, why there is no counterpart, or not for all that the key does.
+        refuse: in place of `say`, why the value is an error.
+        inside: the keys that are known inside the value, if that is a section.
+    """
+
+    source: str
+    value: Any = ANY
+    when: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, Any] = field(default_factory=dict)
+    say: str = ""
+    lost: str = ""
+    refuse: str = ""
+    inside: tuple[str, ...] = ()
+
+
+@functools.cache
+def rules_of(framework: str, section: str) -> dict[str, list[Rule]]:
+    """The rows for a section, by key, in the order in which the keys are read.
+
+    A row with "as" stands for the rows of these keys in shared.json, with a source of its own.
+    """
+    table = json.loads((TABLES / f"{framework}.json").read_text(encoding="utf-8"))
+    found: dict[str, list[Rule]] = {}
+    for row in table[section]:
+        keys, shared = row.pop("key"), row.pop("as", [])
+        own = {"source": table["sources"].get(row.get("source"), ""), "inside": row.get("inside", ())}
+        rows = [{**vars(rule), **own} for name in shared for rule in rules_of("shared", "keys")[name]]
+        for key in keys if isinstance(keys, list) else [keys]:
+            found.setdefault(key, []).extend(Rule(**one) for one in rows or [{**row, **own}])
+    return found
+
+
+def read_section(
+    section: Any,
+    rules: Mapping[str, list[Rule]],
+    translation: Translation,
+    *,
+    name: str = "",
+    beside: Mapping[str, Any] | None = None,
+    readers: Mapping[str, Reader] | None = None,
+    auto: str = "",
+) -> None:
+    """Read each key of a section, and add a row for it to the translation.
+
+    A comment, a key that is unknown, and a value that has to come from outside the file get a row too.
+
+    Args:
+        section: the settings. A key may leave out "fsdp_" before its name.
+        rules: the rows for each key that is known, in the order in which the keys are read.
+        translation: where settings and rows are put.
+        name: of the section, "" for the config itself.
+        beside: other keys of the config, for the rows' `when`.
+        readers: functions for keys whose values no row can describe.
+        auto: what to say of the value "auto" where no row is for it.
+
+    Raises:
+        TranslationError: no row is for a value.
+    """
+    if not isinstance(section, Mapping):
+        raise TranslationError(f"{name}: expected a section with keys, found {shown(section)}")
+    prefix = f"{name}." if name else ""
+    names = {key if key in rules else f"fsdp_{key}": key for key in section}
+    known = {**(beside or {}), **{rule: section[key] for rule, key in names.items()}}
+    for rule, rows in rules.items():
+        if rule not in names:
+            continue
+        key, value = f"{prefix}{names[rule]}", section[names[rule]]
+        try:
+            said = _without_rules(key, value, "" if rows[0].value == "auto" else auto)
+            if said is None and readers and rule in readers:
+                said = readers[rule](value, translation)
+            said = said or apply_rules(value, rows, translation, known)
+        except TranslationError as error:
+            raise TranslationError(f"{key}: {error}") from None
+        translation.rows.append(Row(key, value, said.words, not said.lost, said.source or rows[0].source))
+        if rows[0].inside and isinstance(value, Mapping):
+            unknown = {inner: value[inner] for inner in value if inner not in rows[0].inside}
+            _add_unknown(unknown, rows[0].inside, translation, f"{key}.", rows[0].source)
+    read = {names[rule] for rule in rules if rule in names}
+    unknown = {key: value for key, value in section.items() if key not in read}
+    _add_unknown(unknown, rules, translation, prefix, next(iter(rules.values()))[0].source)
+
+
+def _without_rules(name: str, value: Any, auto: str) -> Said | None:
+    """What to say of a value that is not set, or that the file leaves open; None for any other."""
+    if value is None:
+        return Said("nothing: it is not set")
+    if isinstance(value, str) and "${" in value:
+        return Said(f"its value comes from outside this file. Give it: given={{'{name}': ...}}", lost=True)
+    if auto and value == "auto":
+        return Said(f"{auto}. Give its value: given={{'{name}': ...}}", lost=True)
+    return None
+
+
+def apply_rules(
+    value: Any, rows: list[Rule], translation: Translation, known: Mapping[str, Any] | None = None
+) -> Said:
+    """Find the first row for a value, make its settings, and return its words."""
+    known = {**(known or {}), **vars(translation)}
+    for row in rows:
+        fits, found = (True, None) if row.value is ANY else _match(row.value, value)
+        if not fits or not all(_match(expected, known.get(name))[0] for name, expected in row.when.items()):
+            continue
+        for name, setting in row.set.items():
+            setting = tuple(setting) if isinstance(setting, list) else setting
+            setattr(translation, name, found if setting == "{value}" else setting)
+        words = row.say or row.lost or row.refuse
+        words = words.replace("{value}", shown(value) if found is None else f"{found}")
+        if row.refuse:
+            raise TranslationError(words)
+        if isinstance(found, int):
+            words = words.replace("{less}", f"{found - 1}")
+        said = precision(translation) if "{precision}" in words else Said("")
+        return Said(words.replace("{precision}", said.words), said.lost or bool(row.lost), row.source)
+    is_switch = any(row.value is True for row in rows)
+    if is_switch and str(value).lower() == "false":
+        return Said("nothing: it is off")
+    expected = [f"{row.value}" for row in rows if row.value is not ANY and not row.refuse]
+    expected += ["False"] if is_switch else []
+    raise TranslationError(f"expected one of {', '.join(dict.fromkeys(expected))}, found {shown(value)}")
+
+
+def _match(pattern: Any, value: Any) -> tuple[bool, Any]:
+    """Whether a value is one of a pattern's, and the literal or the number that it is."""
+    if isinstance(pattern, list):
+        return next((found for one in pattern if (found := _match(one, value))[0]), (False, None))
+    if isinstance(pattern, dict) and {"from", "to"} & set(pattern):
+        number = whole_number(value)
+        if number is None:
+            return False, None
+        return pattern.get("from", number) <= number <= pattern.get("to", number), number
+    if isinstance(pattern, dict):
+        if not isinstance(value, Mapping):
+            return False, None
+        found = [_match(one, value.get(name)) for name, one in pattern.items()]
+        return all(fits for fits, _ in found), next((inner for _, inner in found), None)
+    same = value is pattern if value is None else str(value).upper() == str(pattern).upper()
+    return same, pattern
+
+
+def whole_number(value: Any) -> int | None:
+    """The whole number that a value is, or that a text shows; None for any other value."""
+    if isinstance(value, str) and value.isdecimal() and len(value) < 10:
+        return int(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _add_unknown(
+    unknown: Mapping[Any, Any], known: Any, translation: Translation, prefix: str, source: str
+) -> None:
+    """Add a row for each key of a section that is not known."""
+    for key, value in unknown.items():
+        said = Said("nothing: a comment")
+        if not isinstance(key, str) or not (key[:1] in ("_", "#", "/") or key.lower() in COMMENTS):
+            close = ", ".join(difflib.get_close_matches(str(key)[:100], known))
+            meant = f": is {close} meant?" if close else ""
+            said = Said(f"no key of {translation.framework} that is known here{meant}", lost=True)
+        named = key if isinstance(key, str) and key.isidentifier() and len(key) <= 100 else shown(key)
+        translation.rows.append(Row(f"{prefix}{named}", value, said.words, not said.lost, source))
+
+
+def precision(translation: Translation) -> Said:
+    """What to write for the dtypes of a translation."""
+    if translation.param_dtype is None:
+        return Said("nothing: without mp_policy all stays as it is")
+    # fp16's small gradients become 0 unless the loss is scaled
+    scaler = "; torch.amp.GradScaler scales the loss" if translation.param_dtype == "float16" else ""
+    masters = f". {translation.framework} {MASTERS}" if translation.masters else ""
+    if translation.ddp:
+        words = "DistributedDataParallel has no such policy: torch.autocast around the forward pass"
+        return Said(f"{words}{scaler}{masters}", lost=True)
+    dtypes = f"param_dtype=torch.{translation.param_dtype}, reduce_dtype=torch.{translation.reduce_dtype}"
+    words = f"MixedPrecisionPolicy({dtypes}); buffers keep their dtype: cast them yourself"
+    words += f"{scaler}, in your loop: fully_shard has none" if scaler else ""
+    trained = " for each parameter that requires a gradient" if masters else ""
+    return Said(f"{words}{masters}{trained}", lost=bool(scaler or masters))

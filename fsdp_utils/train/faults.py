@@ -1,0 +1,159 @@
+"""What ends a run early: a loss that is NaN, a rank that hangs, a scheduler's signal."""
+
+import contextlib
+import faulthandler
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from fsdp_utils.distributed.identity import get_rank, get_world_size
+
+__all__ = ["NotFinite", "StopSignal", "Watchdog", "check_finite"]
+
+_EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
+_ANSWER_S = 3.0  # for all ranks that still run to have written their stacks
+
+
+class NotFinite(FloatingPointError):
+    """The gradient or the loss is NaN or infinite. Raised on every rank; no checkpoint holds such a step."""
+
+
+def check_finite(loss: float, norm: float, own: float, step: int, samples: list[int]) -> None:
+    """Stop all ranks where the loss or the gradient is NaN or infinite, and name the samples.
+
+    All ranks have the same loss and norm, so either all of them raise or none does.
+
+    Args:
+        loss: of the whole batch.
+        norm: of the whole gradient.
+        own: this rank's part of the loss.
+        step: the number of the step.
+        samples: the numbers of the samples that this rank computed.
+
+    Raises:
+        NotFinite: names the step, the ranks whose loss is not finite, and their samples.
+    """
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    found: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(found, (own, samples))
+    culprits = [
+        f"the loss of rank {rank} is {own} (samples {', '.join(map(str, samples))})"
+        for rank, (own, samples) in enumerate(found)
+        if not math.isfinite(own)
+    ]
+    raise NotFinite(
+        f"step {step}: the loss is {loss}, the gradient's norm {norm}; "
+        + ("; ".join(culprits) or "the losses of all ranks are finite, so it became so in backward")
+        + ". The step is not saved; the checkpoints are from before."
+    )
+
+
+class Hang(RuntimeError):
+    """The ranks have not moved for longer than the limit."""
+
+
+class Watchdog:
+    """Ends this rank, with the stacks of its threads, when its training has not moved for a time.
+
+    Ranks wait for each other in every step, so where one hangs, all of them notice it, each by itself. They
+    write their stacks to `directory`, name the ranks that did not, and end those of them that are on this
+    host: a rank that was stopped, or whose C code holds the GIL, gets SIGABRT and leaves its stacks on
+    stderr. A hang thus becomes a failure, after which torchrun can restart the ranks.
+
+    Args:
+        directory: where the stacks go; shared by all ranks.
+        limit_s: seconds, until `at` is given another limit.
+    """
+
+    def __init__(self, directory: Path, limit_s: float) -> None:
+        self._directory, self._limit_s = directory, limit_s
+        self._where, self._when = "start", time.monotonic()
+        self._over = threading.Event()
+
+    def at(self, where: str, limit_s: float | None = None) -> None:
+        """Report progress: the time limit starts again, and can be changed."""
+        self._limit_s = limit_s or self._limit_s
+        self._where, self._when = where, time.monotonic()
+        # Where C code holds the GIL, the thread below cannot run; this timer needs no GIL.
+        faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _ANSWER_S, exit=True)
+
+    def __enter__(self) -> "Watchdog":
+        faulthandler.enable()  # SIGABRT then prints the stacks of all threads
+        self.at(self._where)
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _stacks(self, rank: int) -> Path:
+        return self._directory / f"stack-of-rank-{rank}.txt"
+
+    def _written(self, rank: int) -> float:
+        file = self._stacks(rank)
+        return file.stat().st_mtime if file.exists() else 0.0
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._limit_s / 10)):
+            quiet_s = time.monotonic() - self._when
+            if quiet_s > self._limit_s:
+                self._end(f"at {self._where}, no move for {quiet_s:.0f} s")
+
+    def _end(self, what: str) -> None:
+        with contextlib.suppress(OSError):  # such as a full disk
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with self._stacks(get_rank()).open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        time.sleep(_ANSWER_S)
+        since = self._written(get_rank()) - self._limit_s  # older stacks are of a start before this one
+        silent = [str(rank) for rank in range(get_world_size()) if self._written(rank) < since]
+        found = f"no stacks from rank {', '.join(silent)}" if silent else "all ranks have written"
+        error = Hang(f"{what}; {found}. Compare the stacks in {self._directory}")
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
+        print(f"[rank {get_rank()}] Hang: {error}", file=sys.stderr, flush=True)
+        for process in psutil.Process(os.getppid()).children():  # the ranks of one torchrun
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("RANK") in silent:
+                    process.send_signal(signal.SIGABRT)
+                    process.send_signal(signal.SIGCONT)
+        os._exit(_EXIT_HANG)
+
+
+class StopSignal:
+    """Records a scheduler's request to stop: SIGTERM (torchrun, scancel) or SIGUSR1 (sbatch --signal).
+
+    The ranks agree at each step whether one of them was asked, as not all are, nor at the same time.
+
+    Attributes:
+        asked: whether this rank was.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():  # no other can have handlers
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._before[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True

@@ -1,0 +1,462 @@
+"""check_sharding: the mistakes that it finds, what it says of them, and that it is silent on right models."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from fsdp_utils import ChildTuningAdamW, check_sharding, run_on_ranks, shard, transformer_block_classes
+from tests.sharded import Block, HandWritten, TwoRanks, fsdp1, hand_written_batch, whole
+
+
+def fsdp1_by_block(model: nn.Module, **options: Any) -> nn.Module:
+    policy = ModuleWrapPolicy(transformer_block_classes(model))
+    return fsdp1(model, auto_wrap_policy=policy, **options)
+
+
+def hybrid(**options: Any) -> Any:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return shard(HandWritten(), strategy="hybrid", mesh=mesh, **options)
+
+
+def units(model: nn.Module, *parts: Any) -> Any:
+    """The model with these parts as units, and then itself; a part is a module or a list of them."""
+    for part in parts:
+        fully_shard(part)
+    return fully_shard(model)
+
+
+class Part(nn.Module):
+    """Two parameters of as many elements as asked for."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(first, 1, bias=False), nn.Linear(second, 1, bias=False)
+
+
+# ---- the choice of units ----
+
+
+def without_root(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    model = HandWritten()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = wrap(block)
+    return model
+
+
+def embedding_only() -> nn.Module:
+    model = HandWritten()
+    return units(model, model.embedding)
+
+
+def all_but_one() -> nn.Module:
+    model = HandWritten()
+    return units(model, *model.blocks[:2])
+
+
+def finer() -> nn.Module:
+    model = HandWritten()
+    return units(model, *(block.mlp for block in model.blocks))
+
+
+def coarser() -> nn.Module:
+    model = HandWritten()
+    model.blocks.append(Block())
+    return units(model, list(model.blocks[:2]), list(model.blocks[2:]))  # half of the blocks' parameters
+
+
+def two_in_one() -> nn.Module:
+    model = HandWritten()
+    return units(model, list(model.blocks[:2]), model.blocks[2])
+
+
+def three_in_one_of_fsdp1() -> nn.Module:
+    model = HandWritten()
+    model.blocks = fsdp1(nn.Sequential(*model.blocks))
+    return fsdp1(model)
+
+
+def sharing() -> nn.Module:
+    model = HandWritten()
+    for block in model.blocks[1:]:
+        block.mlp[0].weight = model.blocks[0].mlp[0].weight
+    return shard(model)
+
+
+def left_to_root(elements: int) -> nn.Module:
+    model = nn.Sequential(Part(900, elements), Part(900, elements))
+    return units(model, model[0].first, model[1].first)
+
+
+def head(elements: int) -> nn.Module:
+    return shard(nn.Sequential(Part(50, 50), Part(50, 50), nn.Linear(elements, 1, bias=False)))
+
+
+def in_one(elements: int) -> nn.Module:
+    model = nn.Sequential(Part(60, 40), Part(elements - 150, 50), Part(60, 40), Part(60, 40))
+    return units(model, [model[0], model[1]], model[2], model[3])
+
+
+def top_heavy() -> HandWritten:
+    # root: 2 * 1000 * 8 + 8 * 8 + 8 = 16072; blocks: 3 * (2 * 8 * 32 + 32 + 8) = 1656
+    return HandWritten(vocabulary=1000)
+
+
+CALL_SHARD = r"Call fully_shard on each Block before the model, or shard\(model\) instead\.$"
+GIVE_POLICY = r"Pass auto_wrap_policy=ModuleWrapPolicy\(transformer_block_classes\(model\)\) to FSDP\.$"
+ONLY_ROOT = r"^Only the root is a unit.*saves memory only on the optimizer's state, and between the steps\. "
+NO_UNITS = r"^3 of 3 blocks \(Block\) are not units, such as blocks\.0.*it was not theirs"
+FORGOTTEN = r"^4 parameters are in no unit \(such as embedding\.weight\).*"
+TOP_HEAVY = "^91% of the parameters are in the root's unit.*the largest is (model.)?embedding.weight"
+# The model, and what is said of it.
+UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "not sharded": (HandWritten, [r"^The model is not sharded.*Call shard\(model\), or fully_shard\.$"]),
+    "DDP": (lambda: DDP(HandWritten()), []),
+    "by block": (lambda: fsdp1_by_block(HandWritten(), use_orig_params=True), []),
+    "only the root": (lambda: fully_shard(HandWritten()), [ONLY_ROOT + CALL_SHARD]),
+    "only the root, FSDP1": (lambda: fsdp1(HandWritten(), use_orig_params=True), [ONLY_ROOT + GIVE_POLICY]),
+    "no blocks": (lambda: fully_shard(nn.Linear(4, 4)), ["Call fully_shard on each part before"]),
+    "no root": (lambda: without_root(fully_shard), [FORGOTTEN + r"Call fully_shard\(model\)"]),
+    "no root, FSDP1": (lambda: without_root(fsdp1), [FORGOTTEN + "Wrap the whole model"]),
+    "another class": (embedding_only, [NO_UNITS]),
+    "another class, FSDP1": (
+        lambda: fsdp1(HandWritten(), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding})),
+        [NO_UNITS],
+    ),
+    "one block left out": (all_but_one, [r"^1 of 3 blocks \(Block\) are not units, such as blocks\.2"]),
+    "finer": (finer, []),
+    "coarser": (coarser, []),
+    "two in one": (
+        two_in_one,
+        [r"^2 of 3 blocks \(Block\) are in one unit \(blocks\.0, blocks\.1\), .* 67% of all .*" + CALL_SHARD],
+    ),
+    "three in one, FSDP1": (
+        three_in_one_of_fsdp1,
+        [r"^3 of 3 blocks \(Block\) are in one unit \(blocks\), which gathers 100% of all .*" + GIVE_POLICY],
+    ),
+    "blocks that share a parameter": (sharing, []),
+    "a tenth of each block in the root": (lambda: left_to_root(100), []),
+    "more than a tenth": (lambda: left_to_root(101), [r"^2 of 2 blocks \(Part\) are not units, such as 0:"]),
+    "half of the parameters in the root": (lambda: head(200), []),
+    "more than half in the root": (lambda: head(201), ["^50% of the parameters are in the root"]),
+    "half of the blocks in one unit": (lambda: in_one(200), []),
+    "more than half of the blocks": (
+        lambda: in_one(201),
+        [r"^2 of 4 blocks \(Part\) are in one unit \(0, 1"],
+    ),
+    "top-heavy": (lambda: shard(top_heavy()), [TOP_HEAVY]),
+    "top-heavy, FSDP1": (lambda: fsdp1_by_block(top_heavy()), [TOP_HEAVY]),
+    "top-heavy, FSDP1 with the original": (
+        lambda: fsdp1_by_block(top_heavy(), use_orig_params=True),
+        [TOP_HEAVY],
+    ),
+    "inside a training wrapper": (lambda: nn.ModuleDict({"model": shard(HandWritten())}), []),
+    "inside a wrapper, FSDP1": (lambda: nn.ModuleDict({"model": fsdp1_by_block(HandWritten())}), []),
+    "top-heavy inside a wrapper": (lambda: nn.ModuleDict({"model": shard(top_heavy())}), [TOP_HEAVY]),
+    "with a teacher": (
+        lambda: nn.ModuleDict({"model": shard(top_heavy()), "teacher": shard(HandWritten())}),
+        [],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def said_of_units() -> list[dict[str, list[str]]]:
+    return run_on_ranks(lambda: {name: check_sharding(make()) for name, (make, _) in UNITS.items()})
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units(said_of_units: list[dict[str, list[str]]], name: str) -> None:
+    first, second = said_of_units
+    assert first[name] == second[name]
+    assert_said(first[name], UNITS[name][1])
+
+
+def assert_said(problems: list[str], expected: list[str]) -> None:
+    assert len(problems) == len(expected), problems
+    for problem, words in zip(problems, expected, strict=True):
+        assert re.search(words, problem), problem
+
+
+# ---- the optimizer ----
+
+
+def changes(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changed the model."""
+    before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+    model(**hand_written_batch())[0].square().sum().backward()
+    optimizer.step()
+    return any(not torch.equal(a, whole(b)) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+
+STRANGERS = "^The optimizer holds {} parameters that are not the sharded model's.*after sharding"
+
+
+@pytest.mark.parametrize("wrap", [shard, fsdp1_by_block])
+def test_an_optimizer_from_before_sharding(two_ranks: TwoRanks, wrap: Any) -> None:
+    def fn() -> list[str]:
+        model = HandWritten()
+        optimizer = sgd(model)
+        problems = check_sharding(model := wrap(model), optimizer)
+        assert not changes(model, optimizer)  # what the message says
+        return problems
+
+    for problems in two_ranks(fn):
+        assert_said(problems, [STRANGERS.format(16)])
+
+
+def test_an_optimizer_of_gathered_parameters(two_ranks: TwoRanks) -> None:
+    """After an evaluation the root stays gathered, and model.parameters() gives what is freed later."""
+
+    def fn() -> tuple[list[str], list[str]]:
+        torch.manual_seed(0)
+        model = shard(HandWritten())
+        with torch.no_grad():
+            model(**hand_written_batch())
+        early = sgd(model)
+        model.reshard()
+        optimizer = sgd(model)
+        problems = check_sharding(model, early), check_sharding(model, optimizer)
+        weight = whole(model.embedding.weight.detach()).clone()
+        model(**hand_written_batch())[0].square().sum().backward()
+        early.step()  # what the message says
+        assert torch.equal(whole(model.embedding.weight.detach()), weight)
+        optimizer.step()
+        assert not torch.equal(whole(model.embedding.weight.detach()), weight)
+        return problems
+
+    for problems, none in two_ranks(fn):
+        assert_said(problems, [STRANGERS.format(4)])
+        assert none == []
+
+
+def test_the_right_optimizer_is_no_problem_at_any_time(two_ranks: TwoRanks) -> None:
+    def fn() -> list[list[str]]:
+        model = shard(HandWritten(), strategy="grad_op")
+        optimizer = sgd(model)
+        problems = [check_sharding(model, optimizer)]
+        output = model(**hand_written_batch())[0]
+        problems.append(check_sharding(model, optimizer))  # here all parameters are gathered
+        output.sum().backward()
+        problems.append(check_sharding(model, optimizer))
+        assert changes(model, optimizer)
+        problems.append(check_sharding(model, sgd(model, nn.Linear(8, 8))))  # which trains another one too
+        original = HandWritten()
+        optimizer = sgd(original)
+        wrapped = fsdp1_by_block(original, use_orig_params=True)
+        problems.append(check_sharding(wrapped, optimizer))
+        assert changes(wrapped, optimizer)
+        return problems
+
+    assert two_ranks(fn) == [[[]] * 5] * 2
+
+
+def test_several_problems_are_all_told(two_ranks: TwoRanks) -> None:
+    def fn() -> list[str]:
+        model = HandWritten()
+        optimizer = sgd(model)
+        return check_sharding(fully_shard(model), optimizer)
+
+    for problems in two_ranks(fn):
+        assert_said(problems, ["^Only the root", "^The optimizer holds"])
+
+
+class WithMasters(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None: ...
+
+
+def test_parameters_in_bf16_without_masters(two_ranks: TwoRanks) -> None:
+    def fn() -> tuple[list[list[str]], float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+        nn.init.normal_(model[0].weight, std=0.02)
+        units(model, *model)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        others: list[Any] = [ChildTuningAdamW(model.parameters()), WithMasters(model.parameters())]
+        found = [check_sharding(model, one) for one in (adamw, *others, None)]
+        before = whole(model[0].weight.detach()).clone()
+        model(torch.randn(8, 64).bfloat16()).square().sum().backward()
+        adamw.step()
+        unmoved = (whole(model[0].weight.detach()) == before).float().mean().item()
+        model.requires_grad_(False)
+        found.append(check_sharding(model, adamw))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        mixed = shard(HandWritten(), strategy="grad_op", mp_policy=policy)
+        adamw = torch.optim.AdamW(mixed.parameters())
+        mixed(**hand_written_batch())  # now the model holds gathered parameters in bf16
+        found.append(check_sharding(mixed, adamw))
+        return found, unmoved
+
+    for (adamw, child, *others), unmoved in two_ranks(fn):
+        assert others == [[], [], [], []]
+        held = r"^4 trainable parameters are held in bfloat16 \(such as 0\.weight\), and {} keeps no float32"
+        assert_said(adamw, [held.format("AdamW")])
+        assert_said(child, [held.format("ChildTuningAdamW")])
+        assert unmoved > 0.8  # "most weights never move"
+
+
+# ---- gradient sync ----
+
+
+def test_gradient_sync_that_was_left_off(two_ranks: TwoRanks) -> None:
+    def fn() -> list[list[str]]:
+        model: Any = shard(HandWritten())
+        model.set_requires_gradient_sync(False)
+        found = [check_sharding(model)]
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(False)  # there are no replicas
+        found.append(check_sharding(model))
+        replicated = hybrid()
+        replicated.set_requires_all_reduce(False)
+        found.append(check_sharding(replicated))
+        for wrapped in (fsdp1_by_block(HandWritten()), DDP(HandWritten())):
+            with wrapped.no_sync():  # type: ignore[operator]
+                found.append(check_sharding(wrapped))
+            found.append(check_sharding(wrapped))
+        return found
+
+    fsdp2, no_replicas, all_reduce, in_fsdp1, after, in_ddp, after_ddp = two_ranks(fn)[0]
+    assert no_replicas == after == after_ddp == []
+    off = (
+        r"^Gradient sync is off in {} units \(such as \(root\)\): .*model\.set_requires_gradient_sync\(True\)"
+    )
+    for problems, count in ((fsdp2, 4), (all_reduce, 4), (in_fsdp1, 4), (in_ddp, 1)):
+        assert_said(problems, [off.format(count)])
+
+
+def test_fsdp1_with_shard_groups_of_one_rank_does_not_sync(two_ranks: TwoRanks) -> None:
+    """https://github.com/volcengine/verl/issues/7493"""
+
+    def fn(use_fsdp1: bool) -> tuple[list[str], list[str]]:
+        torch.manual_seed(0)
+        if use_fsdp1:
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+            strategy = ShardingStrategy.HYBRID_SHARD
+            with pytest.warns(UserWarning, match="switching to use `NO_SHARD`"):
+                model = fsdp1_by_block(HandWritten(), sharding_strategy=strategy, device_mesh=mesh)
+        else:
+            model = hybrid()
+        before = check_sharding(model)
+        model(hand_written_batch()["x"] + dist.get_rank())[0].square().sum().backward()
+        sgd(model).step()
+        return before, check_sharding(model)
+
+    alone = "^HYBRID_SHARD over groups of one rank in 4 FSDP1 units"
+    for before, after in two_ranks(fn, True):
+        assert_said(before, [alone])
+        assert_said(after, [alone, "^Replicas of a parameter differ"])  # what the message says
+    assert two_ranks(fn, False) == [([], [])] * 2  # and what it advises
+
+
+# ---- copies that differ between ranks ----
+
+
+def reversed_rows(value: torch.Tensor) -> None:
+    value.copy_(value.flip(0).clone())
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "name"),
+    [
+        (hybrid, torch.Tensor.neg_, "embedding.weight"),  # a change that an xor or a sum does not see
+        (hybrid, reversed_rows, "embedding.weight"),
+        (lambda: DDP(HandWritten()), torch.Tensor.neg_, "module.embedding.weight"),
+    ],
+)
+def test_replicas_that_differ_are_named(two_ranks: TwoRanks, make: Any, change: Any, name: str) -> None:
+    def fn() -> tuple[list[str], list[str]]:
+        model = make()
+        with torch.no_grad():
+            parameter = next(model.parameters())
+            parameter[0, 0] = float("nan")  # which equals itself here
+            before = check_sharding(model)
+            if dist.get_rank() == 1:
+                change(parameter.to_local() if hasattr(parameter, "to_local") else parameter)
+        return before, check_sharding(model)
+
+    for before, after in two_ranks(fn):
+        assert before == []
+        said = f"^Replicas of a parameter differ between ranks: '{name}' on rank 1 differs from rank 0. The"
+        assert_said(after, [said])
+
+
+def test_buffers_and_ignored_parameters_that_differ_are_named(two_ranks: TwoRanks) -> None:
+    def fn() -> list[list[str]]:
+        torch.manual_seed(dist.get_rank())  # shards of two seeds make up one model
+        model = HandWritten()
+        model.head[0] = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Linear(8, 8))
+        model.head[0][0].extra = ignored = nn.Parameter(torch.zeros(2))
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model, ignored_params={ignored})
+        found = [check_sharding(model)]
+        ignored.data.add_(dist.get_rank())
+        found.append(check_sharding(model))
+        ignored.data.zero_()
+        model.head[0][0](torch.randn(4, 8))
+        found.append(check_sharding(model))
+        model = DDP(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)))
+        model(torch.randn(4, 8) + dist.get_rank())  # the next forward begins with rank 0's statistics
+        found.append(check_sharding(model))
+        named = HandWritten()
+        for number, name in enumerate("ab" if dist.get_rank() else "bac"):
+            named.register_buffer(name, torch.full((2,), float(number)))
+        named.register_buffer("shape", torch.zeros((2, 2) if dist.get_rank() else (4,)))
+        return [*found, check_sharding(shard(named))]
+
+    first, second = two_ranks(fn)
+    assert first == second
+    nothing, ignored, statistics, with_ddp, by_name = first
+    assert nothing == with_ddp == []
+    assert_said(ignored, ["^Parameters that nothing shards differ between ranks: 'head.0.0.extra' on rank 1"])
+    assert_said(statistics, ["^Buffers differ between ranks: 'head.0.0.running_mean' on .*SyncBatchNorm"])
+    assert_said(by_name, ["'a' on rank 1 .*'b' on rank 1 .*'shape' on rank 1 differs from rank 0"])
+
+
+def test_correct_programs_raise_no_alarm(two_ranks: TwoRanks) -> None:
+    def fn() -> list[list[str]]:
+        rank = dist.get_rank()
+        torch.manual_seed(rank)
+        alone: Any = HandWritten()  # each rank trains a model of its own
+        alone.register_buffer("own", torch.full((2,), float(rank)))
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("model", "shard"))["shard"]
+        odd = hybrid()
+        odd.register_buffer("sparse", torch.eye(2).to_sparse())
+        odd.register_buffer("freed", torch.zeros(9))
+        odd.freed.untyped_storage().resize_(0)
+        found = [check_sharding(shard(alone, mesh=mesh)), check_sharding(odd)]
+        with torch.inference_mode():
+            return [*found, check_sharding(odd)]
+
+    assert two_ranks(fn) == [[[], [], []]] * 2
+
+
+def test_a_rank_that_checks_alone_is_told_so_and_does_not_hang(two_ranks: TwoRanks) -> None:
+    def fn() -> tuple[list[str], float, list[str]]:
+        model = shard(HandWritten())
+        start = time.monotonic()
+        alone = check_sharding(model) if dist.get_rank() == 0 else []  # nothing to compare: no waiting
+        model.register_buffer("own", torch.zeros(2))
+        alone += check_sharding(model) if dist.get_rank() == 0 else []
+        seconds = time.monotonic() - start
+        dist.barrier()
+        return alone, seconds, check_sharding(model)
+
+    (alone, seconds, together), (_, _, same) = two_ranks(fn)
+    assert_said(alone, ["were not compared .*only rank 0 after 5 s; missing: rank 1. Call it on every rank"])
+    assert seconds < 30
+    assert together == same == []
