@@ -5,10 +5,14 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDED = ROOT / "notebooks" / "recorded"
 
 
 def describe(*packages: str) -> str:
@@ -40,32 +44,46 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def keep(name: str, doc: str | None, *, group: str, **measured: object) -> Path:
-    """Write notebooks/recorded/NAME.json for a lesson: the numbers, and what they were measured on.
+def commit() -> str:
+    """Return the commit of this code, and whether files differ from it; "unknown" outside a repository."""
+    try:
+        git = ["git", "-C", str(ROOT)]
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+
+
+def keep(name: str, doc: str | None, *, group: str, folder: Path = RECORDED, **measured: object) -> Path:
+    """Write notebooks/recorded/NAME.json for a lesson: the numbers, and where they were measured.
 
     Args:
-        name: Of the script in benchmarks/, without its ending.
+        name: Of the script in benchmarks/, without its ending, or of a part of it.
         doc: The script's docstring, whose first line is its question.
         group: Which ranks, and how they were joined.
+        folder: Where to write, in place of notebooks/recorded.
         measured: What else the file holds.
     """
     import torch
 
-    from benchmarks.gpu_parts.recorder import RECORDED, ROOT, commit_of
-
+    gpu = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; " if torch.cuda.is_available() else ""
     head = {
         "part": name,
         "question": str(doc).splitlines()[0],
-        "device": describe(),
+        "device": gpu + describe(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
-        "commit": commit_of(ROOT),
-        "command": shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "commit": commit(),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "group": group,
     }
-    file = RECORDED / f"{name}.json"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps({**head, **measured}, indent=1) + "\n")
+    file = folder / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps({**head, **measured}, indent=1) + "\n")
+    new.replace(file)
     return file
 
 

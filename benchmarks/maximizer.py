@@ -6,7 +6,7 @@ On the CPU update() asks the system for the process's memory. What it does for a
 dictionary of the shape and size that CUDA's allocator gives, without the allocator: that is the part in
 Python, and the allocator's own part is the same in both ways. The class of 2022 called
 torch.cuda.memory_reserved() each step, which flattens and sorts that dictionary to take one number from it.
-The whole cost on a GPU is recorded by `python benchmarks/gpu.py maximizer_overhead`.
+
 Exits with 1 if a limit that the project promises is broken.
 """
 

@@ -1,6 +1,5 @@
 """Cards, claims and checks say what is true, and claims.yaml agrees with the lessons."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import gpu_parts
 from fsdp_utils.lessons import lesson
 
 CLAIM = {
@@ -20,7 +18,6 @@ CLAIM = {
     "when": 2022,
     "hardware": "8 A100",
     "cell": "speed",
-    "recorded": {"part": "speed", "text": "{results[ratio]:.2f} times"},
 }
 
 REQUIRED = {"id", "lesson", "claim", "who", "url", "when", "cell"}
@@ -31,23 +28,11 @@ def folder_with(tmp_path: Path, *claims: dict) -> Path:
     return tmp_path
 
 
-def test_claims_stand_beside_what_was_measured_and_recorded(tmp_path):
+def test_claims_stand_beside_what_was_measured(tmp_path):
     folder = folder_with(tmp_path, CLAIM, {**CLAIM, "lesson": 3, "id": "other"})
     text = lesson.claims(2, {"twice-as-fast": "1.3 times"}, folder=folder).data
     assert "“It is twice as fast.” [Somebody](https://example.org), 2022, 8 A100" in text
-    assert "| 1.3 times | not recorded yet |" in text
-
-    (folder / "recorded").mkdir()
-    recording = {"device": "H200", "torch": "2.13.0", "date": "2025-11-21", "results": {"ratio": 1.876}}
-    (folder / "recorded" / "speed.json").write_text(json.dumps(recording))
-    text = lesson.claims(2, {"twice-as-fast": "1.3 times"}, folder=folder).data
-    assert "1.88 times (H200, torch 2.13.0, 2025-11-21)" in text
-
-
-def test_a_claim_that_one_gpu_cannot_show_says_so(tmp_path):
-    claim = {key: value for key, value in CLAIM.items() if key != "recorded"} | {"several_gpus": True}
-    shown = lesson.claims(2, {claim["id"]: "order only"}, folder=folder_with(tmp_path, claim)).data
-    assert "| order only | takes several GPUs |" in shown
+    assert text.endswith("| 1.3 times |")
 
 
 def test_only_the_words_of_the_source_are_quoted(tmp_path):
@@ -58,14 +43,6 @@ def test_only_the_words_of_the_source_are_quoted(tmp_path):
     retold = shown(CLAIM | {"paraphrased": True})
     assert CLAIM["claim"] in retold
     assert "“" not in retold
-
-
-def test_a_claim_that_needs_no_gpu_says_so(tmp_path):
-    claim = {key: value for key, value in CLAIM.items() if key != "recorded"}
-    assert (
-        "| yes | not needed |"
-        in lesson.claims(2, {claim["id"]: "yes"}, folder=folder_with(tmp_path, claim)).data
-    )
 
 
 @pytest.mark.parametrize("measured", [{}, {"twice-as-fast": "1", "never-claimed": "2"}])
@@ -191,10 +168,7 @@ def test_every_claim_is_complete_and_names_a_cell_of_its_lesson():
     claims = lesson.read_claims()
     assert len({claim["id"] for claim in claims}) == len(claims)
     for claim in claims:
-        assert REQUIRED <= set(claim) <= REQUIRED | {"hardware", "paraphrased", "recorded", "several_gpus"}, (
-            claim
-        )
-        assert claim.get("recorded", {"part": "memory"})["part"] in gpu_parts.NAMES, claim
+        assert REQUIRED <= set(claim) <= REQUIRED | {"hardware", "paraphrased"}, claim
         sources = sorted((lesson.NOTEBOOKS / "src").glob(f"{claim['lesson']:02d}_*.py"))
         assert len(sources) == 1, claim
         assert f'"{claim["cell"]}"' in sources[0].read_text(encoding="utf-8"), claim

@@ -13,14 +13,13 @@ import yaml
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 PAGE = NOTEBOOKS / "claims.md"
-HEAD = "| Claimed | Measured here | Recorded on a GPU |"
+HEAD = "| Claimed | Measured here |"
 TOP = """\
 # Claims, then and now
 
-What others have written about FSDP, who and when, beside what the lessons measured: on a CPU in a cell, and
-where only a GPU can show it in a recording that names the GPU. Quotation marks are around the words of the
-source. Which cell measures a claim is in [claims.yaml](claims.yaml). This page is made by
-`python tools/claims_page.py`.
+What others have written about FSDP, who and when, beside what a cell of a lesson measured on a CPU.
+Quotation marks are around the words of the source. Which cell measures a claim is in
+[claims.yaml](claims.yaml). This page is made by `python tools/claims_page.py`.
 """
 
 

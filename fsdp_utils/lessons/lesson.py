@@ -1,7 +1,6 @@
 """The table of claims of a lesson, and the checks of its exercises."""
 
 import dis
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +16,12 @@ NOTEBOOKS = _CHECKOUT if _CHECKOUT.is_dir() else Path.cwd()
 
 
 def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS) -> Markdown:
-    """The claims of a lesson beside what the lesson measured and what a GPU recorded.
+    """Show the claims of a lesson beside what the lesson measured.
 
     Args:
         lesson: Number of the lesson whose claims in claims.yaml are shown.
         measured: What the lesson's own cells found, in words with the number, by the claim's id.
-        folder: Holds claims.yaml and recorded/.
+        folder: Holds claims.yaml.
 
     Returns:
         A table with one row per claim.
@@ -37,10 +36,7 @@ def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS
             f"lesson {lesson} has the claims {sorted(ids)} in {folder.name}/claims.yaml, but measurements "
             f"were given for {sorted(measured)}. Give each claim its own: claims({lesson}, {{id: text}})."
         )
-    return _table(
-        ["Claimed", "Measured here", "Recorded on a GPU"],
-        [[_claimed(claim), measured[claim["id"]], _recorded(claim, folder)] for claim in rows],
-    )
+    return _table(["Claimed", "Measured here"], [[_claimed(claim), measured[claim["id"]]] for claim in rows])
 
 
 def read_claims(folder: Path = NOTEBOOKS) -> list[dict[str, Any]]:
@@ -59,19 +55,6 @@ def _claimed(claim: Mapping[str, Any]) -> str:
     context = ", ".join(str(claim[field]) for field in ("when", "hardware") if claim.get(field))
     words = claim["claim"] if claim.get("paraphrased") else f"“{claim['claim']}”"
     return f"{words} [{claim['who']}]({claim['url']}), {context}"
-
-
-def _recorded(claim: Mapping[str, Any], folder: Path) -> str:
-    if claim.get("several_gpus"):
-        return "takes several GPUs"
-    if "recorded" not in claim:
-        return "not needed"
-    path = folder / "recorded" / f"{claim['recorded']['part']}.json"
-    if not path.exists():
-        return "not recorded yet"
-    recording = json.loads(path.read_text(encoding="utf-8"))
-    result = claim["recorded"]["text"].format(**recording)
-    return f"{result} ({recording['device']}, torch {recording['torch']}, {recording['date']})"
 
 
 def check(yours: Any, spec: Any, *, strict: bool = False) -> Markdown:

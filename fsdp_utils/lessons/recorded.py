@@ -13,7 +13,7 @@ def load(part: str, *, folder: Path = NOTEBOOKS) -> dict[str, Any] | None:
     """Load what was recorded for one part.
 
     Args:
-        part: Its name, as `python benchmarks/gpu.py --list` shows it.
+        part: The name of its file in notebooks/recorded, without its ending.
         folder: Holds recorded/.
 
     Returns:

@@ -1010,8 +1010,7 @@ print("Checked: without the division, AdamW's losses are the same to 0.001, and 
 # %% [markdown]
 # ## Claims, then and now
 #
-# The table shows what others have written about FSDP beside what the cells above have found. The last
-# column is for numbers that only a GPU can give; none is needed here.
+# The table shows what others have written about FSDP beside what the cells above have found.
 
 # %% jupyter={"source_hidden": true}
 gathers, scatters = ranks.get("(fsdp2.all_gathers, fsdp2.reduce_scatters)")[0]

@@ -1187,9 +1187,7 @@ print("Checked: the formula is right to within two samples.")
 # %% [markdown]
 # ## What does it cost in seconds, here?
 #
-# Rank 0 measures alone, while the others wait. Your numbers will differ: they depend on your CPU. (The table
-# of claims below has a column for measurements on a GPU, made once and stored. "Not recorded yet" means that
-# nobody has made this one.)
+# Rank 0 measures alone, while the others wait. Your numbers will differ: they depend on your CPU.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks 0

@@ -926,7 +926,7 @@ print("Checked: forward_prefetch gains nothing at 0, 1 and 2 ms; at 1.2 ms PRE i
 # %% [markdown]
 # ## On a GPU
 #
-# *Not recorded yet.* What prefetching saves in seconds takes at least two GPUs with a link between them. On
+# What prefetching saves in seconds takes at least two GPUs with a link between them. On
 # one GPU there is nothing to send, so this lesson has no number for it rather than a wrong one. If you start
 # the lesson where there are several, `record_collectives` sets events in the GPU's streams, which tell when
 # the GPU ran what was issued. That has been tested with events made by hand, and has not run on a GPU yet.
