@@ -48,7 +48,7 @@ def test_every_claim_is_complete_and_names_a_cell_of_its_lesson() -> None:
 
 def test_a_recording_says_where_and_when_it_was_made_and_its_absence_is_not_hidden(tmp_path: Path) -> None:
     assert recorded.load("memory", folder=tmp_path) is None
-    assert "Not recorded yet: `python benchmarks/gpu.py memory`" in str(
+    assert "Not recorded yet: `python benchmarks/gpu.py`" in str(
         recorded.caption("memory", folder=tmp_path).data
     )
     recording = {

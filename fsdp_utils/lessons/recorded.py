@@ -27,9 +27,8 @@ def caption(part: str, *, folder: Path = NOTEBOOKS) -> Markdown:
     """Say on which device a recording was made and when, or how to make it; arguments as for `load`."""
     recording = load(part, folder=folder)
     if recording is None:
-        return Markdown(
-            f"*Not recorded yet: `python benchmarks/gpu.py {part}` measures this on a machine with a GPU.*"
-        )
+        told = "`python benchmarks/gpu.py` measures this on a machine with a GPU"
+        return Markdown(f"*Not recorded yet: {told}.*")
     device, version = recording["device"], f"torch {recording['torch']}"
     if version not in device:  # `benchmarks/machine.py` names it there on a machine without a GPU
         device += f", {version}"
