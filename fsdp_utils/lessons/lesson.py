@@ -20,9 +20,6 @@ def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS
         measured: By the claim's id, what the lesson's cells found: words with the number.
         folder: Holds claims.yaml, whose head describes the fields.
 
-    Returns:
-        A table with one row per claim.
-
     Raises:
         ValueError: A claim of the lesson was not measured, or the lesson has no claim of that id.
     """

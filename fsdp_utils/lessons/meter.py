@@ -38,9 +38,8 @@ class Meter(TorchDispatchMode):
         gather_bytes: The same with the buffers of all-gathers. FSDP2 copies each parameter out of such a
             buffer and keeps the buffer until the next unit was gathered.
         held_bytes: Bytes of what was held already.
-        tensor_bytes: After each operation, bytes of tensors of any kind that were alive: shards, gathered
-            parameters, buffers of collectives, gradients, activations. Differs a little from run to run
-            where ranks talk, because gloo's threads free a buffer some time after the collective.
+        tensor_bytes: After each operation, bytes of all tensors that were alive. Differs a little from run to
+            run where ranks talk, because gloo's threads free a buffer some time after the collective.
 
     Example::
 

@@ -22,23 +22,15 @@ PIXELS_PER_INCH, SHARPNESS = 96, 2  # as a browser counts inches; twice the dots
 COLORS_KEPT = 64  # a palette makes the PNG about a third as large, and nobody sees the difference
 
 STYLE: dict[Any, Any] = {
-    "figure.facecolor": CARD,
-    "figure.constrained_layout.use": True,
-    "axes.facecolor": CARD,
+    **dict.fromkeys(["figure.facecolor", "axes.facecolor"], CARD),
+    **dict.fromkeys(["axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"], INK),
+    **dict.fromkeys(["axes.spines.top", "axes.spines.right", "legend.frameon"], False),
+    **dict.fromkeys(["figure.constrained_layout.use", "axes.axisbelow"], True),
     "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
     "axes.titlesize": 10,
-    "axes.titlecolor": INK,
     "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
     "font.size": 9,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
     "hatch.linewidth": 0.8,
 }
 in_look = mpl.rc_context(STYLE)  # decorates what draws, whatever the reader's own matplotlib settings
@@ -99,10 +91,8 @@ def life_of_a_unit(world_size: int = 4) -> Image:
         Patch(facecolor=CARD, edgecolor=INK, label="gradients, mean over all ranks"),
     ]
     fig.legend(handles=handles, loc="outside lower center", ncols=3)
-    return show(
-        fig,
-        alt="A unit's shards, gathered for forward and backward, and its gradients reduced and scattered.",
-    )
+    alt = "A unit's shards, gathered for forward and backward, and its gradients reduced and scattered."
+    return show(fig, alt=alt)
 
 
 @in_look
@@ -165,9 +155,8 @@ def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
         axes.set(title=title, xlim=(0, 1))
         _rows(axes, names, shown=axes is panels[0])
     _legend(fig, {f"rank {rank}": _color(rank) for rank in range(world_size)})
-    return show(
-        fig, alt=f"The part of each parameter that each of {world_size} ranks holds: {', '.join(layouts)}."
-    )
+    alt = f"The part of each parameter that each of {world_size} ranks holds: {', '.join(layouts)}."
+    return show(fig, alt=alt)
 
 
 @in_look

@@ -10,15 +10,7 @@ from fsdp_utils.lessons.lesson import NOTEBOOKS
 
 
 def load(part: str, *, folder: Path = NOTEBOOKS) -> dict[str, Any] | None:
-    """Load the recording of one script.
-
-    Args:
-        part: The name of its file in recorded/, without its ending.
-        folder: Holds recorded/.
-
-    Returns:
-        The recording with the device, date and commit of its measurement; None while there is none.
-    """
+    """Return recorded/PART.json, with the device and date of its measurement; None while there is none."""
     path = folder / "recorded" / f"{part}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 

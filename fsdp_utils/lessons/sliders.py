@@ -26,22 +26,13 @@ class Axis(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The columns of the figure.
+    """The columns of the figure."""
 
-    Args:
-        name: What the sum of the parts is called.
-        unit: Unit of every part.
-        parts: By name, from the bottom up, their colors.
-        upto: The fixed upper end of the axis. A higher column is cut there.
-        limit: Drawn as a line, if there is one.
-        limit_name: Name of the line.
-    """
-
-    name: str
-    unit: str
-    parts: Mapping[str, str]
-    upto: float
-    limit: float | None = None
+    name: str  # of the sum of the parts
+    unit: str  # of every part
+    parts: Mapping[str, str]  # by name, from the bottom up, their colors
+    upto: float  # the fixed upper end of the axis: a higher column is cut there
+    limit: float | None = None  # drawn as a line
     limit_name: str = ""
 
 
@@ -75,8 +66,7 @@ def explore(
         title: Over the figure. It should say whether the results are measured, simulated or calculated.
         axes: The sliders.
         stack: The columns.
-        at: Called with one value of each axis, for all combinations. Returns the result, or a sentence that
-            says why there is none.
+        at: Called with each combination of values. Returns the result, or why there is none.
         scalars: By name, the units of more numbers of each result, which are written below the figure.
         over: Name of the axis whose values stand side by side; by default, the first.
         digits: Significant digits that are stored of each number. Fewer make the page smaller.
@@ -116,7 +106,10 @@ def explore(
         note.append(notes.setdefault(said, len(notes)))
     data: dict[str, Any] = {
         "title": title,
-        "axes": [{**axis._asdict(), "values": [_written(value) for value in axis.values]} for axis in axes],
+        "axes": [
+            {**axis._asdict(), "values": [v if isinstance(v, str) else f"{v:,}" for v in axis.values]}
+            for axis in axes
+        ],
         "over": 0 if over is None else names.index(over),
         "stack": {**stack._asdict(), "parts": list(stack.parts), "colors": list(stack.parts.values())},
         "ticks": _ticks(stack.upto),
@@ -132,10 +125,6 @@ def explore(
 def _rounded(number: float, digits: int = 4) -> float | int:
     rounded = float(f"{number:.{digits}g}") if abs(number) > 1e-12 else 0.0  # less is an error of rounding
     return int(rounded) if rounded.is_integer() else rounded
-
-
-def _written(value: str | int | float) -> str:
-    return value if isinstance(value, str) else f"{value:,}"
 
 
 def _short(number: float) -> str:

@@ -12,9 +12,6 @@ class Table:
         rows: One sequence of values for each row, as long as the head. Integers are written with separators
             of thousands; other numbers as they are, so round them first.
         note: A sentence below the table.
-
-    Raises:
-        ValueError: A row is longer or shorter than the head.
     """
 
     def __init__(

@@ -59,19 +59,13 @@ class Task:
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> dict[str, Tensor]:
-        """Return this rank's share of a step's samples; all ranks' shares together are the whole batch.
+        """Return this rank's `size / world_size` samples of a step; together the ranks have the whole batch.
 
         Args:
             step: Counts from 0. Each epoch goes through the training samples in a new order.
             size: Samples in the whole batch.
-
-        Returns:
-            `size / world_size` rows of each tensor in `train`, on the device.
-
-        Raises:
-            ValueError: The ranks cannot have equal shares, so their mean loss would not be the batch's.
         """
-        if size % world_size:
+        if size % world_size:  # the mean of the ranks' losses would not be the batch's
             raise ValueError(
                 f"a batch of {size} samples has no equal shares for {world_size} ranks: use a multiple."
             )

@@ -23,10 +23,6 @@ def run_together(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     Before each collective of all ranks, and at the end, the ranks exchange what they are about to do. So no
     rank waits for a call that the others do not make, and the process group stays usable.
 
-    Args:
-        function: Called with args on each rank.
-        args: Its arguments.
-
     Returns:
         What the function has returned, and "". Or None and a sentence, the same on all ranks: they called
         different collectives, some of them raised an error, or some of them returned None.

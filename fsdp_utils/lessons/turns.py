@@ -85,14 +85,12 @@ def _text(value: Any) -> str:
 
 @dataclass
 class _Turn:
-    """A turn that was run: how to score an answer, and what the reader's measured."""
-
     call: str
     goals: Mapping[str, Goal]
-    results: list[Any]
+    results: list[Any]  # of the reader's answer
 
 
-_turns: dict[int, _Turn] = {}
+_turns: dict[int, _Turn] = {}  # those that were run, by number
 
 
 def turn(
@@ -108,7 +106,7 @@ def turn(
     Each answer is measured once: where the next answer's cell raises, the one before it cannot pass for it.
 
     Args:
-        number: Number of the turn in its lesson; `try_answers` uses the same call and goals again.
+        number: Number of the turn in its lesson.
         call: The lesson's scoring function and what the reader wrote: `"score(my_save, my_load)"`. It returns
             the measured values by name; `{"problem": sentence}` where there are none, for this reason; None
             where the reader's function returned None.
@@ -222,8 +220,6 @@ def run_answer(code: str, call: str, namespace: Mapping[str, Any]) -> Any:
 
 
 class Answer(NamedTuple):
-    """A solution or a wrong answer, as it stands in a lesson's source."""
-
     kind: str  # "solution" or "wrong"
     turn: int
     code: str
@@ -246,9 +242,6 @@ def try_answers(lesson: int, *, folder: Path = SOURCES) -> None:
 
     Each answer is a cell of the lesson's source with the tag "solution" or "wrong" and the number of its
     turn, which has been run. A wrong one may name a part of the error that it raises.
-
-    Raises:
-        AssertionError: A solution misses its target, or a wrong answer meets it or raises another error.
     """
     tried = {"solution": 0, "wrong": 0}
     for answer in _answers_of(lesson, folder):
