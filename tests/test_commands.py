@@ -75,23 +75,19 @@ def test_each_has_a_version_and_explains_its_options(names: list[str], command: 
 def test_a_missing_package_is_one_sentence_that_says_how_to_install_it(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("distributed_type: FSDP")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    start = (
+        "import runpy, sys; sys.modules[{!r}] = None; runpy.run_module('fsdp_utils', None, '__main__', True)"
+    )
     for package, extra, *arguments in (
         ("yaml", "notebooks", "translate", tmp_path / "a.yaml"),
         ("jsonargparse", "train", "train", "--out", tmp_path),
         ("transformers", "train", "planner", tmp_path, "--world-size", 2, "--batch-size", 2),
     ):
-        code = (
-            f"import runpy, sys; sys.modules[{package!r}] = None; "
-            "runpy.run_module('fsdp_utils', run_name='__main__', alter_sys=True)"
-        )
-        missing = [sys.executable, "-c", code, *map(str, arguments)]
+        missing = [sys.executable, "-c", start.format(package), *map(str, arguments)]
         done = subprocess.run(missing, cwd=ROOT, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 2
-        assert done.stderr.count("\n") == 1, done.stderr
-        assert (
-            f"needs {package}, which is not installed. Install it: pip install 'fsdp_utils[{extra}]'"
-            in done.stderr
-        )
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        told = f"needs {package}, which is not installed. Install it: pip install 'fsdp_utils[{extra}]'"
+        assert told in done.stderr
 
 
 def test_translate_prints_table_and_code_or_json(tmp_path: Path, command: Callable[..., Any]) -> None:
