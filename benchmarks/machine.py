@@ -1,4 +1,4 @@
-"""What a benchmark's numbers were measured on, how they are shown and kept, and which limits they held."""
+"""Shared by the benchmarks: describe the machine, print tables, keep results, check limits."""
 
 import datetime
 import json
@@ -16,7 +16,7 @@ RECORDED = ROOT / "notebooks" / "recorded"
 
 
 def describe(*packages: str) -> str:
-    """One line: processor, cores, memory, Python, torch and other packages."""
+    """Return one line: processor, cores, memory, Python, torch and other packages."""
     import psutil
 
     info = Path("/proc/cpuinfo")
@@ -31,40 +31,34 @@ def describe(*packages: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A plain-text table; the first column to the left, the others to the right."""
+    """Return a plain-text table: the first column to the left, the others to the right."""
     cells = [[str(cell) for cell in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
+    first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
+    line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    lines = [line.format(*row) for row in cells]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def commit() -> str:
     """Return the commit of this code, and whether files differ from it; "unknown" outside a repository."""
+    git = ["git", "-C", str(ROOT)]
     try:
-        git = ["git", "-C", str(ROOT)]
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        changed = subprocess.run(status, capture_output=True, text=True, check=True)
+        head, changed = (
+            subprocess.check_output([*git, *asked], text=True, stderr=subprocess.DEVNULL).strip()
+            for asked in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+    return head + (" with changes" if changed else "")
 
 
 def keep(name: str, doc: str | None, *, group: str, folder: Path = RECORDED, **measured: object) -> Path:
     """Write notebooks/recorded/NAME.json for a lesson: the numbers, and where they were measured.
 
     Args:
-        name: Of the script in benchmarks/, without its ending, or of a part of it.
+        name: Name of the script in benchmarks/, without its ending, or of a part of it.
         doc: The script's docstring, whose first line is its question.
         group: Which ranks, and how they were joined.
-        folder: Where to write, in place of notebooks/recorded.
-        measured: What else the file holds.
     """
     import torch
 

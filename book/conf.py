@@ -19,20 +19,7 @@ repository = os.environ.get("REPOSITORY", "")
 branch = os.environ.get("REVISION", "main")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-include_patterns = [
-    "index.md",
-    "cheat_sheet.md",
-    "trainers.md",
-    "reference/*.rst",
-    "reference/*.md",
-    "notebooks/*.ipynb",
-    "notebooks/*.md",
-    "README.md",
-    "videos.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-]
+include_patterns = ["*.md", "reference/*.rst", "reference/*.md", "notebooks/*.ipynb", "notebooks/*.md"]
 
 # ---- lessons: as they were executed ---------------------------------------------------------------------
 
@@ -48,7 +35,7 @@ myst_heading_slug_func = "tools.build_book.jupyter_anchor"
 
 
 def read_lesson(app: Sphinx, name: str, text: list[str]) -> None:
-    """What JupyterLab folds is folded in the book, and the card is a block of its own."""
+    """Fold in the book what JupyterLab folds, and put the card into a block."""
     if app.env.doc2path(name).suffix != ".ipynb":
         return
     lesson = json.loads(text[0])
@@ -60,10 +47,7 @@ def read_lesson(app: Sphinx, name: str, text: list[str]) -> None:
             cell["source"] = ":::{container} lesson-card\n" + "".join(cell["source"]) + "\n:::"
         for output in cell.get("outputs", []):
             data = output.get("data", {})  # what a lesson links to in an output is a page here
-            for kind, link in {
-                "text/html": r'(href="\w+)\.ipynb',
-                "text/markdown": r"(\]\(\w+)\.ipynb",
-            }.items():
+            for kind, link in (("text/html", r'(href="\w+)\.ipynb'), ("text/markdown", r"(\]\(\w+)\.ipynb")):
                 if kind in data:
                     data[kind] = re.sub(link, r"\1.html", "".join(data[kind]))
     text[0] = json.dumps(lesson)
@@ -92,21 +76,15 @@ html_theme_options = {
     "use_download_button": True,
     "use_fullscreen_button": False,
     "show_toc_level": 2,
-    **(
-        {
-            "repository_url": repository,
-            "repository_branch": branch,
-            "use_repository_button": True,
-            "use_source_button": True,
-            "launch_buttons": {
-                "colab_url": "https://colab.research.google.com",
-                "binderhub_url": "https://mybinder.org",
-            },
-        }
-        if repository
-        else {}
-    ),
 }
+if repository:
+    services = {"colab_url": "https://colab.research.google.com", "binderhub_url": "https://mybinder.org"}
+    html_theme_options |= {
+        "repository_url": repository,
+        "repository_branch": branch,
+        "launch_buttons": services,
+    }
+    html_theme_options |= {"use_repository_button": True, "use_source_button": True}
 
 
 def setup(app: Sphinx) -> None:

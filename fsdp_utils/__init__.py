@@ -1,7 +1,8 @@
-"""Tools for training with PyTorch FSDP, and what its lessons stand on.
+"""Tools for training with PyTorch FSDP, and the library under its lessons.
 
-The functions and classes that people call are imported from here, most classes of results and errors from
-their rooms. The module that holds a name (and torch with it) is loaded when the name is first used.
+Functions and classes that people call are imported from here, most classes of results and errors from their
+rooms. `__init__.pyi` declares the names; _lazy.py loads a name's module (and torch) when it is first used.
+_commands.py lists the command lines, _extras.py imports optional packages, _safe_yaml.py reads foreign YAML.
 """
 
 from fsdp_utils._lazy import attach

@@ -1,4 +1,4 @@
-"""What the command lines have in common: their names, `--version`, and the word on a missing package."""
+"""The table of command lines, their parser with `--version`, and the error of a missing package."""
 
 import argparse
 import sys

@@ -9,14 +9,14 @@ def need(module: str, extra: str) -> ModuleType:
     """Import an optional package.
 
     Args:
-        module: as in an import statement: "yaml", "matplotlib.pyplot".
-        extra: the extra of pyproject.toml that installs it.
+        module: As in an import statement: "yaml", "matplotlib.pyplot".
+        extra: The extra of pyproject.toml that installs it.
 
     Returns:
         The module, "matplotlib.pyplot" itself and not "matplotlib".
 
     Raises:
-        ModuleNotFoundError: it, or a package that it needs itself, is not installed. The message names the
+        ModuleNotFoundError: The package, or one that it imports, is not installed. The message names the
             part of the library that asked, and the command that installs it.
     """
     try:
@@ -24,11 +24,6 @@ def need(module: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         asking = sys._getframe(1).f_globals.get("__name__", "fsdp_utils")
         missing = error.name or module
-        of_its_own = (
-            "" if module.split(".")[0] == missing.split(".")[0] else f" ({missing}, which it imports)"
-        )
-        raise ModuleNotFoundError(
-            f"{asking} needs {module}, which is not installed{of_its_own}. Install it: "
-            f"pip install 'fsdp_utils[{extra}]'",
-            name=missing,
-        ) from error
+        indirect = "" if module.split(".")[0] == missing.split(".")[0] else f" ({missing}, which it imports)"
+        told = f"{asking} needs {module}, which is not installed{indirect}. Install it: "
+        raise ModuleNotFoundError(told + f"pip install 'fsdp_utils[{extra}]'", name=missing) from error

@@ -12,8 +12,8 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     """Read a package's public names from its `__init__.pyi`, lines such as `from a.b import Name as Name`.
 
     Args:
-        package: its `__name__`.
-        file: its `__file__`.
+        package: Its `__name__`.
+        file: Its `__file__`.
 
     Returns:
         Its `__getattr__`, `__dir__` and `__all__`.

@@ -44,8 +44,15 @@ def tree_of_readme() -> list[str]:
 # --- files, links and commands
 
 
-def test_every_file_in_the_readmes_tree_exists() -> None:
+def test_files_that_documents_name_exist() -> None:
     assert [path for path in tree_of_readme() if not (ROOT / path).exists()] == []
+    named = re.findall(r"`([\w/]+\.(?:py|json|pyi))`", (ROOT / "CONTRIBUTING.md").read_text())
+    folders = (
+        ROOT,
+        ROOT / "fsdp_utils",
+        ROOT / "fsdp_utils" / "sharding",
+    )  # of a file of every room: one of them
+    assert [n for n in named if n.islower() and not any((folder / n).exists() for folder in folders)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -102,13 +109,6 @@ def test_the_code_of_the_cheat_sheet_runs(tmp_path: Path) -> None:
     assert (step, on_rank_0 > 10, on_rank_1) == (7, True, 0)
 
 
-def test_videos_lists_lessons_1_to_11_with_a_link_each() -> None:
-    row = r"^\| (\d+) [^|]+\| \[watch\]\((https://www\.loom\.com/share/[0-9a-f]{32})\)"
-    rows = re.findall(row, (ROOT / "videos.md").read_text(), re.MULTILINE)
-    assert [int(number) for number, _ in rows] == list(range(1, 12))
-    assert len({link for _, link in rows}) == 11
-
-
 # --- versions: pyproject.toml, constraints.txt and environment.yml
 
 
@@ -150,65 +150,51 @@ def locked() -> dict[str, list[str]]:
 
 
 LOCK = (ROOT / "locks" / "setup.txt").read_text()
+BUILDS = ("triton", "nvidia-", "cuda-")  # differ by the build of PyTorch under one version
 
 
 def test_requirements_have_the_versions_of_the_constraints_each_with_hashes() -> None:
     lines = {line for line in LOCK.splitlines() if not line.startswith(("#", " "))}
     assert {f"{name} \\" for name in locked()} == lines  # every line is one with hashes
     constraints = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
-    builds = ("torch==", "triton", "nvidia-", "cuda-")  # differ by the build of PyTorch under one version
-    expected = {line.split(" ;")[0] for line in constraints if not line.startswith(builds)}
+    expected = {line.split(" ;")[0] for line in constraints if not line.startswith(("torch==", *BUILDS))}
     assert {name.split(" ;")[0] for name in locked()} == expected
 
 
-def test_requirements_are_all_that_a_machine_with_pytorch_still_needs() -> None:
-    """With the markers of this machine: what the constraints pin for it and no package lacks."""
-    here = {
-        canonicalize_name(r.name)
-        for r in map(Requirement, locked())
-        if r.marker is None or r.marker.evaluate()
-    }
-    needed, todo = set(), list(asked_for().values())
+def brought_in() -> set[str]:
+    """Return the names of all that the extras of the set-up bring in on this machine."""
+    found: set[str] = set()
+    todo = list(asked_for().values())
     while todo:
         requirement = todo.pop()
-        name = canonicalize_name(requirement.name)
-        if name in needed or name.startswith(("torch", "triton", "nvidia-", "cuda-")):
+        if (name := canonicalize_name(requirement.name)) in found:
             continue
-        needed.add(name)
-        for needed_too in map(Requirement, metadata.requires(name) or ()):
-            marker = needed_too.marker
+        found.add(name)
+        for needed in map(Requirement, metadata.requires(name) or ()):
+            marker = needed.marker
             if marker is None or any(marker.evaluate({"extra": e}) for e in ["", *requirement.extras]):
-                todo.append(needed_too)
-    assert needed <= here
+                todo.append(needed)
+    return found
+
+
+def test_what_the_extras_bring_in_is_locked_and_installed_as_pinned() -> None:
+    """PyTorch and what its builds need are pinned, and not locked."""
+    pinned, here = pins(), set()
+    for requirement in map(Requirement, locked()):
+        if requirement.marker is None or requirement.marker.evaluate():
+            here.add(canonicalize_name(requirement.name))
+    needed = brought_in()
+    assert {name for name in needed - here if not name.startswith(("torch", *BUILDS))} == set()
+    installed = {name: metadata.version(name).partition("+")[0] for name in needed}  # 2.13.0+cpu is 2.13.0
+    assert {
+        name: (found, pinned.get(name)) for name, found in installed.items() if pinned.get(name) != found
+    } == {}
 
 
 def test_constraints_allow_what_pyproject_asks_for() -> None:
     pinned = pins()
     for name, requirement in asked_for().items():
         assert requirement.specifier.contains(pinned[canonicalize_name(name)]), requirement
-
-
-def test_the_versions_tested_here_are_the_pinned_ones() -> None:
-    """Everything that the extras bring in, as installed where this runs, against constraints.txt."""
-    pinned, differ = pins(), []
-    seen: set[str] = set()
-    todo = list(asked_for().values())
-    while todo:
-        requirement = todo.pop()
-        name = canonicalize_name(requirement.name)
-        if name in seen:
-            continue
-        seen.add(name)
-        installed = metadata.version(name).partition("+")[0]  # torch 2.13.0+cpu is torch 2.13.0
-        if pinned.get(name) != installed:
-            differ.append(f"{name}: {installed} is installed, {pinned.get(name)} is pinned")
-        for text in metadata.requires(name) or ():
-            needed = Requirement(text)
-            if needed.marker is None or any(
-                needed.marker.evaluate({"extra": e}) for e in ["", *requirement.extras]
-            ):
-                todo.append(needed)
-    assert differ == []
 
 
 def test_environment_yml_has_pytorch_from_conda_and_the_rest_by_the_constraints() -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import yaml
 
-from fsdp_utils._safe_yaml import MOST_CHARACTERS, MOST_DEPTH, MOST_EXPANDED, YamlError, check_yaml, load_yaml
+from fsdp_utils._safe_yaml import MOST_CHARACTERS, MOST_DEPTH, MOST_EXPANDED, YamlError, load_yaml
 
 
 def bomb(levels: int, each: int = 9) -> str:
@@ -40,7 +40,7 @@ def test_what_safe_load_reads_is_read_alike(text: str) -> None:
         (bomb(9), "f.yaml, line 7: .*aliases"),
         (merges(40), "aliases"),
         (f"a: &a {'x' * 4000}\nb: [{', '.join(['*a'] * 300)}]", "f.yaml, line 2: .*aliases"),
-        ("a: &a [1, *a]", r"line 1: .*\*a within itself"),
+        ("a: &a [1, *a]", "line 1: .*within itself"),
         ("[" * 100_000, f"at most {MOST_DEPTH} deep"),
         ("- " * (MOST_DEPTH + 1) + "x", "deep"),
         ("x" * (MOST_CHARACTERS + 1), "at most 262,144 characters, found 262,145"),
@@ -64,12 +64,12 @@ def test_what_is_no_configuration_is_refused_at_once(text: str, told: str) -> No
 
 
 def test_the_limits_are_where_they_are_said_to_be() -> None:
-    check_yaml("x" * MOST_CHARACTERS, where="f.yaml")
+    load_yaml("x" * MOST_CHARACTERS, where="f.yaml")
     block = MOST_EXPANDED // 64
     repeated = f"a: &a {'x' * (block - 1)}\nb: [{', '.join(['*a'] * 62)}]"  # 63 blocks and some
-    check_yaml(repeated, where="f.yaml")
+    load_yaml(repeated, where="f.yaml")
     with pytest.raises(YamlError):
-        check_yaml(repeated.replace("]", ", *a]"), where="f.yaml")
+        load_yaml(repeated.replace("]", ", *a]"), where="f.yaml")
 
 
 def test_without_pyyaml_it_says_what_to_install() -> None:
@@ -85,7 +85,7 @@ def test_without_pyyaml_it_says_what_to_install() -> None:
 )
 def test_a_key_that_stands_twice_is_refused(text: str) -> None:
     with pytest.raises(YamlError, match=r"line \d: expected each key once in a section, found 'a' again"):
-        check_yaml(text, where="x.yaml")
+        load_yaml(text, where="x.yaml")
 
 
 def test_the_same_key_in_two_sections_and_several_merges_are_read() -> None:

@@ -17,60 +17,39 @@ from fsdp_utils.lessons.turns import answers
 from tools import build_lessons, claims_page
 
 ROOT = Path(__file__).resolve().parent.parent
-LESSONS = build_lessons.sources()
-TEXTS = {source.stem: source.read_text(encoding="utf-8") for source in LESSONS}
+TEXTS = {source.stem: source.read_text(encoding="utf-8") for source in build_lessons.sources()}
 STEMS = list(TEXTS)
 
 
-def number(stem: str) -> int:
-    return int(stem[:2])
-
-
-@pytest.mark.parametrize(("before", "after"), list(pairwise(STEMS)))
-def test_a_lesson_links_the_next_one_and_is_linked_back(before: str, after: str) -> None:
-    ending = TEXTS[before].partition("\n# ## Next\n")[2].partition("# ## Solutions")[0]
-    assert f"[lesson {number(after)} →]({after}.ipynb)" in ending
-    assert f"[← lesson {number(before)}]({before}.ipynb)" in TEXTS[after].partition("\n# ## Next\n")[2]
-
-
-@pytest.mark.parametrize("stem", STEMS)
-def test_links_between_lessons_lead_to_lessons(stem: str) -> None:
-    links = re.findall(r"\]\((\d\d_\w+)\.ipynb\)", TEXTS[stem])
-    assert links
-    assert set(links) <= set(STEMS)
+def test_lessons_link_each_other_and_nothing_that_is_not_there() -> None:
+    for before, after in pairwise(STEMS):
+        ending = TEXTS[before].partition("\n# ## Next\n")[2].partition("# ## Solutions")[0]
+        assert f"[lesson {int(after[:2])} →]({after}.ipynb)" in ending
+        assert f"[← lesson {int(before[:2])}]({before}.ipynb)" in TEXTS[after].partition("\n# ## Next\n")[2]
+    for text in TEXTS.values():
+        assert set(re.findall(r"\]\((\d\d_\w+)\.ipynb\)", text)) <= set(STEMS)
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_every_exercise_has_a_solution_that_is_checked_strictly(stem: str) -> None:
-    """nbval runs the solutions: as cells with a strict check, or by `try_answers`, which raises too."""
-    turns = len(re.findall(r"^# ## Your turn \d+ · ", TEXTS[stem], re.MULTILINE))
-    if turns:
-        found = answers(TEXTS[stem])
-        cells = TEXTS[stem].split('# %% tags=["exercise"]\n')[1:]
-        stubs = [set(re.findall(r"^(?:def|class) (\w+)", c.partition("\n# %% ")[0], re.M)) for c in cells]
-        assert turns >= 2
-        for turn in range(1, turns + 1):
-            kinds = [answer.kind for answer in found if answer.turn == turn]
-            assert kinds.count("solution") == 1
-            assert "wrong" in kinds
-            # The turn scores, by its own call, what the reader writes in the stub; nothing is kept beside it.
-            names = re.findall(rf'^turn\(\n    {turn},\n    "\w+\((.+)\)",', TEXTS[stem], re.MULTILINE)
-            assert len(names) == 1
-            assert set(names[0].split(", ")) in stubs
-        assert not re.search(r"^result\b", TEXTS[stem], re.MULTILINE)
-        assert f"\ntry_answers({number(stem)})\n" in TEXTS[stem]
-        return
-    exercises, solutions = TEXTS[stem].split("# ## Solutions\n")
-    tagged = re.findall(r'^# %% .*tags=\[.*"solution".*\]', solutions, re.MULTILINE)
-    asked = len(re.findall(r"^# \*\*\d+\. ", exercises.partition("# ## Exercises")[2], re.MULTILINE))
-    strict = solutions.count("strict=True)")
-    assert asked >= 2
-    assert strict >= asked
-    assert len(tagged) >= asked
+def test_every_turn_has_a_solution_and_a_wrong_answer_which_nbval_runs(stem: str) -> None:
+    text, found = TEXTS[stem], answers(TEXTS[stem])
+    turns = len(re.findall(r"^# ## Your turn \d+ · ", text, re.MULTILINE))
+    cells = text.split('# %% tags=["exercise"]\n')[1:]
+    stubs = [set(re.findall(r"^(?:def|class) (\w+)", c.partition("\n# %% ")[0], re.MULTILINE)) for c in cells]
+    assert turns >= 2
+    for turn in range(1, turns + 1):
+        kinds = [answer.kind for answer in found if answer.turn == turn]
+        assert kinds.count("solution") == 1
+        assert "wrong" in kinds
+        # the turn scores, by its own call, what the reader writes in the stub; nothing is kept beside it
+        (names,) = re.findall(rf'^turn\(\n    {turn},\n    "\w+\((.+)\)",', text, re.MULTILINE)
+        assert set(names.split(", ")) in stubs
+    assert not re.search(r"^result\b", text, re.MULTILINE)
+    assert f"\ntry_answers({int(stem[:2])})\n" in text
 
 
 def to_copy(stem: str) -> str:
-    """The script of a lesson that readers copy."""
+    """Return the script of a lesson that readers copy."""
     (block,) = re.findall(r"# ## In your own code\n.*?# ```python\n(.*?)# ```\n", TEXTS[stem], re.DOTALL)
     return re.sub(r"^# ?", "", block, flags=re.MULTILINE)
 
@@ -111,18 +90,19 @@ def test_the_code_to_copy_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("all lines have run") == 2
 
 
-def rows_of_readme() -> dict[str, str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"^\| \d+ \| \[[^\]]+\]\(notebooks/(\w+)\.ipynb\) (.*)\|$", text, re.MULTILINE))
+# ---- the pages
 
 
 def test_the_readme_lists_every_lesson_with_the_minutes_of_its_card() -> None:
-    rows = rows_of_readme()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| \d+ \| \[[^\]]+\]\(notebooks/(\w+)\.ipynb\) (.*\|)$", text, re.MULTILINE)
+    rows = dict(found)
     assert list(rows) == STEMS
     for stem, row in rows.items():
-        card = build_lessons.card_of(build_lessons.SOURCES / f"{stem}.py")
-        (takes,) = re.findall(r"^(.+) to run on .* (\d+) minutes to read$", card["takes"])
-        assert f"| {takes[0]} · {takes[1]} |" in row, stem
+        ((to_run, to_read),) = re.findall(
+            r"^# takes: (.+) to run on .* (\d+) minutes to read$", TEXTS[stem], re.M
+        )
+        assert f"| {to_run} · {to_read} |" in row, stem
 
 
 def test_the_page_of_claims_is_what_its_script_makes_of_the_lessons() -> None:
@@ -142,9 +122,13 @@ def test_the_glossary_is_in_order_and_each_term_is_in_the_lesson_that_it_links()
         assert any(word.casefold().replace("_", " ") in said for word in term.split(", ")), term
 
 
-def test_videos_name_parts_of_the_lessons_that_run_beside_them() -> None:
+def test_videos_name_lessons_1_to_11_with_a_link_and_a_part_that_runs_beside_it() -> None:
     text = (ROOT / "videos.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \d+ \[[^\]]+\]\(notebooks/(\w+)\.ipynb\) .* “([^”]+)” \|$", text, re.MULTILINE)
-    assert len(rows) >= 10
-    for stem, part in rows:
-        assert f"# ## {part}\n" in TEXTS[stem], stem
+    watch = r"\[watch\]\((https://www\.loom\.com/share/[0-9a-f]{32})\)"
+    row = rf"^\| (\d+) [^|]+\(notebooks/(\w+)\.ipynb\) \| {watch} (.*) \|$"
+    rows = re.findall(row, text, re.MULTILINE)
+    assert [int(number) for number, *_ in rows] == list(range(1, 12))
+    assert len({link for _, _, link, _ in rows}) == 11
+    for _, stem, _, ending in rows:
+        for part in re.findall(r"“([^”]+)”$", ending):
+            assert f"# ## {part}\n" in TEXTS[stem], stem

@@ -82,11 +82,8 @@ def the_sentence(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip()
 
 
-def test_the_script_is_read_by_python_3_6() -> None:
+def test_python_too_old_reads_the_script_and_is_told_both_versions(clone: Path) -> None:
     ast.parse((ROOT / SETUP).read_text(), feature_version=(3, 6))
-
-
-def test_python_too_old_is_said_with_both_versions(clone: Path) -> None:
     said = the_sentence(run_setup(clone, "sys.version_info = (3, 9, 18, 'final', 0)"))
     assert "Python 3.9.18" in said
     assert "3.10 or later is needed" in said
@@ -99,12 +96,6 @@ def test_missing_venv_module_is_said_with_what_to_install(clone: Path, module: s
     assert f"lacks the module {module!r}" in said
     assert f"sudo apt install python{version}-venv" in said
     assert not (clone / ".venv").exists()
-
-
-def test_full_disk_is_said_when_pip_meets_it(clone: Path) -> None:
-    (clone / "backend.py").write_text("import errno\nraise OSError(errno.ENOSPC, 'No space left on device')")
-    assert "The disk is full (installing stopped)" in the_sentence(run_setup(clone))
-    assert not (clone / ".venv" / "made-from").exists()
 
 
 def test_full_disk_is_said_on_a_real_small_disk(clone: Path) -> None:
@@ -127,39 +118,52 @@ def test_no_network_is_said(clone: Path) -> None:
     assert "some-package" in (clone / ".venv" / "setup.log").read_text()
 
 
-def test_another_failure_of_pip_is_said_in_its_own_words(clone: Path) -> None:
-    (clone / "backend.py").write_text(BACKEND.replace("REQUIRES", "Requires-Dist: some-package\\n"))
-    assert "No matching distribution found for some-package" in the_sentence(run_setup(clone))
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        (
+            BACKEND.replace("REQUIRES", "Requires-Dist: some-package\\n"),
+            "distribution found for some-package",
+        ),
+        ("raise OSError(28, 'No space left on device')", "The disk is full (installing stopped)"),
+    ],
+)
+def test_another_failure_of_pip_is_said_in_its_own_words(clone: Path, backend: str, told: str) -> None:
+    (clone / "backend.py").write_text(backend)
+    assert told in the_sentence(run_setup(clone))
+    assert not (clone / ".venv" / "made-from").exists()
 
 
 def test_a_package_whose_file_has_another_hash_is_refused(clone: Path) -> None:
     wheel = clone / "stranger-1-py3-none-any.whl"
+    files = {
+        "METADATA": "Metadata-Version: 2.1\nName: stranger\nVersion: 1\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
     with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr("stranger-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: stranger\nVersion: 1\n")
-        file.writestr(
-            "stranger-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        file.writestr("stranger-1.dist-info/RECORD", "")
-    requirements = clone / "locks" / "setup.txt"
-    requirements.write_text(f"stranger==1 --hash=sha256:{'0' * 64}\n")
-    said = the_sentence(run_setup(clone, PIP_FIND_LINKS=clone.as_uri()))
-    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in said
-
-    requirements.write_text("stranger==1\n")  # without a hash nothing is installed
-    assert "Hashes are required" in the_sentence(run_setup(clone, PIP_FIND_LINKS=clone.as_uri()))
-
+        for name, text in files.items():
+            file.writestr(f"stranger-1.dist-info/{name}", text)
     right = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    requirements.write_text(f"stranger==1 --hash=sha256:{right}\n")
-    assert run_setup(clone, PIP_FIND_LINKS=clone.as_uri()).returncode == 0
+    for given, told in (
+        (f" --hash=sha256:{'0' * 64}", "THESE PACKAGES DO NOT MATCH THE HASHES"),
+        ("", "Hashes are required"),
+        (f" --hash=sha256:{right}", None),
+    ):
+        (clone / "locks" / "setup.txt").write_text(f"stranger==1{given}\n")
+        done = run_setup(clone, PIP_FIND_LINKS=clone.as_uri())
+        assert done.returncode == 0 if told is None else told in the_sentence(done)
 
 
 def test_make_sets_up_once_refreshes_after_a_change_and_mends_a_set_up_cut_short(clone: Path) -> None:
-    make = ["make", "setup", f"PYTHON={sys.executable}"]
     stamp = clone / ".venv" / "made-from"
 
-    first = run(make, clone)
-    assert first.returncode == 0, first.stderr
-    assert "Making .venv" in first.stdout
+    def makes(told: str) -> None:
+        done = run(["make", "setup", f"PYTHON={sys.executable}"], clone)
+        assert done.returncode == 0, done.stderr
+        assert told in done.stdout
+
+    makes("Making .venv")
     assert run([str(clone / ".venv/bin/python"), "-c", "import tiny"], clone).returncode == 0
 
     made = stamp.stat().st_mtime_ns
@@ -168,18 +172,10 @@ def test_make_sets_up_once_refreshes_after_a_change_and_mends_a_set_up_cut_short
     assert stamp.stat().st_mtime_ns == made
 
     (clone / "constraints.txt").write_text("some-package==1\n")
-    changed = run(make, clone)
-    assert changed.returncode == 0, changed.stderr
-    assert "Refreshing .venv" in changed.stdout
-
+    makes("Refreshing .venv")
     stamp.unlink()
     (clone / ".venv" / "pyvenv.cfg").unlink()
-    mended = run(make, clone)
-    assert mended.returncode == 0, mended.stderr
-    assert "Making .venv" in mended.stdout
-
-
-def test_make_says_when_the_python_it_is_given_does_not_exist(clone: Path) -> None:
+    makes("Making .venv")
     done = run(["make", "setup", "PYTHON=no-such-python"], clone)
     assert done.returncode != 0
     assert "There is no command no-such-python" in done.stdout

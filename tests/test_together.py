@@ -3,11 +3,11 @@
 import time
 from contextlib import suppress
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from fsdp_utils.lessons.together import run_together
+from tests.sharded import TwoRanks
 
 
 def all_reduce() -> torch.Tensor:
@@ -51,55 +51,39 @@ def raises_on_rank_1() -> torch.Tensor:
     return all_reduce()
 
 
-FUNCTIONS = {
-    f.__name__: f
-    for f in (
-        all_reduce,
-        on_rank_0_only,
-        two_kinds,
-        two_sizes,
-        swallows,
-        returns_on_rank_0,
-        raises_on_rank_1,
-    )
-}
 WAITS = "A rank would wait for ever: all_reduce of 8 bytes on rank 0, and no such call on rank 1."
+DIFFER = "The ranks call different collectives: all_reduce of "
+TOLD = {  # by function: the sentence of each rank
+    all_reduce: ("", ""),
+    on_rank_0_only: (WAITS, WAITS),
+    swallows: (WAITS, WAITS),
+    two_kinds: (
+        f"{DIFFER}8 bytes on rank 0; broadcast of 8 bytes on rank 1. Each would wait for the others.",
+    )
+    * 2,
+    two_sizes: (
+        f"{DIFFER}4 bytes on rank 0; all_reduce of 8 bytes on rank 1. Each would wait for the others.",
+    )
+    * 2,
+    returns_on_rank_0: ("The function returns None on rank 1, and something on the others.",) * 2,
+    raises_on_rank_1: ("Rank 1 raised ValueError: no such.", "raised no such\nthing"),
+}
 
 
-def told(name: str) -> tuple[str, float, float]:
-    began, found = time.monotonic(), ""
-    try:
-        _, found = run_together(FUNCTIONS[name])
-    except ValueError as error:
-        found = f"raised {error}"
-    return found, all_reduce().sum().item(), time.monotonic() - began
+def run_each() -> list[tuple[str, float]]:
+    """Return what each function was told, and a sum over the ranks after it."""
+    found = []
+    for function in TOLD:
+        began = time.monotonic()
+        try:
+            _, sentence = run_together(function)
+        except ValueError as error:
+            sentence = f"raised {error}"
+        found.append((sentence, all_reduce().sum().item()))
+        assert time.monotonic() - began < 5
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("all_reduce", ""),
-        ("on_rank_0_only", WAITS),
-        ("swallows", WAITS),
-        (
-            "two_kinds",
-            "The ranks call different collectives: all_reduce of 8 bytes on rank 0; broadcast of 8 bytes on "
-            "rank 1. Each would wait for the others.",
-        ),
-        ("two_sizes", "The ranks call different collectives: all_reduce of 4 bytes on rank 0; all_reduce of"),
-        ("returns_on_rank_0", "The function returns None on rank 1, and something on the others."),
-    ],
-)
-def test_ranks_that_part_are_told_at_once_and_the_group_stays(two_ranks, name: str, sentence: str) -> None:
-    for found, total, seconds in two_ranks(told, name):
-        assert found.startswith(sentence)
-        assert bool(found) == bool(sentence)
-        assert total == 4
-        assert seconds < 5
-
-
-def test_an_error_is_raised_where_it_occurred_and_told_to_the_others(two_ranks) -> None:
-    (first, total, _), (second, _, _) = two_ranks(told, "raises_on_rank_1")
-    assert first == "Rank 1 raised ValueError: no such."
-    assert second == "raised no such\nthing"
-    assert total == 4
+def test_ranks_that_part_are_told_at_once_and_the_group_stays(two_ranks: TwoRanks) -> None:
+    for rank, found in enumerate(two_ranks(run_each)):
+        assert found == [(told[rank], 4) for told in TOLD.values()]

@@ -68,18 +68,12 @@ def test_a_table_aligns_numbers_right_and_escapes_html() -> None:
     assert "&lt;one&gt;" in html
     assert '<td style="text-align: right">12,345</td>' in html
     assert html.endswith("<p>Of all.</p>")
-
-
-def test_a_row_of_another_length_than_the_head_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 2 values in each row, as in the head, found 1"):
         Table(["way", "KiB"], [["one"]])
 
 
-def test_a_target_is_met_where_every_rank_meets_it() -> None:
+def test_a_target_is_met_where_every_rank_meets_it_and_the_first_that_misses_is_shown() -> None:
     assert Verdict([{"gathers": 8, "peak": 130}, {"gathers": 8.0, "peak": 1}], GOALS).solved
-
-
-def test_the_first_rank_that_misses_is_shown_with_the_sentence_that_helps() -> None:
     verdict = Verdict([{"gathers": 8, "peak": 130}, {"gathers": 4, "peak": 130}], GOALS)
     assert not verdict.solved
     assert verdict.advice == ["Gather each unit twice."]
@@ -103,19 +97,19 @@ def test_a_sentence_stands_only_beside_a_row_that_was_measured(result: dict, not
     assert (verdict.rows[0][-1] == "·") == (result.get("gathers") is None)
 
 
-def test_what_could_not_be_measured_is_one_sentence() -> None:
-    verdict = Verdict([{"problem": "A rank waits."}, {"problem": "A rank waits."}], GOALS)
+@pytest.mark.parametrize(
+    ("results", "note"),
+    [
+        ([{"problem": "A rank waits."}] * 2, "A rank waits."),
+        ([None, None], "Not yet: there is nothing to measure."),
+        ([{"gathers": 8, "peak": 1}, None], "Not yet: nothing to measure on rank 1."),
+    ],
+)
+def test_what_could_not_be_measured_is_one_sentence(results: list[Any], note: str) -> None:
+    verdict = Verdict(results, GOALS)
     assert not verdict.solved
-    assert verdict.advice == ["A rank waits."]
+    assert verdict.note == note
     assert verdict.rows[0] == ["gathers", "·", "8", "·"]
-
-
-def test_nothing_written_is_not_yet() -> None:
-    verdict = Verdict([None, None], GOALS)
-    assert not verdict.solved
-    assert verdict.advice == []
-    assert "Not yet: there is nothing to measure." in repr(verdict)
-    assert "nothing to measure on rank 1" in repr(Verdict([{"gathers": 8, "peak": 1}, None], GOALS))
 
 
 def test_answers_are_found_with_their_kind_turn_code_and_error() -> None:

@@ -24,12 +24,12 @@ LARGEST_BYTES = 40 * 2**20
 
 
 def jupyter_anchor(title: str) -> str:
-    """A heading's anchor as JupyterLab makes it."""
+    """Return a heading's anchor as JupyterLab makes it."""
     return title.replace(" ", "-")
 
 
 def copy_sources(sources: Path) -> None:
-    """One folder with the book's own pages and all that lessons link to, under the same relative names."""
+    """Copy the book's pages and all that lessons link to into one folder, under the same relative names."""
     built = shutil.ignore_patterns("__pycache__", BUILD.name, ".ipynb_checkpoints")
     shutil.copytree(ROOT / "book", sources, ignore=built)
     folders = (".ci", "benchmarks", "book", "examples", "fsdp_utils", "locks", "notebooks", "tests", "tools")
@@ -43,34 +43,19 @@ def copy_sources(sources: Path) -> None:
 
 
 def write_help(folder: Path) -> None:
-    """What the command lines say of themselves."""
+    """Write the help of each command line into a file."""
     for name in ("fsdp_utils", *(module for module, _ in COMMANDS.values())):
-        command = [sys.executable, "-m", name, "--help"]
-        said = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "COLUMNS": "100"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        if said.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {said.stderr}")
-        (folder / f"{name.rpartition('.')[2]}.txt").write_text(said.stdout)
+        with (folder / f"{name.rpartition('.')[2]}.txt").open("w") as file:
+            command, environment = [sys.executable, "-m", name, "--help"], {**os.environ, "COLUMNS": "100"}
+            subprocess.run(command, cwd=ROOT, env=environment, stdout=file, check=True, timeout=120)
 
 
 def print_page(page: Path, pdf: Path) -> None:
-    """A page of the book as Chromium prints it."""
+    """Let Chromium print a page of the book."""
     with tempfile.TemporaryDirectory() as profile:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
-        command = [
-            str(CHROMIUM),
-            *options,
-            f"--user-data-dir={profile}",
-            f"--print-to-pdf={pdf}",
-            page.as_uri(),
-        ]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        files = [f"--user-data-dir={profile}", f"--print-to-pdf={pdf}", page.as_uri()]
+        subprocess.run([str(CHROMIUM), *options, *files], check=True, capture_output=True, timeout=120)
 
 
 def main() -> int:

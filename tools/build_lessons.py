@@ -14,9 +14,8 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jupytext
 import nbformat
@@ -48,19 +47,18 @@ REFUSED = {
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@dataclass
-class Built:
-    """How the rebuilding of one lesson went."""
-
+class Built(NamedTuple):
     lesson: str
     seconds: float
     cells: int
     problems: list[str]
 
 
-def sources(only: list[str] | None = None) -> list[Path]:
-    """The lessons' sources in order; only: the beginnings of the names wanted, such as "01"."""
-    return [p for p in sorted(SOURCES.glob("[0-9][0-9]_*.py")) if not only or p.name.startswith(tuple(only))]
+def sources(only: tuple[str, ...] = ()) -> list[Path]:
+    """Return the lessons' sources in order; only: the beginnings of the names wanted, such as "01"."""
+    return [
+        path for path in sorted(SOURCES.glob("[0-9][0-9]_*.py")) if not only or path.name.startswith(only)
+    ]
 
 
 def notebook_of(source: Path) -> Path:
@@ -68,20 +66,15 @@ def notebook_of(source: Path) -> Path:
 
 
 def read_source(source: Path) -> NotebookNode:
-    """The lesson as a notebook not yet run; ids and metadata come from the source alone, for small diffs."""
+    """Return the lesson as a notebook not yet run; ids and metadata come from the source, for small diffs."""
     lesson = jupytext.read(source, fmt="py:percent")
     lesson.cells = [as_published(cell) for cell in lesson.cells if "wrong" not in tags_of(cell)]
     for index, cell in enumerate(lesson.cells):
         cell.id = f"{source.stem[:2]}-{index:03d}"
         cell.metadata = NotebookNode({k: v for k, v in cell.metadata.items() if k in ("tags", "jupyter")})
-    lesson.metadata = nbformat.from_dict(
-        {
-            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-            "language_info": {"name": "python"},
-        }
-    )
-    lesson.nbformat, lesson.nbformat_minor = 4, 5
-    return lesson
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    return nbformat.v4.new_notebook(cells=lesson.cells, metadata=metadata)
 
 
 def tags_of(cell: NotebookNode) -> list[str]:
@@ -89,11 +82,7 @@ def tags_of(cell: NotebookNode) -> list[str]:
 
 
 def as_published(cell: NotebookNode) -> NotebookNode:
-    """A cell of a source as readers get it.
-
-    The card, YAML in the source, becomes a table. The solution of a turn becomes a text that every viewer
-    folds; `lesson.try_answers` runs it. Cells that only check are folded.
-    """
+    """Make the card a table and the solution of a turn a text that every viewer folds; fold checks."""
     if "card" in tags_of(cell):
         cell.source = card(yaml.safe_load(cell.source))
     elif "solution" in tags_of(cell) and "turn" in cell.metadata:
@@ -106,26 +95,16 @@ def as_published(cell: NotebookNode) -> NotebookNode:
 
 
 def card(fields: dict[str, Any]) -> str:
-    """The opening card: what the lesson teaches, needs and takes."""
+    """Return the opening card: what the lesson teaches, needs and takes."""
     needed = ["learn", "needs", "ranks", "takes"]
     if [*fields] not in (needed, [*needed, "video"]):
         raise ValueError(
             f"a card has {', '.join(needed)} and perhaps video, in this order; found {[*fields]}"
         )
-    rows = {
-        "You will learn": "<br>".join(f"· {sentence}" for sentence in fields["learn"]),
-        "Needs": fields["needs"],
-        "Ranks": fields["ranks"],
-        "Takes": fields["takes"],
-        "Video": fields.get("video", "none"),
-    }
+    rows = {"You will learn": "<br>".join(f"· {sentence}" for sentence in fields["learn"])}
+    rows |= {name.capitalize(): fields[name] for name in needed[1:]}
+    rows["Video"] = fields.get("video", "none")
     return "\n".join(["| | |", "|:--|:--|", *(f"| **{name}** | {text} |" for name, text in rows.items())])
-
-
-def card_of(source: Path) -> dict[str, Any]:
-    """The fields of a lesson's card."""
-    cells = jupytext.read(source, fmt="py:percent").cells
-    return next(yaml.safe_load(cell.source) for cell in cells if "card" in tags_of(cell))
 
 
 def code_cells(lesson: NotebookNode) -> list[NotebookNode]:
@@ -133,22 +112,18 @@ def code_cells(lesson: NotebookNode) -> list[NotebookNode]:
 
 
 def twin_problems(source: Path) -> list[str]:
-    """Where a source and its notebook are not the same lesson."""
+    """Say where a source and its notebook are not the same lesson."""
     if not notebook_of(source).exists():
         return [f"{notebook_of(source).name} does not exist: run make lessons ONLY={source.stem[:2]}"]
     ours, theirs = read_source(source).cells, nbformat.read(notebook_of(source), as_version=4).cells
-    problems = (
-        []
-        if len(ours) == len(theirs)
-        else [f"{len(ours)} cells in the source, {len(theirs)} in the notebook"]
-    )
-    for ours_cell, theirs_cell in zip(ours, theirs, strict=False):
-        problems += [
-            f"{place(ours_cell)}: {what} differs between source and notebook"
-            for what in ("id", "cell_type", "source", "metadata")
-            if ours_cell[what] != theirs_cell[what]
-        ]
-    return problems
+    if len(ours) != len(theirs):
+        return [f"{len(ours)} cells in the source, {len(theirs)} in the notebook"]
+    return [
+        f"{place(our)}: {what} differs between source and notebook"
+        for our, their in zip(ours, theirs, strict=True)
+        for what in ("id", "cell_type", "source", "metadata")
+        if our[what] != their[what]
+    ]
 
 
 def place(cell: NotebookNode) -> str:
@@ -157,7 +132,7 @@ def place(cell: NotebookNode) -> str:
 
 
 def notebook_problems(lesson: NotebookNode) -> list[str]:
-    """What keeps an executed lesson from being published."""
+    """Say what keeps an executed lesson from being published."""
     cells = code_cells(lesson)
     problems = []
     if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
@@ -166,7 +141,7 @@ def notebook_problems(lesson: NotebookNode) -> list[str]:
         problems.append("it does not import fsdp_utils")
     for cell in cells:
         for output in cell.outputs:
-            if output.output_type == "error" and "raises-exception" not in cell.metadata.get("tags", []):
+            if output.output_type == "error" and "raises-exception" not in tags_of(cell):
                 problems.append(f"{place(cell)}: ends in {output.ename}: {output.evalue}")
             for text in output_texts(output):
                 for what, pattern in REFUSED.items():
@@ -181,7 +156,7 @@ def notebook_problems(lesson: NotebookNode) -> list[str]:
 
 
 def output_texts(output: NotebookNode) -> Iterator[str]:
-    """Everything in an output that a reader reads as text, without colours."""
+    """Yield everything in an output that a reader reads as text, without colours."""
     if output.output_type == "stream":
         yield ANSI_COLOUR.sub("", output.text)
     elif output.output_type == "error":
@@ -191,7 +166,7 @@ def output_texts(output: NotebookNode) -> Iterator[str]:
 
 
 def tidy(lesson: NotebookNode) -> None:
-    """Take out what only says where, when and in how many pieces the outputs came."""
+    """Remove where, when and in how many pieces the outputs came."""
     for cell in code_cells(lesson):
         cell.metadata.pop("execution", None)
         merged: list[NotebookNode] = []
@@ -207,9 +182,8 @@ def tidy(lesson: NotebookNode) -> None:
 
 
 def without_places(line: str) -> str:
-    """A traceback's line with its files named from the repository, site-packages or the library on."""
-    paths = sysconfig.get_paths()
-    home = str(Path.home())
+    """Name the files of a traceback's line from the repository, site-packages or the library on."""
+    paths, home = sysconfig.get_paths(), str(Path.home())
     for folder in (paths["purelib"], paths["platlib"], paths["stdlib"], str(ROOT)):
         line = line.replace(folder + os.sep, "")
         if folder.startswith(home):  # IPython writes ~ for the home directory
@@ -228,8 +202,7 @@ def build(source: Path, on_cell: Callable[[], object]) -> Built:
         record_timing=False,
         on_cell_executed=lambda **_: on_cell(),
     )
-    problems = []
-    started = time.perf_counter()
+    problems, started = [], time.perf_counter()
     try:
         client.execute()
     except CellExecutionError as error:
@@ -244,30 +217,14 @@ def build(source: Path, on_cell: Callable[[], object]) -> Built:
     return Built(source.stem, seconds, len(code_cells(lesson)), problems)
 
 
-def print_table(results: list[Built]) -> None:
-    width = max(len(result.lesson) for result in results)
-    print(f"{'lesson':{width}}  seconds  cells  result")
-    for result in results:
-        print(
-            f"{result.lesson:{width}}  {result.seconds:7.1f}  {result.cells:5d}  "
-            f"{'FAIL' if result.problems else 'pass'}"
-        )
-        for problem in result.problems:
-            print(f"  {problem}")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description="Rebuild the lessons from notebooks/src."
-    )
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Rebuild the lessons.")
     parser.add_argument("only", nargs="*", help="the beginnings of the names wanted, such as 01")
     parser.add_argument("--check-twins", action="store_true", help="only compare sources with notebooks")
     args = parser.parse_args()
-    chosen = sources(args.only)
+    chosen = sources(tuple(args.only))
     if not chosen:
-        sys.exit(
-            f"No lesson in {SOURCES.relative_to(ROOT)} begins with {' or '.join(args.only) or 'two digits'}."
-        )
+        sys.exit(f"No lesson in notebooks/src begins with {' or '.join(args.only) or 'two digits'}.")
     if args.check_twins:
         problems = [f"{source.stem}: {problem}" for source in chosen for problem in twin_problems(source)]
         print("\n".join(problems) or f"{len(chosen)} lessons: source and notebook agree")
@@ -280,7 +237,10 @@ def main() -> int:
         for source in chosen:
             bar.set_description(source.stem)
             results.append(build(source, bar.update))
-    print_table(results)
+    print(f"{'lesson':50}  seconds  cells  result")
+    for lesson, seconds, cells, problems in results:
+        print(f"{lesson:50}  {seconds:7.1f}  {cells:5d}  {'FAIL' if problems else 'pass'}")
+        print("".join(f"  {problem}\n" for problem in problems), end="")
     return any(result.problems for result in results)
 
 

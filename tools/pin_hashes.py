@@ -13,28 +13,24 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILE = "uv pip compile --universal --generate-hashes --constraints constraints.txt"
-OPTIONS = "--no-annotate --no-header --quiet"
+COMPILE = (
+    "uv pip compile --universal --generate-hashes --constraints constraints.txt "
+    "--no-annotate --no-header --quiet"
+)
 HEADER = """\
 # The versions of constraints.txt and the hashes of their files: `make setup` installs no file with another.
 # PyTorch and the packages that only its CUDA builds need are not listed, and come without a hash: an index
 # may serve a CPU build or a CUDA build under the one version. Written by tools/pin_hashes.py.
 """
-BOOK_HEADER = """\
-# What `make book` installs beside setup.txt, for Python 3.11 to 3.13. Written by tools/pin_hashes.py.
-"""
-TESTS_HEADER = """\
-# What `make test` installs beside setup.txt. Written by tools/pin_hashes.py.
-"""
+BESIDES = "# What `make {}` installs beside setup.txt{}. Written by tools/pin_hashes.py.\n"
 EXTRAS = ["--extra", "notebooks", "--extra", "train", "--extra", "test"]
 BUILDS = re.compile(r"(torch==|triton|nvidia-|cuda-)")  # what depends on the build of PyTorch
 
 
 def compiled(*args: str) -> dict[str, str]:
-    """What uv works out: "name==version" -> its lines, with the hashes."""
-    done = subprocess.run(
-        [*COMPILE.split(), *OPTIONS.split(), *args], cwd=ROOT, capture_output=True, text=True
-    )
+    """Return what uv works out: "name==version" -> its lines, with the hashes."""
+    command = [*COMPILE.split(), *args]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"uv could not work out the hashes: {done.stderr.strip()}")
     return {text.split(" ")[0]: text for text in re.findall(r"^\S.*(?:\n +.*)*\n", done.stdout, re.MULTILINE)}
@@ -53,14 +49,13 @@ def main() -> None:
     write("setup", HEADER, [*kept.values()])
     # by name, version and marker: what the first file has for Python 3.10 alone is missing on 3.11
     ours = {text.partition(" \\")[0] for text in kept.values()}
-    for name, header, python in (("book", BOOK_HEADER, "3.11"), ("tests", TESTS_HEADER, "3.10")):
-        all_of_it = compiled(f"locks/{name}.in", "--python-version", python)
-        besides = [
-            text
-            for package, text in all_of_it.items()
-            if text.partition(" \\")[0] not in ours and not BUILDS.match(package)
-        ]
-        write(name, header, besides)
+    for name, made, python in (
+        ("book", ("book", ", for Python 3.11 to 3.13"), "3.11"),
+        ("tests", ("test", ""), "3.10"),
+    ):
+        found = compiled(f"locks/{name}.in", "--python-version", python).values()
+        others = [t for t in found if t.partition(" \\")[0] not in ours and not BUILDS.match(t)]
+        write(name, BESIDES.format(*made), others)
 
 
 if __name__ == "__main__":

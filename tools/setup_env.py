@@ -37,7 +37,12 @@ UNREACHABLE = ("Retry(total=0", "ReadTimeoutError", "IncompleteRead", "Connectio
 
 
 def main() -> None:
-    wanted, found = wanted_stamp(), found_stamp()
+    # what .venv must have been made from: this Python, this place, these requirements
+    digest = hashlib.sha256(str(ROOT).encode())
+    for name in INPUTS:
+        digest.update((ROOT / name).read_bytes())
+    wanted = f"{VERSION} {digest.hexdigest()}"
+    found = STAMP.read_text() if STAMP.exists() and VENV_PYTHON.exists() else ""
     if wanted == found:
         return
     if found.split(" ")[0] == VERSION:
@@ -52,18 +57,6 @@ def main() -> None:
     project = ("--no-build-isolation", "-e", ".[notebooks,train,test]")
     run(*pip, "-c", "constraints.txt", *project, doing="installing")
     STAMP.write_text(wanted)
-
-
-def wanted_stamp() -> str:
-    """What .venv must have been made from: this Python, this place, these requirements."""
-    digest = hashlib.sha256(str(ROOT).encode())
-    for name in INPUTS:
-        digest.update((ROOT / name).read_bytes())
-    return f"{VERSION} {digest.hexdigest()}"
-
-
-def found_stamp() -> str:
-    return STAMP.read_text() if STAMP.exists() and VENV_PYTHON.exists() else ""
 
 
 def make_venv() -> None:
@@ -83,14 +76,9 @@ def make_venv() -> None:
 def run(*args: str, doing: str, python: str = str(VENV_PYTHON)) -> None:
     """Run Python in ROOT and show its larger downloads; if it fails, leave with one sentence and a log."""
     lines = []
-    with subprocess.Popen(
-        [python, *args],
-        cwd=ROOT,
-        env={**os.environ, "PIP_BUILD_CONSTRAINT": "constraints.txt", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    env = {**os.environ, "PIP_BUILD_CONSTRAINT": "constraints.txt", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([python, *args], cwd=ROOT, env=env, **together) as process:
         for line in process.stdout or ():
             lines.append(line)
             if "Downloading" in line and line.rstrip().endswith("MB)"):  # what one waits for
@@ -106,13 +94,11 @@ def why_it_failed(lines: "list[str]", doing: str) -> str:
     if refused or any(shutil.disk_usage(place).free < TOO_LITTLE_MIB * 2**20 for place in places):
         return f"The disk is full ({doing} stopped): make room in {places[0]} or {places[1]}, then try again."
     LOG.write_text(output)
-    if any(sign in output for sign in UNREACHABLE):
-        return (
-            f"The package index cannot be reached ({doing} stopped): check the network, then try again. "
-            f"Log: {LOG}"
-        )
     errors = [line.strip() for line in lines if line.lstrip().lower().startswith("error")]
-    return "{} failed: {} Log: {}".format(doing.capitalize(), " ".join(errors[-3:]), LOG)
+    told = "{} failed: {}".format(doing.capitalize(), " ".join(errors[-3:]))
+    if any(sign in output for sign in UNREACHABLE):
+        told = f"The package index cannot be reached ({doing} stopped): check the network, then try again."
+    return f"{told} Log: {LOG}"
 
 
 if __name__ == "__main__":

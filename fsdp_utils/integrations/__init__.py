@@ -1,5 +1,5 @@
-"""Callbacks for the trainers of others: transformers' `Trainer` and Lightning's.
+"""Callbacks for the trainers of others: one module for each trainer, which imports the trainer's package.
 
-Import them from the trainer's module, which imports its package: `fsdp_utils.integrations.transformers` and
-`fsdp_utils.integrations.lightning`. A loop with Accelerate needs none: it calls the library itself.
+`fsdp_utils.integrations.transformers` is for transformers' `Trainer`, `fsdp_utils.integrations.lightning`
+for Lightning's; state.py is what both save. A loop with Accelerate needs none: it calls the library itself.
 """

@@ -1,6 +1,8 @@
-"""What only the lessons use: the card, checks of exercises, small tasks, figures, the meter, recordings.
+"""What only the lessons use. No other room imports this one.
 
-No other room imports this one.
+turns.py measures and judges a reader's answer, together.py runs it on all ranks; tables.py, plots.py and
+sliders.py show results; tasks.py has small models with data; meter.py counts the gathers and bytes of a step,
+probe.py the bytes held and sent in any training; lesson.py shows claims, recorded.py stored measurements.
 """
 
 import importlib
@@ -8,7 +10,7 @@ from typing import Any
 
 from fsdp_utils._extras import need
 
-# what a module imports at its top, which `from fsdp_utils.lessons import ...` then names where it is missing
+# by module, the packages that it imports at its top: `from fsdp_utils.lessons import ...` names a missing one
 _NEEDS = {
     "lesson": ("yaml", "IPython"),
     "plots": ("matplotlib", "IPython"),

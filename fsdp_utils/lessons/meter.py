@@ -1,16 +1,14 @@
 """A meter of a training step: collectives, bytes gathered, and the peak of gathered parameters."""
 
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from fsdp_utils.torch_internals.runtime import storage_id
 
 # The names under which FSDP1, FSDP2, plain torch.distributed calls and functional collectives (those of
 # DTensor) reach the dispatcher.
@@ -20,21 +18,18 @@ REDUCE_SCATTERS = {
     "c10d::_reduce_scatter_base_",
     "_c10d_functional::reduce_scatter_tensor",
 }
-COPY_OUT = "fsdp::split_with_sizes_copy"  # FSDP2 copies each parameter out of what was gathered
+COPY_OUT = "fsdp::split_with_sizes_copy"  # FSDP2 copies each parameter out of the gathered buffer
 
 
 class Meter(TorchDispatchMode):
     """Counts, on this rank, what a training step gathers, and how much of it is alive at once.
 
-    Every operation that runs inside the `with` block passes through it, those of the backward
-    pass too. A tensor counts as alive as long as its storage holds bytes, so that a parameter
-    that FSDP has emptied no longer counts.
+    Every operation inside of the `with` block passes through it, those of the backward pass too. A tensor
+    counts as long as its storage holds bytes: a parameter that FSDP has emptied no longer counts.
 
     Args:
-        held: What this rank holds already, such as `model.parameters()` of a sharded model. It counts
-            among all tensors from the start.
-        device: Count only what is alive on this type of device, such as the GPU without the copies that
-            were offloaded to the CPU. Default: all devices together.
+        held: Tensors that this rank holds already, such as `model.parameters()` of a sharded model.
+        device: Count only what is alive on this type of device. Default: all devices together.
 
     Attributes:
         all_gathers, reduce_scatters: Number of such collectives.
@@ -43,9 +38,8 @@ class Meter(TorchDispatchMode):
         gather_bytes: The same with the buffers of all-gathers. FSDP2 copies each parameter out of such a
             buffer and keeps the buffer until the next unit was gathered.
         held_bytes: Bytes of what was held already.
-        tensor_bytes: After each operation, bytes of tensors of any kind that were alive: shards, gathered
-            parameters, buffers of collectives, gradients, activations. Differs a little from run to run
-            where ranks talk, because gloo's threads let go of a buffer some time after the collective.
+        tensor_bytes: After each operation, bytes of all tensors that were alive. Differs a little from run to
+            run where ranks talk, because gloo's threads free a buffer some time after the collective.
 
     Example::
 
@@ -56,19 +50,16 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, held: Iterable[Tensor] = (), *, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.all_gathers = 0
-        self.reduce_scatters = 0
-        self.gathered_bytes = 0
+        self.all_gathers = self.reduce_scatters = self.gathered_bytes = 0
         self.whole_bytes: list[int] = []
         self.gather_bytes: list[int] = []
         self.tensor_bytes: list[int] = []
-        kind = None if device is None else torch.device(device).type
-        self._whole = _Storages(kind)
-        self._buffers = _Storages(kind)
-        self._others = _Storages(kind)
-        for tensor in held:
-            self._others.add(tensor)
-        self.held_bytes = self._others.nbytes()
+        self._kind = None if device is None else torch.device(device).type
+        self._whole: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._buffers: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._others: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._others.update(map(_storage, held))
+        self.held_bytes = self._alive(self._others)
 
     @property
     def peak_tensor_bytes(self) -> int:
@@ -94,62 +85,35 @@ class Meter(TorchDispatchMode):
         result = func(*args, **kwargs)
         name = func.name()
         if name in ALL_GATHERS:
-            gathered = list(_tensors(args[0] if name.startswith("c10d") else result))
+            gathered = _tensors(args[0] if name.startswith("c10d") else result)
             self.all_gathers += 1
             self.gathered_bytes += sum(tensor.nbytes for tensor in gathered)
-            self._hold_whole(gathered)
-        elif name == COPY_OUT:
-            self._whole.discard(args[0])  # from here on the copies are the parameters
-            self._buffers.add(args[0])
-            self._hold_whole(kwargs["out"])
+            self._move(gathered, self._whole)
+        elif name == COPY_OUT:  # from here on the copies are the parameters
+            self._move([args[0]], self._buffers)
+            self._move(kwargs["out"], self._whole)
         else:
             self.reduce_scatters += name in REDUCE_SCATTERS
-            for tensor in _tensors((result, kwargs.get("out"))):
-                if tensor not in self._whole and tensor not in self._buffers:
-                    self._others.add(tensor)
-        self.whole_bytes.append(self._whole.nbytes())
-        self.gather_bytes.append(self.whole_bytes[-1] + self._buffers.nbytes())
-        self.tensor_bytes.append(self.gather_bytes[-1] + self._others.nbytes())
+            storages = set(map(_storage, _tensors((result, kwargs.get("out")))))
+            self._others.update(s for s in storages if s not in self._whole and s not in self._buffers)
+        self.whole_bytes.append(self._alive(self._whole))
+        self.gather_bytes.append(self.whole_bytes[-1] + self._alive(self._buffers))
+        self.tensor_bytes.append(self.gather_bytes[-1] + self._alive(self._others))
         return result
 
-    def _hold_whole(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._others.discard(tensor)
-            self._buffers.discard(tensor)
-            self._whole.add(tensor)
+    def _move(self, tensors: Iterable[Tensor], to: WeakSet[torch.UntypedStorage]) -> None:
+        for storage in map(_storage, tensors):
+            for storages in (self._whole, self._buffers, self._others):
+                storages.discard(storage)
+            to.add(storage)
 
-
-class _Storages:
-    """Storages that are watched without being kept alive; those of other types of devices are left out."""
-
-    def __init__(self, kind: str | None) -> None:
-        self._kind = kind
-        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return _key(tensor) in self._refs
-
-    def add(self, tensor: Tensor) -> None:
-        storage, key = _storage(tensor), _key(tensor)
-        if self._kind not in (None, storage.device.type):
-            return
-        self._refs[key] = weakref.ref(storage, lambda _: self._refs.pop(key, None))
-
-    def discard(self, tensor: Tensor) -> None:
-        self._refs.pop(_key(tensor), None)
-
-    def nbytes(self) -> int:
-        storages = (ref() for ref in list(self._refs.values()))
-        return sum(storage.nbytes() for storage in storages if storage is not None)
+    def _alive(self, storages: WeakSet[torch.UntypedStorage]) -> int:
+        return sum(s.nbytes() for s in storages if self._kind in (None, s.device.type))
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
-def _key(tensor: Tensor) -> int:
-    return storage_id(_storage(tensor))
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -22,23 +22,15 @@ PIXELS_PER_INCH, SHARPNESS = 96, 2  # as a browser counts inches; twice the dots
 COLORS_KEPT = 64  # a palette makes the PNG about a third as large, and nobody sees the difference
 
 STYLE: dict[Any, Any] = {
-    "figure.facecolor": CARD,
-    "figure.constrained_layout.use": True,
-    "axes.facecolor": CARD,
+    **dict.fromkeys(["figure.facecolor", "axes.facecolor"], CARD),
+    **dict.fromkeys(["axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"], INK),
+    **dict.fromkeys(["axes.spines.top", "axes.spines.right", "legend.frameon"], False),
+    **dict.fromkeys(["figure.constrained_layout.use", "axes.axisbelow"], True),
     "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
     "axes.titlesize": 10,
-    "axes.titlecolor": INK,
     "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
     "font.size": 9,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
     "hatch.linewidth": 0.8,
 }
 in_look = mpl.rc_context(STYLE)  # decorates what draws, whatever the reader's own matplotlib settings
@@ -46,26 +38,14 @@ in_look = mpl.rc_context(STYLE)  # decorates what draws, whatever the reader's o
 
 @in_look
 def figure(columns: int = 1, *, width: float = 8.0, height: float = 3.0) -> tuple[Figure, list[Axes]]:
-    """An empty figure in the lessons' look.
-
-    Args:
-        columns: Number of axes side by side.
-        width, height: Inches.
-
-    Returns:
-        The figure and its axes, from left to right. Draw on them, then `show`.
-    """
+    """Return an empty figure in the lessons' look, so many inches large, and its axes from left to right."""
     fig = Figure(figsize=(width, height))
     return fig, list(fig.subplots(1, columns, squeeze=False)[0])
 
 
 @in_look
 def show(fig: Figure, *, alt: str) -> Image:
-    """The figure as a small PNG whose bytes depend on what is drawn alone.
-
-    Args:
-        alt: What the figure shows, for readers who do not see it.
-    """
+    """Turn a figure into a small PNG whose bytes depend only on what is drawn; `alt` says what that is."""
     for axes in fig.axes:  # a title that a lesson set outside of this module has matplotlib's own look
         size = min(axes.title.get_fontsize(), STYLE["axes.titlesize"])
         axes.title.set(fontsize=size, fontweight=STYLE["axes.titleweight"], color=INK)
@@ -81,50 +61,38 @@ def show(fig: Figure, *, alt: str) -> Image:
 def life_of_a_unit(world_size: int = 4) -> Image:
     """Draw what each rank holds of one FSDP unit during a step: an illustration, not a measurement.
 
-    Args:
-        world_size: Number of ranks; the unit is drawn as that many pieces.
-
-    Returns:
-        One panel for each moment, one row for each rank: above the parameters, below the gradients.
+    There is one panel for each moment and one row for each rank: above the parameters, below the gradients.
     """
     moments = {
         "at rest": ("mine", "none"),
         "all_gather, forward": ("all", "none"),
         "after forward": ("mine", "none"),
         "all_gather again": ("all", "none"),
-        "backward": ("all", "own"),
+        "backward": ("all", "all"),
         "reduce_scatter": ("mine", "mine"),
     }
+    ranks = range(world_size)
     fig, panels = figure(len(moments), width=9.6, height=0.42 * world_size + 1.1)
     for axes, (title, (parameters, gradients)) in zip(panels, moments.items(), strict=True):
-        for rank in range(world_size):
-            for piece in range(world_size):
-                held = parameters == "all" or (parameters == "mine" and piece == rank)
-                axes.barh(rank - 0.19, 0.94, left=piece, height=0.34, color=_color(piece) if held else FAINT)
-                if gradients == "own" or (gradients == "mine" and piece == rank):
-                    axes.barh(
-                        rank + 0.19,
-                        0.94,
-                        left=piece,
-                        height=0.3,
-                        facecolor=CARD,
-                        edgecolor=_color(piece),
-                        hatch="" if gradients == "mine" else "////",
-                        linewidth=1.5,
-                    )
+        look: dict[str, Any] = {"facecolor": CARD, "linewidth": 1.5, "height": 0.3}
+        look["hatch"] = "////" if gradients == "all" else ""
+        for rank in ranks:
+            for piece in ranks:
+                color = _color(piece) if parameters == "all" or piece == rank else FAINT
+                axes.barh(rank - 0.19, 0.94, left=piece, height=0.34, color=color)
+                if gradients == "all" or (gradients == "mine" and piece == rank):
+                    axes.barh(rank + 0.19, 0.94, left=piece, edgecolor=_color(piece), **look)
         axes.set_title(title, fontsize=9)
-        axes.set(xlim=(-0.1, world_size), ylim=(world_size - 0.4, -0.6))
-        _rows(axes, [f"rank {rank}" if axes is panels[0] else "" for rank in range(world_size)])
+        axes.set_xlim(-0.1, world_size)
+        _rows(axes, [f"rank {rank}" for rank in ranks], shown=axes is panels[0])
     handles = [
         Patch(facecolor=INK, label="parameters, a colour for each piece"),
         Patch(facecolor=CARD, edgecolor=INK, hatch="////", label="gradients of this rank's samples"),
         Patch(facecolor=CARD, edgecolor=INK, label="gradients, mean over all ranks"),
     ]
     fig.legend(handles=handles, loc="outside lower center", ncols=3)
-    return show(
-        fig,
-        alt="A unit's shards, gathered for forward and backward, and its gradients reduced and scattered.",
-    )
+    alt = "A unit's shards, gathered for forward and backward, and its gradients reduced and scattered."
+    return show(fig, alt=alt)
 
 
 @in_look
@@ -138,9 +106,6 @@ def life_of_a_run(starts: Sequence[Mapping[str, Any]], *, every: int, unit: str,
         every: Steps between two checkpoints.
         unit: Label of the time axis.
         alt: What the figure shows, for readers who do not see it.
-
-    Returns:
-        Above the steps and checkpoints, below one row for each rank.
     """
     fig = Figure(figsize=(9.0, 4.2))
     steps, lanes = fig.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
@@ -148,12 +113,11 @@ def life_of_a_run(starts: Sequence[Mapping[str, Any]], *, every: int, unit: str,
     cross = {"marker": "X", "color": RANK_COLORS[5], "markersize": 11, "linestyle": ""}
     striped: dict[str, Any] = {"hatch": "////", "edgecolor": CARD}
     for index, start in enumerate(starts):
-        color, begun = _color(index), start["begun"]
+        color, begun, ranks = _color(index), start["begun"], range(start["ranks"])
         times, done = zip(*start["points"], strict=True)
         steps.plot(times, done, color=color, linewidth=2.5, label=f"steps done, {start['ranks']} ranks")
-        for rank in range(start["ranks"]):
-            lanes.barh(rank, start["ended"] - begun, left=begun, height=0.7, color=color)
-            lanes.barh(rank, times[0] - begun, left=begun, height=0.7, color=color, **striped)
+        lanes.barh(ranks, start["ended"] - begun, left=begun, height=0.7, color=color)
+        lanes.barh(ranks, times[0] - begun, left=begun, height=0.7, color=color, **striped)
         saved = [step for step in range(every, done[-1] + 1, every) if step > done[0]]
         steps.plot(np.interp(saved, done, times), saved, label="" if index else "checkpoint", **square)
     for before, after in pairwise(starts):
@@ -175,78 +139,67 @@ def life_of_a_run(starts: Sequence[Mapping[str, Any]], *, every: int, unit: str,
 
 @in_look
 def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
-    """Draw the part of each parameter that each rank holds.
+    """Draw the part of each parameter that each rank holds, in a panel for each way to shard.
 
     Args:
         layouts: By the name of a way to shard, then of a parameter: its elements on rank 0, 1, ...
-
-    Returns:
-        One panel for each way, one row for each parameter, one colour for each rank.
     """
-    names = list(next(iter(layouts.values())))
-    world_size = len(next(iter(next(iter(layouts.values())).values())))
+    first = next(iter(layouts.values()))
+    names, world_size = list(first), len(next(iter(first.values())))
     fig, panels = figure(len(layouts), width=2.6 * len(layouts) + 1.2, height=0.26 * len(names) + 1.1)
     for axes, (title, parameters) in zip(panels, layouts.items(), strict=True):
         for row, held in enumerate(parameters.values()):
-            for rank, (left, share) in enumerate(_side_by_side([numel / sum(held) for numel in held])):
-                axes.barh(row, share, left=left, color=_color(rank), edgecolor=CARD, height=0.86)
-                if share > 0.08:
-                    _label(axes, left + share / 2, row, str(rank), on=_color(rank))
-        axes.set(title=title, xlim=(0, 1), ylim=(len(names) - 0.4, -0.6))
-        _rows(axes, names if axes is panels[0] else [""] * len(names))
-    _legend_of_colors(fig, [f"rank {rank}" for rank in range(world_size)])
-    return show(
-        fig, alt=f"The part of each parameter that each of {world_size} ranks holds: {', '.join(layouts)}."
-    )
+            shares = [numel / sum(held) for numel in held]
+            texts = [str(rank) if share > 0.08 else "" for rank, share in enumerate(shares)]
+            _bar(axes, row, shares, list(map(_color, range(len(held)))), texts=texts, height=0.86)
+        axes.set(title=title, xlim=(0, 1))
+        _rows(axes, names, shown=axes is panels[0])
+    _legend(fig, {f"rank {rank}": _color(rank) for rank in range(world_size)})
+    alt = f"The part of each parameter that each of {world_size} ranks holds: {', '.join(layouts)}."
+    return show(fig, alt=alt)
 
 
 @in_look
 def units(ways: Mapping[str, Sequence[int]]) -> Image:
-    """Draw the FSDP units of a model for several ways of wrapping it.
+    """Draw the FSDP units of a model for several ways of wrapping it; the root's is grey.
 
     Args:
         ways: By the name of a way to wrap: the elements in each unit, the root's first.
-
-    Returns:
-        One bar for each way, made of its units; the root's is grey.
     """
     fig, (axes,) = figure(width=8.0, height=0.42 * len(ways) + 0.9)
     for row, sizes in enumerate(ways.values()):
-        for index, (left, share) in enumerate(_side_by_side([size / sum(sizes) for size in sizes])):
-            color = FAINT if index == 0 else _color(row)
-            axes.barh(row, share, left=left, color=color, edgecolor=CARD, linewidth=1.2, height=0.7)
-            if index == 0 and share > 0.12:
-                _label(axes, left + share / 2, row, "root", on=color)
-        count = f"{len(sizes)} units" if len(sizes) > 1 else "1 unit"
-        axes.text(1.01, row, count, va="center")
+        shares = [size / sum(sizes) for size in sizes]
+        texts = ["root" if shares[0] > 0.12 else "", *[""] * (len(sizes) - 1)]
+        _bar(axes, row, shares, [FAINT, *[_color(row)] * (len(sizes) - 1)], texts=texts, linewidth=1.2)
+        axes.text(1.01, row, f"{len(sizes)} units" if len(sizes) > 1 else "1 unit", va="center")
     _rows(axes, list(ways))
-    axes.set(xlim=(0, 1.12), ylim=(len(ways) - 0.5, -0.5), xlabel="all parameters of the model")
+    axes.set(xlim=(0, 1.12), xlabel="all parameters of the model")
     return show(fig, alt=f"The units of one model under each way to wrap it: {', '.join(ways)}.")
 
 
 @in_look
-def memory_per_rank(amounts: Mapping[str, Mapping[str, float]], *, unit: str) -> Image:
-    """Draw the memory of one rank by kind of tensor.
+def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: str, alt: str = "") -> Image:
+    """Draw several amounts of the same ways to train, each in a panel with its scale.
 
     Args:
-        amounts: By the name of a way to train, then of a kind of tensor: how much of it one rank holds.
+        panels: By the title of a panel, then the name of a way, then of a part: its amount. The parts of a
+            way are laid end to end, and their sum is written after them.
         unit: Unit of the amounts, such as "KiB".
-
-    Returns:
-        One horizontal bar for each way, made of the kinds of tensors.
+        alt: What the figure shows, for readers who do not see it. Default: the titles.
     """
-    fig, (axes,) = figure(width=7.5, height=0.42 * len(amounts) + 1.0)
-    kinds = list(next(iter(amounts.values())))
-    for row, parts in enumerate(amounts.values()):
-        for index, (left, amount) in enumerate(_side_by_side([parts[kind] for kind in kinds])):
-            axes.barh(row, amount, left=left, color=_color(index), edgecolor=CARD, height=0.7)
-        total = sum(parts[kind] for kind in kinds)
-        axes.text(total, row, f"  {total:,.{0 if total >= 100 else 1}f} {unit}", va="center")
-    _rows(axes, list(amounts))
-    axes.set(ylim=(len(amounts) - 0.5, -0.5))
-    axes.margins(x=0.14)
-    _legend_of_colors(fig, kinds)
-    return show(fig, alt=f"Memory of one rank in {unit}: {'; '.join(amounts)}.")
+    names = list(next(iter(panels.values())))
+    fig, axes_of = figure(len(panels), width=9.0, height=0.34 * len(names) + 1.1)
+    colors: dict[str, str] = {}
+    for axes, (title, ways) in zip(axes_of, panels.items(), strict=True):
+        for row, parts in enumerate(ways.values()):
+            total = sum(parts.values())
+            _bar(axes, row, list(parts.values()), [colors.setdefault(p, _color(len(colors))) for p in parts])
+            axes.text(total, row, f" {total:,.{0 if total >= 100 else 1}f}", va="center")
+        _rows(axes, names, shown=axes is axes_of[0])
+        axes.set_title(f"{title}, {unit}")
+        axes.margins(x=0.22)
+    _legend(fig, colors)
+    return show(fig, alt=alt or f"{', '.join(panels)} in {unit}: {'; '.join(names)}.")
 
 
 @in_look
@@ -257,9 +210,6 @@ def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
         curves: By the name of a way to shard: bytes of gathered parameters that were alive after each
             operation of the step.
         whole_model: Bytes of all parameters, drawn as a dashed line.
-
-    Returns:
-        One small panel for each way, all on one scale, with the peak written on it.
     """
     fig, panels = figure(len(curves), width=2.0 * len(curves) + 0.6, height=2.5)
     for index, (axes, (title, curve)) in enumerate(zip(panels, curves.items(), strict=True)):
@@ -286,11 +236,10 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Image:
             The first way is drawn as a broad band for the others to lie on.
     """
     fig, (axes,) = figure(width=6.5, height=2.8)
+    band: dict[str, Any] = {"color": FAINT, "linewidth": 9, "solid_capstyle": "round"}
     for index, (name, values) in enumerate(curves.items()):
-        look: dict[str, Any] = {"color": FAINT, "linewidth": 9, "solid_capstyle": "round"}
-        if index > 0:
-            look = {"color": _color(index - 1), "linewidth": 2, "linestyle": ("-", "--", ":")[index - 1]}
-        axes.plot(range(1, len(values) + 1), values, label=name, **look)
+        line = {"color": _color(index - 1), "linewidth": 2, "linestyle": ("-", "--", ":")[index - 1]}
+        axes.plot(range(1, len(values) + 1), values, label=name, **(line if index else band))
     axes.set(xlabel="step", ylabel="loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
@@ -308,53 +257,21 @@ def layers(
         above, below: Bands over the whole width, from top to bottom.
         alt: What the figure shows, for readers who do not see it.
     """
-    names = list(next(iter(ways.values())))
-    rows = len(above) + 1 + len(names) + len(below)
-    fig, (axes,) = figure(width=9.0, height=0.42 * rows + 0.1)
-
-    def box(left: float, row: float, width: float, text: str, color: Any, *, bold: bool = False) -> None:
-        axes.barh(row, width - 0.02, left=left + 0.01, height=0.84, color=color)
-        weight = "bold" if bold else "normal"
-        axes.text(left + width / 2, row, text, ha="center", va="center", color=INK, fontsize=9, weight=weight)
-
-    for row, text in enumerate(above):
-        box(0, row, len(ways), text, FAINT)
-    for column, (way, has) in enumerate(ways.items()):
-        tint = _tint(_color(column))
-        box(column, len(above), 1, way, tint, bold=True)
-        for row, name in enumerate(names, len(above) + 1):
-            box(column, row, 1, has[name], tint)
-    for row, text in enumerate(below, rows - len(below)):
-        box(0, row, len(ways), text, FAINT)
-    _rows(axes, [*[""] * (len(above) + 1), *names, *[""] * len(below)])
-    axes.set(xlim=(0, len(ways)), ylim=(rows - 0.5, -0.5))
-    return show(fig, alt=alt)
-
-
-@in_look
-def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: str, alt: str) -> Image:
-    """Draw several amounts of the same programs, each in a panel with a scale of its own.
-
-    Args:
-        panels: By the title of a panel, then the name of a program, then of a part: its amount. The parts
-            of a program are laid end to end, and their sum is written after them.
-        unit: Unit of the amounts, such as "KiB".
-        alt: What the figure shows, for readers who do not see it.
-    """
-    names = list(next(iter(panels.values())))
-    fig, axes_of = figure(len(panels), width=9.0, height=0.34 * len(names) + 1.1)
-    colors: dict[str, str] = {}
-    for axes, (title, programs) in zip(axes_of, panels.items(), strict=True):
-        for row, parts in enumerate(programs.values()):
-            for part, (left, amount) in zip(parts, _side_by_side(list(parts.values())), strict=True):
-                color = colors.setdefault(part, _color(len(colors)))
-                axes.barh(row, amount, left=left, color=color, edgecolor=CARD, height=0.72)
-            axes.text(sum(parts.values()), row, f" {sum(parts.values()):,.0f}", va="center")
-        _rows(axes, names if axes is axes_of[0] else [""] * len(names))
-        axes.set(title=f"{title}, {unit}", ylim=(len(names) - 0.5, -0.5))
-        axes.margins(x=0.22)
-    handles = [Patch(color=color, label=part) for part, color in colors.items()]
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    names, tints = list(next(iter(ways.values()))), [_tint(_color(column)) for column in range(len(ways))]
+    rows = {
+        **{text: [text] for text in above},
+        "": list(ways),
+        **{name: [has[name] for has in ways.values()] for name in names},
+        **{text: [text] for text in below},
+    }
+    fig, (axes,) = figure(width=9.0, height=0.42 * len(rows) + 0.1)
+    for row, texts in enumerate(rows.values()):
+        colors, width = (tints, 1) if len(texts) == len(ways) else ([FAINT], len(ways))
+        drawn = _bar(axes, row, [width] * len(texts), colors, texts=texts, height=0.84)
+        for text in drawn:
+            text.set(fontsize=9, color=INK, weight="bold" if texts == list(ways) else "normal")
+    _rows(axes, [name if name in names else "" for name in rows])
+    axes.set_xlim(0, len(ways))
     return show(fig, alt=alt)
 
 
@@ -363,29 +280,37 @@ def _color(index: int) -> str:
 
 
 def _tint(color: str) -> tuple[float, ...]:
-    """A light shade of the color, on which dark letters can be read."""
+    """Return a light shade of the color, on which dark letters can be read."""
     return tuple(0.28 * part + 0.72 for part in to_rgb(color))
 
 
-def _rows(axes: Axes, names: Sequence[str]) -> None:
-    """Rows with names and nothing else: no ticks, no scale, no frame."""
-    axes.set_yticks(range(len(names)), names)
+def _bar(
+    axes: Axes,
+    row: int,
+    sizes: Sequence[float],
+    colors: list[Any],
+    texts: list[str] | None = None,
+    **look: Any,
+) -> Sequence[Any]:
+    """Draw a row of parts, end to end, with a text in each; return the texts."""
+    look = {"height": 0.7, "edgecolor": CARD, **look}
+    drawn = axes.barh(row, sizes, left=[0, *accumulate(sizes)][:-1], color=colors, **look)
+    labels = axes.bar_label(drawn, texts or [""] * len(sizes), label_type="center", fontsize=8)
+    for label, color in zip(labels, colors, strict=True):
+        red, green, blue = to_rgb(color)
+        label.set_color("white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else INK)
+    return labels
+
+
+def _rows(axes: Axes, names: Sequence[str], *, shown: bool = True) -> None:
+    """Name the rows from top to bottom, without ticks, scale and frame."""
+    axes.set_yticks(range(len(names)), names if shown else [""] * len(names))
     axes.set_xticks([])
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 
 
-def _side_by_side(sizes: Sequence[float]) -> list[tuple[float, float]]:
-    """Start and size of each bar in a row."""
-    return list(zip(accumulate(sizes, initial=0.0), sizes, strict=False))
-
-
-def _legend_of_colors(fig: Figure, names: Sequence[str]) -> None:
-    handles = [Patch(color=_color(index), label=name) for index, name in enumerate(names)]
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(names))
-
-
-def _label(axes: Axes, x: float, y: float, text: str, *, on: str) -> None:
-    red, green, blue = (int(on[i : i + 2], 16) for i in (1, 3, 5))
-    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140
-    axes.text(x, y, text, ha="center", va="center", color="white" if dark else INK, fontsize=8)
+def _legend(fig: Figure, colors: Mapping[str, str]) -> None:
+    handles = [Patch(color=color, label=name) for name, color in colors.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))

@@ -1,4 +1,4 @@
-"""What a rank holds and sends at the same moments of any training, whoever wrote its loop."""
+"""Bytes that a rank holds and sends at the same moments of any training, whoever wrote its loop."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -16,15 +16,15 @@ from fsdp_utils.lessons.meter import Meter
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's part of each."""
+    """Return this rank's part of each tensor."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 class Probe:
-    """Looks at the first optimizer that steps inside of the `with` block.
+    """Watches the first optimizer that steps inside of the `with` block.
 
-    After its second step it counts what this rank holds; the third step is recorded; in the fourth it counts
-    the full parameters that are there at once.
+    After its second step the probe counts what this rank holds; it records the third step; in the fourth it
+    counts the full parameters that are there at once.
 
     Args:
         model: The one that is trained. It may be sharded later, in place.
@@ -42,11 +42,10 @@ class Probe:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.step = model, 0
-        self.held = [0, 0, 0]
+        self.model, self.step, self.held = model, 0, [0, 0, 0]
         self.optimizer: Optimizer | None = None
         self.trace: CollectiveTrace | None = None
-        self._meter: Meter | None = None
+        self._meter = Meter()
         self._now = ExitStack()
 
     def __enter__(self) -> "Probe":
@@ -63,31 +62,26 @@ class Probe:
             self.optimizer = optimizer
             self._hooks.append(optimizer.register_step_post_hook(self._stepped))
 
-    def _stepped(self, *_: Any) -> None:
-        assert self.optimizer is not None
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         self.step += 1
         self._now.close()
         if self.step == 2:
             parameters = list(self.model.parameters())
             gradients = [p.grad for p in parameters if p.grad is not None]
-            state = [t for of_one in self.optimizer.state.values() for t in of_one.values()]
+            state = [t for of_one in optimizer.state.values() for t in of_one.values()]
             kept = [t for t in state if torch.is_tensor(t) and t.numel() > 1]  # not the count of steps
             self.held = [sum(t.nbytes for t in local(ts)) for ts in (parameters, gradients, kept)]
             if isinstance(self.model, FSDPModule):
                 self.trace = self._now.enter_context(record_collectives(self.model))
         elif self.step == 3:
-            self._meter = self._now.enter_context(Meter())
+            self._now.enter_context(self._meter)
 
     def sent(self, kind: str) -> int:
-        """Bytes of the collectives of that kind in the third step; 0 if it was not recorded.
-
-        Args:
-            kind: Such as "all_gather": what they produce, or "reduce_scatter": what they take in.
-        """
+        """Return the bytes that "all_gather" produced or "reduce_scatter" took in during the third step."""
         events = self.trace.collectives if self.trace is not None else []
         return sum(event.bytes for event in events if event.kind == kind and event.module)
 
     def row(self) -> list[int]:
-        """Bytes held (three), gathered, reduced, and of full parameters at once."""
-        at_once = self._meter.peak_whole_bytes if self._meter is not None else 0
-        return [*self.held, self.sent("all_gather"), self.sent("reduce_scatter"), at_once]
+        """Return the bytes held (three), gathered, reduced, and of full parameters at once."""
+        sent = [self.sent("all_gather"), self.sent("reduce_scatter")]
+        return [*self.held, *sent, self._meter.peak_whole_bytes]

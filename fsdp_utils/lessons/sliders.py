@@ -1,7 +1,5 @@
 """Sliders over a grid of results: a figure that a page draws anew while the reader moves them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +17,7 @@ LIMIT_COLOR = "#B34700"
 
 
 class Axis(NamedTuple):
-    """One slider.
-
-    Args:
-        name: what it sets.
-        values: what it can be set to, in order.
-        unit: of the values.
-        start: the place of the value that is shown first.
-    """
+    """One slider: what it sets, its values in order, their unit, and the place of the value shown first."""
 
     name: str
     values: Sequence[str | int | float]
@@ -35,33 +26,18 @@ class Axis(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What the columns of the figure show.
+    """The columns of the figure."""
 
-    Args:
-        name: of the sum of the parts.
-        unit: of every part.
-        parts: by name, from the bottom up, their colors.
-        upto: the upper end of the axis, which stays where it is. A higher column is cut there.
-        limit: is drawn as a line; None draws none.
-        limit_name: what the line is.
-    """
-
-    name: str
-    unit: str
-    parts: Mapping[str, str]
-    upto: float
-    limit: float | None = None
+    name: str  # of the sum of the parts
+    unit: str  # of every part
+    parts: Mapping[str, str]  # by name, from the bottom up, their colors
+    upto: float  # the fixed upper end of the axis: a higher column is cut there
+    limit: float | None = None  # drawn as a line
     limit_name: str = ""
 
 
 class Point(NamedTuple):
-    """One result.
-
-    Args:
-        parts: as many as the stack has.
-        scalars: as many as were announced.
-        note: where the numbers are from, in a sentence.
-    """
+    """One result: a number for each part of the stack, one for each scalar, and where they are from."""
 
     parts: Sequence[float]
     scalars: Sequence[float] = ()
@@ -87,20 +63,16 @@ def explore(
     """Show results under sliders: one for each axis, and columns side by side over one of the axes.
 
     Args:
-        title: over the figure. It should say whether the results are measured, simulated or calculated.
-        axes: the sliders.
-        stack: what the columns show.
-        at: is called with one value of each axis, for all combinations. Returns the result, or a sentence
-            that says why there is none.
-        scalars: by name, the units of more numbers of each result, which are written below the figure.
-        over: name of the axis whose values stand side by side; by default, the first.
-        digits: significant digits that are stored of each number. Fewer make the page smaller.
-
-    Returns:
-        What a notebook shows as sliders and a figure.
+        title: Over the figure. It should say whether the results are measured, simulated or calculated.
+        axes: The sliders.
+        stack: The columns.
+        at: Called with each combination of values. Returns the result, or why there is none.
+        scalars: By name, the units of more numbers of each result, which are written below the figure.
+        over: Name of the axis whose values stand side by side; by default, the first.
+        digits: Significant digits that are stored of each number. Fewer make the page smaller.
 
     Raises:
-        ValueError: the grid is too large, or a result does not have the announced numbers.
+        ValueError: The grid is too large, or a result does not have the announced numbers.
 
     Example::
 
@@ -118,32 +90,32 @@ def explore(
     names = [axis.name for axis in axes]
     if over is not None and over not in names:
         raise ValueError(f"explore: expected over to be one of {', '.join(names)}, found {over!r}")
-    columns: list[list[float | None]] = [[] for _ in range(len(stack.parts) + len(scalars))]
-    notes: list[str] = []
+    width = len(stack.parts) + len(scalars)
+    rows: list[list[float | None]] = []
+    notes: dict[str, int] = {}  # each once, with its place
     note: list[int] = []
     for values in product(*(axis.values for axis in axes)):
         point = at(*values)
-        said = point if isinstance(point, str) else point.note
         if isinstance(point, str):
-            numbers: list[float | None] = [None] * len(columns)
+            said, row = point, [None] * width
         else:
-            numbers = [_rounded(number, digits) for number in (*point.parts, *point.scalars)]
-        if len(numbers) != len(columns):
-            raise ValueError(f"explore: expected {len(columns)} numbers at {values}, found {len(numbers)}")
-        for column, number in zip(columns, numbers, strict=True):
-            column.append(number)
-        if said not in notes:
-            notes.append(said)
-        note.append(notes.index(said))
+            said, row = point.note, [_rounded(number, digits) for number in (*point.parts, *point.scalars)]
+        if len(row) != width:
+            raise ValueError(f"explore: expected {width} numbers at {values}, found {len(row)}")
+        rows.append([*row])
+        note.append(notes.setdefault(said, len(notes)))
     data: dict[str, Any] = {
         "title": title,
-        "axes": [{**axis._asdict(), "values": [_written(value) for value in axis.values]} for axis in axes],
+        "axes": [
+            {**axis._asdict(), "values": [v if isinstance(v, str) else f"{v:,}" for v in axis.values]}
+            for axis in axes
+        ],
         "over": 0 if over is None else names.index(over),
         "stack": {**stack._asdict(), "parts": list(stack.parts), "colors": list(stack.parts.values())},
         "ticks": _ticks(stack.upto),
         "scalars": [list(pair) for pair in scalars.items()],
-        "columns": columns,
-        "notes": notes,
+        "columns": [list(column) for column in zip(*rows, strict=True)],
+        "notes": list(notes),
         "note": note,
     }
     data["id"] = "s" + hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]
@@ -155,10 +127,6 @@ def _rounded(number: float, digits: int = 4) -> float | int:
     return int(rounded) if rounded.is_integer() else rounded
 
 
-def _written(value: str | int | float) -> str:
-    return value if isinstance(value, str) else f"{value:,}"
-
-
 def _short(number: float) -> str:
     return f"{float(f'{number:.3g}'):,.10g}"
 
@@ -168,63 +136,52 @@ def _ticks(upto: float) -> list[float]:
     return [_rounded(tick) for tick in ticks if tick <= upto]
 
 
-def _index(data: dict[str, Any], places: Sequence[int]) -> int:
-    index = 0
-    for axis, place in zip(data["axes"], places, strict=True):
-        index = index * len(axis["values"]) + place
-    return index
+def _numbers(data: dict[str, Any], places: Mapping[str, int]) -> tuple[list[float | None], str]:
+    """The numbers and the note where some axes stand at these places, and the others at their start."""
+    index = 0  # the grid lies in rows, the last axis fastest
+    for axis in data["axes"]:
+        index = index * len(axis["values"]) + places.get(axis["name"], axis["start"])
+    return [column[index] for column in data["columns"]], data["notes"][data["note"][index]]
 
 
 def _text(data: dict[str, Any]) -> str:
-    """What the sliders can be set to, and the numbers at the start."""
+    """The values of the sliders, and the numbers at the start."""
+    axes, stack = data["axes"], data["stack"]
     lines = [data["title"]]
-    for axis in data["axes"]:
-        unit = f" {axis['unit']}" if axis["unit"] else ""
-        lines.append(f"  {axis['name']}: {' | '.join(axis['values'])}{unit}")
-    start = [axis["start"] for axis in data["axes"]]
-    index, stack = _index(data, start), data["stack"]
-    lines.append("at " + ", ".join(axis["values"][axis["start"]] for axis in data["axes"]))
-    units = [stack["unit"]] * len(stack["parts"]) + [unit for _, unit in data["scalars"]]
-    names = [*stack["parts"], *(name for name, _ in data["scalars"])]
-    for name, unit, column in zip(names, units, data["columns"], strict=True):
-        number = column[index]
+    lines += [f"  {axis['name']}: {' | '.join(axis['values'])} {axis['unit']}" for axis in axes]
+    lines.append("at " + ", ".join(axis["values"][axis["start"]] for axis in axes))
+    numbers, note = _numbers(data, {})
+    named = [*((part, stack["unit"]) for part in stack["parts"]), *data["scalars"]]
+    for (name, unit), number in zip(named, numbers, strict=True):
         lines.append(f"  {name}: " + ("none" if number is None else f"{_short(number)} {unit}"))
-    lines.append(f"  {data['notes'][data['note'][index]]}")
+    lines.append(f"  {note}")
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _picture(data: dict[str, Any]) -> bytes:
     stack, over = data["stack"], data["axes"][data["over"]]
     figure, (axes,) = plots.figure(width=9.6, height=3.2)
-    labelled = False
     for place in range(len(over["values"])):
-        places = [axis["start"] for axis in data["axes"]]
-        places[data["over"]] = place
-        index = _index(data, places)
-        parts = [column[index] for column in data["columns"][: len(stack["parts"])]]
-        if None in parts:
-            axes.text(place, 0, "none", ha="center", va="bottom", fontsize=8)
-            continue
+        numbers, _ = _numbers(data, {over["name"]: place})
+        parts = [number for number in numbers[: len(stack["parts"])] if number is not None]
         bottom = 0.0
-        for name, color, part in zip(stack["parts"], stack["colors"], parts, strict=True):
-            axes.bar(place, part, bottom=bottom, width=0.6, color=color, label=None if labelled else name)
+        for color, part in zip(stack["colors"], parts, strict=False):
+            axes.bar(place, part, bottom=bottom, width=0.6, color=color)
             bottom += part
-        labelled = True
-        cut = bottom > stack["upto"]
-        text = f"{'▲ ' if cut else ''}{_short(bottom)}"
+        text = f"{'▲ ' if bottom > stack['upto'] else ''}{_short(bottom)}" if parts else "none"
         axes.text(place, min(bottom, stack["upto"] * 0.94), text, ha="center", va="bottom", fontsize=8)
+    handles: list[Any] = [
+        plots.Patch(color=c, label=n) for n, c in zip(stack["parts"], stack["colors"], strict=True)
+    ]
     if stack["limit"] is not None:
-        axes.axhline(stack["limit"], color=LIMIT_COLOR, lw=1.2, ls="--", label=stack["limit_name"])
-    start = ", ".join(
-        f"{axis['name']} {axis['values'][axis['start']]}" for axis in data["axes"] if axis is not over
-    )
+        line = axes.axhline(stack["limit"], color=LIMIT_COLOR, lw=1.2, ls="--", label=stack["limit_name"])
+        handles.insert(0, line)
+    others = [axis for axis in data["axes"] if axis is not over]
+    start = ", ".join(f"{axis['name']} {axis['values'][axis['start']]}" for axis in others)
     axes.set(xticks=range(len(over["values"])), xticklabels=over["values"], ylim=(0, stack["upto"]))
-    axes.set(
-        xlabel=" ".join([over["name"], over["unit"]]).strip(), ylabel=f"{stack['name']}, {stack['unit']}"
-    )
+    axes.set(xlabel=f"{over['name']} {over['unit']}".strip(), ylabel=f"{stack['name']}, {stack['unit']}")
     axes.set_title(data["title"] + (f"\n{start}" if start else ""))
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    axes.legend(handles=handles[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
     picture = plots.show(figure, alt=data["title"]).data
     assert isinstance(picture, bytes)
     return picture

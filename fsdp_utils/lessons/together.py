@@ -20,20 +20,15 @@ class Parted(RuntimeError):
 def run_together(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     """Call a function on all ranks, and begin only those collectives that every rank calls.
 
-    Before each collective of all ranks, and at the end, the ranks exchange what they are about to do. A rank
-    whose call the others do not make would wait until the time-out, which leaves the process group unusable
-    for later cells. Here no rank waits, and the group stays as it was.
-
-    Args:
-        function: called with args on each rank.
-        args: its arguments.
+    Before each collective of all ranks, and at the end, the ranks exchange what they are about to do. So no
+    rank waits for a call that the others do not make, and the process group stays usable.
 
     Returns:
         What the function has returned, and "". Or None and a sentence, the same on all ranks: they called
         different collectives, some of them raised an error, or some of them returned None.
 
     Raises:
-        Exception: what the function raised on this rank. The other ranks return the sentence.
+        Exception: What the function raised on this rank. The other ranks return the sentence.
     """
     parted = ""
 
@@ -75,22 +70,20 @@ def _words(call: Call) -> str:
 
 
 def _how_they_part(everyone: list[tuple[str, str]]) -> str:
-    """The sentence for what all ranks are about to do; "" where that is the same."""
+    """Return the sentence for what all ranks are about to do; "" where that is the same."""
     if len(set(everyone)) == 1 and everyone[0][0] != _ERROR:
         return ""
-    of: dict[str, list[int]] = {}
     calls: dict[str, list[int]] = {}
     for rank, (state, text) in enumerate(everyone):
-        of.setdefault(state, []).append(rank)
+        if state == _ERROR:
+            return f"Rank {rank} raised {text}."
         if state == _CALL:
             calls.setdefault(text, []).append(rank)
-    if _ERROR in of:
-        first = of[_ERROR][0]
-        return f"Rank {first} raised {everyone[first][1]}."
     called = "; ".join(f"{text} on {rank_names(ranks)}" for text, ranks in calls.items())
     if len(calls) > 1:
         return f"The ranks call different collectives: {called}. Each would wait for the others."
     if calls:
-        absent = sorted({*range(len(everyone))} - {*of[_CALL]})
+        absent = [rank for rank, (state, _) in enumerate(everyone) if state != _CALL]
         return f"A rank would wait for ever: {called}, and no such call on {rank_names(absent)}."
-    return f"The function returns None on {rank_names(of[_NOTHING])}, and something on the others."
+    empty = [rank for rank, (state, _) in enumerate(everyone) if state == _NOTHING]
+    return f"The function returns None on {rank_names(empty)}, and something on the others."

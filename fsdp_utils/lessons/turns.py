@@ -19,31 +19,28 @@ TIMEOUT_S = 10.0  # the longest that a collective of a turn may wait: an answer 
 
 _ANSWER = re.compile(r'^# %% .*tags=\["(solution|wrong)"\].*\bturn=(\d+)(?:.*\braises="(.*)")?')
 _OTHERS = re.compile(r"^Meanwhile\n(.+?)\n\n", re.MULTILINE | re.DOTALL)  # where the other ranks stood
-_WITH_COMMENT_SIGN = re.compile(r"^# (?=%%)")  # a magic is a comment in the source of a lesson
+_HERE = f"__import__({__name__!r}, fromlist=['measure'])"  # this module, for code on the ranks
+
+
+# ---- targets and verdicts
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What one measured value should be.
+    """The target of one measured value."""
 
-    Args:
-        wanted: the target as it is shown.
-        meets: whether a value meets it.
-        otherwise: a sentence for who has missed it: what this value says about the code.
-    """
-
-    wanted: str
+    wanted: str  # the target as it is shown
     meets: Callable[[Any], bool]
-    otherwise: str
+    otherwise: str  # advice for who has missed it: what such a value says about the code
 
 
 def exactly(value: Any, *, otherwise: str) -> Goal:
-    """The value itself, where 8 and 8.0 are the same."""
+    """Ask for the value itself, where 8 and 8.0 are the same."""
     return Goal(_text(value), lambda found: bool(found == value), otherwise)
 
 
 def at_most(value: float, *, otherwise: str) -> Goal:
-    """This value or less."""
+    """Ask for this value or less."""
     return Goal(f"at most {_text(value)}", lambda found: found <= value, otherwise)
 
 
@@ -51,45 +48,49 @@ class Verdict(Table):
     """A turn's table of yours beside the target, and what to look at where it was missed."""
 
     def __init__(self, results: Sequence[Mapping[str, Any] | None], goals: Mapping[str, Goal]) -> None:
-        missing = [rank for rank, result in enumerate(results) if result is None]
-        problems = [result["problem"] for result in results if result and result.get("problem")]
+        missing = [str(rank) for rank, result in enumerate(results) if result is None]
+        found = [result for result in results if result is not None]
+        problems = [result["problem"] for result in found if result.get("problem")]
         self.advice: list[str] = [] if missing else problems[:1]
         rows, unmeasured = [], []
         for name, goal in goals.items():
-            values = [] if missing or problems else [(result or {}).get(name) for result in results]
+            values = [] if missing or problems else [result.get(name) for result in found]
             measured = [value for value in values if value is not None]
             missed = [value for value in measured if not goal.meets(value)]
+            complete = bool(values) and len(measured) == len(values)
             if missed:
                 self.advice.append(goal.otherwise)
-            elif len(measured) < len(values):
+            elif values and not complete:
                 unmeasured.append(name)
-            mark = "✗" if missed else "·" if len(measured) < len(values) or not values else "✓"
-            shown = [*missed, *measured] if mark != "·" else []
-            rows.append([name, _text(shown[0]) if shown else "·", goal.wanted, mark])
+            mark = "✗" if missed else "✓" if complete else "·"
+            shown = _text([*missed, *measured][0]) if mark != "·" else "·"
+            rows.append([name, shown, goal.wanted, mark])
         if unmeasured and not self.advice:
             self.advice.append(f"Not measured: {'; '.join(unmeasured)}.")
-        if missing:
-            verdict = (
-                "Not yet: there is nothing to measure."
-                if len(missing) == len(results)
-                else (f"Not yet: nothing to measure on rank {', '.join(map(str, missing))}.")
-            )
-        else:
-            verdict = " ".join(self.advice) or "Right: every rank meets the target."
         self.solved = not missing and not self.advice
-        super().__init__(["", "yours", "target", ""], rows, note=verdict)
+        note = " ".join(self.advice) or "Right: every rank meets the target."
+        if missing:
+            note = f"Not yet: nothing to measure on rank {', '.join(missing)}."
+            if not found:
+                note = "Not yet: there is nothing to measure."
+        super().__init__(["", "yours", "target", ""], rows, note=note)
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else f"{value:,.1f}" if isinstance(value, float) else str(value)
+
+
+# ---- a turn in the notebook
 
 
 @dataclass
 class _Turn:
-    """A turn that was run: how to score an answer, for `try_answers`, and what the reader's measured."""
-
     call: str
     goals: Mapping[str, Goal]
-    results: list[Any]
+    results: list[Any]  # of the reader's answer
 
 
-_turns: dict[int, _Turn] = {}
+_turns: dict[int, _Turn] = {}  # those that were run, by number
 
 
 def turn(
@@ -100,32 +101,30 @@ def turn(
     on_ranks: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> Verdict:
-    """Measure what a reader wrote, forget it, and hold the measured values against the target.
+    """Measure what a reader wrote, delete it, and hold the measured values against the target.
 
-    The answer, or what there is of it, is deleted here. So an answer whose cell raises is not there, and
-    neither an older answer nor its values can pass for it.
+    Each answer is measured once: where the next answer's cell raises, the one before it cannot pass for it.
 
     Args:
-        number: of the turn in its lesson; `try_answers` uses the same call and goals again.
-        call: the lesson's scoring function and what the reader wrote: `"score(my_save, my_load)"`. It returns
+        number: Number of the turn in its lesson.
+        call: The lesson's scoring function and what the reader wrote: `"score(my_save, my_load)"`. It returns
             the measured values by name; `{"problem": sentence}` where there are none, for this reason; None
             where the reader's function returned None.
-        goals: by the same names, the targets.
-        on_ranks: whether both are on the ranks, or else in the notebook.
-        timeout_s: the longest that a collective may wait.
+        goals: By the same names, the targets.
+        on_ranks: Whether both are on the ranks, or else in the notebook.
+        timeout_s: The longest that a collective may wait.
     """
     now = _turns[number] = _Turn(call, goals, [])
     shell = get_ipython()
     assert shell is not None, "a turn runs in a notebook"
     try:
         if on_ranks:
-            module = f"__import__({__name__!r}, fromlist=['measure'])"
-            asked = ranks.get(f"{module}.not_ready({call!r}, globals())")
+            asked = ranks.get(f"{_HERE}.not_ready({call!r}, globals())")
             now.results = [result for each in asked for result in each]
             if now.results:
-                ranks.get(f"{module}.forget({call!r}, globals())")
+                ranks.get(f"{_HERE}.forget({call!r}, globals())")
             else:
-                measuring = f"_measured = {module}.measure({call!r}, globals())"
+                measuring = f"_measured = {_HERE}.measure({call!r}, globals())"
                 shell.run_cell_magic("ranks", f"--timeout {timeout_s:g}", measuring)
                 now.results = ranks.get("_measured")
         else:
@@ -140,9 +139,8 @@ def turn(
         if on_ranks:
             raise
         found = tracebacks.describe(error, "")
-        now.results = [
-            _problem(f"your code raised {found['name']}: {found['message']}", found["where"], found["text"])
-        ]
+        said = f"your code raised {found['name']}: {found['message']}"
+        now.results = [_problem(said, found["where"], found["text"])]
     return Verdict(now.results, goals)
 
 
@@ -152,55 +150,42 @@ def _problem(what: str, where: str | None, excerpt: str) -> dict[str, str]:
 
 
 def yours(number: int, name: str) -> list[Any]:
-    """Return one measured value of the reader's answer, by rank; nothing where a rank has not measured it.
-
-    Args:
-        number: of the turn.
-        name: of the value.
-    """
+    """Return one measured value of the reader's answer to a turn, by rank; [] unless every rank has it."""
     results = _turns[number].results if number in _turns else []
     values = [(result or {}).get(name) for result in results]
     return [] if any(value is None for value in values) else values
 
 
+# ---- an answer in its namespace: that of a rank, or the notebook's
+
+
 def forget(call: str, namespace: dict[str, Any]) -> None:
-    """Delete an answer, or what there is of it; arguments as `measure`."""
+    """Delete an answer, or the parts of it that are there."""
     for name in re.findall(r"\w+", call)[1:]:
         namespace.pop(name, None)
 
 
 def not_ready(call: str, namespace: Mapping[str, Any]) -> list[dict[str, str] | None]:
-    """Return the one result of an answer that cannot be measured yet, or nothing; arguments as `measure`.
+    """Return the one result of an answer that cannot be measured yet, or [].
 
     Asked before any rank begins to score: where one of them has no answer, the others would wait for it.
     """
-    names = re.findall(r"\w+", call)
-    for name in names:
+    score, *names = re.findall(r"\w+", call)
+    for name in (score, *names):
         if name not in namespace:
             sentence = f"There is no `{name}`: run the cells of this turn from the first one."
             why = "Each time its cell runs, your code is measured once."
-            if name == names[0]:
+            if name == score:
                 why = "After a restart of the ranks or the kernel, begin with the first cell of the lesson."
             return [{"problem": f"{sentence} {why}"}]
-    empty = [name for name in names[1:] if _is_empty(namespace[name])]
-    if len(empty) == len(names) - 1:
+    empty = [name for name in names if _is_empty(namespace[name])]
+    if len(empty) == len(names):
         return [None]
     return [{"problem": f"`{name}` is still empty."} for name in empty[:1]]
 
 
 def measure(call: str, namespace: dict[str, Any]) -> dict[str, Any]:
-    """Score the answer in a namespace and delete it there.
-
-    Args:
-        call: as for `turn`.
-        namespace: has the scoring function and the answer.
-
-    Returns:
-        What the scoring function returns.
-
-    Raises:
-        Exception: what the answer raised, or what the scoring function raised because of it.
-    """
+    """Score the answer in a namespace, delete it there, and return what `call` (see `turn`) returns."""
     score, *names = re.findall(r"\w+", call)
     try:
         found = namespace[score](*(namespace[name] for name in names))
@@ -219,76 +204,8 @@ def _is_empty(part: Any) -> bool:
     return code is not None and (code.co_code, code.co_consts) == (nothing.co_code, nothing.co_consts)
 
 
-class Answer(NamedTuple):
-    """A solution or a wrong answer, as it stands in a lesson's source."""
-
-    kind: str  # "solution" or "wrong"
-    turn: int
-    code: str
-    raises: str | None  # a part of the error's text
-
-
-def try_answers(lesson: int, *, folder: Path = SOURCES) -> None:
-    """Run the lesson's solutions and its known wrong answers, in copies of the namespaces they belong to.
-
-    Each answer is a cell of the lesson's source with the tag "solution" or "wrong" and the number of its
-    turn, which has been run. A wrong one may name a part of the error that it raises.
-
-    Args:
-        lesson: its number.
-        folder: holds the sources of the lessons.
-
-    Raises:
-        AssertionError: a solution misses its target, or a wrong answer meets it or raises another error.
-    """
-    solved = refused = 0
-    for answer in answers(_source(lesson, folder)):
-        verdict = Verdict(_results(answer), _turns[answer.turn].goals)
-        if answer.kind == "solution":
-            assert verdict.solved, f"The solution of turn {answer.turn} misses its target:\n{verdict}"
-            solved += 1
-        else:
-            assert verdict.advice, f"A wrong answer to turn {answer.turn} meets its target:\n{answer.code}"
-            raised = answer.raises or ""
-            assert raised in verdict.advice[0], f"expected {raised!r} in the verdict:\n{verdict}"
-            refused += 1
-    print(f"Checked: {solved} solutions meet their targets, {refused} wrong answers are refused.")
-
-
-def run_solution(lesson: int, number: int, *, folder: Path = SOURCES) -> list[Any]:
-    """What the solution of a turn measures, by rank: the target as a run of its own, to draw it.
-
-    Args:
-        lesson: its number.
-        number: of the turn, which has been run.
-        folder: holds the sources of the lessons.
-    """
-    found = answers(_source(lesson, folder))
-    return _results(next(a for a in found if (a.kind, a.turn) == ("solution", number)))
-
-
-def _source(lesson: int, folder: Path) -> str:
-    for path in folder.glob(f"{lesson:02d}_*.py"):
-        return path.read_text(encoding="utf-8")
-    raise FileNotFoundError(
-        f"expected the source of lesson {lesson} in {folder}, found none: the solutions are in the "
-        "repository, so run the lesson in the folder notebooks of a clone"
-    )
-
-
-def answers(source: str) -> list[Answer]:
-    """The answers in a lesson's source."""
-    found = []
-    for cell in re.split(r"^(?=# %%(?!\w))", source, flags=re.MULTILINE):
-        head, _, body = cell.partition("\n")
-        if match := _ANSWER.match(head):
-            code = "\n".join(_WITH_COMMENT_SIGN.sub("", line) for line in body.strip().splitlines())
-            found.append(Answer(match[1], int(match[2]), code, match[3]))
-    return found
-
-
 def run_answer(code: str, call: str, namespace: Mapping[str, Any]) -> Any:
-    """What the answer in this code measures, or `{"problem": error}`. The namespace itself is not changed."""
+    """Return what the answer in this code measures, or `{"problem": error}`; the namespace stays as it is."""
     names = re.findall(r"\w+", call)[1:]
     scratch = {name: value for name, value in namespace.items() if name not in names}
     exec(compile(code, "answer", "exec"), scratch)  # the lesson's own source
@@ -299,15 +216,66 @@ def run_answer(code: str, call: str, namespace: Mapping[str, Any]) -> Any:
         return {"problem": f"{type(error).__name__}: {error}"}
 
 
+# ---- the answers in a lesson's source
+
+
+class Answer(NamedTuple):
+    kind: str  # "solution" or "wrong"
+    turn: int
+    code: str
+    raises: str | None  # a part of the error's text
+
+
+def answers(source: str) -> list[Answer]:
+    """Find the answers in the text of a lesson's source."""
+    found = []
+    for cell in re.split(r"^(?=# %%(?!\w))", source, flags=re.MULTILINE):
+        head, _, body = cell.partition("\n")
+        if match := _ANSWER.match(head):  # a magic is a comment in the source of a lesson
+            code = re.sub(r"^# (?=%%)", "", body.strip(), flags=re.MULTILINE)
+            found.append(Answer(match[1], int(match[2]), code, match[3]))
+    return found
+
+
+def try_answers(lesson: int, *, folder: Path = SOURCES) -> None:
+    """Run the lesson's solutions and its known wrong answers, in copies of the namespaces they belong to.
+
+    Each answer is a cell of the lesson's source with the tag "solution" or "wrong" and the number of its
+    turn, which has been run. A wrong one may name a part of the error that it raises.
+    """
+    tried = {"solution": 0, "wrong": 0}
+    for answer in _answers_of(lesson, folder):
+        verdict = Verdict(_results(answer), _turns[answer.turn].goals)
+        tried[answer.kind] += 1
+        if answer.kind == "solution":
+            assert verdict.solved, f"The solution of turn {answer.turn} misses its target:\n{verdict}"
+        else:
+            assert verdict.advice, f"A wrong answer to turn {answer.turn} meets its target:\n{answer.code}"
+            raised = answer.raises or ""
+            assert raised in verdict.advice[0], f"expected {raised!r} in the verdict:\n{verdict}"
+    solved, refused = tried.values()
+    print(f"Checked: {solved} solutions meet their targets, {refused} wrong answers are refused.")
+
+
+def run_solution(lesson: int, number: int, *, folder: Path = SOURCES) -> list[Any]:
+    """Return what the solution of a turn that has been run measures, by rank."""
+    found = _answers_of(lesson, folder)
+    return _results(next(a for a in found if (a.kind, a.turn) == ("solution", number)))
+
+
+def _answers_of(lesson: int, folder: Path) -> list[Answer]:
+    for path in folder.glob(f"{lesson:02d}_*.py"):
+        return answers(path.read_text(encoding="utf-8"))
+    raise FileNotFoundError(
+        f"expected the source of lesson {lesson} in {folder}, found none: the solutions are in the "
+        "repository, so run the lesson in the folder notebooks of a clone"
+    )
+
+
 def _results(answer: Answer) -> list[Any]:
     magic, _, body = answer.code.partition("\n")
     call = _turns[answer.turn].call
     if magic.strip() == "%%ranks":
-        module = f"__import__({__name__!r}, fromlist=['run_answer'])"
-        return ranks.get(f"{module}.run_answer({body!r}, {call!r}, globals())")
+        return ranks.get(f"{_HERE}.run_answer({body!r}, {call!r}, globals())")
     shell = get_ipython()
     return [run_answer(answer.code, call, {} if shell is None else shell.user_ns)]
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if type(value) is int else f"{value:,.1f}" if isinstance(value, float) else str(value)

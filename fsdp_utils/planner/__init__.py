@@ -1,6 +1,8 @@
-"""Predict memory and time on GPUs that you don't have. See `plan` and `search`.
+"""Predict memory and time on GPUs that you don't have: `plan`, and `search` for the fewest that fit.
 
-As in `fsdp_utils` itself, a module is loaded when one of its names is first used.
+gpus.py lists the GPUs with their rates and memory, efficiency.py what training reaches of the rates.
+models.py builds a small model without memory, recorder.py records a simulated rank's step, memory.py and
+roofline.py make bytes and seconds of it.
 """
 
 from fsdp_utils._lazy import attach

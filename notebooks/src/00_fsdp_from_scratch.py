@@ -788,7 +788,7 @@ held = {
 }
 kinds = ["parameters", "gradients", "AdamW's averages"]
 kib = {way: {kind: nbytes / 2**10 for kind, nbytes in zip(kinds, sizes)} for way, sizes in held.items()}
-plots.memory_per_rank(kib, unit="KiB")
+plots.amounts({"memory of one rank": kib}, unit="KiB")
 
 # %% [markdown]
 # One process holds sixteen bytes per parameter, and each of four ranks a quarter of that, plus a little

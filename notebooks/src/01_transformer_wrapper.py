@@ -297,7 +297,8 @@ peaks["one process"] = measure_step(dates.build().to(device))
 
 # %% jupyter={"source_hidden": true}
 mib = {way: peak / 2**20 for way, peak in ranks.get("peaks")[0].items()}
-plots.memory_per_rank({way: {"all tensors at their peak": peak} for way, peak in mib.items()}, unit="MiB")
+peaks = {way: {"all tensors at their peak": peak} for way, peak in mib.items()}
+plots.amounts({"memory of one rank": peaks}, unit="MiB")
 
 # %% [markdown]
 # The order of the four ways is the same. The bars differ less than the full parameters did, because about

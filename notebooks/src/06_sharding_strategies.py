@@ -425,7 +425,7 @@ Table(
 
 # %% jupyter={"source_hidden": true}
 kib = {name: {kind: size / 1024 for kind, size in sizes.items()} for name, sizes in held.items()}
-plots.memory_per_rank(kib, unit="KiB")
+plots.amounts({"memory of one rank": kib}, unit="KiB")
 
 # %% [markdown]
 # - **DDP** holds everything: parameters, gradients, and twice as much for AdamW's two averages.
