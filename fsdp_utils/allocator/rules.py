@@ -1,8 +1,7 @@
 """The rules of PyTorch's CUDA caching allocator: how it allocates, splits, merges and releases blocks.
 
-A model of them on numbers, for the simulation in `fsdp_utils.allocator`. The allocator reserves memory of the
-GPU in segments and allocates blocks in them; a freed block stays cached for later requests of its pool (small
-or large) and stream, merged with the free neighbours in its segment.
+It reserves memory of the GPU in segments and allocates blocks in them. A freed block stays cached for later
+requests of its pool (small or large) and stream, merged with the free neighbours in its segment.
 
 Source: c10/cuda/CUDACachingAllocator.cpp, whose functions are named where they are followed.
 """
@@ -14,7 +13,7 @@ MIB = 2**20
 MIN_BLOCK = 512  # kMinBlockSize: requests are rounded up to a multiple of it
 SMALL_REQUEST = MIB  # kSmallSize: the largest request of the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
-LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own
+LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: from here on each request gets a segment
 LARGE_SEGMENT = 20 * MIB  # kLargeBuffer
 SEGMENT_ROUNDING = 2 * MIB  # kRoundLarge
 # of one expandable segment: more than a trace can fill, where PyTorch takes 9/8 of the GPU's memory
@@ -169,11 +168,7 @@ class SegmentAllocator:
 
 
 class ExpandableAllocator(SegmentAllocator):
-    """expandable_segments:True: one growing range per pool and stream, backed by pages of 2 or 20 MiB.
-
-    Pages are mapped as long as they fit under the limit, as on a GPU of that size. (A limit that was set by
-    `set_per_process_memory_fraction` refuses earlier: it compares the whole request, not the missing pages.)
-    """
+    """expandable_segments:True: one growing range per pool and stream, backed by pages of 2 or 20 MiB."""
 
     def _best_fit(self, pool: Pool, size: int, stream: int) -> Block | None:
         """get_free_block: a block before unmapped space counts as large as it could become."""

@@ -634,9 +634,9 @@ assert search.best == max(fits)
 print("Checked: the search ends at the largest batch size that fits.")
 
 # %% [markdown]
-# 16 fits, 32 does not, 24 has retries, and so the search ends at 23. It never had to try 25 and 26. (The 8
-# retries of batch size 24 are more than in the table above, because the simulated device repeats the fifth
-# recorded step, which has two.)
+# 16 fits, 32 does not, 24 has retries, and so the search ends at 23. It never had to try 25 and 26. (The 4
+# retries of batch size 24 are those of a trial's last two steps: the simulated device repeats the fifth
+# recorded step, which has two. Retries that cease before these are accepted.)
 #
 # ## In a real loop, on the ranks
 #
