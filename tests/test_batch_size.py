@@ -1,6 +1,5 @@
 """find_batch_size: best without retries, the same on all ranks, and the model trains on undisturbed."""
 
-import weakref
 from functools import partial
 
 import pytest
@@ -112,37 +111,6 @@ def test_out_of_memory_in_a_timed_step_counts_as_well():
     search = find_batch_size(step, device=device)
     assert search.best == 7
     assert outcomes(search)[8] == "OOM"
-
-
-def test_what_the_failed_step_held_is_free_before_the_cache_is_emptied():
-    alive = []
-    weight = nn.Parameter(torch.ones(3))
-
-    class Watched(ImaginedDevice):
-        def empty_cache(self) -> None:
-            assert all(activation() is None for activation in alive)
-            assert weight.grad is None
-            super().empty_cache()
-
-    device = Watched()
-
-    def step(batch_size: int) -> None:
-        weight.grad = None
-        activation = weight * batch_size
-        alive.append(weakref.ref(activation))
-        activation.sum().backward()
-        device.train(batch_size)
-        weight.grad = None
-
-    assert find_batch_size(step, device=device).best == 16
-
-
-def test_other_exceptions_of_the_step_are_raised_as_they_are():
-    def step(batch_size: int) -> None:
-        raise KeyError("labels")
-
-    with pytest.raises(KeyError, match="labels"):
-        find_batch_size(step, device=ImaginedDevice())
 
 
 @pytest.mark.parametrize("options", [{"start": 0}, {"start": 4, "limit": 3}])

@@ -56,11 +56,6 @@ class Simulation:
         return len(self.retries)
 
     @property
-    def num_ooms(self) -> int:
-        """1 if the program would have raised OutOfMemoryError, which ends the replay."""
-        return int(self.out_of_memory is not None)
-
-    @property
     def retries_by_step(self) -> list[int]:
         """Retries within each training step."""
         bounds = [*self.steps, len(self.allocated)]
@@ -87,11 +82,12 @@ class Simulation:
         end = "" if (oom := self.out_of_memory) is None else f"; {oom}"
         return (
             f"simulated allocator ({limit}{segments}): {self.regime}; {self.num_alloc_retries} retries; peak "
-            f"reserved {self.peak_reserved_gib:.2f} GiB, peak allocated {self.peak_allocated_gib:.2f} GiB{end}"
+            f"reserved {self.peak_reserved_gib:.2f} GiB, peak allocated {self.peak_allocated_gib:.2f} GiB"
+            f"{end}"
         )
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Draw reserved and allocated memory over the events; returns the axes, of a new figure by default."""
+        """Draw reserved and allocated memory over the events; without axes, in a new figure."""
         need("matplotlib", "notebooks")
         import matplotlib.pyplot as plt
 
