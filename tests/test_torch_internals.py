@@ -260,7 +260,6 @@ def test_flat_says_where_each_parameter_is(views: bool) -> None:
         assert all(map(fsdp.is_fsdp1_parameter, net.parameters()))
         assert not fsdp.is_fsdp1_parameter(nn.Parameter(torch.ones(1)))
         assert fsdp.fsdp1_dtypes(handle) == (torch.float32, torch.float32)
-        assert not fsdp.fsdp1_offloads(handle)
         assert isinstance(fsdp.fsdp1_wrapped(net), nn.Linear)
         own = {name for several in names.get_param_to_fqns(net).values() for name in several}
         assert own == {"weight", "bias"}

@@ -16,7 +16,7 @@ SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
 LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: from here on each request gets a segment
 LARGE_SEGMENT = 20 * MIB  # kLargeBuffer
 SEGMENT_ROUNDING = 2 * MIB  # kRoundLarge
-# of one expandable segment: more than a trace can fill, where PyTorch takes 9/8 of the GPU's memory
+# one expandable segment: more than a trace can fill, where PyTorch takes 9/8 of the GPU's memory
 ADDRESS_SPACE = 2**21 * LARGE_SEGMENT
 
 

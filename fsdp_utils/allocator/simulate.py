@@ -38,7 +38,7 @@ class OutOfMemory:
 
 @dataclass
 class Simulation:
-    """What the simulated allocator did; `allocated` and `reserved` are in bytes, after each event."""
+    """The result of a replay; `allocated` and `reserved` are in bytes, after each event."""
 
     limit_gib: float | None
     expandable_segments: bool

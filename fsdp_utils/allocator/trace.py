@@ -129,7 +129,7 @@ def record_allocations(
         The trace; call its `begin_step()` where a training step begins.
 
     Raises:
-        TypeError: something that existed before is no module, optimizer or tensor.
+        TypeError: something that existed before is neither a module, an optimizer nor a tensor.
 
     Example::
 

@@ -10,7 +10,7 @@ from fsdp_utils.memory.device_stats import GIB, DeviceStats, device_stats
 from fsdp_utils.memory.recovery import StepFailed, is_out_of_memory, recover, run_together
 
 _TIMED_STEPS = 3
-_SETTLED_STEPS = 2  # of these: retries in earlier steps cease, those of a device that is too full recur
+_SETTLED_STEPS = 2  # retries before these may settle; those of a device that is too full recur
 _MARGIN = 0.02  # less speed than that is not worth a smaller batch size
 _COLLECTIVE_S = 300.0  # how much later than others a rank may come: the first step may compile
 
@@ -38,21 +38,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class BatchSizeSearch:
-    """The result of `find_batch_size`.
-
-    Args:
-        trials: every batch size that was tried, in the order in which it was.
-    """
+    """The result of `find_batch_size`: the trials in their order."""
 
     trials: tuple[Trial, ...]
 
     @property
     def best(self) -> int | None:
-        """The batch size per rank that trained the most samples per second without retries.
-
-        Of several that are within 2% of the fastest, the largest. None when there were retries, or no
-        memory, at every batch size that was tried.
-        """
+        """The fastest batch size per rank without retries; of several within 2%, the largest; None if none."""
         speeds = {
             trial.batch_size: trial.samples_per_s or 0.0 for trial in self.trials if trial.outcome == "ok"
         }

@@ -44,7 +44,7 @@ class Memory_Maximizer:
     def __init__(
         self, device: torch.device | str | DeviceStats | None = None, *, verbose: bool = True
     ) -> None:
-        self.report: MemoryReport | None = None  # of the last stop()
+        self.report: MemoryReport | None = None  # made by the last stop()
         self._device = device
         self._verbose = verbose
         self._stats: DeviceStats | None = None  # while it measures

@@ -12,7 +12,7 @@ from fsdp_utils.memory.device_stats import GIB
 # 93.83% of the device ran without a retry and 94.79% with nine, so these two lie below that.
 _FULL = 0.90  # from here on a device counts as full
 _FILL_TO = 0.93
-_UNEVEN = 0.10  # of the device, between the fullest rank and the emptiest
+_UNEVEN = 0.10  # a share of the device, between the fullest rank and the emptiest
 _FRAGMENTED = 0.20, 0.05  # reserved and not allocated: of what is reserved, and of the device
 
 
@@ -34,7 +34,7 @@ class RankMemory:
 
     rank: int
     device: str
-    kind: str  # of DeviceStats
+    kind: str  # as in DeviceStats
     total: int
     reserved: int  # peak
     allocated: int | None  # peak
@@ -222,8 +222,7 @@ def _advise(ranks: list[RankMemory], worst: RankMemory) -> list[str]:
         size = f"Raise the batch size: {room:.2f} GiB are free below {_FILL_TO:.0%} of the device."
     advice = [size]
     gap = worst.reserved - (worst.allocated or 0)
-    # The variable's newer name, PYTORCH_ALLOC_CONF, is no help: in torch 2.9 it does not reach CUDA's
-    # allocator (pytorch issue 183387), while this one works in every version.
+    # In torch 2.9 the newer name, PYTORCH_ALLOC_CONF, does not reach CUDA's allocator (pytorch issue 183387).
     already = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not already and gap >= max(_FRAGMENTED[0] * worst.reserved, _FRAGMENTED[1] * worst.total):
         advice.append(

@@ -22,7 +22,7 @@ from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp1_syncs, fsdp2_s
 
 # A unit that gathers more than this share of the parameters at once undoes most of what sharding saves.
 _HALF = 0.5
-_FEW_BYTES = 2**20  # of padding on each rank are not worth a word
+_FEW_BYTES = 2**20  # less padding than this on each rank is not reported
 # Optimizers whose step() is defined here update the parameter itself, without a float32 copy of it.
 _WITHOUT_MASTERS = ("torch.optim.", "fsdp_utils.")
 _WAIT_S = 5.0  # for the other ranks; it may have been called on one rank only
@@ -37,7 +37,7 @@ class _NotComparedError(RuntimeError):
 
 @dataclass
 class _Wrapped:
-    """What the checks look at."""
+    """The subject of the checks."""
 
     model: nn.Module
     optimizer: Optimizer | None

@@ -138,9 +138,9 @@ def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     dist.all_gather_object(found, inventory(copies), group=group)
     if len(set(found)) > 1:
         raise RuntimeError(
-            "shard: expected the same parameters and buffers in all replicas, to be broadcast, found "
-            "other names, dtypes or shapes, or values in some replicas only, among ranks "
-            f"{dist.get_process_group_ranks(group)}. Build the model alike on all ranks, or on meta on all."
+            "shard: expected the same parameters and buffers in all replicas, found other names, dtypes or "
+            f"shapes, or values in some only, among ranks {dist.get_process_group_ranks(group)}. Build the "
+            "model alike on all ranks, or on meta on all."
         )
     broadcast({name: copy._replace(groups=(group,)) for name, copy in copies.items()})
 

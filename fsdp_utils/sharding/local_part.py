@@ -27,8 +27,8 @@ class Member:
     name: str  # within its FSDP unit
     shape: torch.Size
     strides: tuple[int, ...]
-    offset: int  # of this rank's part, in elements of the full parameter
-    start: int  # of this rank's part, in elements of this rank's flat parameter
+    offset: int  # the part begins here, in elements of the full parameter
+    start: int  # and here in this rank's flat parameter
     numel: int
 
 
@@ -40,10 +40,10 @@ class Place:
     after the other.
     """
 
-    shape: torch.Size  # of the full parameter
+    shape: torch.Size  # the full parameter's
     offset: int
     numel: int
-    members: tuple[Member, ...] = ()  # of FSDP1's flat parameter
+    members: tuple[Member, ...] = ()  # inside FSDP1's flat parameter
     strides: tuple[int, ...] = ()  # with FSDP1, which counts elements in the order of their memory
 
     @property

@@ -15,10 +15,8 @@ from fsdp_utils.torch_internals.fsdp import (
     Flat,
     fsdp1_dtypes,
     fsdp1_handle,
-    fsdp1_offloads,
     fsdp2_groups,
     fsdp2_state,
-    registered_flat,
 )
 
 ROOT = "(root)"  # the name of the model itself; no submodule can be called so
@@ -45,37 +43,21 @@ class Unit:
     def nbytes(self) -> int:
         """Bytes of its full parameters, without padding."""
         if not self.fsdp1:
-            return sum(parameter.nbytes for parameter in self.sharded)
+            return sum(p.sharded_param.nbytes for part in self.parts for p in part.fsdp_params)
         return sum(
             sum(map(math.prod, Flat(handle.flat_param).shapes)) * fsdp1_dtypes(handle)[0].itemsize
             for handle in self.parts
         )
 
-    @property
-    def device(self) -> str:
-        """Where its shards are at rest now."""
-        if not self.fsdp1:
-            return ", ".join(sorted(map(str, {parameter.device for parameter in self.sharded})))
-        (handle,) = self.parts
-        return "cpu" if fsdp1_offloads(handle) else str(registered_flat(handle).device)
 
-    @property
-    def sharded(self) -> list[Any]:
-        """FSDP2's shards, which an optimizer holds."""
-        return [] if self.fsdp1 else [p.sharded_param for part in self.parts for p in part.fsdp_params]
-
-
-def find_units(
-    model: nn.Module, names: dict[nn.Module, str] | None = None, *, also_empty: bool = False
-) -> list[Unit]:
+def find_units(model: nn.Module, *, also_empty: bool = False) -> list[Unit]:
     """The model's FSDP units, outer before inner.
 
     Args:
         model: sharded or not.
-        names: of its modules, where they are known already.
         also_empty: with those that hold no parameters themselves, such as a root around blocks.
     """
-    names = names or {module: name for name, module in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
     units = []
     seen: set[int] = set()  # FSDP2's states: modules that were sharded together, as a list, have one
     for module, name in names.items():

@@ -49,13 +49,12 @@ def shard(
 
     Embedding, last norm and head stay in the root's unit, which is held in full for the whole step: a loss
     that is fused with the head reads its weight without calling it. Where they are large and your loss calls
-    the head, give fully_shard the embedding, and then [norm, head], before: other modules than blocks may be
-    units already.
+    the head, give fully_shard the embedding, and then [norm, head], before.
 
-    A parameter is cut between rows, along dimension 0, if that gives each rank its share to within 5% of
-    padding. Else, as for 8 experts on 32 ranks, it is cut along the first dimension that the ranks divide;
-    torch then makes a second copy of it for a moment at each all-gather, and of its gradient. One that has no
-    such dimension stays cut between rows, with padding; check_sharding says where that takes much memory.
+    A parameter is cut between rows if that gives each rank its share to within 5% of padding. Else, as for 8
+    experts on 32 ranks, it is cut along the first dimension that the ranks divide; torch then copies it once
+    more at each all-gather, and its gradient. One without such a dimension stays cut between rows, with
+    padding; check_sharding says where that takes much memory.
 
     Args:
         model: changed in place.
@@ -67,11 +66,10 @@ def shard(
         mp_policy: mixed precision, for every unit; output_dtype for the model's output alone, as norm
             and head compute in param_dtype.
         offload_policy: CPUOffloadPolicy(...), for every unit.
-        checkpointing: compute activations of blocks again in backward, inside each unit, with the same random
-            numbers; while a block trains (`block.training`), and without a cache of keys and values. "full":
-            of every block. "selective": of every block, but keep the results of attention and of every other
-            matrix product. n: of every n-th block, from the first on. What a block counts in its buffers
-            counts twice. torch.compile may be applied to the blocks before this call or after it.
+        checkpointing: compute activations of blocks again in backward, while they train, without a cache of
+            keys and values. "full": of every block. "selective": of every block, but keep the results of
+            attention and of every other matrix product. n: of every n-th block, from the first on. What a
+            block counts in its buffers counts twice. torch.compile the blocks before this call or after it.
 
     Returns:
         The model. Each parameter, but scalars, is now a DTensor with its full shape, split along one
@@ -79,8 +77,8 @@ def shard(
 
     Raises:
         ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
-            or is sharded already. The model is unchanged then.
-        TypeError: offload_policy is not an OffloadPolicy. The model is unchanged then.
+            or is sharded already. The model is unchanged then, and after a TypeError.
+        TypeError: offload_policy is not an OffloadPolicy.
         RuntimeError: there is no process group; this torch trains FSDP2 wrongly on ranks without a GPU; or,
             on every rank, replicas hold other parameters and buffers (build the model anew then).
 
@@ -148,7 +146,7 @@ def dimension(shape: Sequence[int], ranks: int) -> int:
 def _mesh(mesh: DeviceMesh | None, strategy: str) -> DeviceMesh:
     if not dist.is_initialized():
         raise RuntimeError(
-            "shard: there is no process group. Start the program with torchrun and call "
+            "shard: expected a process group, found none. Start the program with torchrun and call "
             "torch.distributed.init_process_group(), or use run_on_ranks."
         )
     if (found := 1 if mesh is None else mesh.ndim) != (expected := 2 if strategy == "hybrid" else 1):

@@ -41,10 +41,6 @@ def registered_flat(handle: Any) -> Tensor:
     return handle._fully_sharded_module._parameters.get(FLAT_PARAM, handle.flat_param)
 
 
-def fsdp1_offloads(handle: FlatParamHandle) -> bool:
-    return handle._offload_params
-
-
 def fsdp1_dtypes(handle: Any) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of the parameters at rest, and of the computation."""
     return handle._orig_param_dtype, handle._fwd_bwd_param_dtype
@@ -73,15 +69,15 @@ def is_fsdp1_parameter(param: Tensor) -> bool:
 _OF_FLAT = {
     "names": "_fqns",  # within the unit
     "shapes": "_shapes",
-    "strides": "_strides",  # of each before it was flattened, in the order of its memory
+    "strides": "_strides",  # before each was flattened, in the order of its memory
     "numels": "_numels",
     "shards": "_shard_param_infos",  # in_shard, offset_in_shard, numel_in_shard, intra_param_start_idx
     "params": "_params",  # its views, with use_orig_params
     "extensions": "_param_extensions",  # not None for each that was sharded already when FSDP1 wrapped it
-    # of each further name: module_name, param_name, prim_module_name, prim_param_name
+    # for each further name: module_name, param_name, prim_module_name, prim_param_name
     "tied": "_shared_param_infos",
     "full_shape": "_unpadded_unsharded_size",  # gathered, without padding
-    "shard_shape": "_sharded_size",  # of a rank's part, with padding
+    "shard_shape": "_sharded_size",  # a rank's part, with padding
 }
 
 

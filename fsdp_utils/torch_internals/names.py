@@ -48,7 +48,7 @@ NAMES: dict[str, Private] = {
     "fsdp2_pre_backward": Private(f"{_FSDP2}._fsdp_state:FSDPState", "_pre_backward", _HOOK),
     "fsdp1_pre_backward": Private(_FSDP1, "_pre_backward_hook", _HOOK),
     "fsdp1_post_backward": Private(_FSDP1, "_post_backward_hook", _HOOK),
-    # of a unit whose parameters are all frozen
+    # for a unit whose parameters are all frozen
     "fsdp1_post_backward_frozen": Private(_FSDP1, "_post_backward_reshard_only_hook", _HOOK),
     "fsdp1_lazy_init": Private(
         _FSDP1, "_lazy_init", "what the first forward does once; to do it before the steps that are simulated"
