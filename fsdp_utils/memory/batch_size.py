@@ -44,7 +44,7 @@ class BatchSizeSearch:
 
     @property
     def best(self) -> int | None:
-        """The fastest batch size per rank without retries; of several within 2%, the largest; None if none."""
+        """The fastest batch size per rank without retries; of several within 2%, the largest; or None."""
         speeds = {
             trial.batch_size: trial.samples_per_s or 0.0 for trial in self.trials if trial.outcome == "ok"
         }
