@@ -67,7 +67,7 @@ def find_units(model: nn.Module, *, also_empty: bool = False) -> list[Unit]:
         elif isinstance(module, FSDPModule) and id(state := fsdp2_state(module)) not in seen:
             seen.add(id(state))
             parts = tuple(fsdp2_groups(module))
-            modules = parts[0].modules if parts else (module,)
+            modules: Any = parts[0].modules if parts else (module,)
             together = (plain_name(names.get(one, "")) or ROOT for one in modules)
             unit = Unit(", ".join(together), modules, parts, fsdp1=False)
         else:
