@@ -44,13 +44,6 @@ def test_the_best_is_the_fastest_or_the_largest_of_those_that_are_as_fast(speed,
     assert outcomes(search) == dict.fromkeys((8, 16, 32), "ok")
 
 
-@pytest.mark.parametrize(("limit", "tried"), [(8, [1, 2, 4, 8]), (6, [1, 2, 4, 6])])
-def test_tries_nothing_beyond_the_limit(limit, tried):
-    device = ImaginedDevice()
-    search = find_batch_size(device.train, limit=limit, device=device)
-    assert [trial.batch_size for trial in search.trials] == tried
-
-
 def test_a_size_whose_retries_settle_is_accepted():
     device, seen = ImaginedDevice(), []
 
@@ -60,7 +53,7 @@ def test_a_size_whose_retries_settle_is_accepted():
         # lesson 5 at the lower edge of the retries, and above it
         device.retries += (batch_size == 12 and seen.count(12) in (2, 3)) + (batch_size == 14)
 
-    search = find_batch_size(step, start=12, limit=14, device=device)
+    search = find_batch_size(step, start=12, limit=14, device=device)  # and nothing beyond the limit
     assert outcomes(search) == {12: "ok", 14: "retries", 13: "ok"}
     assert search.best == 13
 

@@ -100,21 +100,6 @@ def test_after_an_exception_the_report_is_there_and_the_device_is_not_waited_for
     assert mm.report.notes == ["rank 0 only: OutOfMemoryError ended it"]
 
 
-def test_the_report_reads_well():
-    assert str(measured(ImaginedDevice(), [17, 17])).splitlines() == [
-        "Memory over 2 steps (imagined)",
-        "  reserved    21.49 GiB = 97.7% of 22.00 GiB",
-        "  allocated   21.49 GiB",
-        "  retries     2",
-        "  OOMs        0",
-        "  throughput  2.237 samples/s, 7.6000 s per step",
-        "  -> Lower the batch size: 2 allocations had to empty the allocator's cache and ask the device "
-        "again, 0 failed for good (OOM). find_batch_size(step) finds the best.",
-        "  -> To make room: 77% of the peak is gone when the step is over (activations, gathered parameters, "
-        "gradients), so activation checkpointing is the first thing to try.",
-    ]
-
-
 def test_the_dictionary_goes_into_a_log():
     report = measured(ImaginedDevice(), [16])
     logged = json.loads(json.dumps(report.to_dict()))
