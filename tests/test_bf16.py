@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_utils import Bf16Support, bf16_support
+from fsdp_utils import bf16_support
 from fsdp_utils.bf16 import main
+from fsdp_utils.precision import Bf16Support
 from tests.sharded import TwoRanks
 
 
