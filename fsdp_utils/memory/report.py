@@ -181,10 +181,12 @@ class MemoryReport:
 
     @property
     def _on_cpu(self) -> bool:
+        """Whether it is the resident memory of processes."""
         return self.worst.kind == "process"
 
     @property
     def _held(self) -> str:
+        """The word for what was held from the device."""
         return "resident" if self._on_cpu else "reserved"
 
     def _throughput(self) -> str:
