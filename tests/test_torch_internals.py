@@ -1,4 +1,5 @@
-"""Torch's private names, each used for its purpose: a new torch that breaks one fails here, by its name."""
+"""Torch's private names: a new torch that lacks one fails here, by its name; what a name does is tested here
+too, or by the tests of the room that uses it."""
 
 import ast
 import subprocess
@@ -7,19 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 from fsdp_utils.collectives import listen_to_calls
 from fsdp_utils.torch_internals import fsdp, groups, names, runtime
@@ -186,8 +184,7 @@ def test_a_private_name_elsewhere_would_be_seen(line: str, seen: bool) -> None:
     assert bool(uses(line, {"_own"})) is seen
 
 
-def test_every_name_is_tested_here_and_used() -> None:
-    mine = Path(__file__).read_text(encoding="utf-8")
+def test_every_name_is_used() -> None:
     functions = [
         node.name
         for module in (fsdp, groups, runtime)
@@ -196,7 +193,6 @@ def test_every_name_is_tested_here_and_used() -> None:
     ]
     room = PACKAGE / "torch_internals"
     library = "".join(text for path, text in LIBRARY.items() if room not in path.parents)
-    assert [name for name in (*functions, *NAMES) if name not in mine] == []
     assert [name for name in (*functions, *NAMES) if name not in library] == []
 
 
@@ -223,17 +219,6 @@ def test_a_name_that_torch_has_no_more_is_told_with_its_purpose() -> None:
         from fsdp_utils.torch_internals.names import ShardedTensor  # noqa: F401
 
 
-def test_checkpoint_wrapper_is_put_around_the_blocks() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    names.apply_activation_checkpointing(
-        net,
-        checkpoint_wrapper_fn=names.checkpoint_wrapper,
-        check_fn=lambda module: isinstance(module, nn.Linear),
-    )
-    assert [name for name, _ in net[0].named_children()] == ["_checkpoint_wrapped_module"]
-    assert "_checkpoint_wrapped_module" in names.WRAPPED
-
-
 def test_wrapped_names_are_those_of_fsdp1_and_compile() -> None:
     with an_fsdp1_net() as net:
         assert [name for name, _ in net.named_parameters()] == [f"{names.WRAPPED[0]}.{names.FLAT_PARAM}"]
@@ -247,77 +232,6 @@ def test_fake_tensor_mode_and_detect_fake_mode() -> None:
     with names.FakeTensorMode() as mode:
         assert names.detect_fake_mode() is mode
         assert torch.empty(1 << 50).sum().shape == ()  # more than any memory
-
-
-def test_record_function_fast_marks_the_profile() -> None:
-    with torch.profiler.profile() as profiler, names.RecordFunctionFast("a mark"):
-        torch.ones(1)
-    assert "a mark" in [event.name for event in profiler.events()]
-
-
-def test_sequence_nr_counts_nodes() -> None:
-    before = names.sequence_nr()
-    assert names.sequence_nr() == before
-    torch.ones(1, requires_grad=True) * 2
-    assert names.sequence_nr() > before
-
-
-def test_disable_dynamo_keeps_a_function_out_of_compile() -> None:
-    seen = []
-
-    @names.disable_dynamo
-    def hidden(x: Tensor) -> Tensor:
-        seen.append(torch.compiler.is_compiling())
-        return x + 1
-
-    compiled = torch.compile(lambda x: hidden(x * 2), backend="eager")
-    assert compiled(torch.ones(1)) == 3
-    assert compiled(torch.ones(1)) == 3
-    assert seen == [False, False]
-    assert names.DYNAMO in sys.modules
-    assert runtime.has_compiled()
-    with patch.object(sys.modules["torch._dynamo.convert_frame"], "FRAME_COUNTER", 0):  # as before the first
-        assert not runtime.has_compiled()
-
-
-def test_foreach_add_and_foreach_copy() -> None:
-    steps, copies = [torch.zeros(()), torch.ones(())], [torch.empty(()), torch.empty(())]
-    names.foreach_add_(steps, torch.ones(()), alpha=1.0)
-    names.foreach_copy_(copies, steps)
-    assert copies == [1.0, 2.0]
-
-
-def test_fused_adamw_is_adamw() -> None:
-    param = nn.Parameter(torch.tensor([1.0, 2.0]))
-    param.grad = torch.tensor([0.5, -0.5])
-    copy, zeros = param.detach().clone(), lambda: torch.zeros(2)
-    names.fused_adamw_(
-        [copy],
-        [param.grad],
-        [zeros()],
-        [zeros()],
-        [],
-        [torch.ones(())],
-        lr=0.1,
-        beta1=0.9,
-        beta2=0.999,
-        weight_decay=0.01,
-        eps=1e-8,
-        amsgrad=False,
-        maximize=False,
-    )
-    torch.optim.AdamW([param], lr=0.1, weight_decay=0.01).step()
-    torch.testing.assert_close(copy, param.detach())
-
-
-def test_dtensor_shapes_are_worked_out_there() -> None:
-    modes = []
-    with (
-        an_fsdp2_net() as net,
-        spied(*place("dtensor_shapes"), lambda *_: modes.append(names.detect_fake_mode())),
-    ):
-        assert (net[0].weight.detach() * 3).shape == (4, 4)
-    assert modes == [None]
 
 
 # ---- FSDP ------------------------------------------------------------------------------------------
@@ -346,25 +260,9 @@ def test_flat_says_where_each_parameter_is(views: bool) -> None:
         assert all(map(fsdp.is_fsdp1_parameter, net.parameters()))
         assert not fsdp.is_fsdp1_parameter(nn.Parameter(torch.ones(1)))
         assert fsdp.fsdp1_dtypes(handle) == (torch.float32, torch.float32)
-        assert not fsdp.fsdp1_offloads(handle)
         assert isinstance(fsdp.fsdp1_wrapped(net), nn.Linear)
         own = {name for several in names.get_param_to_fqns(net).values() for name in several}
         assert own == {"weight", "bias"}
-
-
-@pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning")
-def test_flat_knows_what_was_tied_and_what_was_sharded_before() -> None:
-    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    net[1].weight = net[0].weight
-    with a_fake_group():
-        (info,) = fsdp.Flat(fsdp.fsdp1_flat(FSDP1(net, device_id=CPU))).tied
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-        net = parallelize_module(nn.Linear(4, 4, bias=False), mesh["tensor"], ColwiseParallel())
-        no_shard = ShardingStrategy.NO_SHARD
-        wrapped = FSDP1(net, device_mesh=mesh["data"], sharding_strategy=no_shard, device_id=CPU)
-        assert [one is None for one in fsdp.Flat(fsdp.fsdp1_flat(wrapped)).extensions] == [False]
-    assert (info.module_name, info.param_name) == ("1", "weight")
-    assert (info.prim_module_name, info.prim_param_name) == ("0", "weight")
 
 
 def test_fsdp1_says_what_it_averages_over() -> None:
@@ -400,14 +298,6 @@ def test_fsdp1_runs_through_its_hooks() -> None:
     assert {"fsdp1_is_allocated", "fsdp1_same_storage"} <= set(order)
 
 
-def test_fsdp1_lazy_init_does_what_the_first_forward_does_once() -> None:
-    with an_fsdp1_net() as net:
-        flat = fsdp.fsdp1_flat(net)
-        assert not hasattr(flat, "_local_shard")
-        names.fsdp1_lazy_init(net, net)
-        assert hasattr(flat, "_local_shard")
-
-
 def test_fsdp2_groups_hold_parameters_and_run_through_their_methods() -> None:
     order: set[str] = set()
     group = names.FSDPParamGroup
@@ -438,31 +328,6 @@ def test_fsdp2_groups_hold_parameters_and_run_through_their_methods() -> None:
     assert order == {"unshard", "wait_for_unshard", "reshard", "post_backward", "_pre_backward"}
 
 
-def test_fsdp2_modules_of_a_list_have_one_state() -> None:
-    with a_fake_group():
-        a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-        fully_shard([a, b], mesh=init_device_mesh("cpu", (2,)))
-        assert fsdp.fsdp2_state(a) is fsdp.fsdp2_state(b)
-        assert len(fsdp.fsdp2_groups(cast("FSDPModule", a))) == 1
-
-
-@pytest.mark.parametrize(("held", "wanted"), [(None, []), ("a group", ["a group"])])
-def test_fsdp2_groups_before_torch_2_12_are_one_or_none(held: str | None, wanted: list[str]) -> None:
-    state = SimpleNamespace(_fsdp_param_group=held)
-    assert fsdp.fsdp2_groups(SimpleNamespace(_get_fsdp_state=lambda: state)) == wanted  # type: ignore[arg-type]
-
-
-def test_fsdp2_chunks_are_made_there() -> None:
-    shapes = []
-
-    def seen(tensor: Tensor, num_chunks: int, dim: int) -> None:
-        shapes.append((tuple(tensor.shape), num_chunks, dim))
-
-    with spied(*place("fsdp2_chunks"), seen), an_fsdp2_net():
-        pass
-    assert ((4, 4), 2, 0) in shapes
-
-
 # ---- process groups ---------------------------------------------------------------------------------
 
 
@@ -475,12 +340,6 @@ def test_process_groups_are_those_alive() -> None:
         assert groups.process_groups() == [world]
 
 
-def test_default_store_is_shared_by_all_groups() -> None:
-    with a_group():
-        groups.default_store().set("key", "value")
-        assert groups.default_store().get("key") == b"value"
-
-
 @pytest.mark.parametrize("setter", ["set_group_timeout", "set_gloo_timeout"])
 def test_timeouts_of_gloo_are_set_and_read(setter: str) -> None:
     with a_group() as world:
@@ -488,22 +347,6 @@ def test_timeouts_of_gloo_are_set_and_read(setter: str) -> None:
         assert isinstance(backend, dist.ProcessGroupGloo)
         getattr(groups, setter)(world, 12.5)
         assert groups.gloo_timeout(world) == 12.5
-
-
-def late(setter: str) -> str:
-    assert dist.group.WORLD is not None
-    getattr(groups, setter)(dist.group.WORLD, 0.3)
-    if dist.get_rank() == 0:
-        try:
-            dist.all_reduce(torch.ones(1))
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("setter", ["set_group_timeout", "set_gloo_timeout"])
-def test_a_collective_waits_no_longer(two_ranks: Any, setter: str) -> None:
-    assert "300ms" in two_ranks(late, setter)[0]
 
 
 def test_abort_groups_takes_one_or_all_off_the_list() -> None:
@@ -528,60 +371,6 @@ def test_fake_store_serves_a_group_that_sends_fake_tensors() -> None:
 # ---- tensors, modules, autograd, the profiler, the compiler, devices ---------------------------------
 
 
-def test_storage_id_is_of_the_memory() -> None:
-    a = torch.ones(4)
-    assert runtime.storage_id(a.untyped_storage()) == runtime.storage_id(a[1:].untyped_storage())
-    with names.FakeTensorMode():
-        b, c = torch.ones(4), torch.ones(4)
-        assert runtime.storage_id(b.untyped_storage()) == runtime.storage_id(b.view(2, 2).untyped_storage())
-        assert runtime.storage_id(b.untyped_storage()) != runtime.storage_id(c.untyped_storage())
-
-
-def test_collect_adamw_gives_what_a_step_works_on() -> None:
-    param = nn.Parameter(torch.ones(2))
-    param.grad = torch.ones(2)
-    optimizer = torch.optim.AdamW([param, nn.Parameter(torch.ones(1))])
-    lists: list[list[Tensor]] = [[] for _ in range(6)]
-    assert runtime.collect_adamw(optimizer, optimizer.param_groups[0], lists) is False
-    state = optimizer.state[param]
-    wanted = [[param], [param.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]]
-    assert [list(map(id, one)) for one in lists] == [list(map(id, one)) for one in wanted]
-
-
-def test_dtensor_like_keeps_the_part_where_it_is() -> None:
-    with a_group():
-        mesh = init_device_mesh("cpu", (1,))
-        tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        made = runtime.dtensor_like(part := torch.zeros(4), tensor)
-        assert isinstance(made, DTensor)
-        assert made.placements == tensor.placements
-        assert made.to_local().data_ptr() == part.data_ptr()
-        meta = runtime.dtensor_like(torch.zeros(4, device="meta"), tensor)
-        assert meta.to_local().device.type == "meta"
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_sharded_tensor_is_what_fsdp1_saves() -> None:
-    with an_fsdp1_net() as net, FSDP1.state_dict_type(net, StateDictType.SHARDED_STATE_DICT):
-        found = net.state_dict()["weight"]
-        assert isinstance(found, names.ShardedTensor)
-        assert runtime.sharded_tensor_group(found) is dist.group.WORLD
-
-
-def test_own_tables_of_a_module() -> None:
-    net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
-    assert list(runtime.own_children(net)) == ["0", "1"]
-    assert list(runtime.own_parameters(net[1])) == ["weight", "bias"]
-    assert runtime.own_parameters(net[1])["bias"] is None
-    assert "running_mean" in runtime.own_buffers(net[0])
-    runtime.own_parameters(net[1])["weight"] = weight = nn.Parameter(torch.zeros(2, 2))
-    assert net[1].weight is weight
-    runtime.set_children(net, {"0": net[1]})
-    assert len(net) == 1
-    net.register_buffer("a", torch.ones(1), persistent=False)
-    assert runtime.unsaved_buffers(net) == {"a"}
-
-
 def test_when_backward_ends_all_of_it_is_over() -> None:
     order = []
     a = torch.ones(1, requires_grad=True)
@@ -590,29 +379,6 @@ def test_when_backward_ends_all_of_it_is_over() -> None:
     a.register_hook(lambda _: order.append("last"))
     b.backward()
     assert order == ["last", "over"]
-
-
-def test_profiler_is_on_while_one_runs_or_warms_up() -> None:
-    assert not runtime.profiler_is_on()
-    with torch.profiler.profile():
-        assert runtime.profiler_is_on()
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
-    with torch.profiler.profile(schedule=schedule) as profiler:
-        assert runtime.profiler_is_on()
-        profiler.step()
-    assert not runtime.profiler_is_on()
-
-
-def test_is_under_compile_in_place_or_in_a_wrapper() -> None:
-    net, wrapped = nn.Linear(1, 1), torch.compile(nn.Linear(1, 1), backend="eager")
-    assert not runtime.is_under_compile(net)
-    net.compile(backend="eager")
-    assert runtime.is_under_compile(net)
-    assert runtime.is_under_compile(wrapped)  # type: ignore[arg-type]
-
-
-def test_nvml_device_count_is_an_answer_without_cuda() -> None:
-    assert runtime.nvml_device_count() >= -1
 
 
 def test_cpu_capabilities_are_asked_of_this_torch() -> None:

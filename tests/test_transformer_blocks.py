@@ -216,7 +216,7 @@ def test_the_policy_makes_each_block_a_unit_of_fsdp1(by_rank: list[OfARank], fam
 def test_tied_weights_are_in_two_units(by_rank: list[OfARank]) -> None:
     first, second = by_rank
     assert first.tied == second.tied
-    tied = "lm_head.weight and model.embed_tokens.weight are tied but in two units, {},"
+    tied = "lm_head.weight and model.embed_tokens.weight are tied but in two units, {}: "
     for (message,), units in zip(
         first.tied, ("lm_head and (root)", "(root) and model.embed_tokens"), strict=True
     ):

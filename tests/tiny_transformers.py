@@ -79,8 +79,6 @@ VISION = {"image_size": 16, "patch_size": 4, "num_channels": 3, "num_labels": 3}
 TINY: dict[str, Tiny] = {
     # decoders
     "llama": decoder("Llama"),
-    "mistral": decoder("Mistral"),
-    "qwen2": decoder("Qwen2"),
     "qwen3, tied": decoder("Qwen3", tie_word_embeddings=True),
     "gemma2": decoder("Gemma2"),
     "gpt2": Tiny(
@@ -104,28 +102,8 @@ TINY: dict[str, Tiny] = {
     ),
     # mixtures of experts: the block, not the expert
     "mixtral": decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "olmoe": decoder("Olmoe", num_experts=4, num_experts_per_tok=2),
     # encoders
     "bert": encoder("Bert"),
-    "roberta": encoder("Roberta"),
-    "electra": encoder("Electra", embedding_size=16),
-    "distilbert": Tiny(
-        lambda: tf.DistilBertForMaskedLM(
-            tf.DistilBertConfig(
-                vocab_size=VOCABULARY,
-                max_position_embeddings=64,
-                dim=16,
-                hidden_dim=32,
-                n_layers=3,
-                n_heads=2,
-                dropout=0.0,
-                attention_dropout=0.0,
-            )
-        ),
-        text,
-        {"TransformerBlock"},
-        3,
-    ),
     # encoder-decoders
     "t5": Tiny(
         lambda: tf.T5ForConditionalGeneration(

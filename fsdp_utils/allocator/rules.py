@@ -1,8 +1,7 @@
 """The rules of PyTorch's CUDA caching allocator: how it allocates, splits, merges and releases blocks.
 
-A model of them on numbers, for the simulation in `fsdp_utils.allocator`. The allocator reserves memory of the
-GPU in segments and allocates blocks in them; a freed block stays cached for later requests of its pool (small
-or large) and stream, merged with the free neighbours in its segment.
+It reserves memory of the GPU in segments and allocates blocks in them. A freed block stays cached for later
+requests of its pool (small or large) and stream, merged with the free neighbours in its segment.
 
 Source: c10/cuda/CUDACachingAllocator.cpp, whose functions are named where they are followed.
 """
@@ -14,10 +13,10 @@ MIB = 2**20
 MIN_BLOCK = 512  # kMinBlockSize: requests are rounded up to a multiple of it
 SMALL_REQUEST = MIB  # kSmallSize: the largest request of the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
-LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own
+LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: from here on each request gets a segment
 LARGE_SEGMENT = 20 * MIB  # kLargeBuffer
 SEGMENT_ROUNDING = 2 * MIB  # kRoundLarge
-# of one expandable segment: more than a trace can fill, where PyTorch takes 9/8 of the GPU's memory
+# one expandable segment: more than a trace can fill, where PyTorch takes 9/8 of the GPU's memory
 ADDRESS_SPACE = 2**21 * LARGE_SEGMENT
 
 
@@ -36,18 +35,18 @@ class Block:
         self.prev: Block | None = None
         self.next: Block | None = None
 
-    def insert_after(self, before: "Block | None") -> None:
-        """Become the neighbour behind a block of the same segment."""
-        self.prev, self.next = before, before.next if before else None
-        if self.prev:
-            self.prev.next = self
-        if self.next:
-            self.next.prev = self
+    def link(self, before: "Block | None", behind: "Block | None") -> None:
+        """Stand between these blocks of the same segment."""
+        self.prev, self.next = before, behind
+        if before:
+            before.next = self
+        if behind:
+            behind.prev = self
 
     def split(self, size: int) -> "Block":
         """Keep the first `size` bytes; the rest becomes the block behind."""
         rest = Block(self.pool, self.stream, self.address + size, self.size - size, mapped=self.mapped)
-        rest.insert_after(self)
+        rest.link(self, self.next)
         self.size = size
         return rest
 
@@ -81,13 +80,9 @@ class Pool:
                 block.address = min(block.address, other.address)
                 block.size += other.size
                 if other is block.prev:
-                    block.prev = other.prev
+                    block.link(other.prev, block.next)
                 else:
-                    block.next = other.next
-                if block.prev:
-                    block.prev.next = block
-                if block.next:
-                    block.next.prev = block
+                    block.link(block.prev, other.next)
 
 
 class SegmentAllocator:
@@ -132,7 +127,10 @@ class SegmentAllocator:
         index = bisect_left(pool.free, (stream, size))
         if index == len(pool.free) or pool.free[index][0] != stream:
             return None
-        return pool.free.pop(index)[-1]
+        return pool.free.pop(self._preferred(pool.free, index))[-1]
+
+    def _preferred(self, free: list[tuple[int, int, int, Block]], index: int) -> int:
+        return index
 
     def _should_split(self, block: Block, size: int) -> bool:
         """should_split: a large block is split only if more than 1 MiB remains."""
@@ -142,9 +140,8 @@ class SegmentAllocator:
     def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
         """alloc_block: a new segment of get_allocation_size(size) bytes."""
         segment = round_up(size, SEGMENT_ROUNDING) if size >= LARGE_REQUEST else pool.segment
-        if not self._is_within_limit(segment):
+        if not self._reserve(segment):
             return None
-        self._reserve(segment)
         self._next_address += segment
         return Block(pool, stream, self._next_address - segment, segment)
 
@@ -156,12 +153,13 @@ class SegmentAllocator:
                     pool.remove(block)
                     self._unreserve(block.size)
 
-    def _is_within_limit(self, size: int) -> bool:
-        return self.limit is None or self.reserved + size <= self.limit
-
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, size: int) -> bool:
+        """Take memory from the device, if the limit allows it."""
+        if self.limit is not None and self.reserved + size > self.limit:
+            return False
         self.reserved += size
         self.device_allocs += 1
+        return True
 
     def _unreserve(self, size: int) -> None:
         self.reserved -= size
@@ -169,24 +167,18 @@ class SegmentAllocator:
 
 
 class ExpandableAllocator(SegmentAllocator):
-    """expandable_segments:True: one growing range per pool and stream, backed by pages of 2 or 20 MiB.
+    """expandable_segments:True: one growing range per pool and stream, backed by pages of 2 or 20 MiB."""
 
-    Pages are mapped as long as they fit under the limit, as on a GPU of that size. (A limit that was set by
-    `set_per_process_memory_fraction` refuses earlier: it compares the whole request, not the missing pages.)
-    """
-
-    def _best_fit(self, pool: Pool, size: int, stream: int) -> Block | None:
+    def _preferred(self, free: list[tuple[int, int, int, Block]], index: int) -> int:
         """get_free_block: a block before unmapped space counts as large as it could become."""
-        index = bisect_left(pool.free, (stream, size))
-        if index == len(pool.free) or pool.free[index][0] != stream:
-            return None
+        stream = free[index][0]
         while (
-            index + 1 < len(pool.free)
-            and pool.free[index + 1][0] == stream
-            and _room(pool.free[index + 1][-1]) < _room(pool.free[index][-1])
+            index + 1 < len(free)
+            and free[index + 1][0] == stream
+            and _room(free[index + 1][-1]) < _room(free[index][-1])
         ):
             index += 1
-        return pool.free.pop(index)[-1]
+        return index
 
     def _should_split(self, block: Block, size: int) -> bool:
         return block.size - size >= MIN_BLOCK
@@ -225,7 +217,7 @@ class ExpandableAllocator(SegmentAllocator):
     def _map(self, block: Block, size: int) -> bool:
         """map_block: back the beginning of an unmapped block with pages."""
         size = round_up(min(size, block.size), block.pool.segment)
-        if not self._is_within_limit(size):
+        if not self._reserve(size):
             return False
         block.pool.remove(block)
         if size < block.size:
@@ -233,7 +225,6 @@ class ExpandableAllocator(SegmentAllocator):
         block.mapped = True
         block.pool.merge_neighbours(block)
         block.pool.add(block)
-        self._reserve(size)
         return True
 
     def _release_cached(self) -> None:

@@ -1,15 +1,8 @@
 """Simulate how much memory PyTorch's CUDA allocator reserves for a trace, and whether it runs out.
 
-The trace (`fsdp_utils.allocator.trace`) is replayed through the allocator's rules
-(`fsdp_utils.allocator.rules`) under a memory limit, without a GPU. The simulation distinguishes reserved from
-allocated memory, and shows the three regimes of a growing batch: it fits; it fits only because the allocator
-releases its cache and tries again (`num_alloc_retries`, each a wait for the GPU); it runs out of memory.
-
 Simplified: a free is complete at once, while `record_stream` on a GPU delays it until the other stream is
 done; cudaMalloc fails exactly at the limit; memory that is not PyTorch's (CUDA context, NCCL) must be
 subtracted from the limit by the caller; options other than expandable segments keep their defaults.
-
-Source: c10/cuda/CUDACachingAllocator.cpp; https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
 """
 
 from dataclasses import dataclass, field
@@ -36,10 +29,16 @@ class OutOfMemory:
     allocated_gib: float
     reserved_gib: float
 
+    def __str__(self) -> str:
+        return (
+            f"in step {self.step} {self.name or 'a request'} asked for {self.requested_gib:.3f} GiB, with "
+            f"{self.allocated_gib:.2f} allocated and {self.reserved_gib:.2f} reserved"
+        )
+
 
 @dataclass
 class Simulation:
-    """What the simulated allocator did; `allocated` and `reserved` are in bytes, after each event."""
+    """The result of a replay; `allocated` and `reserved` are in bytes, after each event."""
 
     limit_gib: float | None
     expandable_segments: bool
@@ -53,13 +52,8 @@ class Simulation:
 
     @property
     def num_alloc_retries(self) -> int:
-        """As in `torch.cuda.memory_stats()`: allocations tried again after the cache was released."""
+        """Allocations tried again after the cache was released, as in `torch.cuda.memory_stats()`."""
         return len(self.retries)
-
-    @property
-    def num_ooms(self) -> int:
-        """1 if the program would have raised OutOfMemoryError, which ends the replay."""
-        return int(self.out_of_memory is not None)
 
     @property
     def retries_by_step(self) -> list[int]:
@@ -85,26 +79,15 @@ class Simulation:
     def __str__(self) -> str:
         limit = "no limit" if self.limit_gib is None else f"limit {self.limit_gib:.2f} GiB"
         segments = ", expandable segments" if self.expandable_segments else ""
-        text = (
+        end = "" if (oom := self.out_of_memory) is None else f"; {oom}"
+        return (
             f"simulated allocator ({limit}{segments}): {self.regime}; {self.num_alloc_retries} retries; peak "
             f"reserved {self.peak_reserved_gib:.2f} GiB, peak allocated {self.peak_allocated_gib:.2f} GiB"
+            f"{end}"
         )
-        if (oom := self.out_of_memory) is not None:
-            text += (
-                f"; in step {oom.step} {oom.name or 'a request'} asked for {oom.requested_gib:.3f} GiB, with "
-                f"{oom.allocated_gib:.2f} allocated and {oom.reserved_gib:.2f} reserved"
-            )
-        return text
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Draw reserved and allocated memory over the events, retries and the out-of-memory marked.
-
-        Args:
-            ax: where to draw; a new figure by default.
-
-        Returns:
-            The axes.
-        """
+        """Draw reserved and allocated memory over the events; without axes, in a new figure."""
         need("matplotlib", "notebooks")
         import matplotlib.pyplot as plt
 
@@ -133,6 +116,9 @@ def simulate_allocator(
 ) -> Simulation:
     """Replay a trace through the rules of PyTorch's CUDA caching allocator: a simulation, without a GPU.
 
+    As a batch grows, it fits; fits only because the allocator releases its cache and tries again, each a wait
+    for the GPU; runs out of memory.
+
     Args:
         trace: from `record_allocations` or `AllocationTrace.from_snapshot`.
         limit_gib: memory that PyTorch may reserve, in GiB; unlimited by default.
@@ -140,8 +126,10 @@ def simulate_allocator(
 
     Returns:
         A `Simulation`: `allocated` and `reserved`, in bytes after each event; `peak_allocated_gib` and
-        `peak_reserved_gib`; `num_alloc_retries`; `regime`, which is "fits", "retries" or "out of memory";
+        `peak_reserved_gib`; `num_alloc_retries`; `regime` ("fits", "retries" or "out of memory");
         `out_of_memory`, the allocation that failed and ended the replay, or None; and `plot()`.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp.
 
     Raises:
         ValueError: the limit is not positive.
@@ -154,8 +142,8 @@ def simulate_allocator(
     if limit_gib is not None and not limit_gib > 0:
         raise ValueError(f"simulate_allocator: expected a positive limit_gib, found {limit_gib!r}")
     result = Simulation(limit_gib, expandable_segments)
-    limit = None if limit_gib is None else int(limit_gib * GIB)
-    allocator = (ExpandableAllocator if expandable_segments else SegmentAllocator)(limit)
+    rules = ExpandableAllocator if expandable_segments else SegmentAllocator
+    allocator = rules(None if limit_gib is None else int(limit_gib * GIB))
     held: dict[int, Block] = {}
     for index, event in enumerate(trace.events):
         if event.kind == "step":

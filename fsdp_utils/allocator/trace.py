@@ -1,7 +1,4 @@
-"""Record what a training step allocates and frees, in order: the input of the allocator's simulation.
-
-A trace is recorded from a step, on CPU or under FakeTensorMode, or read from PyTorch's snapshot of a GPU.
-"""
+"""Record what a training step allocates and frees, in order: the input of the allocator's simulation."""
 
 import weakref
 from collections.abc import Iterator, Mapping
@@ -69,21 +66,16 @@ class AllocationTrace:
     def from_snapshot(cls, snapshot: Mapping[str, Any], *, device: int = 0) -> "AllocationTrace":
         """Read what PyTorch's allocator did on a GPU, to compare a simulation with it.
 
-        A block counts as freed once the allocator may use it again ("free_completed"). For a tensor under
-        `record_stream` that is later than the moment at which the program dropped it.
+        A block counts as freed once the allocator may use it again ("free_completed"): under `record_stream`
+        later than the program dropped it. The trace begins with what was allocated before the history.
 
         Args:
             snapshot: `torch.cuda.memory._snapshot()`, after `torch.cuda.memory._record_memory_history()` with
                 `max_entries` large enough to hold every event.
             device: index of the GPU.
 
-        Returns:
-            The trace. It begins with what was allocated before the history began.
-
         Raises:
             ValueError: the snapshot holds no history of this device.
-
-        Source: the docstring of `torch.cuda.memory._snapshot`.
         """
         histories = snapshot.get("device_traces", [])
         if device >= len(histories) or not histories[device]:
@@ -123,13 +115,10 @@ def record_allocations(
 ) -> Iterator[AllocationTrace]:
     """Record what the enclosed code allocates and frees.
 
-    Works on real tensors and, entered inside a FakeTensorMode, on tensors that have a size but no memory, so
-    that a model far larger than this machine can be traced. Storages that FSDP empties and refills are
-    followed.
-
-    Workspaces that a kernel allocates inside itself are not seen. A trace on CPU counts every CPU tensor,
-    also those that a GPU program keeps on the host, and the copies that gloo makes while it reduces; a `fake`
-    process group makes none, like NCCL.
+    Entered inside a FakeTensorMode, it traces models far larger than this machine. Workspaces that a kernel
+    allocates inside itself are not seen. A trace on CPU counts every CPU tensor, also those that a GPU
+    program keeps on the host, and the copies that gloo makes while it reduces; a `fake` process group makes
+    none, like NCCL.
 
     Args:
         existing: modules, optimizers and tensors made before; they are allocated at the trace's start.
@@ -140,7 +129,7 @@ def record_allocations(
         The trace; call its `begin_step()` where a training step begins.
 
     Raises:
-        TypeError: something that existed before is no module, optimizer or tensor.
+        TypeError: something that existed before is neither a module, an optimizer nor a tensor.
 
     Example::
 

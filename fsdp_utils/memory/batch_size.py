@@ -1,4 +1,4 @@
-"""Search for the batch size with the most samples per second, without retries or running out of memory."""
+"""Search for the batch size with the most samples per second."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from fsdp_utils.memory.device_stats import GIB, DeviceStats, device_stats
 from fsdp_utils.memory.recovery import StepFailed, is_out_of_memory, recover, run_together
 
 _TIMED_STEPS = 3
+_SETTLED_STEPS = 2  # retries before these may settle; those of a device that is too full recur
 _MARGIN = 0.02  # less speed than that is not worth a smaller batch size
 _COLLECTIVE_S = 300.0  # how much later than others a rank may come: the first step may compile
 
@@ -21,10 +22,10 @@ class Trial:
     Args:
         batch_size: samples per step and rank.
         outcome: "ok", "retries" or "OOM".
-        samples_per_s: of all ranks together, in the fastest step; None after OOM.
-        seconds_per_step: of the fastest step, on the slowest rank; None after OOM.
-        max_reserved_gib: on the fullest rank; None after OOM.
-        num_alloc_retries: on all ranks together; None where the device does not count them.
+        samples_per_s: of all ranks together, in the fastest step; this and all below are None after OOM.
+        seconds_per_step: of the fastest step, on the slowest rank.
+        max_reserved_gib: on the fullest rank.
+        num_alloc_retries: in the last two steps, on all ranks; None where the device does not count them.
     """
 
     batch_size: int
@@ -37,21 +38,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class BatchSizeSearch:
-    """The result of `find_batch_size`.
-
-    Args:
-        trials: every batch size that was tried, in the order in which it was.
-    """
+    """The result of `find_batch_size`: the trials in their order."""
 
     trials: tuple[Trial, ...]
 
     @property
     def best(self) -> int | None:
-        """The batch size per rank that trained the most samples per second without retries.
-
-        Of several that are within 2% of the fastest, the largest. None when there were retries, or no
-        memory, at every batch size that was tried.
-        """
+        """The fastest batch size per rank without retries; of several within 2%, the largest; or None."""
         speeds = {
             trial.batch_size: trial.samples_per_s or 0.0 for trial in self.trials if trial.outcome == "ok"
         }
@@ -60,18 +53,15 @@ class BatchSizeSearch:
 
     def __str__(self) -> str:
         lines = ["batch size  samples/s  s/step  reserved GiB  retries"]
-        for trial in sorted(self.trials, key=lambda trial: trial.batch_size):
-            line = f"{trial.batch_size:>10}  "
-            if trial.samples_per_s is not None:
-                retries = "-" if trial.num_alloc_retries is None else trial.num_alloc_retries
-                line += f"{trial.samples_per_s:>9.2f}  {trial.seconds_per_step:>6.4f}  "
-                line += f"{trial.max_reserved_gib:>12.2f}  {retries:>7}  "
-            lines.append(line + ("best" if trial.batch_size == self.best else trial.outcome))
-        if self.best is None:
-            lines.append("Best: none. Every batch size that was tried had retries or ran out of memory.")
-        else:
-            lines.append(f"Best: {self.best} per rank.")
-        return "\n".join(lines)
+        for one in sorted(self.trials, key=lambda trial: trial.batch_size):
+            line = f"{one.batch_size:>10}  "
+            if one.samples_per_s is not None:
+                retries = "-" if one.num_alloc_retries is None else one.num_alloc_retries
+                line += f"{one.samples_per_s:>9.2f}  {one.seconds_per_step:>6.4f}  "
+                line += f"{one.max_reserved_gib:>12.2f}  {retries:>7}  "
+            lines.append(line + ("best" if one.batch_size == self.best else one.outcome))
+        none = "none. Every batch size that was tried had retries or ran out of memory"
+        return "\n".join([*lines, f"Best: {none if self.best is None else f'{self.best} per rank'}."])
 
     __repr__ = __str__
 
@@ -85,10 +75,10 @@ def find_batch_size(
 ) -> BatchSizeSearch:
     """Search for the batch size with the most samples per second, without retries or running out of memory.
 
-    NOTE: call it on ALL ranks. It doubles the batch size until a trial runs out of memory or has retries,
-    then halves the distance between the largest that succeeded and the smallest that failed. A trial has two
-    untimed steps and three timed ones, of which the fastest counts: other work on the machine only makes a
-    step slower. Retries are counted from the second step on.
+    Call it on all ranks. It doubles the batch size until a trial runs out of memory or has retries, then
+    halves the distance between the largest that succeeded and the smallest that failed. A trial has two
+    untimed steps and three timed ones, of which the fastest counts. Retries count if they recur: in the last
+    two steps.
 
     A trial that runs out of memory on one rank counts as such on all. After it the gradients of every tensor
     in the process are dropped, FSDP2's models are reset, the cache is emptied, and the search goes on.
@@ -107,13 +97,11 @@ def find_batch_size(
 
     Raises:
         ValueError: start or limit make no sense.
-        RuntimeError: the search cannot go on, or the step raises one; the text holds what was found so far.
-            The arguments differ between ranks, a rank does not answer, the step failed on another rank, or a
-            model cannot be reset: FSDP1, and FSDP2 before torch 2.13 (DDP raises by itself, in its next
-            step). Or one of several ranks ran out of memory in a timed step, after two that went well; its
-            peers then wait until it ends, or until the process group's timeout.
-        Exception: what else `step` raises, other than for lack of memory (torch.OutOfMemoryError,
-            MemoryError, and RuntimeErrors of CUDA, its libraries and the CPU's allocator that say so).
+        RuntimeError: the search cannot go on; the text holds what was found so far. The arguments differ
+            between ranks, a rank does not answer, the step failed on another rank, or a model cannot be
+            reset: FSDP1, and FSDP2 before torch 2.13. Or one of several ranks ran out of memory in a timed
+            step, after two that went well; its peers then wait for the process group's timeout.
+        Exception: what else `step` raises, other than for lack of memory.
 
     Example::
 
@@ -172,16 +160,16 @@ def _try(step: Callable[[int], object], size: int, stats: DeviceStats, ranks: Ra
     timed = False
     try:
         run_together(ranks, lambda: step(size))  # fills the allocator's cache
-        before = stats.read()
         run_together(ranks, lambda: step(size))  # from the second step on, memory is as in all later ones
         stats.synchronize()
         timed = True  # from here on failures are not exchanged, which would take time
+        readings = [stats.read()]
         for _ in range(_TIMED_STEPS):
             begun = stats.now()
             step(size)
             stats.synchronize()
             seconds.append(stats.now() - begun)
-        after = stats.read()
+            readings.append(stats.read())
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -193,8 +181,10 @@ def _try(step: Callable[[int], object], size: int, stats: DeviceStats, ranks: Ra
         recover(error)
         stats.empty_cache()
         return Trial(size, "OOM")
-    retries = None if before.retries is None or after.retries is None else after.retries - before.retries
-    all_ranks = ranks.all(lambda: (seconds, after.reserved, retries))
+    before, after = readings[-1 - _SETTLED_STEPS].retries, readings[-1].retries
+    retries = None if before is None or after is None else after - before
+    most = max(reading.reserved for reading in readings)
+    all_ranks = ranks.all(lambda: (seconds, most, retries))
     times, reserved, retried = zip(*all_ranks, strict=True)
     fastest = min(map(max, zip(*times, strict=True)))  # each step is as slow as its slowest rank
     return Trial(

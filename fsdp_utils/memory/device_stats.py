@@ -23,8 +23,7 @@ class Reading(NamedTuple):
 class DeviceStats:
     """A device's memory statistics and its clock.
 
-    `Memory_Maximizer` and `find_batch_size` take any object with these attributes and methods as their
-    device, such as a simulated one.
+    `Memory_Maximizer` and `find_batch_size` take any object with these attributes and methods as device.
 
     Attributes:
         name: the device's name, for people.
@@ -67,12 +66,7 @@ class DeviceStats:
 
 
 def device_stats(device: torch.device | str | DeviceStats | None = None) -> DeviceStats:
-    """The memory statistics of a device.
-
-    Args:
-        device: None for the current accelerator, or the CPU where there is none. Any object that is not a
-            device or a device's name is returned as it is: it has the methods of `DeviceStats`.
-    """
+    """The memory statistics of a device: None for the current accelerator, or the CPU where there is none."""
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = device or "cpu"
@@ -111,11 +105,7 @@ class AllocatorStats(DeviceStats):
 
 
 class ProcessStats(DeviceStats):
-    """The resident memory of this process, for the CPU: tensors and everything else.
-
-    Linux keeps the peak (VmHWM), and resets it on request. Elsewhere the memory is read when read() is
-    called, and a peak in between is missed.
-    """
+    """The resident memory of this process, for the CPU. Linux keeps its peak; elsewhere peaks are missed."""
 
     kind = "process"
 

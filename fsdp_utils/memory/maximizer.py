@@ -1,34 +1,32 @@
-"""Measures how full the device is while it trains, and whether allocations had to be retried.
+"""Measure how full the device is while it trains, and whether allocations had to be retried.
 
 A device that is almost full still runs, but slower: when an allocation fails, the caching allocator frees
-its cached blocks and asks the device again (a retry). Nothing reports it unless it is counted.
+its cached blocks and asks the device again (a retry).
 """
 
 import torch
 
 from fsdp_utils.distributed.agreement import agree
 from fsdp_utils.distributed.identity import get_rank, get_world_size
-from fsdp_utils.memory.advice import known_sum
 from fsdp_utils.memory.device_stats import DeviceStats, device_stats
-from fsdp_utils.memory.report import MemoryReport, RankMemory, Step
+from fsdp_utils.memory.report import MemoryReport, RankMemory, Step, known_sum
 
 _WAIT_S = 10.0  # how long stop() waits for the other ranks
 
 
 class Memory_Maximizer:
-    """Measures the memory that training uses on every rank, and the allocations that were retried.
+    """Measure the memory that training uses on every rank, and the allocations that were retried.
 
-    Create it, `start()` before the first step, `update()` after each, `stop()` after the last; or use it as
-    a context manager, which starts and stops. Use it on all ranks. Where one does not come to its stop(), the
-    others wait for 10 seconds, and each reports its own memory and says so.
+    `start()` before the first step, `update()` after each, `stop()` after the last; or use it as a context
+    manager, which starts and stops. Use it on all ranks. Where one does not come to its stop(), the others
+    wait for 10 seconds, and each reports its own memory and says so.
 
     It resets the device's peak statistics, which belong to the whole process: read peaks from the report, not
     from `torch.cuda.max_memory_allocated()`, and measure one thing at a time.
 
     Args:
-        device: what to measure; None for the current accelerator, or the CPU where there is none. On the CPU
-            it is the resident memory of the process. Also anything with the methods of
-            `fsdp_utils.memory.DeviceStats`.
+        device: None for the current accelerator, or the CPU where there is none, of which it measures the
+            resident memory of the process. Also a `fsdp_utils.memory.DeviceStats`.
         verbose: print the report at stop(), on rank 0; on each rank that finds itself alone.
 
     Example::
@@ -46,7 +44,7 @@ class Memory_Maximizer:
     def __init__(
         self, device: torch.device | str | DeviceStats | None = None, *, verbose: bool = True
     ) -> None:
-        self.report: MemoryReport | None = None  # of the last stop()
+        self.report: MemoryReport | None = None  # made by the last stop()
         self._device = device
         self._verbose = verbose
         self._stats: DeviceStats | None = None  # while it measures
@@ -67,12 +65,12 @@ class Memory_Maximizer:
         sum is not.
 
         Args:
-            samples: how many samples this rank trained on in the step, for the throughput.
+            samples: that this rank trained on in the step, for the throughput.
 
         Raises:
             RuntimeError: start() was not called before.
         """
-        step = self._step(samples)
+        step = self._step(samples)  # raises before start(), which makes self._steps
         self._steps.append(step)
 
     def stop(self) -> MemoryReport:
@@ -85,9 +83,7 @@ class Memory_Maximizer:
         Raises:
             RuntimeError: start() was not called before.
         """
-        if self._stats is None and self.report is not None:
-            return self.report
-        return self._finish()
+        return self.report if self._stats is None and self.report else self._finish()
 
     def __enter__(self) -> "Memory_Maximizer":
         self.start()

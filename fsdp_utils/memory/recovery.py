@@ -1,7 +1,7 @@
 """Recovery from running out of memory in the middle of a training step, on one rank or on several.
 
-Without it the other ranks wait in a collective that the failed rank never reaches. And the model is left as
-the exception found it: FSDP2 then trains on, with wrong gradients and without a word.
+Without it the other ranks wait in a collective that the failed rank never reaches, and FSDP2 trains on from
+where the exception left it, with wrong gradients and without a word.
 """
 
 import gc
@@ -16,11 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_utils.distributed.agreement import Ranks
 from fsdp_utils.torch_internals.fsdp import fsdp2_is_root
 
-# RuntimeErrors that mean the same as torch.OutOfMemoryError: of the CUDA runtime ("CUDA error: out of
-# memory"), of CUDA's libraries (CUBLAS_STATUS_ALLOC_FAILED), of torch's allocator for the CPU.
+# RuntimeErrors of the CUDA runtime, of CUDA's libraries, of torch's allocator for the CPU
 _OUT_OF_MEMORY_WORDS = ("out of memory", "_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: ")
-
-_FINE, _OUT_OF_MEMORY, _FAILED = 0, 1, 2  # how a rank does in the step
+_FINE, _OUT_OF_MEMORY, _FAILED = 0, 1, 2  # the state of a rank in the step
 
 
 class StepFailed(RuntimeError):
@@ -32,7 +30,7 @@ class StepOutOfMemory(StepFailed):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Did a rank run out of memory, on the device or on the host?"""
+    """Whether a rank ran out of memory, on the device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | StepOutOfMemory):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY_WORDS)
@@ -41,9 +39,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def run_together(ranks: Ranks, step: Callable[[], object]) -> None:
     """Run a training step that ends on all ranks as soon as it fails on one.
 
-    Before each collective of the step the ranks exchange whether one of them has failed. So where one has,
-    all have begun the same collectives, and the process group remains usable. Every rank must issue the same
-    number of collectives, as data parallel training does.
+    Before each collective of the step the ranks exchange whether one of them has failed. So all have begun
+    the same collectives, and the process group remains usable. Every rank must issue the same number of
+    collectives, as data parallel training does.
 
     Raises:
         StepOutOfMemory: it ran out of memory on some rank; `recover` makes the model usable again.
@@ -63,7 +61,7 @@ def run_together(ranks: Ranks, step: Callable[[], object]) -> None:
 
 
 class _CheckBeforeCollectives(TorchDispatchMode):
-    """Sees every collective before it begins, whoever issues it: FSDP in its hooks, the optimizer, you."""
+    """Exchange the ranks' states before each collective, whoever issues it: FSDP, the optimizer, the user."""
 
     supports_higher_order_operators = True
 
@@ -82,7 +80,7 @@ class _CheckBeforeCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def exchange(self, mine: int) -> None:
-        """Tell the other ranks how this one does; raise if any rank has failed, but not its own failure."""
+        """Tell the other ranks the state of this one; raise if another rank has failed."""
         if not any(self._found):  # else the step has caught it and goes on
             self._found = self._ranks.numbers(mine)
         if _FAILED in self._found and mine != _FAILED:
@@ -92,10 +90,7 @@ class _CheckBeforeCollectives(TorchDispatchMode):
 
 
 def recover(error: BaseException) -> None:
-    """Reset the models of this process after an exception has stopped a training step on all ranks.
-
-    It drops the variables of the exception's frames, the gradients of all tensors of this process, and the
-    state of FSDP2's units.
+    """Drop the variables of the exception's frames, all gradients, and the state of FSDP2's units.
 
     Raises:
         StepFailed: there is a model that cannot be reset: FSDP1 that was interrupted, or FSDP2 in a torch
@@ -119,9 +114,8 @@ def recover(error: BaseException) -> None:
         # reset_iter_state leaves them [torch 2.13], and the next backward would add to them
         parameter.unsharded_accumulated_grad = None
     roots = [module for module in _alive(FSDPModule) if fsdp2_is_root(module)]
-    if any(module.training_state.name != "IDLE" for module in _alive(FullyShardedDataParallel)) or (
-        roots and not hasattr(FSDPModule, "reset_iter_state")
-    ):
+    fsdp1 = any(module.training_state.name != "IDLE" for module in _alive(FullyShardedDataParallel))
+    if fsdp1 or (roots and not hasattr(FSDPModule, "reset_iter_state")):
         raise StepFailed(
             "find_batch_size: an FSDP1 model cannot be reset after an exception. An FSDP2 model can, from "
             f"torch 2.13 on; this is torch {torch.__version__}."

@@ -69,7 +69,7 @@ def bf16_support(device: torch.device | str | None = None) -> Bf16Support:
     """Check whether this machine, or this whole process group, can train in bf16.
 
     Where there is a process group, every rank must call it: the ranks compare what they found and then sum
-    a tensor in bf16 over a group of their own, so that the training's group stays as it was.
+    a tensor in bf16 over another group, so that the training's group stays as it was.
 
     Args:
         device: None for the current accelerator, or the CPU where there is none.
@@ -142,7 +142,7 @@ def _why_not_tried(device: torch.device) -> str:
 
 
 def _all_reduce(device: torch.device) -> str:
-    """Sum ones in bf16 over all ranks; returns what went wrong. A collective, over a group of its own."""
+    """Sum ones in bf16 over all ranks; returns what went wrong. A collective, over a new group."""
     group: Any = None
     try:
         group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
@@ -161,7 +161,7 @@ def _all_reduce(device: torch.device) -> str:
 
 
 def _sum_of_ones(group: Any, device: torch.device) -> str:
-    """What is wrong with the sum; empty when nothing is."""
+    """Describe what is wrong with the sum; empty when nothing is."""
     ones = torch.ones(1024, dtype=torch.bfloat16, device=device)
     work = dist.all_reduce(ones, group=group, async_op=True)
     limit = time.monotonic() + LIMIT_S / 2  # before the group's own, at which NCCL ends the process

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_utils.sharding.names import WRAPPED, plain_name
+from fsdp_utils.sharding.names import plain_name, unwrapped
 from fsdp_utils.sharding.units import find_units, parameter_sizes, within
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# A repeated class with less than this share of the parameters in blocks is not worth units of its own ...
+# A repeated class with less than this share of the parameters in blocks does not need units ...
 SMALL = 0.1
 # ... unless all of it, which the root's unit would keep gathered, is as large as this part of a block
 OF_A_BLOCK = 0.5
 
 
 def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """The classes of this model's transformer blocks, which should be FSDP units.
+    """Find the classes of this model's transformer blocks, which should be FSDP units.
 
     Candidates are the modules in a ModuleList, ModuleDict or Sequential. Where a transformers model names its
     blocks (`_no_split_modules`), these are taken; elsewhere the outermost repeated classes, if they hold at
@@ -28,8 +28,7 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
         model: any module, sharded or not, on any device, "meta" too.
 
     Returns:
-        The classes, as FSDP1's ModuleWrapPolicy takes them: one for a decoder or an encoder, two or more
-        where they differ.
+        The classes, as FSDP1's ModuleWrapPolicy takes them: two or more where encoder and decoder differ.
 
     Raises:
         ValueError: nothing is repeated.
@@ -39,39 +38,44 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
         for block in transformer_block_classes(model):
             print(block.__name__)  # Block
     """
-    in_units, in_none = parameter_sizes(model, find_units(model, also_empty=True))
-    parameters = {name: size for some in (*in_units.values(), in_none) for name, size in some.items()}
+    by_unit = parameter_sizes(model, find_units(model, also_empty=True))
+    parameters = {name: size for some in by_unit.values() for name, size in some.items()}
     sizes: Counter[type[nn.Module]] = Counter()
     blocks: Counter[type[nn.Module]] = Counter()
-    named = set()
+    classes = set()
     for name, block, is_named in _candidates(model):
-        sizes[_class_of(block)] += sum(within(name, parameters).values())
-        blocks[_class_of(block)] += 1
+        cls = _class_of(block)
+        sizes[cls] += sum(within(name, parameters).values())
+        blocks[cls] += 1
         if is_named:
-            named.add(_class_of(block))
+            classes.add(cls)
     total = sum(sizes.values())
-    classes = named | {cls for cls, size in sizes.items() if size > 0 and size >= SMALL * total}
+    classes |= {cls for cls, size in sizes.items() if size > 0 and size >= SMALL * total}
     largest = max((sizes[cls] / blocks[cls] for cls in classes), default=0)
     classes |= {cls for cls, size in sizes.items() if size > 0 and size >= OF_A_BLOCK * largest}
     if not classes:
         raise ValueError(
             f"{_class_of(model).__name__}: found no transformer blocks. Expected a class that stands at "
             "least twice in a ModuleList, ModuleDict or Sequential and holds parameters. Give the repeated "
-            "part of the model a class of its own, or call fully_shard on its parts yourself."
+            "part of the model a class, or call fully_shard on its parts yourself."
         )
     return classes
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """The outermost modules that may be blocks: name, module, and whether the model names its class."""
-    names: set[str] = set()
-    for module in model.modules():
-        # transformers: None, a list or a set of class names, of which some may not occur in this model,
-        # and some are no blocks (embeddings). In a composite model, its parts have it.
-        names.update(getattr(module, "_no_split_modules", None) or ())
-    in_containers = [unwrapped(child) for parent in model.modules() for child in _contained(parent)]
-    counts = Counter(map(_class_of, in_containers))
-    named = {child for child in in_containers if _class_of(child).__name__ in names}
+    # transformers: None or class names. Some may not occur in this model, or be embeddings. In a composite
+    # model, its parts have them.
+    lists = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
+    contained = [
+        child
+        for parent in model.modules()
+        if isinstance(parent, _CONTAINERS)
+        for child in map(unwrapped, parent.children())
+        if not _is_single_layer(child)
+    ]
+    counts = Counter(map(_class_of, contained))
+    named = {child for child in contained if _class_of(child).__name__ in set().union(*lists)}
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, bool]]:
         for child_name, wrapped in module.named_children():
@@ -86,27 +90,14 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     return walk(unwrapped(model), "")
 
 
-def _contained(parent: nn.Module) -> list[nn.Module]:
-    """The children that may be blocks, by their container and their class."""
-    if not isinstance(parent, _CONTAINERS):
-        return []
-    return [child for child in parent.children() if not _is_single_layer(unwrapped(child))]
-
-
 def _is_single_layer(module: nn.Module) -> bool:
     cls = _class_of(module)
     is_leaf_of_torch = cls.__module__.startswith("torch.nn.") and not list(module.children())
     return cls in _CONTAINERS or is_leaf_of_torch
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside all wrappers around it."""
-    inner = [child for name, child in module.named_children() if name in WRAPPED]
-    return unwrapped(inner[0]) if inner else module
-
-
 def _class_of(module: nn.Module) -> type[nn.Module]:
-    """The class as it was written: fully_shard puts one of its own before it."""
+    """The class as it was written: fully_shard puts another one before it."""
     line = type(module).__mro__
     return line[line.index(FSDPModule) + 1] if FSDPModule in line else line[0]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_utils.sharding.blocks import unwrapped
+from fsdp_utils.sharding.names import unwrapped
 
 # The dispatcher's names. A linear layer is mm, with a bias addmm; experts are one _grouped_mm.
 _PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default"}
@@ -48,8 +48,8 @@ def selective(*, every_other: bool = True) -> Callable[[], Any]:
 def compute_again(blocks: Sequence[nn.Module], checkpointing: str | int) -> None:
     """Make backward compute the forward of each block, or of every n-th, again.
 
-    The block's forward is replaced, and not the block wrapped: names and classes stay, and hooks stay outside
-    (fully_shard's gather the parameters once for both, as the forward runs within).
+    Replaces the block's forward instead of wrapping the block: names and classes stay, and the parameters are
+    gathered once for both, as fully_shard's hooks stay outside.
 
     Raises:
         ValueError: an unknown value of checkpointing.
@@ -83,12 +83,11 @@ def _computed_again(block: nn.Module, options: dict[str, Any], first: bool) -> C
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        args = tuple(map(without_cache, args))
         kwargs = {name: without_cache(value) for name, value in kwargs.items()}
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
         # The block's own keywords stay apart: checkpoint has some of the same names, such as debug.
         compute = partial(forward, **kwargs)
-        return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=True, **options)
+        return checkpoint(compute, *map(without_cache, args), use_reentrant=False, **options)
 
     return checkpointed

@@ -1,25 +1,54 @@
-"""check_sharding: find mistakes in how a model was wrapped."""
+"""Check how a model was wrapped, and how it is about to be trained: `_CHECKS` is the table of the checks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
 
+from fsdp_utils.distributed.agreement import agree, has_peers
 from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
+from fsdp_utils.sharding.copies import buffer_copies, differing, in_words, parameter_copies
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.sharding.placements import unevenly_cut
-from fsdp_utils.sharding.training_checks import (
-    check_copies,
-    check_gradient_sync,
-    check_master_weights,
-    check_optimizer,
-)
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, within
+from fsdp_utils.sharding.wrapping import UNEVEN, dimension, padding
+from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp1_syncs, fsdp2_syncs, fsdp2_whole
 
 # A unit that gathers more than this share of the parameters at once undoes most of what sharding saves.
-HALF = 0.5
+_HALF = 0.5
+_FEW_BYTES = 2**20  # less padding than this on each rank is not reported
+# Optimizers whose step() is defined here update the parameter itself, without a float32 copy of it.
+_WITHOUT_MASTERS = ("torch.optim.", "fsdp_utils.")
+_WAIT_S = 5.0  # for the other ranks; it may have been called on one rank only
+_HASH_S = 600.0  # that another rank may take longer to hash its copies
+
+Kind = TypeVar("Kind", bound=nn.Module)
 
 
-def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
+class _NotComparedError(RuntimeError):
+    """A rank did not take part."""
+
+
+@dataclass
+class _Wrapped:
+    """The subject of the checks."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    units: list[Unit]
+    sizes: dict[Unit | None, dict[str, int]]
+
+    def modules(self, kind: type[Kind]) -> dict[str, Kind]:
+        return {plain_name(n) or ROOT: one for n, one in self.model.named_modules() if isinstance(one, kind)}
+
+
+def check_sharding(model: nn.Module, optimizer: Optimizer | None = None) -> list[str]:
     """Find mistakes in how a model was wrapped, and say how to mend them.
 
     Changes nothing. Call it on every rank: where all ranks share the model, buffers, and parameters of which
@@ -41,113 +70,216 @@ def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         print(check_sharding(model, optimizer))  # []
     """
     units = find_units(model, also_empty=True)
-    replicated = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    if not units and not replicated:
+    wrapped = _Wrapped(model, optimizer, units, parameter_sizes(model, units))
+    if not units and not wrapped.modules(DDP):
         return [
             "The model is not sharded: no module in it is an FSDP unit. Call shard(model), or fully_shard."
         ]
-    problems = []
-    if units:
-        sizes, loose = parameter_sizes(model, units)
-        fsdp2 = not units[0].fsdp1
-        problems += _check_units(model, units, sizes, loose, fsdp2) + _check_ties(model, sizes, fsdp2)
-        problems += _check_placements(model)
-    if optimizer is not None:
-        problems += check_optimizer(model, optimizer, units) + check_master_weights(model, optimizer)
-    return problems + check_gradient_sync(model, units) + check_copies(model)
+    return [problem for check in _CHECKS for problem in check(wrapped)]
 
 
-def _check_units(
-    model: nn.Module,
-    units: list[Unit],
-    sizes_of: dict[Unit, dict[str, int]],
-    loose: dict[str, int],
-    fsdp2: bool,
-) -> list[str]:
+def _units(wrapped: _Wrapped) -> Iterator[str]:
     """The first mistake in the choice of units; further ones would follow from it."""
+    model, units, loose = wrapped.model, wrapped.units, wrapped.sizes[None]
+    if not units:  # DDP
+        return
     if loose:
-        what_to_do = "Call fully_shard(model) after its parts." if fsdp2 else "Wrap the whole model in FSDP."
-        return [
+        cure = (
+            "Wrap the whole model in FSDP." if units[0].fsdp1 else "Call fully_shard(model) after its parts."
+        )
+        yield (
             f"{len(loose)} parameters are in no unit (such as {next(iter(loose))}): they are not sharded and "
-            f"their gradients are not averaged over the ranks. {what_to_do}"
-        ]
+            f"their gradients are not averaged over the ranks. {cure}"
+        )
+        return
+    root = units[0]
+    if root.name != ROOT and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
+        return  # several sharded models side by side have no common root
     try:
         classes = transformer_block_classes(model)
     except ValueError:
         classes = set()
-    names = " and ".join(sorted(cls.__name__ for cls in classes)) or "part"
-    what_to_do = (
-        f"Call fully_shard on each {names} before the model, or shard(model) instead."
-        if fsdp2
-        else "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
-    )
-    if len(units) == 1:
-        return [
-            "Only the root is a unit: the whole model is gathered at once, so in backward each rank holds "
-            "all parameters and all gradients whole. Sharding saves memory only on the optimizer's state, "
-            f"and between the steps. {what_to_do}"
-        ]
-    root = units[0]
-    if root.name != ROOT and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
-        return []  # several sharded models side by side have no common root
-    of_root = sizes_of[root]
-    sizes = {name: size for some in sizes_of.values() for name, size in some.items()}
     blocks = dict(outermost(model, tuple(classes))) if classes else {}
+    kinds = " and ".join(sorted(cls.__name__ for cls in classes)) or "part"
+    cure = (
+        "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
+        if root.fsdp1
+        else f"Call fully_shard on each {kinds} before the model, or shard(model) instead."
+    )
+    sizes = {name: size for some in wrapped.sizes.values() for name, size in some.items()}
+    of_root = wrapped.sizes[root]
     in_root = [name for name in blocks if _share(within(name, of_root), within(name, sizes)) > SMALL]
-    if in_root:
-        return [
-            f"{len(in_root)} of {len(blocks)} blocks ({names}) are not units, such as {in_root[0]}: they are "
-            "gathered with the root and stay gathered. If a class was named for wrapping, it was not theirs. "
-            f"{what_to_do}"
-        ]
-    of_blocks = {name: size for block in blocks for name, size in within(block, sizes).items()}
-    for unit in units[1:]:
-        own = sizes_of[unit]
-        held = [block for block in blocks if within(block, own)]
-        share = _share({name: size for name, size in own.items() if name in of_blocks}, of_blocks)
-        # Blocks that share a parameter have to be in one unit.
-        if share > HALF and len(by_shared_parameters([blocks[block] for block in held])) > 1:
-            return [
-                f"{len(held)} of {len(blocks)} blocks ({names}) are in one unit ({unit.name}), which gathers "
-                f"{share:.0%} of all blocks' parameters at once. {what_to_do}"
-            ]
-    if (share := _share(of_root, sizes)) > HALF:
-        largest = max(of_root, key=of_root.__getitem__)
-        return [
-            f"{share:.0%} of the parameters are in the root's unit, which stays gathered through forward and "
-            f"backward; the largest is {largest}. Make its module a unit too, before the root."
-        ]
-    return []
+    if in_root and len(units) > 1:
+        yield (
+            f"{len(in_root)} of {len(blocks)} blocks ({kinds}) are not units, such as {in_root[0]}: they are "
+            f"gathered with the root and stay gathered. {cure}"
+        )
+        return
+    for unit in units:
+        own = wrapped.sizes[unit]
+        held = [block for name, block in blocks.items() if within(name, own)]
+        # A block alone, and blocks that share a parameter, must be in one unit.
+        if unit is not root and len(by_shared_parameters(held)) < 2:
+            continue
+        if (share := _share(own, sizes)) > _HALF:
+            largest = max(own, key=own.__getitem__)
+            yield (
+                f"{share:.0%} of the parameters are in one unit, {unit.name}, so that each rank holds them "
+                f"and their gradients whole at once; the largest is {largest}. "
+                + (cure if held else "Make its module a unit too, before the root.")
+            )
+            return
 
 
 def _share(part: dict[str, int], whole: dict[str, int]) -> float:
     return sum(part.values()) / max(1, sum(whole.values()))
 
 
-def _check_ties(model: nn.Module, sizes_of: dict[Unit, dict[str, int]], fsdp2: bool) -> list[str]:
-    unit_of = {name: unit.name for unit, sizes in sizes_of.items() for name in sizes}
+def _ties(wrapped: _Wrapped) -> Iterator[str]:
+    """Tied weights in two units."""
+    unit_of = {name: unit for unit, sizes in wrapped.sizes.items() if unit for name in sizes}
     pairs = {
         tuple(sorted((plain_name(prefix, target), plain_name(prefix, source))))
-        for prefix, module in model.named_modules()
+        for prefix, module in wrapped.model.named_modules()
         # transformers: which names are one parameter. Under one unit only one of them is left.
         for target, source in getattr(module, "all_tied_weights_keys", {}).items()
     }
-    what_to_do = "fully_shard([a, b])" if fsdp2 else "FSDP around a module that holds both"
-    return [
-        f"{a} and {b} are tied but in two units, {unit_of[a]} and {unit_of[b]}, so they are no longer one "
-        "parameter: each would train on its own (from 2.13 on, torch refuses to run such an FSDP2 model). "
-        f"Leave both modules to the root's unit, or make them one unit: {what_to_do}."
-        for a, b in sorted(pairs)
-        if a in unit_of and b in unit_of
-    ]
+    for a, b in sorted(pairs):
+        if a in unit_of and b in unit_of:
+            cure = "FSDP around a module that holds both" if unit_of[a].fsdp1 else "fully_shard([a, b])"
+            yield (
+                f"{a} and {b} are tied but in two units, {unit_of[a].name} and {unit_of[b].name}: each would "
+                f"train on its own. Leave both modules to the root's unit, or make them one unit: {cure}."
+            )
 
 
-def _check_placements(model: nn.Module) -> list[str]:
-    names, more = unevenly_cut(model)
-    return [
-        f"{len(names)} parameters, such as {name}, are cut between their few rows, which the ranks cannot "
-        f"share evenly: with padding, each rank holds {more:.0%} more than its share of the model. Call "
-        "shard(model), or give fully_shard a shard_placement_fn that returns Shard(dim), with a dimension "
-        "that the ranks divide."
-        for name in names[:1]
+def _rows(wrapped: _Wrapped) -> Iterator[str]:
+    """Parameters, such as experts, that are cut between fewer rows than the ranks can share evenly."""
+    added: dict[str, float] = {}  # bytes of padding on each rank
+    share, elsewhere = 0.0, False
+    for name, p in wrapped.model.named_parameters():
+        if isinstance(p, DTensor) and p.dim() and p.placements[-1].is_shard() and p.numel():
+            ranks = p.device_mesh.size(p.device_mesh.ndim - 1)
+            share += p.nbytes / ranks
+            if p.placements[-1].is_shard(0) and padding(p.shape, ranks) > UNEVEN * p.numel():
+                added[plain_name(name)] = padding(p.shape, ranks) * p.itemsize / ranks
+                elsewhere = elsewhere or dimension(p.shape, ranks) > 0
+    if sum(added.values()) > max(_FEW_BYTES, UNEVEN * share):
+        cure = (
+            "Call shard(model), or give fully_shard a shard_placement_fn that returns a Shard(dim) that they "
+            "divide."
+            if elsewhere
+            else 'They divide no other dimension: shard over fewer ranks (strategy "hybrid").'
+        )
+        yield (
+            f"{len(added)} parameters, such as {max(added, key=added.__getitem__)}, are cut between rows "
+            "that the ranks cannot share evenly: with padding, each rank holds "
+            f"{sum(added.values()) / share:.0%} more than its share of the model. {cure}"
+        )
+
+
+def _optimizer(wrapped: _Wrapped) -> Iterator[str]:
+    """An optimizer of other parameters than the sharded ones."""
+    held = [p for unit in wrapped.units if not unit.fsdp1 for part in unit.parts for p in part.fsdp_params]
+    own = {p.sharded_param for p in held} | (set(wrapped.model.parameters()) - set(map(fsdp2_whole, held)))
+    given = set(_trained(wrapped.optimizer))
+    if given - own and not all(parameter in given for parameter in own if parameter.requires_grad):
+        yield (
+            f"The optimizer holds {len(given - own)} parameters that are not the sharded model's, so its "
+            "steps do not change the model. Build it from model.parameters() after sharding, before the "
+            "first forward (or call model.reshard() before)."
+        )
+
+
+def _master_weights(wrapped: _Wrapped) -> Iterator[str]:
+    """Trainable parameters in bf16 or fp16 under an optimizer that is known to keep no masters."""
+    optimizer = wrapped.optimizer
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner  # inside of Accelerate's
+    # Those of the optimizer: between forward and backward the model may hold gathered copies in bf16.
+    low = [p for p in _trained(optimizer) if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    if optimizer and low and type(optimizer).step.__module__.startswith(_WITHOUT_MASTERS):
+        names = [plain_name(name) for name, p in wrapped.model.named_parameters() if p is low[0]]
+        yield (
+            f"{len(low)} trainable parameters are held in {str(low[0].dtype).removeprefix('torch.')}"
+            f"{f' (such as {names[0]})' if names else ''}, and {type(optimizer).__name__} keeps no float32 "
+            "copy of them: at a small learning rate most updates are rounded away. Call model.float() before "
+            "sharding, and compute in bf16 by MixedPrecisionPolicy (FSDP1: MixedPrecision)."
+        )
+
+
+def _trained(optimizer: Optimizer | None) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
+
+
+def _gradient_sync(wrapped: _Wrapped) -> Iterator[str]:
+    """Units whose gradients stay on their rank in the next backward."""
+    off = [name for name, one in wrapped.modules(DDP).items() if not one.require_backward_grad_sync]
+    off += [name for name, one in wrapped.modules(FSDP1).items() if not fsdp1_syncs(one)]
+    off += [one.name for one in wrapped.units if not one.fsdp1 and not all(map(fsdp2_syncs, one.parts))]
+    if off:
+        yield (
+            f"Gradient sync is off in {len(off)} units (such as {off[0]}): in the next backward each rank "
+            "keeps its own gradients. Before a step's last micro-batch call "
+            "model.set_requires_gradient_sync(True); with FSDP1 and DDP, leave model.no_sync()."
+        )
+
+
+def _hybrid_alone(wrapped: _Wrapped) -> Iterator[str]:
+    """Source: https://github.com/volcengine/verl/issues/7493."""
+    alone = [
+        name
+        for name, unit in wrapped.modules(FSDP1).items()
+        if (replicas := fsdp1_replicas(unit)) and replicas.size() > 1
+        if dist.get_world_size(unit.process_group) == 1
     ]
+    if alone:
+        yield (
+            f"HYBRID_SHARD over groups of one rank in {len(alone)} FSDP1 units (such as {alone[0]}): FSDP1 "
+            "averages its gradients with no other rank. Put at least two ranks into a shard group, or use "
+            "DistributedDataParallel or fully_shard."
+        )
+
+
+def _copies(wrapped: _Wrapped) -> Iterator[str]:
+    """Buffers, and parameters that several ranks hold, that differ; compared if all ranks share the model."""
+    if not has_peers() or len(_ranks_of(wrapped)) < dist.get_world_size():
+        return
+    parameters = {name: copy for name, copy in parameter_copies(wrapped.model).items() if copy.groups}
+    # DDP gives all ranks the first one's buffers at the next forward.
+    by_ddp = any(module.broadcast_buffers for module in wrapped.modules(DDP).values())
+    buffers = {} if by_ddp else buffer_copies(wrapped.model)
+    if not (parameters or buffers):
+        return
+    waits = {"wait_s": _WAIT_S, "collective_s": _HASH_S}
+    try:
+        ranks = agree("check_sharding", dict, error=_NotComparedError, topic="sharding", **waits)
+        with ranks.guard(), torch.inference_mode(False):  # in which a DTensor cannot be detached
+            differ = differing({**parameters, **buffers}, ranks)
+    except _NotComparedError as error:
+        yield f"Buffers and copies of parameters were not compared between the ranks. {error}"
+        return
+    if some := {name: said for name, said in differ.items() if name in parameters}:
+        yield (
+            f"Replicas of a parameter differ between ranks: {in_words(some)}. Build the model with one seed "
+            "on all ranks; if they were the same once, look for ignored parameters, whose gradients FSDP "
+            "does not average, a step that only some ranks take, and gradient sync that is off."
+        )
+    if some := {name: said for name, said in differ.items() if name in buffers}:
+        yield (
+            f"Buffers differ between ranks: {in_words(some)}. FSDP does not synchronise them: broadcast them "
+            "from rank 0 before evaluating and saving (batch norm's statistics: use nn.SyncBatchNorm)."
+        )
+
+
+def _ranks_of(wrapped: _Wrapped) -> set[int]:
+    """The ranks that share the model; none while FSDP2 has all of it gathered."""
+    meshes = {param.device_mesh for param in wrapped.model.parameters() if isinstance(param, DTensor)}
+    fsdp1, ddp = wrapped.modules(FSDP1).values(), wrapped.modules(DDP).values()
+    groups = {module.process_group for module in (*fsdp1, *ddp)}
+    groups |= {fsdp1_replicas(module) for module in fsdp1} - {None}
+    found = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    return found.union(*map(dist.get_process_group_ranks, groups))
+
+
+_CHECKS = (_units, _ties, _rows, _optimizer, _master_weights, _gradient_sync, _hybrid_alone, _copies)

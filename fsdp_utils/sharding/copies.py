@@ -1,8 +1,7 @@
 """Compare and broadcast tensors of which several ranks hold a copy, such as hybrid sharding's replicas.
 
-Ranks hold copies of the same place: of a whole parameter or buffer, or of the same shard of it. Nothing in
-training compares them: where they differ, gradients are averaged over models that are not the same, and a
-checkpoint stores some ranks' values and drops the others'.
+Nothing in training compares such copies. Where they differ, gradients are averaged over models that are not
+the same, and a checkpoint stores some ranks' values and drops the others'.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,26 +34,26 @@ class Copy(NamedTuple):
 
 
 def parameter_copies(model: nn.Module) -> dict[str, Copy]:
-    """Collect the parameters of which another rank may hold this rank's part, by name without wrappers."""
+    """Collect the parameters of which another rank may hold this rank's part, by plain name."""
     units = {param: unit for unit in model.modules() if isinstance(unit, FSDP1) for param in _flat(unit)}
-    found = {}
-    for name, param in model.named_parameters():
-        copy = _fsdp1_copy(param, units[param]) if param in units else _copy(param)
-        if copy is not None:
-            found[plain_name(name)] = copy
-    return found
+    return _found(
+        (plain_name(name), _fsdp1_copy(param, units[param]) if param in units else _copy(param))
+        for name, param in model.named_parameters()
+    )
 
 
 def buffer_copies(model: nn.Module) -> dict[str, Copy]:
-    """Collect all buffers, by name without wrappers: FSDP shards none of them."""
-    found = {plain_name(name): _copy(buffer) for name, buffer in model.named_buffers()}
-    return {name: copy for name, copy in found.items() if copy is not None}
+    """Collect all buffers, by plain name: FSDP shards none of them."""
+    return _found((plain_name(name), _copy(buffer)) for name, buffer in model.named_buffers())
 
 
 def dtensor_copies(tensors: Mapping[str, Tensor]) -> dict[str, Copy]:
     """Collect the DTensors of which another rank may hold this rank's part, by name."""
-    found = {name: _copy(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    return {name: copy for name, copy in found.items() if copy is not None}
+    return _found((name, _copy(tensor)) for name, tensor in tensors.items() if isinstance(tensor, DTensor))
+
+
+def _found(copies: Iterable[tuple[str, Copy | None]]) -> dict[str, Copy]:
+    return {name: copy for name, copy in copies if copy is not None}
 
 
 def state_copies(parameters: Mapping[str, Copy], optimizers: Iterable[Optimizer]) -> dict[str, Copy]:
@@ -81,40 +80,37 @@ def inventory(copies: Mapping[str, Copy]) -> str:
 def differing(copies: Mapping[str, Copy], ranks: Ranks) -> dict[str, str]:
     """Compare the copies' bits by their hashes; all ranks take part, and return the same.
 
-    Digests of single tensors are exchanged only where that of all of them together differs. A tensor on an
+    Digests of single tensors travel only where that of all of them together differs. A tensor on an
     accelerator is copied to the host to be hashed: torch.hash_tensor is an xor of the elements, which does
     not change when two of them are swapped, or both change their sign.
 
     Returns:
         By name, which ranks hold other values than which, in words; empty when all copies are equal.
     """
-    mine: dict[str, dict[str, str]] = {}  # digests by name, by place
+    mine: dict[str, dict[str, str]] = {}  # digests by place and name
 
     def hashes() -> dict[str, str]:
         for name, copy in sorted(copies.items()):
             mine.setdefault(copy.place, {})[name] = digest(copy.tensor)
-        return {
-            place: fingerprint([f"{name} {digest}" for name, digest in digests.items()])
-            for place, digests in mine.items()
-        }
+        return {place: fingerprint([f"{k} {v}" for k, v in of.items()]) for place, of in mine.items()}
 
     together = ranks.all(hashes)
-    places = sorted({place for one in together for place in one})
+    places = sorted(set().union(*together))
     odd = [place for place in places if len({one[place] for one in together if place in one}) > 1]
     each = ranks.all(lambda: {place: mine[place] for place in odd if place in mine}) if odd else []
-    expected: dict[str, set[int]] = {}  # the first rank that holds the name at that place
+    usual: dict[tuple[str, str], tuple[int, str]] = {}  # the first rank that holds that tensor, its digest
+    expected: dict[str, set[int]] = {}
     others: dict[str, set[int]] = {}
-    for place in odd:
-        usual: dict[str, tuple[int, str]] = {}
-        for rank, digests in enumerate(one.get(place, {}) for one in each):
+    for rank, of_rank in enumerate(each):
+        for place, digests in of_rank.items():
             for name, found in digests.items():
-                first, value = usual.setdefault(name, (rank, found))
+                first, value = usual.setdefault((place, name), (rank, found))
                 if found != value:
                     expected.setdefault(name, set()).add(first)
                     others.setdefault(name, set()).add(rank)
     return {
         name: f"{name!r} on {rank_names(sorted(who))} differs from {rank_names(sorted(expected[name]))}"
-        for name, who in others.items()
+        for name, who in sorted(others.items())
     }
 
 
@@ -142,9 +138,9 @@ def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     dist.all_gather_object(found, inventory(copies), group=group)
     if len(set(found)) > 1:
         raise RuntimeError(
-            "shard: expected the same parameters and buffers in all replicas, to be broadcast, found "
-            "other names, dtypes or shapes, or values in some replicas only, among ranks "
-            f"{dist.get_process_group_ranks(group)}. Build the model alike on all ranks, or on meta on all."
+            "shard: expected the same parameters and buffers in all replicas, found other names, dtypes or "
+            f"shapes, or values in some only, among ranks {dist.get_process_group_ranks(group)}. Build the "
+            "model alike on all ranks, or on meta on all."
         )
     broadcast({name: copy._replace(groups=(group,)) for name, copy in copies.items()})
 
@@ -153,7 +149,7 @@ def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
 def broadcast(copies: Mapping[str, Copy]) -> None:
     """Give all holders of a place the values of the first of them, in place. A collective of their groups.
 
-    All holders of a place have the same inventory() there.
+    All holders of a place must have the same inventory() there.
     """
     for _, copy in sorted(copies.items()):
         part = local(copy.tensor.detach())

@@ -1,7 +1,7 @@
-"""Which part of a parameter does this rank hold?
+"""The part of a parameter that this rank holds.
 
-`local_chunk` says it by dimension (a DTensor's part, to read or copy), `places` by position in the flattened
-parameter, for FSDP1 as well: for what must come out alike however the model is sharded, such as masks.
+`local_chunk` gives it by dimension, `places` by position in the flattened parameter, for FSDP1 as well: for
+what must come out alike however the model is sharded, such as masks.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ class Member:
     name: str  # within its FSDP unit
     shape: torch.Size
     strides: tuple[int, ...]
-    offset: int  # of this rank's part, in elements of the full parameter
-    start: int  # of this rank's part, in elements of this rank's flat parameter
+    offset: int  # the part begins here, in elements of the full parameter
+    start: int  # and here in this rank's flat parameter
     numel: int
 
 
@@ -36,27 +36,26 @@ class Member:
 class Place:
     """This rank's part of a parameter: `numel` contiguous elements from `offset` on.
 
-    Of a tensor that is split along another dimension than the first, the part is not contiguous in the full
-    parameter; then the elements are counted as if the ranks' parts lay one after the other.
+    Where a tensor is split along another dimension than the first, the ranks' parts count as if they lay one
+    after the other.
     """
 
-    shape: torch.Size  # of the full parameter
+    shape: torch.Size  # the full parameter's
     offset: int
     numel: int
-    members: tuple[Member, ...] = ()  # of FSDP1's flat parameter
+    members: tuple[Member, ...] = ()  # inside FSDP1's flat parameter
     strides: tuple[int, ...] = ()  # with FSDP1, which counts elements in the order of their memory
 
     @property
     def padding(self) -> int:
-        """How many elements at the end are padding: FSDP1 makes the ranks' parts equal."""
+        """Elements of padding at the end: FSDP1 makes the ranks' parts equal."""
         return min(self.numel, max(0, self.offset + self.numel - self.shape.numel()))
 
 
 def local_chunk(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """This rank's part of a tensor: its offsets in the full tensor and its sizes, by dimension.
+    """Offsets in the full tensor, and sizes, of this rank's part, by dimension.
 
-    The part itself is `local(tensor)`. A tensor that is no DTensor is its own part. On a rank that is not in
-    the DTensor's mesh, all of them are 0.
+    On a rank that is not in the DTensor's mesh, all of them are 0.
 
     Raises:
         ValueError: the DTensor has Partial placements: a rank holds a summand, not a part.
@@ -70,10 +69,8 @@ def local_chunk(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def places(params: Sequence[Tensor]) -> list[Place]:
-    """The place of this rank's part of each parameter, by position in the flattened parameter."""
-    fsdp1: dict[int, Place] = {}
-    if any(map(is_fsdp1_parameter, params)):
-        fsdp1 = _fsdp1_places()
+    """The place of this rank's part of each parameter."""
+    fsdp1 = _fsdp1_places() if any(map(is_fsdp1_parameter, params)) else {}
     return [
         _dtensor_place(p) if isinstance(p, DTensor) else fsdp1.get(id(p)) or Place(p.shape, 0, p.numel())
         for p in params
@@ -91,7 +88,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_readable(part: Tensor) -> bool:
-    """Has it memory of its own, which holds all of it?"""
+    """Does its own memory hold all of its values?"""
     return not (
         part.is_meta
         or is_traceable_wrapper_subclass(part)

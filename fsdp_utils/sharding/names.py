@@ -1,4 +1,4 @@
-"""What modules and parameters are called, whatever wrappers stand around them."""
+"""Names of modules and parameters, without those of the wrappers around them."""
 
 from torch import nn
 
@@ -6,11 +6,12 @@ from fsdp_utils.torch_internals.names import WRAPPED
 
 
 def plain_name(*names: str) -> str:
-    """The names joined by dots, without what wrappers add to them."""
+    """Join names by dots, and leave out what wrappers add to them."""
     parts = ".".join(names).split(".")
     return ".".join(part for part in parts if part and part not in WRAPPED)
 
 
-def module_names(model: nn.Module) -> dict[nn.Module, str]:
-    """All modules with the names that they have in the model, wrappers included; outer before inner."""
-    return {module: name for name, module in model.named_modules()}
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside all wrappers around it."""
+    inner = [child for name, child in module.named_children() if name in WRAPPED]
+    return unwrapped(inner[0]) if inner else module

@@ -10,16 +10,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from fsdp_utils.sharding.names import module_names, plain_name
+from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import (
     Flat,
     fsdp1_dtypes,
     fsdp1_handle,
-    fsdp1_offloads,
     fsdp2_groups,
     fsdp2_state,
-    fsdp2_whole,
-    registered_flat,
 )
 
 ROOT = "(root)"  # the name of the model itself; no submodule can be called so
@@ -30,11 +27,11 @@ class Unit:
     """One FSDP unit.
 
     Args:
-        name: Of its module, without wrappers; ROOT for the model itself.
-        modules: Those that share it: one, or the list that fully_shard was given.
-        parts: What in torch holds its parameters: FSDP2's parameter groups, or FSDP1's handle; empty where
+        name: of its module, without wrappers; ROOT for the model itself.
+        modules: those that share it: one, or the list that fully_shard was given.
+        parts: what in torch holds its parameters: FSDP2's parameter groups, or FSDP1's handle; empty where
             all parameters are in units within.
-        fsdp1: Which of the two.
+        fsdp1: which of the two.
     """
 
     name: str
@@ -44,45 +41,23 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of its full parameters, without padding."""
+        """Bytes of its full parameters, without padding."""
         if not self.fsdp1:
-            return sum(parameter.nbytes for parameter in self.sharded)
+            return sum(p.sharded_param.nbytes for part in self.parts for p in part.fsdp_params)
         return sum(
             sum(map(math.prod, Flat(handle.flat_param).shapes)) * fsdp1_dtypes(handle)[0].itemsize
             for handle in self.parts
         )
 
-    @property
-    def device(self) -> str:
-        """Where its shards are at rest now."""
-        if not self.fsdp1:
-            return ", ".join(sorted(map(str, {parameter.device for parameter in self.sharded})))
-        (handle,) = self.parts
-        return "cpu" if fsdp1_offloads(handle) else str(registered_flat(handle).device)
 
-    @property
-    def gathered(self) -> list[Any]:
-        """FSDP2's full parameters, which the model has while they are gathered."""
-        whole = [] if self.fsdp1 else [fsdp2_whole(p) for part in self.parts for p in part.fsdp_params]
-        return [parameter for parameter in whole if parameter is not None]
-
-    @property
-    def sharded(self) -> list[Any]:
-        """FSDP2's shards, which an optimizer holds."""
-        return [] if self.fsdp1 else [p.sharded_param for part in self.parts for p in part.fsdp_params]
-
-
-def find_units(
-    model: nn.Module, names: dict[nn.Module, str] | None = None, *, also_empty: bool = False
-) -> list[Unit]:
+def find_units(model: nn.Module, *, also_empty: bool = False) -> list[Unit]:
     """The model's FSDP units, outer before inner.
 
     Args:
-        model: Sharded or not.
-        names: Of its modules (`module_names`), where they are known already.
-        also_empty: With those that hold no parameters of their own, such as a root around blocks.
+        model: sharded or not.
+        also_empty: with those that hold no parameters themselves, such as a root around blocks.
     """
-    names = module_names(model) if names is None else names
+    names = {module: name for name, module in model.named_modules()}
     units = []
     seen: set[int] = set()  # FSDP2's states: modules that were sharded together, as a list, have one
     for module, name in names.items():
@@ -92,7 +67,7 @@ def find_units(
         elif isinstance(module, FSDPModule) and id(state := fsdp2_state(module)) not in seen:
             seen.add(id(state))
             parts = tuple(fsdp2_groups(module))
-            modules = parts[0].modules if parts else (module,)
+            modules: Any = parts[0].modules if parts else (module,)
             together = (plain_name(names.get(one, "")) or ROOT for one in modules)
             unit = Unit(", ".join(together), modules, parts, fsdp1=False)
         else:
@@ -102,41 +77,31 @@ def find_units(
     return units
 
 
-def parameter_sizes(model: nn.Module, units: list[Unit]) -> tuple[dict[Unit, dict[str, int]], dict[str, int]]:
-    """How many elements has each full parameter?
+def parameter_sizes(model: nn.Module, units: list[Unit]) -> dict[Unit | None, dict[str, int]]:
+    """Elements of each full parameter, by unit and plain name; those that are in no unit under None.
+
+    A tied parameter has several names and counts once.
 
     Args:
-        model: Sharded or not.
-        units: All that it has, `find_units(model, also_empty=True)`.
-
-    Returns:
-        For each unit the sizes of the parameters that it gathers, by name in the model without wrappers; and
-        those of the parameters that are in no unit.
+        model: sharded or not.
+        units: all of them, `find_units(model, also_empty=True)`.
     """
-    unit_of = {module: unit for unit in units for module in unit.modules}
-    sizes: dict[Unit, dict[str, int]] = {unit: {} for unit in units}
-    loose: dict[str, int] = {}
-    seen: set[nn.Parameter] = set()  # a tied parameter has several names and counts once
-
-    def walk(module: nn.Module, name: str, unit: Unit | None) -> None:
-        unit = unit_of.get(module, unit)
+    of_module = {module: unit for unit in units for module in unit.modules}
+    sizes: dict[Unit | None, dict[str, int]] = {unit: {} for unit in (*units, None)}
+    unit_at: dict[str, Unit | None] = {}
+    seen: set[nn.Parameter] = set()
+    for name, module in model.named_modules():  # outer before inner
+        unit = unit_at[name] = of_module.get(module) or unit_at.get(name.rpartition(".")[0])
         if isinstance(module, FSDP1) and unit is not None:
-            for handle in unit.parts:
-                flat = Flat(handle.flat_param)
-                sizes[unit] |= {
-                    plain_name(name, fqn): n for fqn, n in zip(flat.names, flat.numels, strict=True)
-                }
+            for flat in (Flat(handle.flat_param) for handle in unit.parts):
+                found = zip(flat.names, flat.numels, strict=True)
+                sizes[unit] |= {plain_name(name, inside): numel for inside, numel in found}
         elif unit is None or not unit.fsdp1:
-            for parameter_name, parameter in module.named_parameters(recurse=False):
+            for own, parameter in module.named_parameters(recurse=False):
                 if parameter not in seen:
                     seen.add(parameter)
-                    of = loose if unit is None else sizes[unit]
-                    of[plain_name(name, parameter_name)] = parameter.numel()
-        for child_name, child in module.named_children():
-            walk(child, plain_name(name, child_name), unit)
-
-    walk(model, "", None)
-    return sizes, loose
+                    sizes[unit][plain_name(name, own)] = parameter.numel()
+    return sizes
 
 
 def within(module: str, sizes: dict[str, int]) -> dict[str, int]:

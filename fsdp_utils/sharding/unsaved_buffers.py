@@ -1,4 +1,4 @@
-"""Notice buffers that are not saved with the model, and that nothing has computed after to_empty().
+"""Find buffers that are not saved with the model, and that nothing has computed after to_empty().
 
 Nothing marks uninitialised memory. So a save records a few values of each such buffer, and a load compares.
 """
@@ -21,7 +21,7 @@ _RELATIVE = 0.01  # another device, or bf16, changes a value by less
 
 
 def unsaved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a state dict leaves out, with their names without wrappers."""
+    """Yield the buffers that a state dict leaves out, with their plain names."""
     for path, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf in unsaved_buffers(module):
@@ -30,11 +30,15 @@ def unsaved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def samples(model: nn.Module) -> dict[str, Any]:
     """Take the shape and some values of each buffer that is not saved, as plain data."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, buffer in unsaved(model):
         if is_readable(buffer):
+            flat = buffer.detach().reshape(-1)
+            picked = [int(flat.numel() * (i * _GOLDEN % 1)) for i in range(min(_SAMPLES, flat.numel()))]
             with suppress(NotImplementedError):  # such as of float4, which no operation reads
-                found[name] = _sample(buffer)
+                values = [complex(flat[index].item()) for index in picked]
+                parts = [part for value in values for part in (value.real, value.imag)]
+                found[name] = [list(buffer.shape), [f"{part:.6g}" for part in parts]]
     return found
 
 
@@ -60,13 +64,6 @@ def warning_of(model: nn.Module, saved: object) -> str:
         "load_pretrained(folder, model), which computes them, or build it on a device. If the module changes "
         "them as it runs, there is nothing to do."
     )
-
-
-def _sample(buffer: Tensor) -> list[Any]:
-    flat = buffer.detach().reshape(-1)
-    picked = [int(flat.numel() * (i * _GOLDEN % 1)) for i in range(min(_SAMPLES, flat.numel()))]
-    values = [complex(flat[index].item()) for index in picked]
-    return [list(buffer.shape), [f"{part:.6g}" for value in values for part in (value.real, value.imag)]]
 
 
 def _differ(found: list[Any], saved: Any) -> bool:

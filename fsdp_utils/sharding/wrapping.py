@@ -4,8 +4,10 @@ A unit is what FSDP gathers, computes and frees in one piece. For a transformer 
 gathered one after the other, only a block or two hold full parameters at a time.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -19,28 +21,15 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils.sharding.blocks import by_shared_parameters, outermost, transformer_block_classes
 from fsdp_utils.sharding.checkpointing import compute_again
 from fsdp_utils.sharding.copies import make_replicas_equal
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.sharding.placements import placement_fn
-from fsdp_utils.sharding.scalars import keep_equal
 
-# What FSDP1 and DeepSpeed call the strategies
-_SPELLINGS = {
-    "FULL_SHARD": "full",
-    "zero3": "full",
-    "SHARD_GRAD_OP": "grad_op",
-    "zero2": "grad_op",
-    "HYBRID_SHARD": "hybrid",
-}
-
-
-def strategy_named(spelling: str) -> str:
-    """ "full", "grad_op" or "hybrid" for that spelling; anything else unchanged."""
-    return _SPELLINGS.get(spelling, spelling) if isinstance(spelling, str) else spelling
+UNEVEN = 0.05  # A parameter that needs more padding than this is cut elsewhere
 
 
 def shard(
@@ -60,15 +49,12 @@ def shard(
 
     Embedding, last norm and head stay in the root's unit, which is held in full for the whole step: a loss
     that is fused with the head reads its weight without calling it. Where they are large and your loss calls
-    the head, give fully_shard the embedding, and then [norm, head], before. Modules that are units already
-    stay units.
+    the head, give fully_shard the embedding, and then [norm, head], before.
 
-    A parameter is cut between rows, along dimension 0, if that gives each rank its share to within 5% of
-    padding. Else, as for 8 experts on 32 ranks, it is cut along the first dimension that the ranks divide;
-    torch then makes a second copy of it for a moment at each all-gather, and of its gradient. One
-    that has no such dimension stays cut between rows, with padding (a bias of 5 on 8 ranks: three ranks hold
-    nothing of it), unless such padding takes over a MiB and half of a rank's share of the model: that is
-    refused.
+    A parameter is cut between rows if that gives each rank its share to within 5% of padding. Else, as for 8
+    experts on 32 ranks, it is cut along the first dimension that the ranks divide; torch then copies it once
+    more at each all-gather, and its gradient. One without such a dimension stays cut between rows, with
+    padding; check_sharding says where that takes much memory.
 
     Args:
         model: changed in place.
@@ -76,24 +62,23 @@ def shard(
         strategy: "full": parameters are freed after a block's forward and gathered again in backward.
             "grad_op": they stay until backward. "hybrid": as "full" within the mesh's second dimension,
             replicated over the first; all replicas get the first one's parameters and buffers, as in DDP,
-            unless they are on the meta device. FSDP1's names ("FULL_SHARD", "SHARD_GRAD_OP",
-            "HYBRID_SHARD") and DeepSpeed's ("zero3", "zero2") mean the same.
+            unless they are on the meta device.
         mp_policy: mixed precision, for every unit; output_dtype for the model's output alone, as norm
             and head compute in param_dtype.
         offload_policy: CPUOffloadPolicy(...), for every unit.
-        checkpointing: compute activations of blocks again in backward, inside each unit, with the same random
-            numbers; while a block trains (`block.training`), and without a cache of keys and values. "full":
-            of every block. "selective": of every block, but keep the results of attention and of every other
-            matrix product. n: of every n-th block, from the first on. What a block counts in its buffers
-            counts twice. torch.compile may be applied to the blocks before this call or after it.
+        checkpointing: compute activations of blocks again in backward, while they train, without a cache of
+            keys and values. "full": of every block. "selective": of every block, but keep the results of
+            attention and of every other matrix product. n: of every n-th block, from the first on. What a
+            block counts in its buffers counts twice. torch.compile the blocks before this call or after it.
 
     Returns:
         The model. Each parameter, but scalars, is now a DTensor with its full shape, split along one
-        dimension over the mesh (see above). Names are those of the model before.
+        dimension over the mesh. Names are those of the model before.
 
     Raises:
         ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
-            is sharded already, or has parameters that cannot be sharded evenly. The model is unchanged then.
+            or is sharded already. The model is unchanged then, and after a TypeError.
+        TypeError: offload_policy is not an OffloadPolicy.
         RuntimeError: there is no process group; this torch trains FSDP2 wrongly on ranks without a GPU; or,
             on every rank, replicas hold other parameters and buffers (build the model anew then).
 
@@ -104,38 +89,33 @@ def shard(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         train_step(batch)
     """
-    strategy = strategy_named(strategy)
     if strategy not in ("full", "grad_op", "hybrid"):
-        raise ValueError(
-            f'shard: expected strategy "full", "grad_op" or "hybrid" (or {", ".join(_SPELLINGS)}), '
-            f"found {strategy!r}"
-        )
+        raise ValueError(f'shard: expected strategy "full", "grad_op" or "hybrid", found {strategy!r}')
     if not isinstance(offload_policy, OffloadPolicy | None):  # True, for example, would offload nothing
         raise TypeError(f"shard: expected offload_policy to be a CPUOffloadPolicy, found {offload_policy!r}")
     mesh = _mesh(mesh, strategy)
     blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
     _refuse_wrapped(model, blocks)
-    scalars = {name: p for name, p in model.named_parameters() if p.dim() == 0}
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "shard_placement_fn": placement_fn(
-            {plain_name(name): p for name, p in model.named_parameters() if p.dim()},
-            mesh.size(mesh.ndim - 1),
-        ),
-    }
+    if checkpointing is not None:
+        compute_again(blocks, checkpointing)
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+    ranks = mesh.size(mesh.ndim - 1)
+    options: dict[str, Any] = {"mesh": mesh}
+    if any(p.dim() and dimension(p.shape, ranks) for p in model.parameters()):
+        # It holds no parameter, so that each unit's full parameters are freed when the unit is sharded.
+        options["shard_placement_fn"] = lambda p: (
+            None if isinstance(p, DTensor) else Shard(dimension(p.shape, ranks))
+        )
     if scalars:
-        options["ignored_params"] = set(scalars.values())
+        options["ignored_params"] = set(map(model.get_parameter, scalars))
     if offload_policy is not None:
         options["offload_policy"] = offload_policy
-    of_blocks = dict(options)
+    of_blocks = {**options, "reshard_after_forward": strategy != "grad_op"}
     if mp_policy is not None:
         options["mp_policy"] = mp_policy
         of_blocks["mp_policy"] = replace(mp_policy, output_dtype=None)
-    if checkpointing is not None:
-        compute_again(blocks, checkpointing)
     for unit in _units(model, blocks):
-        after_forward = strategy != "grad_op"
-        fully_shard(unit[0] if len(unit) == 1 else unit, reshard_after_forward=after_forward, **of_blocks)
+        fully_shard(unit[0] if len(unit) == 1 else unit, **of_blocks)
     if strategy == "grad_op":
         options["reshard_after_forward"] = False  # else torch's default, which is the same for a root
     fully_shard(model, **options)
@@ -143,15 +123,30 @@ def shard(
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_gather_what_can_train, prepend=True)
     if scalars:
-        keep_equal(model, scalars, mesh)
+        _keep_equal(model, scalars, mesh)
     make_replicas_equal(model, mesh)
     return model
+
+
+def padding(shape: Sequence[int], ranks: int) -> int:
+    """Elements that FSDP2 adds, over all ranks, where it cuts between rows."""
+    return -shape[0] % ranks * prod(shape[1:])
+
+
+def dimension(shape: Sequence[int], ranks: int) -> int:
+    """Choose the dimension to cut: 0 if that is almost even, else the first that the ranks divide, else 0.
+
+    FSDP2 pads dimension 0 alone. Of the others the first has the longest contiguous pieces to copy.
+    """
+    if padding(shape, ranks) <= UNEVEN * prod(shape):
+        return 0
+    return next((dim for dim, size in enumerate(shape) if dim and size % ranks == 0), 0)
 
 
 def _mesh(mesh: DeviceMesh | None, strategy: str) -> DeviceMesh:
     if not dist.is_initialized():
         raise RuntimeError(
-            "shard: there is no process group. Start the program with torchrun and call "
+            "shard: expected a process group, found none. Start the program with torchrun and call "
             "torch.distributed.init_process_group(), or use run_on_ranks."
         )
     if (found := 1 if mesh is None else mesh.ndim) != (expected := 2 if strategy == "hybrid" else 1):
@@ -208,3 +203,30 @@ def _gather_what_can_train(unit: Any, _: Any) -> None:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             unit.unshard()
+
+
+def _keep_equal(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
+    """Give all ranks the first rank's scalars (unless on meta), and average their gradients in backward."""
+    groups = mesh.get_all_groups()
+    averaged: dict[str, Callable[[], nn.Parameter | None]] = {}
+    for parameter in (p for p in map(model.get_parameter, names) if not p.is_meta):
+        parameter.data = parameter.data.to(mesh.device_type)  # fully_shard moves what it shards
+        for group in groups:
+            dist.broadcast(parameter.data, group=group, group_src=0)
+
+    def average(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None  # the hook runs after it was accumulated
+        for group in groups:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= group.size()
+
+    def watch(*_: object) -> None:
+        """Before each forward: to_empty makes other parameters, and what was frozen may train."""
+        for name in names:
+            parameter = model.get_parameter(name)
+            if parameter.requires_grad and averaged.get(name, lambda: None)() is not parameter:
+                parameter.register_post_accumulate_grad_hook(average)
+                averaged[name] = weakref.ref(parameter)
+
+    watch()
+    model.register_forward_pre_hook(watch)

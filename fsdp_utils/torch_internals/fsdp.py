@@ -1,4 +1,4 @@
-"""What the units of FSDP1 and FSDP2 hold; torch has no public access to any of it."""
+"""The contents of FSDP1's and FSDP2's units; torch has no public access to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def fsdp1_handle(module: FSDP1) -> FlatParamHandle | None:
-    """What holds the unit's parameters; None where all of them are in inner units."""
+    """The holder of the unit's parameters; None where all of them are in inner units."""
     return module._handle
 
 
@@ -37,16 +37,12 @@ def fsdp1_wrapped(module: FSDP1) -> nn.Module:
 
 
 def registered_flat(handle: Any) -> Tensor:
-    """The handle's flat parameter, or what nn.Module.to has put in its place."""
+    """The handle's flat parameter, or its replacement by nn.Module.to."""
     return handle._fully_sharded_module._parameters.get(FLAT_PARAM, handle.flat_param)
 
 
-def fsdp1_offloads(handle: FlatParamHandle) -> bool:
-    return handle._offload_params
-
-
 def fsdp1_dtypes(handle: Any) -> tuple[torch.dtype, torch.dtype]:
-    """Of the parameters at rest, and of the computation."""
+    """The dtypes of the parameters at rest, and of the computation."""
     return handle._orig_param_dtype, handle._fwd_bwd_param_dtype
 
 
@@ -60,68 +56,42 @@ def fsdp1_replicas(module: FSDP1) -> Any:
 
 
 def fsdp1_syncs(module: FSDP1) -> bool:
-    """Does backward reduce gradients? Not within no_sync()."""
+    """Whether backward reduces gradients: not within no_sync()."""
     return module._sync_gradients
 
 
 def is_fsdp1_parameter(param: Tensor) -> bool:
-    """Is it a flat parameter, or (with use_orig_params) a part of one?"""
+    """Whether it is a flat parameter, or (with use_orig_params) a part of one."""
     return getattr(param, "_fsdp_flattened", False) or getattr(param, "_is_flat_param", False)
 
 
+# What FSDP1's flat parameter keeps of the parameters inside, in their order there.
+_OF_FLAT = {
+    "names": "_fqns",  # within the unit
+    "shapes": "_shapes",
+    "strides": "_strides",  # before each was flattened, in the order of its memory
+    "numels": "_numels",
+    "shards": "_shard_param_infos",  # in_shard, offset_in_shard, numel_in_shard, intra_param_start_idx
+    "params": "_params",  # its views, with use_orig_params
+    "extensions": "_param_extensions",  # not None for each that was sharded already when FSDP1 wrapped it
+    # for each further name: module_name, param_name, prim_module_name, prim_param_name
+    "tied": "_shared_param_infos",
+    "full_shape": "_unpadded_unsharded_size",  # gathered, without padding
+    "shard_shape": "_sharded_size",  # a rank's part, with padding
+}
+
+
 class Flat:
-    """What FSDP1's flat parameter keeps of the parameters inside, in their order there."""
+    """FSDP1's flat parameter, with the attributes of _OF_FLAT; () for one that it lacks."""
 
     def __init__(self, flat: Any) -> None:
         self._flat = flat
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Within the unit."""
-        return self._flat._fqns
-
-    @property
-    def shapes(self) -> tuple[torch.Size, ...]:
-        return self._flat._shapes
-
-    @property
-    def strides(self) -> tuple[tuple[int, ...], ...]:
-        """Of each before it was flattened, in the order of its memory."""
-        return self._flat._strides
-
-    @property
-    def numels(self) -> tuple[int, ...]:
-        return self._flat._numels
-
-    @property
-    def shards(self) -> tuple[Any, ...]:
-        """Of each: in_shard, offset_in_shard, numel_in_shard, intra_param_start_idx."""
-        return self._flat._shard_param_infos
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """Its views, with use_orig_params; else none."""
-        return self._flat._params or []
-
-    @property
-    def extensions(self) -> tuple[Any, ...]:
-        """Not None for each parameter that was sharded already when FSDP1 wrapped it."""
-        return self._flat._param_extensions
-
-    @property
-    def tied(self) -> tuple[Any, ...]:
-        """Of each parameter's further name: module_name, param_name, prim_module_name, prim_param_name."""
-        return getattr(self._flat, "_shared_param_infos", ())
-
-    @property
-    def full_shape(self) -> torch.Size:
-        """Gathered, without padding."""
-        return self._flat._unpadded_unsharded_size
-
-    @property
-    def shard_shape(self) -> torch.Size:
-        """Of a rank's part, with padding."""
-        return self._flat._sharded_size
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_FLAT:
+            raise AttributeError(name)
+        found = getattr(self._flat, _OF_FLAT[name], None)
+        return () if found is None else found
 
 
 # FSDP2
@@ -133,7 +103,7 @@ def fsdp2_state(module: Any) -> Any:
 
 
 def fsdp2_groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """What holds the module's parameters."""
+    """The groups that hold the module's parameters."""
     state = fsdp2_state(module)
     if hasattr(state, "_fsdp_param_groups"):  # several from torch 2.12 on
         return list(state._fsdp_param_groups or [])
@@ -141,12 +111,12 @@ def fsdp2_groups(module: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def fsdp2_syncs(group: FSDPParamGroup) -> bool:
-    """Does backward reduce gradients, over shards and replicas? FSDPModule has setters only."""
+    """Whether backward reduces gradients, over shards and replicas; FSDPModule has setters only."""
     return group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp)
 
 
 def fsdp2_is_root(module: FSDPModule) -> bool:
-    """Is it the outermost? Before the first forward, no module is."""
+    """Whether it is the outermost; before the first forward, no module is."""
     return bool(fsdp2_state(module)._is_root)
 
 

@@ -1,13 +1,10 @@
 """Private classes and functions of torch, under the names that the library has for them.
 
-`NAMES` says what each is for, and which public name comes closest and why it does not serve. Every one of
-them exists since torch 2.9, the oldest that the tests were run with, or longer.
-`from fsdp_utils.torch_internals.names import ShardedTensor` imports torch's module then, and its error says
-what the name is for if this torch lacks it.
+`NAMES` says what each is for, and why nothing public serves. Each exists since torch 2.9, the oldest that the
+tests were run with. Importing one from here imports torch's module, with an error that tells its purpose.
 
-Other files may name these: `torch.utils._pytree` and `torch.utils._python_dispatch`, which have no public
-counterpart and are torch's documented way to extend it; and operators under `torch.ops`, whose names are part
-of saved programs.
+Other files may name `torch.utils._pytree` and `torch.utils._python_dispatch`, torch's documented way
+to extend it, and operators under `torch.ops`, whose names are part of saved programs.
 """
 
 import importlib
@@ -22,7 +19,6 @@ class Private(NamedTuple):
     why: str  # what for, and why nothing public serves
 
 
-_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FSDP1 = "torch.distributed.fsdp._runtime_utils"
 _FLAT = "torch.distributed.fsdp._flat_param"
 _FSDP2 = "torch.distributed.fsdp._fully_shard"  # in torch.distributed._composable.fsdp before 2.6
@@ -52,7 +48,7 @@ NAMES: dict[str, Private] = {
     "fsdp2_pre_backward": Private(f"{_FSDP2}._fsdp_state:FSDPState", "_pre_backward", _HOOK),
     "fsdp1_pre_backward": Private(_FSDP1, "_pre_backward_hook", _HOOK),
     "fsdp1_post_backward": Private(_FSDP1, "_post_backward_hook", _HOOK),
-    # of a unit whose parameters are all frozen
+    # for a unit whose parameters are all frozen
     "fsdp1_post_backward_frozen": Private(_FSDP1, "_post_backward_reshard_only_hook", _HOOK),
     "fsdp1_lazy_init": Private(
         _FSDP1, "_lazy_init", "what the first forward does once; to do it before the steps that are simulated"
@@ -78,12 +74,6 @@ NAMES: dict[str, Private] = {
         "ShardedTensor",
         "what FSDP1's sharded state dict consists of; torch has never had it in a public module",
     ),
-    "checkpoint_wrapper": Private(
-        _WRAPPER, "checkpoint_wrapper", "documented, but in a private module; torch.utils' wraps a call"
-    ),
-    "apply_activation_checkpointing": Private(
-        _WRAPPER, "apply_activation_checkpointing", "the same for each block of a model"
-    ),
     # fake tensors, autograd, the profiler, the compiler
     "FakeTensorMode": Private(
         "torch._subclasses.fake_tensor",
@@ -92,11 +82,6 @@ NAMES: dict[str, Private] = {
     ),
     "detect_fake_mode": Private(
         "torch._guards", "detect_fake_mode", "whether a FakeTensorMode is on; nothing public says it"
-    ),
-    "RecordFunctionFast": Private(
-        "torch._C._profiler",
-        "_RecordFunctionFast",
-        "marks between what is issued; torch.profiler.record_function takes 5 µs, this one 0.2 to 1.5 µs",
     ),
     "sequence_nr": Private(
         "torch.autograd",

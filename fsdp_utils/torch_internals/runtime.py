@@ -40,7 +40,7 @@ def sharded_tensor_group(tensor: ShardedTensor) -> Any:
 def collect_adamw(optimizer: torch.optim.AdamW, group: dict[str, Any], lists: list[list[Tensor]]) -> bool:
     """Make missing state; fill six lists: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps.
 
-    What AdamW.step() does first; only the whole of it is public. Returns whether any of them is complex.
+    AdamW.step() does this first; only the whole of it is public. Returns whether any of them is complex.
     """
     return optimizer._init_group(group, *lists)  # type: ignore[call-arg]
 
@@ -78,21 +78,13 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
 
 
-def profiler_is_on() -> bool:
-    """Is one running, or warming up? Starting a second one ends the first silently, or kills the process."""
-    import torch
-    from torch.autograd import profiler
-
-    return torch.autograd._profiler_enabled() or "ProfilerStep" in profiler.KinetoStepTracker._step_dict
-
-
 def has_compiled() -> bool:
-    """Has torch.compile compiled anything in this process? torch.compiler tells only from within."""
+    """Whether torch.compile has compiled anything in this process; torch.compiler tells only from within."""
     return getattr(sys.modules.get(f"{DYNAMO}.convert_frame"), "FRAME_COUNTER", 0) > 0
 
 
 def is_under_compile(module: nn.Module) -> bool:
-    """Was it compiled, in place or in a wrapper? Nothing public says it."""
+    """Whether it was compiled, in place or in a wrapper; nothing public says it."""
     return module._compiled_call_impl is not None or COMPILED in module._modules
 
 
@@ -107,7 +99,7 @@ def nvml_device_count() -> int:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """What the CPU has for bf16. torch.cpu.get_capabilities, where torch has it; older ones do not."""
+    """The CPU's instructions for bf16: torch.cpu.get_capabilities, where torch has it."""
     import torch
 
     if hasattr(torch.cpu, "get_capabilities"):
@@ -119,11 +111,7 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def hide_apple_gpu() -> None:
-    """Have FSDP's default mesh take the CPU in this process, on a Mac too.
-
-    Without a mesh, fully_shard() takes the accelerator of `torch._C._get_accelerator`, and no process group
-    works on "mps". Apple's GPU has no counterpart of CUDA_VISIBLE_DEVICES. [torch 2.13]
-    """
+    """Have fully_shard's default mesh take the CPU on a Mac: no process group works on "mps" [torch 2.13]."""
     if sys.platform != "darwin":
         return
     import torch

@@ -582,10 +582,11 @@ plots.show(fig, alt=f"The batch size of each trial, and its regime: {', '.join(s
 # ## The same with `find_batch_size`
 #
 # `find_batch_size` knows no upper end. It doubles the batch size until a trial fails, then halves the
-# distance. A trial fails on an out-of-memory error, **and on a retry**. Of the sizes that pass it takes
-# the fastest, and of those that are equally fast within the noise the largest. The next cell is folded: it
-# makes a device out of the simulation. The clock of that device is invented: every step takes a second, as if
-# a larger batch cost nothing. That is the best case for large batches.
+# distance. A trial fails on an out-of-memory error, **and on retries** that have not ceased in its last two
+# steps. Of the sizes that pass it takes the fastest, and of those that are equally fast within the noise the
+# largest. The next cell is folded: it makes a device out of the simulation. The clock of that device is
+# invented: every step takes a second, as if a larger batch cost nothing. That is the best case for large
+# batches.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils import find_batch_size
@@ -634,9 +635,9 @@ assert search.best == max(fits)
 print("Checked: the search ends at the largest batch size that fits.")
 
 # %% [markdown]
-# 16 fits, 32 does not, 24 has retries, and so the search ends at 23. It never had to try 25 and 26. (The 8
-# retries of batch size 24 are more than in the table above, because the simulated device repeats the fifth
-# recorded step, which has two.)
+# 16 fits, 32 does not, 24 has retries, and so the search ends at 23. It never had to try 25 and 26. (The 4
+# retries of batch size 24 are those of a trial's last two steps: the simulated device repeats the fifth
+# recorded step, which has two. Retries that cease before these are accepted.)
 #
 # ## In a real loop, on the ranks
 #
