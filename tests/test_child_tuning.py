@@ -80,9 +80,9 @@ def test_any_two_elements_and_any_two_steps_are_independent() -> None:
         assert float((first * second).mean()) == pytest.approx(0, abs=5 / first.numel() ** 0.5)
 
 
-@pytest.mark.parametrize(("seed", "crc"), [(0, 4079378360), (-7, 707640380), (2**63 + 5, 1336269286)])
+@pytest.mark.parametrize(("seed", "crc"), [(0, 1930306171), (-7, 1824298432), (2**63 + 5, 1061245460)])
 def test_the_masks_of_a_seed_stay_the_same_between_releases(seed: int, crc: int) -> None:
-    """So that a run goes on from a checkpoint with the masks that it would have had. Pages have 2**12."""
+    """So that a run goes on from a checkpoint with the masks that it would have had. Pages have 2**16."""
     params = [parameter(n) for n in (3 * 2**16 + 77, 2**20, 5)]
     optimizer = ChildTuningAdamW(params, betas=(0.0, 0.0), reserve_p=0.25, seed=seed)
     kept = []

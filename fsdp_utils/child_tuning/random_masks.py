@@ -7,7 +7,6 @@ each number is uniform and, nearly, any two are independent. An element is kept 
 largest fraction p. There is no generator whose state could depend on which rank draws or holds what.
 """
 
-import hashlib
 import struct
 from collections.abc import Iterator
 
@@ -16,10 +15,13 @@ from torch import Tensor
 
 from fsdp_utils.torch_internals.names import foreach_copy_
 
-PAGE = 2**12  # elements; a part of a parameter draws whole pages
+PAGE = 2**16  # elements
 # Elements that are masked at once, unless one parameter has more. On a CPU they stay in its cache; on a GPU
 # they keep it busy while the next ones are issued, and 32 MiB of fp32 stay in the L2 cache of an H100.
 _MOST = {"cpu": 2**20, "gpu": 2**22}
+_BITS64 = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FACTORS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
 
 
 def threshold(p: float) -> tuple[int, float]:
@@ -44,23 +46,16 @@ class MaskedGradients:
 
     def __init__(self, parts: list[Tensor], firsts: list[int]) -> None:
         dtype, device, sizes = parts[0].dtype, parts[0].device, [part.numel() for part in parts]
-        pages = [
-            range(first // PAGE, -(-(first + n) // PAGE)) for first, n in zip(firsts, sizes, strict=True)
-        ]
         most = min(_MOST["cpu"], sum(sizes) // 16) if device.type == "cpu" else _MOST["gpu"]
         self.batches: list[list[int]] = [[0]]
         for i in range(1, len(parts)):
             if sum(sizes[j] for j in self.batches[-1]) + sizes[i] > most:
                 self.batches.append([])
             self.batches[-1].append(i)
-        self._rows = [sum(len(pages[i]) for i in batch) for batch in self.batches]
-        self._pages = torch.tensor(
-            [page for each in pages for page in each], dtype=torch.int64, device=device
-        )
-        self._table = _mix(torch.arange(PAGE, device=device)).to(torch.int32)
+        largest = max(sum(sizes[i] for i in batch) for batch in self.batches)
 
         def memory(dtype: torch.dtype) -> Tensor:
-            return torch.empty(max(self._rows) * PAGE, dtype=dtype, device=device)
+            return torch.empty(largest, dtype=dtype, device=device)
 
         # Gradients of two bytes are masked in fp32: the numbers have four bytes at least.
         wide = torch.float32 if dtype.itemsize == 2 else dtype
@@ -71,18 +66,23 @@ class MaskedGradients:
         # One large parameter at a time is read where it lies; bringing several together first is faster.
         self._alone = dtype == wide and len(self.batches) == len(parts)
         gathered = masked if self._alone else memory(wide)
+        entries, pages = _table(device), list[int]()
         self._plan = []
-        for batch, rows in zip(self.batches, self._rows, strict=True):
-            places, at = [], 0
-            for i in batch:
-                places.append(slice(at + firsts[i] % PAGE, at + firsts[i] % PAGE + sizes[i]))
-                at += len(pages[i]) * PAGE
+        for batch in self.batches:
+            draws, at = [], 0
+            for these, part in _page_runs([(firsts[i], firsts[i] + sizes[i]) for i in batch]):
+                n = len(these) * (part.stop - part.start)
+                draws.append((numbers[at : at + n].view(len(these), -1), entries[part]))
+                pages += these
+                at += n
             pieces = [
-                [each[place].view(parts[i].shape) for i, place in zip(batch, places, strict=True)]
-                for each in (gathered, bits, out)
+                [piece.view(parts[i].shape) for i, piece in zip(batch, each, strict=True)]
+                for each in (t[:at].split([sizes[i] for i in batch]) for t in (gathered, bits, out))
             ]
             whole = [each[:at] for each in (numbers, bits, gathered.view(bits.dtype), masked, out)]
-            self._plan.append((numbers[:at].view(rows, PAGE), whole, pieces))
+            self._plan.append((draws, whole, pieces))
+        self._pages = torch.tensor(pages, dtype=torch.int64, device=device)
+        self._rows = [len(drawn) for draws, _, _ in self._plan for drawn, _ in draws]
 
     def of(self, grads: list[Tensor], *, seed: int, step: int, bound: int) -> Iterator[list[Tensor]]:
         """Yield the masked gradients of each of self.batches: valid until the next, and may be overwritten.
@@ -92,16 +92,15 @@ class MaskedGradients:
             seed, step: what the masks are a function of.
             bound: numbers greater than this one are kept.
         """
-        digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
-        keys = _mix(self._pages ^ int.from_bytes(digest, "little", signed=True)).view(torch.int32).view(-1, 2)
-        k1, k2 = keys.split(1, dim=1)
-        by_batch = k1.split(self._rows), k2.bitwise_or_(1).split(self._rows)  # odd: no two entries meet
-        for batch, plan, own_k1, own_k2 in zip(self.batches, self._plan, *by_batch, strict=True):
-            drawn, (numbers, bits, source, masked, out), (before, own_bits, after) = plan
-            if drawn.device.type == "cpu":  # where the kernel of addcmul takes one element at a time
-                torch.mul(self._table, own_k2, out=drawn).add_(own_k1)
-            else:
-                torch.addcmul(own_k1, own_k2, self._table, out=drawn)
+        k1, k2 = _keys(self._pages, seed, step)
+        keys = zip(k1.split(self._rows), k2.split(self._rows), strict=True)
+        for batch, plan in zip(self.batches, self._plan, strict=True):
+            draws, (numbers, bits, source, masked, out), (before, own_bits, after) = plan
+            for (drawn, entries), (own_k1, own_k2) in zip(draws, keys, strict=False):
+                if drawn.device.type == "cpu":  # where the kernel of addcmul takes one element at a time
+                    torch.mul(entries, own_k2, out=drawn).add_(own_k1)
+                else:
+                    torch.addcmul(own_k1, own_k2, entries, out=drawn)
             if bits.dtype != numbers.dtype:
                 bits.copy_(numbers)
             if self._alone:
@@ -114,11 +113,54 @@ class MaskedGradients:
             yield after
 
 
-def _mix(z: Tensor) -> Tensor:
-    """Hash int64 numbers by splitmix64's finalizer (Steele, Lea and Flood 2014)."""
-    z = z + 1
-    z *= -0x61C8864680B583EB  # the golden ratio, 0x9E3779B97F4A7C15
-    for shift, factor in (30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15):
-        z ^= (z >> shift) & (2 ** (64 - shift) - 1)  # a shift of int64 repeats the sign
-        z *= factor
-    return z.bitwise_xor_((z >> 31) & (2**33 - 1))
+def _page_runs(parts: list[tuple[int, int]]) -> Iterator[tuple[range, slice]]:
+    """Cut the elements [first, stop) of the parts where pages begin: pages, and each one's part of the table.
+
+    Parts that follow each other are cut as one, and whole pages that follow each other are one run.
+    """
+    merged: list[list[int]] = []
+    for first, stop in parts:
+        if merged and merged[-1][1] == first:
+            merged[-1][1] = stop
+        else:
+            merged.append([first, stop])
+    for first, stop in merged:
+        while first < stop:
+            page, entry = divmod(first, PAGE)
+            pages = 1 if entry else max(1, (stop - first) // PAGE)
+            end = min(PAGE, entry + stop - first)
+            yield range(page, page + pages), slice(entry, end)
+            first += pages * (end - entry)
+
+
+def _table(device: torch.device) -> Tensor:
+    """Return the fixed random numbers of a page, int32."""
+    z = torch.arange(1, PAGE + 1, dtype=torch.int64, device=device) * _signed(_GAMMA)
+    for shift, factor in _FACTORS:
+        z = (z ^ (z >> shift)) * _signed(factor)
+    return (z ^ (z >> 31)).to(torch.int32)
+
+
+def _keys(pages: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Compute k1 and k2 (odd) of the pages, a column each, int32, on their device: no GPU has to wait."""
+    z = pages ^ _signed(_mix(_mix(seed & _BITS64) ^ step))
+    z += _signed(_GAMMA)
+    for shift, factor in _FACTORS:
+        z ^= (z >> shift) & (_BITS64 >> shift)  # a shift of int64 repeats the sign
+        z *= _signed(factor)
+    z ^= (z >> 31) & (_BITS64 >> 31)
+    k1, k2 = z.view(torch.int32).view(-1, 2).split(1, dim=1)  # the lower half comes first in memory
+    return k1, k2.bitwise_or_(1)
+
+
+def _mix(z: int) -> int:
+    """Splitmix64's finalizer (Steele, Lea and Flood 2014)."""
+    z = z + _GAMMA & _BITS64
+    for shift, factor in _FACTORS:
+        z = (z ^ z >> shift) * factor & _BITS64
+    return z ^ z >> 31
+
+
+def _signed(value: int) -> int:
+    """The int64 of the same 64 bits."""
+    return value - (value >> 63 << 64)
