@@ -1,7 +1,6 @@
 """A Slurm of one node for tests: munged, slurmctld and slurmd from Debian's packages, in a temporary folder.
 
 apt-get install munge slurmctld slurmd slurm-client
-python tests/one_node_slurm.py COMMAND...     # as root: runs a command in which sbatch and squeue work
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -140,15 +138,3 @@ def _until(ready: Callable[[], bool], what: str, folder: Path) -> None:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
-
-
-def main() -> int:
-    if reason := why_not():
-        print(f"Not run: {reason}.")
-        return 0
-    with running() as environment:
-        return subprocess.run(sys.argv[1:], env=environment, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

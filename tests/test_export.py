@@ -95,7 +95,7 @@ def trained_by_trainer(folder: Path, resume: bool) -> Tensor:
     trainer = trainer_of(
         "fsdp2", folder / "own", lora_of("plain"), max_steps=4, save_strategy="steps", save_steps=2
     )
-    checkpoints = CheckpointCallback(trainer, folder / "run", ignore_frozen_params=True)
+    checkpoints = CheckpointCallback(trainer, folder / "run")
     trainer.train(resume_from_checkpoint=checkpoints.newest() if resume else None)
     return logits(trainer.model)
 

@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import json
 import os
 import random
 import time
@@ -177,12 +176,9 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("twice.yaml", "zero_optimization: {stage: 3, stage: 0}", "'stage' again"),
         ("empty.yaml", "", "in empty.yaml: expected a dict of settings, found NoneType"),
         ("deep.json", '{"a": ' + "[" * 100_000, "deep.json: expected JSON"),
-        ("number.json", '{"a": ' + "9" * 5000 + "}", "number.json: expected JSON"),
         ("twice.json", '{"zero_optimization": {"stage": 3, "stage": 0}}', "the key 'stage' stands twice"),
         ("broken.json", "{", "broken.json: expected JSON"),
         ("large.json", " " * (1024 * 1024 + 1), "of at most 1,048,576 bytes"),
-        ("many.json", json.dumps({"a": [0] * 20_000}), "expected at most 10,000 values"),
-        ("latin.json", b'{"a": "\xe4"}', "latin.json: expected JSON"),
         ("list.json", "[]", "in list.json: expected a dict of settings, found list"),
         ("a.toml", "", "a.toml: expected a file .json, .yaml or .yml"),
     ],

@@ -3,7 +3,6 @@
 import copy
 import warnings
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from fsdp_utils import record_collectives, run_on_ranks
 from fsdp_utils.migration import translate
@@ -190,38 +187,6 @@ def test_zero_1_gathers_and_reduces_once_however_many_batches_a_step_has() -> No
             assert "set_reshard_after_backward" in row.fsdp2
 
 
-def test_dropout_is_recomputed_as_it_was_and_by_accelerate_it_is_not() -> None:
-    fsdp = {**FSDP, "fsdp_version": 2, "fsdp_activation_checkpointing": True}
-    config = {"distributed_type": "FSDP", "fsdp_config": fsdp}
-
-    def by_accelerate(model: nn.Module) -> nn.Module:
-        from accelerate import FullyShardedDataParallelPlugin
-        from accelerate.utils.fsdp_utils import fsdp2_apply_ac
-
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
-        )
-        plugin.set_auto_wrap_policy(model)
-        return fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
-
-    def gradients(model: nn.Module) -> torch.Tensor:
-        torch.manual_seed(1)
-        loss_of(model, batch(0)).backward()
-        found = [p.grad for p in model.parameters() if p.grad is not None]
-        return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])
-
-    def fn() -> list[float]:
-        plain = gradients(made(dropout=0.1))
-        others = gradients(sharded(config, dropout=0.1)), gradients(by_accelerate(made(dropout=0.1)))
-        return [((other - plain).norm() / plain.norm()).item() for other in others]
-
-    for ours, theirs in run_on_ranks(fn, world_size=2):
-        assert ours < 0.01
-        assert theirs > 0.05
-    said = next(row for row in translate(config).rows if row.key.endswith("activation_checkpointing"))
-    assert "preserve_rng_state=False" in said.fsdp2
-
-
 # ---- losses and bytes
 
 UNITS = {**FSDP, "fsdp_transformer_layer_cls_to_wrap": "Part"}
@@ -237,11 +202,6 @@ def of_composer(precision: str = "fp32", **fsdp: Any) -> dict[str, Any]:
 
 def of_deepspeed(stage: int = 3, *, above: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **zero}, **(above or {})}
-
-
-def in_dimensions(**sizes: Any) -> dict[str, Any]:
-    named = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
-    return {**of_accelerate(fsdp_version=2), "parallelism_config": named}
 
 
 class Part(nn.Module):
@@ -370,62 +330,3 @@ def test_translated_runs_have_the_losses_and_the_bytes_of_fsdp1(monkeypatch: pyt
             if old is not None:
                 assert losses == pytest.approx(old[0], rel=1e-3 if low else 1e-5), name
                 assert sent == old[1], name
-
-
-def test_tensor_parallel_ranks_of_a_mesh_train_as_one_process_does() -> None:
-    config = in_dimensions(dp_shard=2, tp=2)
-
-    def fn() -> list[float]:
-        torch.manual_seed(0)
-        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-        model = as_translated(config)(Model(), plan)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        x = batches()[dist.get_rank() // 2]  # ranks that share a layer read the same batch
-        losses = []
-        for _ in range(3):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    torch.manual_seed(0)
-    model, x = Model(), torch.cat(batches())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    alone = []
-    for _ in range(3):
-        parts = model(x).square().mean(dim=1).reshape(2, 4).mean(dim=1)
-        parts.mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        alone.append(parts.tolist())
-    for rank, losses in enumerate(run_on_ranks(fn, world_size=4)):
-        assert losses == pytest.approx([parts[rank // 2] for parts in alone], rel=1e-4)
-
-
-def batches() -> list[torch.Tensor]:
-    return [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-
-
-def test_gradscaler_skips_a_step_on_all_ranks_when_one_shard_overflows() -> None:
-    """What the row on fp16 promises: the scaler of torch.amp, and none of FSDP's own, sees all shards."""
-
-    def fn() -> list[tuple[bool, float]]:
-        warnings.simplefilter("ignore")  # DTensor's, on found_inf having one dimension
-        found = []
-        for overflow in (False, True):
-            model = fully_shard(nn.Linear(4, 4))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-            before = model.weight.to_local().clone()
-            if overflow and dist.get_rank() == 1:
-                model.weight.grad.to_local().fill_(torch.inf)
-            scaler.step(optimizer)
-            scaler.update()
-            found.append((torch.equal(before, model.weight.to_local()), scaler.get_scale()))
-        return found
-
-    for found in run_on_ranks(fn, world_size=2):
-        assert found == [(False, 8.0), (True, 4.0)]

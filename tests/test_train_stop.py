@@ -207,18 +207,6 @@ def test_asked_to_stop_the_program_saves_and_ends_with_75(tmp_path: Path) -> Non
     assert list(saved(tmp_path))[-1] == max(metrics(tmp_path))
 
 
-def test_after_a_run_signals_and_threads_are_as_before_it(tmp_path: Path) -> None:
-    signals = (signal.SIGTERM, signal.SIGUSR1)
-    before = [*map(signal.getsignal, signals)]
-    with one_rank(), after_step(2, lambda: os.kill(os.getpid(), signal.SIGUSR1)):
-        assert train(configured(tmp_path, steps=9, hang_s=10.0, timeout_s=20.0)).stopped
-    assert [*map(signal.getsignal, signals)] == before
-    for thread in threading.enumerate():
-        if thread.name == "watchdog":
-            thread.join(timeout=30)
-            assert not thread.is_alive()
-
-
 def test_asked_at_any_moment_it_saves_and_goes_on_without_a_seam(tmp_path: Path) -> None:
     """SIGTERM comes at one of the forwards and files of a run, which are counted in a first one.
 

@@ -99,13 +99,6 @@ def unlabelled() -> Counting:
     return task
 
 
-def bad_test() -> Counting:
-    """The test cannot be evaluated: it has a token that the model does not know."""
-    task = counting()
-    task.test["input_ids"] += VOCABULARY
-    return task
-
-
 def no_labels() -> SimpleNamespace:
     """No data to train on."""
     return SimpleNamespace(train={"x": torch.ones(8, 2)}, test={})
@@ -121,6 +114,12 @@ def without_model() -> SimpleNamespace:
     tokens = torch.arange(64).view(8, 8) % VOCABULARY
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     return SimpleNamespace(train=rows, test=rows[:3], predicts_next=True)
+
+
+def single_tokens() -> SimpleNamespace:
+    """A decoder has nothing to predict."""
+    tokens = torch.ones(8, 1, dtype=torch.int64)
+    return SimpleNamespace(train={"input_ids": tokens, "labels": tokens}, test={}, predicts_next=True)
 
 
 # ---- other models ----------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_utils.child_tuning.fixed_mask import name_in_model
-from fsdp_utils.sharding.local_part import Place, as_dtensor, local, member_names, places
+from fsdp_utils.child_tuning.given_masks import name_in_model, names_at
+from fsdp_utils.sharding.local_part import Place, as_dtensor, local, places
 
 __all__ = ["fisher_mask"]
 
@@ -31,20 +31,17 @@ def fisher_mask(
 ) -> dict[str, Tensor]:
     """Select the weights to fine-tune on a task: those with the largest squared gradients.
 
-    Sums the squares of the gradient over the batches, and keeps the largest fraction of all weights of the
-    model that require gradients. Smaller batches are closer to the Fisher information, whose expectation is
-    over single samples. Under DDP and FSDP it squares the mean of the ranks' gradients, and does not average
-    their squares: for single samples give every rank the same one. The sums are float64, 8 bytes for each
-    weight on this rank. The model computes as it stands: call model.eval() first to
-    leave dropout out. Under DDP and FSDP every rank must call it, with as many batches; afterwards all
-    p.grad are None.
+    Sums the squares of the gradient over the batches, in float64, and keeps the largest fraction of all
+    weights that require gradients. The Fisher information is an expectation over single samples, so smaller
+    batches come closer to it. Under DDP and FSDP the gradient is the mean over the ranks: for single samples
+    give every rank the same one. Call model.eval() first to leave dropout out. Under DDP and FSDP every rank
+    must call it, with as many batches; afterwards all p.grad are None.
 
     Args:
         model: plain, or wrapped by DDP, FSDP1 or FSDP2.
         batches: this rank's batches.
         loss_fn: loss_fn(model, batch) -> the loss, of which it takes the gradient.
-        keep: the fraction to keep, in (0, 1]. Exact to one weight: where values are equal at the threshold,
-            the first ones are kept.
+        keep: the fraction to keep, in (0, 1]. Exact to one weight: of equal values the first ones are kept.
 
     Returns:
         By parameter name a tensor of bools with the parameter's shape, True where the weight is kept. It is
@@ -67,28 +64,31 @@ def fisher_mask(
     named = {name_in_model(name): p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("fisher_mask: no parameter of the model requires gradients.")
-    params = list(named.values())
-    ranks = _Ranks(model, params)
-    asked = ranks.gather(torch.tensor([keep], dtype=torch.float64)).flatten().tolist()
-    if len(set(asked)) > 1:
-        found = ", ".join(f"{other:g}" for other in asked[:8])
+    ranks = _Ranks(model, list(named.values()))
+    asked = ranks.gather(torch.tensor([keep, batches is None], dtype=torch.float64))
+    if len(set(asked[:, 0].tolist())) > 1:
+        found = ", ".join(f"{other:g}" for other in asked[:8, 0].tolist())
         raise ValueError(f"fisher_mask: expected the same keep on all ranks, found {found}")
-    where = places(params)
-    fisher = _squared_gradients(model, batches, loss_fn, params, where, ranks)
+    if asked[:, 1].any():
+        raise ValueError("fisher_mask: expected batches to compute gradients on, found None")
+    where = places(list(named.values()))
+    fisher = _squared_gradients(model, batches, loss_fn, list(named.values()), where, ranks)
     bad = ranks.sum(torch.tensor([int(not total.isfinite().all()) for total in fisher])).tolist()
-    if any(bad):
-        names = [name for name, found in zip(named, bad, strict=True) if found]
+    if names := [name for name, found in zip(named, bad, strict=True) if found]:
         raise ValueError(
             f"fisher_mask: expected finite gradients, found others in {', '.join(names[:3])}"
             f"{' and others' if len(names) > 3 else ''}. Lower the loss's scale, or compute in fp32 or bf16."
         )
     result = {}
-    for name, p, place, mask in zip(named, params, where, _largest(fisher, where, keep, ranks), strict=True):
-        for member, inner in zip(place.members, member_names(name, place), strict=True):
-            result[name_in_model(inner)] = mask[member.start : member.start + member.numel]
+    for (name, p), place, mask in zip(
+        named.items(), where, _largest(fisher, where, keep, ranks), strict=True
+    ):
         if isinstance(p, DTensor):
             result[name] = as_dtensor(mask.view(local(p).shape), p)
-        elif not place.members:
+        elif place.members:
+            for member, inner in zip(place.members, names_at(name, place), strict=True):
+                result[inner] = mask[member.start : member.start + member.numel]
+        else:
             result[name] = mask.view(p.shape)
     return result
 
@@ -102,18 +102,14 @@ def _squared_gradients(
     ranks: "_Ranks",
 ) -> list[Tensor]:
     """Sum the squares over the batches, for this rank's elements without padding."""
-    # in fp32 the square of 1e20 would be infinite, and that of 1e-23 would be 0; Apple's GPU has no fp64
+    # In fp32 the square of 1e20 is infinite and that of 1e-23 is 0. Apple's GPU has no fp64.
     devices = ["cpu" if local(p).device.type == "mps" else local(p).device for p in params]
     fisher = [
         torch.zeros(place.numel - place.padding, dtype=torch.float64, device=device)
         for place, device in zip(where, devices, strict=True)
     ]
     given, end, iterator = 0, object(), iter(batches)
-    while True:
-        batch = next(iterator, end)
-        with_one = int(ranks.sum(torch.tensor(int(batch is not end))))
-        if with_one == 0:
-            break
+    while with_one := int(ranks.sum(torch.tensor(int((batch := next(iterator, end)) is not end)))):
         if with_one < ranks.world_size:  # which would leave the others waiting
             raise ValueError(
                 f"fisher_mask: expected as many batches on every rank, found {with_one} of "
@@ -133,25 +129,24 @@ def _squared_gradients(
 
 
 def _largest(fisher: list[Tensor], where: list[Place], keep: float, ranks: "_Ranks") -> list[Tensor]:
-    """Masks of the largest fraction `keep` of all values on all ranks; each replicated value counts once."""
+    """Mask the largest fraction `keep` of all values on all ranks; each replicated value counts once."""
     mine = torch.tensor([[place.offset, f.numel()] for place, f in zip(where, fisher, strict=True)])
     before = ranks.gather(mine)[: ranks.rank]
-    owns = [
-        bool(n) and not any(earlier[i, 1] > 0 and earlier[i, 0] == offset for earlier in before)
+    owned = [  # not by an earlier rank too
+        i
         for i, (offset, n) in enumerate(mine.tolist())
+        if n and not ((before[:, i, 0] == offset) & (before[:, i, 1] > 0)).any()
     ]
-    total = int(ranks.sum(torch.tensor(sum(f.numel() for f, own in zip(fisher, owns, strict=True) if own))))
+    total = int(ranks.sum(torch.tensor(sum(fisher[i].numel() for i in owned))))
     # The bits of floats that are not negative are in the order of the floats.
     bits = [f.view(torch.int64) for f in fisher]
-    bound, ties = _bound(
-        [b for b, own in zip(bits, owns, strict=True) if own], max(1, round(keep * total)), ranks
-    )
+    bound, ties = _bound([bits[i] for i in owned], max(1, round(keep * total)), ranks)
     # Of those that are equal to the bound, keep the first in the model.
     places_of_ties, following = [], 0
     for b, place in zip(bits, where, strict=True):
         places_of_ties.append(2**62 - following - place.offset - (b == bound).nonzero()[:, 0])
         following += place.shape.numel()
-    last, _ = _bound([t for t, own in zip(places_of_ties, owns, strict=True) if own], ties, ranks)
+    last, _ = _bound([places_of_ties[i] for i in owned], ties, ranks)
     masks = [b > bound for b in bits]
     for mask, b, at in zip(masks, bits, places_of_ties, strict=True):
         mask[b == bound] = at >= last

@@ -23,8 +23,8 @@ __all__ = ["CheckpointCallback", "MemoryCallback"]
 class MemoryCallback(Callback):
     """Measures the memory of `Trainer.fit()` on all ranks with `Memory_Maximizer`.
 
-    A step is one of the optimizer, with all micro-batches of `accumulate_grad_batches`; the batch size is the
-    data loader's. The Trainer's loggers get the report's numbers, as `memory_max_reserved_gib`.
+    A step is one of the optimizer, with all micro-batches of `accumulate_grad_batches`. The Trainer's loggers
+    get the report's numbers, such as `memory_max_reserved_gib`.
 
     Args:
         **options: as for `Memory_Maximizer`.
@@ -65,16 +65,14 @@ class MemoryCallback(Callback):
 class CheckpointCallback(Callback):
     """Saves the training of `Trainer.fit()` with `save_distributed`, and resumes it, on any number of ranks.
 
-    A checkpoint holds model, optimizers, learning rate schedules, gradient scaler, the progress of the loops
-    (`global_step`, epoch, batch), the callbacks' states, and each rank's random number generators. `fit()` of
-    a new Trainer begins with the newest checkpoint in the directory. Within an epoch it reads the epoch's
-    earlier batches again and drops them: the order of the data has to depend on the epoch alone, as that of
-    `fsdp_utils.sampler(dataset)` does. On another number of ranks, keep the batch of all ranks the same.
+    A checkpoint holds model, optimizers, learning rate schedules, gradient scaler, the progress of the loops,
+    the callbacks' states, and each rank's random number generators. `fit()` of a new Trainer begins with the
+    newest one. Within an epoch it reads the epoch's earlier batches again and drops them: the order of the
+    data must depend on the epoch alone, as that of `fsdp_utils.sampler(dataset)` does.
 
     Args:
         directory: as for `save_distributed`.
-        every_n_steps: optimizer steps between two saves. A save that falls on the last batch of an epoch
-            comes after its validation.
+        every_n_steps: optimizer steps between two saves; after the validation at the end of an epoch.
         keep: as for `save_distributed`.
 
     Raises:

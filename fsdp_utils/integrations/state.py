@@ -1,4 +1,4 @@
-"""What both trainers' callbacks log and save: numbers of a memory report, and random number generators."""
+"""Numbers of a memory report, and the states of random number generators."""
 
 import random
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 
 from fsdp_utils.memory import MemoryReport
 
-_NAMES = "steps max_reserved_gib max_allocated_gib num_alloc_retries num_ooms samples_per_s"
+_NUMBERS = "steps max_reserved_gib max_allocated_gib num_alloc_retries num_ooms samples_per_s"
 
 
 def numbers_of(report: MemoryReport) -> dict[str, float]:
     """Return the numbers that the device has, under names with "memory_"."""
-    numbers = ((name, getattr(report, name)) for name in _NAMES.split())
-    return {f"memory_{name}": value for name, value in numbers if value is not None}
+    values = {f"memory_{name}": getattr(report, name) for name in _NUMBERS.split()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def rng_state() -> dict[str, Any]:

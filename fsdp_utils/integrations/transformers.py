@@ -12,8 +12,7 @@ import torch.distributed as dist
 from fsdp_utils._extras import need
 from fsdp_utils.checkpoint import CheckpointError, PerRank, checkpoints, load_distributed, save_distributed
 from fsdp_utils.checkpoint.load import read_state
-from fsdp_utils.distributed.agreement import agree
-from fsdp_utils.distributed.identity import get_world_size
+from fsdp_utils.distributed import agree, get_world_size
 from fsdp_utils.integrations.state import numbers_of, rng_state, set_rng_state
 from fsdp_utils.memory import Memory_Maximizer, MemoryReport
 
@@ -30,10 +29,9 @@ __all__ = ["CheckpointCallback", "MemoryCallback"]
 class MemoryCallback(TrainerCallback):
     """Measures the memory of `Trainer.train()` on all ranks with `Memory_Maximizer`.
 
-    Batch size and gradient accumulation are the Trainer's. The last line of its log, `state.log_history` and
-    `trainer.train().metrics` get the report's numbers, as `memory_max_reserved_gib`. Reporters to TensorBoard
-    and the like come before the callbacks that are given to Trainer; for the numbers to reach them, too, put
-    this one first: `trainer.callback_handler.callbacks.insert(0, MemoryCallback())`.
+    The last line of the Trainer's log and `trainer.train().metrics` get the report's numbers, such as
+    `memory_max_reserved_gib`. For them to reach reporters such as TensorBoard's too, put this callback
+    first: `trainer.callback_handler.callbacks.insert(0, MemoryCallback())`.
 
     Args:
         **options: as for `Memory_Maximizer`.
@@ -78,17 +76,16 @@ class CheckpointCallback(TrainerCallback):
     """Saves a Trainer's training with `save_distributed` whenever the Trainer would save, and resumes it.
 
     A checkpoint holds model, optimizer, learning rate schedule, scaler, the Trainer's state, and each rank's
-    random number generators. It replaces the Trainer's own `checkpoint-<step>` folders, whose FSDP form by
-    default is one full copy on rank 0. `save_strategy`, `save_steps` and `save_total_limit` apply.
+    random number generators. It replaces the Trainer's own `checkpoint-<step>` folders. `save_strategy`,
+    `save_steps` and `save_total_limit` apply.
 
     Args:
         trainer: gets this callback.
         directory: as for `save_distributed`.
-        ignore_frozen_params: save what is trained, such as the adapters of a peft model, and not the rest.
 
     Raises:
-        ValueError: the Trainer is to load its best model at the end or to upload what it saves, which it can
-            with its own folders only; or it trains with DeepSpeed.
+        ValueError: the Trainer needs its own folders, to load its best model at the end or to upload what it
+            saves; or it trains with DeepSpeed.
 
     Example::
 
@@ -98,9 +95,7 @@ class CheckpointCallback(TrainerCallback):
         print(len(list(Path("run").iterdir())))  # 1
     """
 
-    def __init__(
-        self, trainer: "Trainer", directory: str | os.PathLike[str], *, ignore_frozen_params: bool = False
-    ) -> None:
+    def __init__(self, trainer: "Trainer", directory: str | os.PathLike[str]) -> None:
         args = trainer.args
         refused = {
             "load_best_model_at_end": args.load_best_model_at_end,
@@ -113,7 +108,7 @@ class CheckpointCallback(TrainerCallback):
                 f"callback replaces, found {', '.join(found)}"
             )
         self._trainer: Any = trainer
-        self._directory, self._trained_only = directory, ignore_frozen_params
+        self._directory = directory
         self._resuming: tempfile.TemporaryDirectory[str] | None = None
         self._rng: dict[str, Any] | None = None  # to be restored before the first step
         trainer.add_callback(self)
@@ -131,38 +126,33 @@ class CheckpointCallback(TrainerCallback):
 
         Returns:
             What `trainer.train(resume_from_checkpoint=...)` takes: a temporary folder with the Trainer's
-            state. Model, optimizer and the rest are loaded when the training begins. None where there is no
-            checkpoint: the training then begins at step 0.
+            state; the rest is loaded when the training begins. None where there is no checkpoint.
 
         Raises:
             CheckpointError: the newest checkpoint is damaged, or was not saved by this callback; or a rank
                 did not call this.
         """
+
+        def look() -> tuple[int, dict[str, Any]] | None:
+            steps = checkpoints(self._directory)
+            return (max(steps), read_state(steps[max(steps)])) if steps else None
+
         # One rank looks, for all: another may see the directory later, and find an older checkpoint or none.
         ranks = agree("CheckpointCallback.newest", dict, error=CheckpointError, topic="newest")
         with ranks.guard():
-            found = ranks.first(self._newest)
+            found = ranks.first(look)
         ranks.close()
         if found is None:
             return None
-        self._step, text = found
-        self._resuming = tempfile.TemporaryDirectory(prefix="trainer-state-")
-        Path(self._resuming.name, "trainer_state.json").write_text(text)
-        return self._resuming.name
-
-    def _newest(self) -> tuple[int, str] | None:
-        """Return step and Trainer's state, as JSON, of the newest checkpoint; None where there is none."""
-        there = checkpoints(self._directory)
-        if not there:
-            return None
-        step = max(there)
-        state = read_state(there[step])
+        self._step, state = found
         if "trainer" not in state:
             raise CheckpointError(
-                f"{there[step]}: expected a checkpoint that CheckpointCallback saved, found one with the "
-                f"state {sorted(state)}"
+                f"{self._directory}: expected a checkpoint that CheckpointCallback saved, found in that of "
+                f"step {self._step} the state {sorted(state)}"
             )
-        return step, state["trainer"]
+        self._resuming = tempfile.TemporaryDirectory(prefix="trainer-state-")
+        Path(self._resuming.name, "trainer_state.json").write_text(state["trainer"])
+        return self._resuming.name
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
@@ -174,9 +164,7 @@ class CheckpointCallback(TrainerCallback):
                 "expected trainer.train(resume_from_checkpoint=...) with what newest() returned, the "
                 f"checkpoint of step {self._step}, found a training that begins at step {state.global_step}"
             )
-        saved = load_distributed(
-            self._directory, model, optimizer, step=self._step, ignore_frozen_params=self._trained_only
-        )
+        saved = load_distributed(self._directory, model, optimizer, step=self._step)
         lr_scheduler.load_state_dict(saved["scheduler"])
         if saved["scaler"] is not None:
             self._trainer.accelerator.scaler.load_state_dict(saved["scaler"])
@@ -211,7 +199,6 @@ class CheckpointCallback(TrainerCallback):
             trainer.optimizer,
             step=trainer.state.global_step,
             keep=limit if limit and limit > 0 else None,  # a Trainer deletes nothing for 0 and less
-            ignore_frozen_params=self._trained_only,
             state={
                 "scheduler": trainer.lr_scheduler.state_dict(),
                 "scaler": scaler and scaler.state_dict(),

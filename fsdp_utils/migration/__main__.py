@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from fsdp_utils._commands import new_parser, run
-from fsdp_utils.migration.config import translate
+from fsdp_utils.migration.frameworks import translate
 from fsdp_utils.migration.translation import TranslationError
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -12,28 +12,18 @@ from fsdp_utils.migration.translation import TranslationError, shown
 
 MOST_BYTES = 1024 * 1024  # of a file; a config has a few thousand
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's ${section.key}; ${oc.env:NAME} stays as it is
-MOST_VALUES = 10_000  # real configs have a few hundred
 MOST_STEPS = 20  # from a reference to a reference
 
 
 def read_config(config: Any, given: Mapping[str, Any]) -> dict[Any, Any]:
-    """Read a config into dicts and lists, and fill in what it leaves open.
-
-    Args:
-        config: a file, or the settings.
-        given: values by the names that the rows have: "bf16.enabled". Each stands in the config.
-
-    Raises:
-        TranslationError: the file holds no settings, or a name that is given is not in the config.
-        TypeError: the config is neither a file nor a dict.
-    """
+    """Read a config, a file or its settings, into dicts and lists, and fill in what it leaves open."""
     from_file = isinstance(config, str | Path)
     content = _content(Path(config)) if from_file else config
     if not isinstance(content, Mapping):
         found = f"expected a dict of settings, found {type(content).__name__}"
         raise TranslationError(f"in {Path(config).name}: {found}") if from_file else TypeError(found)
     try:
-        content = _plain(content, content, iter(range(MOST_VALUES)))
+        content = _plain(content, content)
     except RecursionError:
         raise TranslationError("config: expected sections that end, found one within itself") from None
     for name, value in given.items():
@@ -45,20 +35,18 @@ def read_config(config: Any, given: Mapping[str, Any]) -> dict[Any, Any]:
     return content
 
 
-def _plain(value: Any, root: Mapping[Any, Any], left: Iterator[int], steps: int = 0) -> Any:
+def _plain(value: Any, root: Mapping[Any, Any], steps: int = 0) -> Any:
     """Copy settings into dicts and lists, and follow references to other keys of the config."""
-    if next(left, None) is None:
-        raise TranslationError(f"config: expected at most {MOST_VALUES:,} values, found more")
     if isinstance(value, Mapping):
-        return {key: _plain(item, root, left, steps) for key, item in value.items()}
+        return {key: _plain(item, root, steps) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, root, left, steps) for item in value]
+        return [_plain(item, root, steps) for item in value]
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str) and (name := REFERENCE.fullmatch(value)) and steps < MOST_STEPS:
         found = _at(root, name[1].split("."))
         if found is not None and not isinstance(found, Mapping | list):
-            return _plain(found, root, left, steps + 1)
+            return _plain(found, root, steps + 1)
     return value
 
 

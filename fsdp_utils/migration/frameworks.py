@@ -1,26 +1,62 @@
-"""The four frameworks: which sections a config has, and what holds where it says nothing."""
+"""Translate the configs of four frameworks: their sections, and their defaults for what is not set."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from fsdp_utils.migration.files import read_config
 from fsdp_utils.migration.rules import Rule, Said, apply_rules, read_section, rules_of, whole_number
 from fsdp_utils.migration.translation import Row, Translation, TranslationError, shown
 
 MARKS = {"fsdp", "base_model", "per_device_train_batch_size"}  # keys of transformers or axolotl alone
 
 
-def framework_of(config: Mapping[str, Any]) -> str:
-    """Tell the framework by the config's keys."""
+def translate(
+    config: str | Path | Mapping[str, Any], *, given: Mapping[str, Any] | None = None
+) -> Translation:
+    """Translate a config to FSDP2. The config's keys tell whose it is.
+
+    Args:
+        config: the file (.json, .yaml or .yml) or what is in it: of `accelerate config`; transformers'
+            TrainingArguments, their `fsdp_config` alone, or axolotl's file; Composer's `parallelism_config`
+            or LLM Foundry's `fsdp_config`; DeepSpeed's JSON.
+        given: values that the config leaves open, such as "auto" and OmegaConf's `${...}`, by the names that
+            the rows have: {"bf16.enabled": True}.
+
+    Returns:
+        The settings, with `.code()`, `.rows`, `.without_counterpart` and a table as `str()`.
+
+    Raises:
+        TranslationError (a ValueError): the config is none of these, the file cannot be parsed, or a value
+            is unknown. An unknown key gets a row that is marked as lost.
+        TypeError: the config is neither a file nor a dict.
+        OSError: the file cannot be read.
+        ModuleNotFoundError: a YAML file, and PyYAML is not installed.
+
+    Source: each row names its own.
+
+    Example::
+
+        found = translate("ds_config.json")
+        Path("shard_model.py").write_text(found.code())
+        for row in found.rows:
+            print(row.key, "->", row.fsdp2)
+    """
+    settings = read_config(config, given or {})
+    return _framework_of(settings)(settings)
+
+
+def _framework_of(config: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Translation]:
     if "distributed_type" in config:
-        return "accelerate"
+        return _accelerate
     if "zero_optimization" in config:
-        return "deepspeed"
+        return _deepspeed
     if MARKS & set(config) or _is_trainers(config.get("fsdp_config", config)):
-        return "transformers"
+        return _transformers
     if {"parallelism_config", "fsdp_config"} & set(_training(config)):
-        return "composer"
+        return _composer
     if {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(config):
-        return "deepspeed"
+        return _deepspeed
     found = ", ".join(shown(key) for key in list(config)[:20]) or "no key"
     raise TranslationError(
         "expected a config with the key 'distributed_type' (Accelerate), 'fsdp' or 'fsdp_config' "
@@ -30,25 +66,24 @@ def framework_of(config: Mapping[str, Any]) -> str:
 
 
 def _is_trainers(section: Any) -> bool:
-    """Whether a section has keys of transformers' fsdp_config that Composer's does not have."""
+    """Tell whether a section has keys of transformers' fsdp_config that Composer's does not have."""
     names = {str(name) for name in section} if isinstance(section, Mapping) else set()
     names -= set(rules_of("composer", "fsdp_config"))
     return any(name.startswith("fsdp_") or f"fsdp_{name}" in _trainers_rules() for name in names)
 
 
 def _trainers_rules() -> dict[str, list[Rule]]:
-    """Accelerate's rows for the section, and those of transformers in place of or after them."""
+    """Return Accelerate's rows for the section, and those of transformers in place of or after them."""
     return {**rules_of("accelerate", "fsdp_config"), **rules_of("transformers", "fsdp_config")}
 
 
 def _training(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The training's settings: a run on MosaicML's platform has them in a section of their own."""
+    """Return the training's settings, which a run on MosaicML's platform has in a section "parameters"."""
     parameters = config.get("parameters")
     return parameters if isinstance(parameters, Mapping) else config
 
 
-def accelerate(config: Mapping[str, Any]) -> Translation:
-    """Translate the file that `accelerate config` writes."""
+def _accelerate(config: Mapping[str, Any]) -> Translation:
     above = {key: value for key, value in config.items() if value != {}}
     used = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}.get(str(config["distributed_type"]), "")
     translation = Translation("Accelerate", ddp=not used, masters=bool(used))
@@ -71,7 +106,6 @@ def accelerate(config: Mapping[str, Any]) -> Translation:
 
 
 def _set_mesh(sizes: Mapping[str, Any], key_of: Callable[[str], str], translation: Translation) -> None:
-    """Set the mesh of these sizes: Accelerate shards over dp_shard and cp together."""
     names = ("dp_shard", "cp", "dp_replicate", "sp")
     shard, context, copies, sp = (whole_number(sizes.get(key_of(name))) or 1 for name in names)
     if shard * context == 1:
@@ -83,7 +117,7 @@ def _set_mesh(sizes: Mapping[str, Any], key_of: Callable[[str], str], translatio
         translation.shard_size, translation.copies = shard * context, copies
 
 
-def transformers(config: Mapping[str, Any]) -> Translation:
+def _transformers(config: Mapping[str, Any]) -> Translation:
     """Translate what concerns sharding in TrainingArguments, and in axolotl's files."""
     rules, name = rules_of("transformers", "config"), "fsdp_config"
     if "fsdp_config" not in config and not MARKS & set(config):  # a file of the section alone
@@ -132,7 +166,6 @@ def _options(value: Any, translation: Translation) -> Said:
 
 
 def _classes(value: Any, translation: Translation) -> Said:
-    """Read the names of the classes that become units."""
     names = value.split(",") if isinstance(value, str) else value
     # identifiers, and nothing else: the names go into the code that is written
     if not isinstance(names, list) or not all(isinstance(n, str) and n.strip().isidentifier() for n in names):
@@ -146,7 +179,7 @@ def _classes(value: Any, translation: Translation) -> Said:
 READERS = {"fsdp": _options, "fsdp_transformer_layer_cls_to_wrap": _classes}
 
 
-def composer(config: Mapping[str, Any]) -> Translation:
+def _composer(config: Mapping[str, Any]) -> Translation:
     """Translate Composer's parallelism_config or LLM Foundry's fsdp_config, and `precision`."""
     config, rules = _training(config), rules_of("composer", "config")
     section, name, others = config.get("fsdp_config"), "fsdp_config", config.get("parallelism_config") or {}
@@ -170,8 +203,7 @@ def composer(config: Mapping[str, Any]) -> Translation:
     return translation
 
 
-def deepspeed(config: Mapping[str, Any]) -> Translation:
-    """Translate DeepSpeed's JSON."""
+def _deepspeed(config: Mapping[str, Any]) -> Translation:
     translation, auto = Translation("DeepSpeed", ddp=True), "transformers' Trainer fills it in"
     above = dict(config)
     zero = above.pop("zero_optimization", None) or {}

@@ -34,31 +34,23 @@ Reader = Callable[[Any, Translation], Said]
 class Rule:
     """One row of a table.
 
-    Args:
-        source: where the key is documented; the table has the addresses under "sources".
-        value: the values that the row is for: a literal, compared as text in any case; {"from": 2} or
-            {"to": 1}, whole numbers; a section with values for some of its keys; or a list of these.
-        when: what must hold besides: settings of the Translation so far, or other keys of the config.
-        set: the settings of the Translation that follow; "{value}" stands for the number that matched.
-        say: what to write instead.
-        lost: in place of `say`, why there is no counterpart, or not for all that the key does.
-        refuse: in place of `say`, why the value is an error.
-        inside: the keys that are known inside the value, if that is a section.
+    A value is a literal, compared as text in any case; {"from": 2} or {"to": 1}, whole numbers; a section
+    with values for some of its keys; or a list of these.
     """
 
-    source: str
+    source: str  # where the key is documented; the table has the addresses under "sources"
     value: Any = ANY
-    when: Mapping[str, Any] = field(default_factory=dict)
-    set: Mapping[str, Any] = field(default_factory=dict)
-    say: str = ""
-    lost: str = ""
-    refuse: str = ""
-    inside: tuple[str, ...] = ()
+    when: Mapping[str, Any] = field(default_factory=dict)  # settings so far, or other keys of the config
+    set: Mapping[str, Any] = field(default_factory=dict)  # settings; "{value}" is the number that matched
+    say: str = ""  # what to write instead
+    lost: str = ""  # in place of `say`, why there is no counterpart, or not for all that the key does
+    refuse: str = ""  # in place of `say`, why the value is an error
+    inside: tuple[str, ...] = ()  # the keys that are known inside the value, if that is a section
 
 
 @functools.cache
 def rules_of(framework: str, section: str) -> dict[str, list[Rule]]:
-    """The rows for a section, by key, in the order in which the keys are read.
+    """Read the rows for a section, by key, in the order in which the keys are read.
 
     A row with "as" stands for the rows of these keys in shared.json, with a source of its own.
     """
@@ -83,21 +75,14 @@ def read_section(
     readers: Mapping[str, Reader] | None = None,
     auto: str = "",
 ) -> None:
-    """Read each key of a section, and add a row for it to the translation.
-
-    A comment, a key that is unknown, and a value that has to come from outside the file get a row too.
+    """Read each key of a section, with or without "fsdp_" before its name, and add a row to the translation.
 
     Args:
-        section: the settings. A key may leave out "fsdp_" before its name.
         rules: the rows for each key that is known, in the order in which the keys are read.
-        translation: where settings and rows are put.
         name: of the section, "" for the config itself.
         beside: other keys of the config, for the rows' `when`.
         readers: functions for keys whose values no row can describe.
         auto: what to say of the value "auto" where no row is for it.
-
-    Raises:
-        TranslationError: no row is for a value.
     """
     if not isinstance(section, Mapping):
         raise TranslationError(f"{name}: expected a section with keys, found {shown(section)}")
@@ -125,7 +110,7 @@ def read_section(
 
 
 def _without_rules(name: str, value: Any, auto: str) -> Said | None:
-    """What to say of a value that is not set, or that the file leaves open; None for any other."""
+    """Say of a value that it is not set, or that the file leaves it open; None for any other."""
     if value is None:
         return Said("nothing: it is not set")
     if isinstance(value, str) and "${" in value:
@@ -164,7 +149,7 @@ def apply_rules(
 
 
 def _match(pattern: Any, value: Any) -> tuple[bool, Any]:
-    """Whether a value is one of a pattern's, and the literal or the number that it is."""
+    """Tell whether a value is one of a pattern's, and the literal or the number that it is."""
     if isinstance(pattern, list):
         return next((found for one in pattern if (found := _match(one, value))[0]), (False, None))
     if isinstance(pattern, dict) and {"from", "to"} & set(pattern):
@@ -182,7 +167,7 @@ def _match(pattern: Any, value: Any) -> tuple[bool, Any]:
 
 
 def whole_number(value: Any) -> int | None:
-    """The whole number that a value is, or that a text shows; None for any other value."""
+    """Return the whole number that a value is, or that a text shows; None for any other value."""
     if isinstance(value, str) and value.isdecimal() and len(value) < 10:
         return int(value)
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
@@ -203,7 +188,6 @@ def _add_unknown(
 
 
 def precision(translation: Translation) -> Said:
-    """What to write for the dtypes of a translation."""
     if translation.param_dtype is None:
         return Said("nothing: without mp_policy all stays as it is")
     # fp16's small gradients become 0 unless the loss is scaled

@@ -1,4 +1,4 @@
-"""What a config asks for, in FSDP2's terms."""
+"""The settings that a config asks for, in FSDP2's terms, and the code that makes them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,14 +37,14 @@ class TranslationError(ValueError):
 
 
 def shown(value: Any) -> str:
-    """A value of a config for a message: quoted, on one line, and cut where it is long."""
+    """Quote a value of a config for a message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one key.
+    """The counterpart of one key.
 
     Args:
         key: its name, with the sections that it stands in: "fsdp_config.fsdp_offload_params".
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass
 class Translation:
-    """What a config asks for, in FSDP2's terms.
+    """The settings that a config asks for, in FSDP2's terms.
 
     Args:
         framework: whose config it was.
@@ -104,12 +104,12 @@ class Translation:
 
     @property
     def without_counterpart(self) -> list[str]:
-        """What FSDP2 does not do, in words."""
+        """List in words what FSDP2 does not do."""
         lost = (row for row in self.rows if not row.has_counterpart)
         return [f"{row.key} = {shown(row.value)}: {row.fsdp2}" for row in lost]
 
     def code(self) -> str:
-        """The Python to write: a function `shard_model(model)`, called before the optimizer is built.
+        """Write the Python: a function `shard_model(model)`, to be called before the optimizer is built.
 
         With tensor parallelism it is `shard_model(model, tp_plan)`: the plan names a style for each layer.
         """

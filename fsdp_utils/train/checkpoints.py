@@ -1,9 +1,10 @@
-"""A run's directory: locked; its checkpoints saved in the background, and the newest whole one resumed."""
+"""Lock a run's directory, save its checkpoints in the background, and resume the newest whole one."""
 
 import contextlib
 import fcntl
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +30,7 @@ _LOCK_WAIT_S = 5.0  # for the ranks of the start before to have ended, on anothe
 
 
 def lock_directory(out: Path) -> contextlib.AbstractContextManager[Any]:
-    """Make a run's directory and allow one run at a time in it: rank 0 locks it until the context ends.
+    """Make a run's directory, which rank 0 locks for this run until the context ends.
 
     Raises:
         ConfigError: another run is going on in the directory, or it cannot be written to.
@@ -50,7 +51,7 @@ def lock_directory(out: Path) -> contextlib.AbstractContextManager[Any]:
 
 
 def _locked(file: IO[str]) -> bool:
-    """A lock of this process, which no fork of it keeps when it dies."""
+    """Lock a file for this process: no fork keeps the lock when the process dies."""
     limit = time.monotonic() + _LOCK_WAIT_S
     while time.monotonic() < limit:
         try:
@@ -100,49 +101,38 @@ class Checkpoints:
         self._identity, self._log = identity, log
         self._in_flight: tuple[int, Save] | None = None
 
-    def begin(self, model: nn.Module, optimizer: Optimizer, step: int, seen: int) -> None:
-        """Save in the background. A failure, also of the save before, is logged and ends nothing."""
-        self._wait()
-        try:
-            self._in_flight = step, self._save(model, optimizer, step, seen, asynchronous=True)
-        except CheckpointError as error:
-            self._failed(step, error)
-
-    def finish(self, model: nn.Module, optimizer: Optimizer, step: int, seen: int) -> None:
-        """Save before the run ends, unless this step is saved already.
+    def save(self, model: nn.Module, optimizer: Optimizer, step: int, seen: int, *, last: bool) -> None:
+        """Save in the background, where a failure is logged and ends nothing; or, at last, wait for it.
 
         Raises:
-            CheckpointError: the step is not saved, so the run must not end as if it were.
+            CheckpointError: the last step is not saved, so the run must not end as if it were.
         """
-        self._wait()
-        if self._saved != step:
-            self._save(model, optimizer, step, seen, asynchronous=False)
-            self._log.event("saved", step=step)
-
-    def _save(self, model: nn.Module, optimizer: Optimizer, step: int, seen: int, asynchronous: bool) -> Save:
-        self._log.durable()
-        return save_distributed(
-            self._directory,
-            model,
-            optimizer,
-            step=step,
-            state={"seen": seen, "data": self._identity},
-            keep=self._keep,
-            asynchronous=asynchronous,
-        )
-
-    def _wait(self) -> None:
-        if self._in_flight is None:
+        if self._in_flight is not None:
+            (before, save), self._in_flight = self._in_flight, None
+            self._attempt(before, save.wait)
+        if last and self._saved == step:
             return
-        (step, save), self._in_flight = self._in_flight, None
+
+        def begin() -> Save:
+            self._log.durable()
+            state = {"seen": seen, "data": self._identity}
+            options: Any = {"step": step, "state": state, "keep": self._keep, "asynchronous": not last}
+            return save_distributed(self._directory, model, optimizer, **options)
+
+        if last:
+            begin()
+            self._log.event("saved", step=step)
+        elif save := self._attempt(step, begin, is_over=False):
+            self._in_flight = step, save
+
+    def _attempt(self, step: int, fn: Callable[[], Any], is_over: bool = True) -> Any:
         try:
-            save.wait()
+            result = fn()
         except CheckpointError as error:
-            self._failed(step, error)
-        else:
+            self._log.event("failed to save", step=step, error=str(error))
+            self._log.say(f"step {step} is not saved: {error}")
+            return None
+        if is_over:
             self._saved = step
             self._log.event("saved", step=step)
-
-    def _failed(self, step: int, error: CheckpointError) -> None:
-        self._log.event("failed to save", step=step, error=str(error))
-        self._log.say(f"step {step} is not saved: {error}")
+        return result

@@ -153,7 +153,7 @@ class TrainConfig:
 
 
 def parse(arguments: list[str] | None = None) -> TrainConfig:
-    """The configuration that the command line asks for; None reads sys.argv.
+    """Read the configuration from command-line arguments; None reads sys.argv.
 
     Raises:
         ConfigError: an unknown setting, a value of another type, a value out of its range, a missing file.
@@ -204,7 +204,7 @@ def check(config: TrainConfig) -> None:
 
 
 def micro_batches(config: TrainConfig, world_size: int) -> tuple[int, int]:
-    """The number of micro-batches of a rank in a step, and the number of samples in each.
+    """Return the number of micro-batches of a rank in a step, and the number of samples in each.
 
     Raises:
         ConfigError: the batch has no equal shares for that many ranks.

@@ -19,10 +19,10 @@ from torch.utils.data import StackDataset, default_collate
 from fsdp_utils.train.config import ConfigError, DataConfig
 from fsdp_utils.train.ranks import ranks
 
-__all__ = ["Data", "check_same_data", "collate", "load_data", "rows_at"]
+__all__ = ["Data", "check_same_data", "collate", "load_data", "rows_at", "spread"]
 
 IGNORED = -100  # a label that the loss of transformers' models leaves out
-_HASHED = 64  # samples, spread evenly over the training data
+_SPREAD = 64  # samples that are looked at before a run
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Data:
     identity: str
 
     def labels(self, batch: Mapping[str, Tensor]) -> int:
-        """The number of labels over which a batch's loss is a mean."""
+        """Count the labels over which a batch's loss is a mean."""
         labels = batch["labels"][:, 1:] if self.predicts_next else batch["labels"]
         return int((labels != IGNORED).sum())
 
 
 def load_data(config: DataConfig) -> Data:
-    """The data that the configuration names.
+    """Load the data that the configuration names.
 
     Raises:
         ConfigError: there is no such function, or it does not return enough samples.
@@ -76,6 +76,11 @@ def load_data(config: DataConfig) -> Data:
             f"data.source {config.source!r}: expected at least data.batch_size ({config.batch_size}) samples "
             f"to train on, found {len(train)}"
         )
+    if getattr(task, "predicts_next", False) and len(train[0]["labels"]) < 2:
+        raise ConfigError(
+            f"data.source {config.source!r}: expected samples of at least 2 tokens, of which each predicts "
+            f"the next, found {len(train[0]['labels'])}"
+        )
     predicts_next, build = getattr(task, "predicts_next", False), getattr(task, "build", None)
     return Data(train, test, predicts_next, build, _fingerprint(train))
 
@@ -84,30 +89,26 @@ def _samples(given: Any) -> Any:
     return StackDataset(**given) if isinstance(given, Mapping) and given else given or []
 
 
+def spread(samples: Any) -> list[dict[str, Tensor]]:
+    """Return some samples, evenly spread over all."""
+    return [samples[row] for row in sorted({len(samples) * i // _SPREAD for i in range(_SPREAD)})]
+
+
 def _fingerprint(samples: Any) -> str:
-    """Notices other samples, but need not notice that a few have changed."""
     digest = blake2b(digest_size=8)
-    for row in sorted({len(samples) * i // _HASHED for i in range(_HASHED)}):
-        for tensor in samples[row].values():
+    for sample in spread(samples):
+        for tensor in sample.values():
             digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return f"{len(samples):,} samples with hash {digest.hexdigest()}"
 
 
 def collate(samples: Any, rows: Iterable[int]) -> dict[str, Tensor]:
-    """The samples of these numbers as one batch."""
+    """Put the samples of these numbers into one batch."""
     return default_collate([samples[row] for row in rows])
 
 
 def check_same_data(data: Data, before: str | None) -> None:
-    """Refuse data that differs between ranks, or from the data that the run was trained on so far.
-
-    Args:
-        data: this rank's.
-        before: the identity that the checkpoint holds; None where there is none.
-
-    Raises:
-        ConfigError: the same on every rank.
-    """
+    """Raise ConfigError where the data differs between ranks, or from `before`, what the checkpoint holds."""
     ranks().same("", {"data.source": data.identity})
     if before not in (None, data.identity):
         raise ConfigError(
@@ -117,7 +118,7 @@ def check_same_data(data: Data, before: str | None) -> None:
 
 
 def rows_at(position: int, count: int, total: int, seed: int) -> Tensor:
-    """The numbers of the next samples: i64[count]. Each epoch goes through all of them in a new order.
+    """Return the numbers of the next samples: i64[count]. Each epoch has all of them in a new order.
 
     Args:
         position: how many samples were seen before, by all ranks together.

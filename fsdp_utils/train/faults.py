@@ -1,4 +1,4 @@
-"""What ends a run early: a loss that is NaN, a rank that hangs, a scheduler's signal."""
+"""End a run early: a loss that is NaN, a rank that hangs, a scheduler's signal."""
 
 import contextlib
 import faulthandler
@@ -29,19 +29,11 @@ class NotFinite(FloatingPointError):
 
 
 def check_finite(loss: float, norm: float, own: float, step: int, samples: list[int]) -> None:
-    """Stop all ranks where the loss or the gradient is NaN or infinite, and name the samples.
-
-    All ranks have the same loss and norm, so either all of them raise or none does.
+    """Raise NotFinite on all ranks where the whole batch's loss or gradient norm is NaN or infinite.
 
     Args:
-        loss: of the whole batch.
-        norm: of the whole gradient.
         own: this rank's part of the loss.
-        step: the number of the step.
         samples: the numbers of the samples that this rank computed.
-
-    Raises:
-        NotFinite: names the step, the ranks whose loss is not finite, and their samples.
     """
     if math.isfinite(loss) and math.isfinite(norm):
         return
@@ -59,17 +51,12 @@ def check_finite(loss: float, norm: float, own: float, step: int, samples: list[
     )
 
 
-class Hang(RuntimeError):
-    """The ranks have not moved for longer than the limit."""
-
-
 class Watchdog:
     """Ends this rank, with the stacks of its threads, when its training has not moved for a time.
 
-    Ranks wait for each other in every step, so where one hangs, all of them notice it, each by itself. They
-    write their stacks to `directory`, name the ranks that did not, and end those of them that are on this
-    host: a rank that was stopped, or whose C code holds the GIL, gets SIGABRT and leaves its stacks on
-    stderr. A hang thus becomes a failure, after which torchrun can restart the ranks.
+    Ranks wait for each other in every step, so where one hangs, each notices. They write their stacks to
+    `directory`, name the ranks that did not, and send SIGABRT to those on this host. So a hang becomes a
+    failure, after which torchrun can restart the ranks.
 
     Args:
         directory: where the stacks go; shared by all ranks.
@@ -98,11 +85,8 @@ class Watchdog:
         self._over.set()
         faulthandler.cancel_dump_traceback_later()
 
-    def _stacks(self, rank: int) -> Path:
-        return self._directory / f"stack-of-rank-{rank}.txt"
-
     def _written(self, rank: int) -> float:
-        file = self._stacks(rank)
+        file = self._directory / f"stack-of-rank-{rank}.txt"
         return file.stat().st_mtime if file.exists() else 0.0
 
     def _watch(self) -> None:
@@ -114,16 +98,16 @@ class Watchdog:
     def _end(self, what: str) -> None:
         with contextlib.suppress(OSError):  # such as a full disk
             self._directory.mkdir(parents=True, exist_ok=True)
-            with self._stacks(get_rank()).open("w") as file:
+            with (self._directory / f"stack-of-rank-{get_rank()}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         time.sleep(_ANSWER_S)
         since = self._written(get_rank()) - self._limit_s  # older stacks are of a start before this one
         silent = [str(rank) for rank in range(get_world_size()) if self._written(rank) < since]
         found = f"no stacks from rank {', '.join(silent)}" if silent else "all ranks have written"
-        error = Hang(f"{what}; {found}. Compare the stacks in {self._directory}")
+        error = f"Hang: {what}; {found}. Compare the stacks in {self._directory}"
         with contextlib.suppress(OSError):
-            get_error_handler().record_exception(error)
-        print(f"[rank {get_rank()}] Hang: {error}", file=sys.stderr, flush=True)
+            get_error_handler().record_exception(RuntimeError(error))
+        print(f"[rank {get_rank()}] {error}", file=sys.stderr, flush=True)
         for process in psutil.Process(os.getppid()).children():  # the ranks of one torchrun
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("RANK") in silent:

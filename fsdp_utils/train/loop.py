@@ -4,8 +4,7 @@
         --data.source fsdp_utils.lessons.tasks:dates_llama --steps 200
 
 Started again, the program resumes from its newest whole checkpoint, on any number of ranks. SIGTERM and
-SIGUSR1 make it save and exit with code 75. `config.py` documents the settings. In this file `train` has the
-training loop, `_step` trains one step and `_evaluate` evaluates.
+SIGUSR1 make it save and exit with code 75. `config.py` documents the settings.
 """
 
 import faulthandler
@@ -42,14 +41,6 @@ __all__ = ["Progress", "learning_rate", "main", "train"]
 
 _EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: come again, and it goes on
 _END_S = 60.0  # from a failure to the end of its process, at most
-
-
-class Batch(NamedTuple):
-    """One rank's share of the samples of a step."""
-
-    samples: list[int]  # their numbers
-    parts: list[dict[str, Tensor]]  # the micro-batches
-    labels: list[int]  # how many each of them predicts
 
 
 class Progress(NamedTuple):
@@ -129,13 +120,19 @@ def _loop(
         # The first step takes longer than all others: FSDP sets itself up, blocks are compiled.
         watchdog.at(f"step {step + 1}", config.timeout_s if step == at.step else config.hang_s)
         begun = time.perf_counter()
-        batch = _batch(config, data, seen)
-        labels, asked = sum_of_all(sum(batch.labels), stop.asked)
+        samples, parts, weights = _batch(config, data, seen)
+        labels, asked = sum_of_all(sum(weights), stop.asked)
         if stopped := asked > 0:
             break
         rate = learning_rate(step, config.optim, config.steps)
         with _profiled(config, step + 1):
-            loss, norm = _step(config, model, optimizer, batch, labels, step, rate)
+            own, norm = _backward(config, model, parts, weights, labels, step)
+            (loss,) = sum_of_all(own)
+            check_finite(loss, norm, own, step + 1, samples)
+            for group in optimizer.param_groups:  # not what the checkpoint holds
+                group.update(lr=rate, betas=config.optim.betas, weight_decay=config.optim.weight_decay)
+            optimizer.step()
+            optimizer.zero_grad()
         step, seen = step + 1, seen + config.data.batch_size
         seconds = time.perf_counter() - begun
         memory.update(config.data.batch_size // get_world_size())
@@ -145,9 +142,9 @@ def _loop(
             log.metrics(step, loss=known, lr=rate, norm=norm, seconds=seconds, samples_per_s=speed)
         if step % config.save_every == 0 and step < config.steps:
             watchdog.at(f"saving after step {step}")
-            checkpoints.begin(model, optimizer, step, seen)
+            checkpoints.save(model, optimizer, step, seen, last=False)
     watchdog.at(f"saving after step {step}")
-    checkpoints.finish(model, optimizer, step, seen)
+    checkpoints.save(model, optimizer, step, seen, last=True)
     if not stopped:
         evaluate(step)
     report = memory.stop()
@@ -156,59 +153,59 @@ def _loop(
     return Progress(step, seen, stopped)
 
 
-def _batch(config: TrainConfig, data: Data, seen: int) -> Batch:
-    """This rank's share of the batch that follows when so many samples have been seen."""
+def _batch(
+    config: TrainConfig, data: Data, seen: int
+) -> tuple[list[int], list[dict[str, Tensor]], list[int]]:
+    """Return the numbers of this rank's next samples, their micro-batches, and how many labels each has."""
     number, size = micro_batches(config, get_world_size())
     rows = rows_at(seen, config.data.batch_size, len(data.train), config.seed)
     mine = rows.view(number, get_world_size(), size)[:, get_rank()]  # i64[micro-batches, samples]
     parts = [collate(data.train, part) for part in mine.tolist()]
-    return Batch(mine.flatten().tolist(), parts, [data.labels(part) for part in parts])
+    return mine.flatten().tolist(), parts, [data.labels(part) for part in parts]
 
 
-def _step(
-    config: TrainConfig, model: Any, optimizer: Optimizer, batch: Batch, labels: float, step: int, rate: float
+def _backward(
+    config: TrainConfig,
+    model: Any,
+    parts: list[dict[str, Tensor]],
+    weights: list[int],
+    labels: float,
+    step: int,
 ) -> tuple[float, float]:
-    """One step of the optimizer: the loss of the whole batch, and the norm of its gradient.
+    """Compute this rank's part of the loss, and the norm of the whole gradient, which is then clipped.
 
     The losses of all ranks and micro-batches add up to the mean over the `labels` labels of the whole batch.
     So neither the loss nor its gradient depends on how the batch was divided.
     """
     device = next(model.parameters()).device
-    rank, world_size, number = get_rank(), get_world_size(), len(batch.parts)
-
     # Dropout's numbers follow from the place in the run, so that a resumed run draws the same ones.
-    _seed((config.seed * 1_000_003 + step) * 65_537 + rank, device)
-    local = torch.zeros((), device=device)
-    for index, (part, weight) in enumerate(zip(batch.parts, batch.labels, strict=True)):
-        if number > 1:  # sum gradients between ranks only once, after the last micro-batch
-            model.set_requires_gradient_sync(index == number - 1)
+    seed = ((config.seed * 1_000_003 + step) * 65_537 + get_rank()) % 2**63
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes half a millisecond to note the caller
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+    total = torch.zeros((), device=device)
+    for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        if len(parts) > 1:  # sum gradients between ranks only once, after the last micro-batch
+            model.set_requires_gradient_sync(index == len(parts) - 1)
         if not weight:  # a mean over no label is NaN: it counts 0 times with some labels, whatever they are
             part = {**part, "labels": part["labels"].clamp(min=0)}
         loss = model(**_to(part, device)).loss * (weight / max(labels, 1))
-        (loss * world_size).backward()  # FSDP averages over the ranks, and this loss is a part of a sum
-        local += loss.detach()
-
+        (loss * get_world_size()).backward()  # FSDP averages over the ranks, and this loss is a part of a sum
+        total += loss.detach()
     norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    own, length = torch.stack([local, norm.to(local)]).tolist()  # waits for the device: once a step
-    (total,) = sum_of_all(own)
-    check_finite(total, length, own, step + 1, batch.samples)
     if config.optim.clip is not None:
         clip_grads_with_norm_(model.parameters(), config.optim.clip, norm)
-    for group in optimizer.param_groups:  # not what the checkpoint holds
-        group.update(lr=rate, betas=config.optim.betas, weight_decay=config.optim.weight_decay)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total, length
+    own, length = torch.stack([total, norm.to(total)]).tolist()  # waits for the device: once a step
+    return own, length
 
 
 @torch.no_grad()
 def _evaluate(config: TrainConfig, model: nn.Module, data: Data, watchdog: Watchdog) -> float | None:
-    """The mean loss over all test samples, each counted once, on any number of ranks.
+    """Return the mean loss over all test samples, each counted once, on any number of ranks.
 
-    Each rank must run equally many batches, as each of them gathers parameters from all ranks. Where a rank
-    has none left it runs a sample again and does not count it.
+    Each batch gathers parameters from all ranks. A rank without samples runs one again, uncounted.
     """
     device, rank, world_size = next(model.parameters()).device, get_rank(), get_world_size()
     _, size = micro_batches(config, world_size)
@@ -231,7 +228,7 @@ def _evaluate(config: TrainConfig, model: nn.Module, data: Data, watchdog: Watch
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
-    """The rate of a step, counted from 0: a function of the step alone, so nothing of it is to be saved."""
+    """Return the rate of a step, counted from 0. It follows from the step alone: no checkpoint holds it."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     done = (step - config.warmup) / max(1, steps - config.warmup)
@@ -241,7 +238,7 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
 
 @contextmanager
 def _profiled(config: TrainConfig, step: int) -> Iterator[None]:
-    """A trace of the step that is to be profiled, on rank 0, for Perfetto or chrome://tracing."""
+    """Write a trace of the step that is to be profiled, on rank 0, for Perfetto or chrome://tracing."""
     if step != config.profile_step or get_rank() != 0:
         yield
         return
@@ -250,14 +247,6 @@ def _profiled(config: TrainConfig, step: int) -> Iterator[None]:
     with profile(record_shapes=True) as profiler:
         yield
     profiler.export_chrome_trace(str(Path(config.out) / f"trace-step-{step}.json"))
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed, which on a CPU takes half a millisecond to note where it was called from."""
-    seed %= 2**63  # torch's seeds have 64 bits
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
 
 
 def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -275,7 +264,7 @@ def _run(arguments: list[str] | None) -> Progress:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The program's exit code: 0 finished, 75 stopped by a signal and saved, 1 failed, 2 not begun."""
+    """Run the program. Returns 0 finished, 75 stopped by a signal and saved, 1 failed, 2 not begun."""
     try:
         progress = _run(arguments)
     except Exception as error:

@@ -39,7 +39,7 @@ class RunLog:
             self._events = _Lines(directory / "events.jsonl")
 
     def metrics(self, step: int, **values: float | None) -> None:
-        """A line about a step. What is None is left out; JSON has neither NaN nor infinity: null instead."""
+        """Write a line about a step, without what is None; null for NaN and infinity, which JSON lacks."""
         known = {name: value for name, value in values.items() if value is not None}
         if self._active and known:
             as_json = {name: value if math.isfinite(value) else None for name, value in known.items()}
@@ -47,7 +47,7 @@ class RunLog:
             self.say(f"step {step}: {', '.join(f'{name} {value:.4g}' for name, value in known.items())}")
 
     def event(self, event: str, **values: Any) -> None:
-        """Something that happened to the run, with the time."""
+        """Write what happened to the run, with the time."""
         if self._active:
             self._events.write({"event": event, "time": round(time.time(), 3), **values})
 
@@ -111,7 +111,7 @@ class _Lines:
 
 
 def _length(path: Path, until: int | None) -> int:
-    """The bytes of the complete lines; with `until`, of those before the evaluation of that step."""
+    """Count the bytes of the complete lines; with `until`, of those before that step's evaluation."""
     length = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):

@@ -13,13 +13,13 @@ from fsdp_utils.distributed.identity import get_world_size
 from fsdp_utils.pretrained import load_pretrained
 from fsdp_utils.sharding import shard, transformer_block_classes
 from fsdp_utils.train.config import ConfigError, TrainConfig
-from fsdp_utils.train.data import Data
+from fsdp_utils.train.data import Data, spread
 
 __all__ = ["build_model", "parallelize"]
 
 
 def build_model(config: TrainConfig, data: Data) -> nn.Module:
-    """The model in fp32 on the CPU, with the same weights on every rank; on meta where it is pretrained.
+    """Build the model in fp32 on the CPU, with the same weights on every rank; on meta if it is pretrained.
 
     Raises:
         ConfigError: there is no such configuration or folder, or nothing says which model.
@@ -41,9 +41,24 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
             f"{setting} {source!r}: expected a config.json whose architectures name a model of transformers, "
             f"found {error}"
         ) from error
+    _check_tokens(settings, data)
     torch.manual_seed(config.seed % 2**63)
     with torch.device("meta" if config.model.pretrained else "cpu"):
         return kind._from_config(settings, dtype=torch.float32)
+
+
+def _check_tokens(settings: Any, data: Data) -> None:
+    """Raise ConfigError where samples have tokens that the model has no embedding or no position for."""
+    tokens = [sample["input_ids"] for sample in spread(data.train) if "input_ids" in sample]
+    most = {"vocab_size": max((int(ids.max()) + 1 for ids in tokens), default=0)}
+    most["max_position_embeddings"] = max(map(len, tokens), default=0)
+    for name, needed in most.items():
+        there = getattr(settings, name, None)
+        if there is not None and needed > there:
+            raise ConfigError(
+                f"data.source: expected samples for a model with {name} of {there}, found one that needs "
+                f"{needed}"
+            )
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The ranks of a run: their device, their process group, and what they exchange in training."""
+"""The ranks of a run: their device, their process group, and sums and agreement over them."""
 
 import os
 import time
@@ -39,7 +39,7 @@ def training_device(wanted: str) -> torch.device:
 
 @contextmanager
 def process_group(device: torch.device, timeout_s: float) -> Iterator[None]:
-    """The process group of the ranks that torchrun started; of a single one where nobody did.
+    """Join the process group of the ranks that torchrun started; of a single one where nobody did.
 
     CPU tensors are sent by gloo, also where the model is on GPUs: what the ranks exchange at each step then
     waits for no GPU.
@@ -62,12 +62,12 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[None]:
 
 
 def ranks() -> Ranks:
-    """The ranks, for agreement: what is a ConfigError on one of them becomes the same one on all."""
+    """Return the ranks, for agreement: a ConfigError on one of them becomes the same one on all."""
     return Ranks("", ConfigError, told=ConfigError)
 
 
 def sum_of_all(*values: float) -> list[float]:
-    """The sum over all ranks of each value."""
+    """Add up each value over all ranks."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()
