@@ -73,12 +73,6 @@ def lightning_callback():
     from fsdp_utils.integrations.lightning import MemoryCallback
     MemoryCallback()
 
-def ranks():
-    from IPython.core.interactiveshell import InteractiveShell
-    InteractiveShell.instance()
-    from fsdp_utils.notebook import ranks
-    ranks.start(2)
-
 for name, blocked in json.loads(sys.argv[1]):
     before = sys.modules.get(blocked)
     sys.modules[blocked] = None  # an import says: No module named ...
@@ -112,7 +106,6 @@ ASKING = [  # what is called, which package it then misses, and the extra that h
     ("recorded", "IPython", "notebooks"),
     ("trainer_callback", "transformers", "train"),
     ("lightning_callback", "lightning", "lightning"),
-    ("ranks", "ipyparallel", "notebooks"),
     ("digits", "sklearn", "notebooks"),
 ]
 

@@ -235,7 +235,7 @@ def test_a_rank_that_raises_frees_its_peers_and_its_own_exception_arrives(two_ra
     cause = str(caught.value.__cause__)
     assert cause.startswith("rank 1 of 2")
     assert 'raise LocalError("rank 1 had enough")' in cause
-    assert "rank_main" not in cause  # the reader's frames alone
+    assert "call_function" not in cause  # the reader's frames alone
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -310,11 +310,11 @@ def end_in_c_code() -> None:
 ENDS: dict[str, tuple[Callable[[], Any], type[Exception] | None, str]] = {
     "return": (int, None, ""),
     "raise": (lambda: 1 // 0, ZeroDivisionError, "division"),
-    "exit": (lambda: os._exit(17), RuntimeError, "rank 1 exited with code 17"),
+    "exit": (lambda: os._exit(17), RuntimeError, "rank 1 ended with exit code 17"),
     "kill": (
         lambda: os.kill(os.getpid(), signal.SIGKILL),
         RuntimeError,
-        r"rank 1 was killed by signal 9 \(SIGKILL\)",
+        r"rank 1 was killed by SIGKILL",
     ),
     "hang": (lambda: time.sleep(1000), TimeoutError, r"ranks \[0, 1\] within 6 s.*time.sleep\(1000\)"),
     "hang in C": (end_in_c_code, TimeoutError, r"sum\(range\(10\*\*12\)\)  # holds the interpreter"),
@@ -355,7 +355,7 @@ def test_a_hang_is_shown_as_the_line_on_which_each_rank_stands(two_ranks: TwoRan
     assert "dist.all_reduce(torch.ones(1))  # only rank 0 is here" in message
     assert f'File "{__file__}"' in message
     assert "rank 1: has returned" in message
-    assert "rank_main" not in message
+    assert "call_function" not in message
 
 
 # ---- in a script -------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""This process's rank, its order among the others, its samples; with defaults for a single process.
-
-`run_on_ranks` (in launch.py) starts ranks, for scripts, tests and notebooks.
-"""
+"""This process's rank, its order among the others, its samples; with defaults for a single process."""
 
 import os
 from collections.abc import Iterator
@@ -23,9 +20,6 @@ def get_rank() -> int:
         to this process (torchrun's RANK, else Slurm's srun), because that is the rank it will have.
         0 in a process that nobody launched as a rank.
 
-    Raises:
-        ValueError: the launcher's variable is not a whole number.
-
     Example::
 
         if get_rank() == 0:
@@ -40,9 +34,6 @@ def get_world_size() -> int:
     Returns:
         The size of the process group once there is one, else the number of processes that the launcher
         started (WORLD_SIZE, else Slurm's srun), else 1.
-
-    Raises:
-        ValueError: the launcher's variable is not a whole number.
 
     Example::
 
@@ -59,14 +50,14 @@ def get_local_rank() -> int:
         LOCAL_RANK (torchrun) or SLURM_LOCALID (srun). Where neither is set all ranks are taken to be
         on one host: the answer is `get_rank()`, which is 0 when not distributed.
 
-    Raises:
-        ValueError: the launcher's variable is not a whole number.
-
     Example::
 
         device = torch.device("cuda", get_local_rank())
     """
-    return _first_int("LOCAL_RANK", "SLURM_LOCALID", default=get_rank())
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return get_rank()
 
 
 @contextmanager
@@ -182,17 +173,5 @@ def _launched() -> tuple[int, int]:
     """
     for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         if rank in os.environ and world_size in os.environ:
-            return _first_int(rank, default=0), _first_int(world_size, default=1)
+            return int(os.environ[rank]), int(os.environ[world_size])
     return 0, 1
-
-
-def _first_int(*names: str, default: int) -> int:
-    for name in names:
-        if name in os.environ:
-            try:
-                return int(os.environ[name])
-            except ValueError:
-                raise ValueError(
-                    f"environment variable {name}: expected an integer, found {os.environ[name]!r}"
-                ) from None
-    return default

@@ -8,7 +8,6 @@ leaves.
 
 import ctypes
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -28,8 +27,8 @@ def supervise_rank(control: Connection, pipe: Connection, directory: Path) -> No
     """Return as the rank, and leave a supervisor behind.
 
     Args:
-        control: the caller sends something through it to end the rank. It closes when the caller dies; the
-            supervisor then also removes what the caller would have removed.
+        control: the caller sends something through it to end the rank, and gets the rank's exit code. It
+            closes when the caller dies; the supervisor then also removes what the caller would have removed.
         pipe: the rank's connection to the caller, of which the supervisor holds no end.
         directory: the call's temporary directory.
     """
@@ -40,7 +39,8 @@ def supervise_rank(control: Connection, pipe: Connection, directory: Path) -> No
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if rank := os.fork():
         pipe.close()
-        _exit_as(_watch(rank, control, directory))
+        _watch(rank, control, directory)
+        os._exit(0)
     if prctl:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:  # it died before this process could ask for the signal
@@ -48,16 +48,19 @@ def supervise_rank(control: Connection, pipe: Connection, directory: Path) -> No
     control.close()
 
 
-def _watch(rank: int, control: Connection, directory: Path) -> int:
-    """Wait until the rank ends or the caller ends it, then end what is left; returns its wait status."""
-    ended, status = 0, 0
+def _watch(rank: int, control: Connection, directory: Path) -> None:
+    """Wait until the rank ends or the caller ends it; tell the exit code, and end what is left."""
+    ended, code = 0, -int(signal.SIGKILL)
     while not ended and not control.poll(_POLL_S):
         ended, status = os.waitpid(rank, os.WNOHANG)
-    if not ended:
-        try:
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+    try:
+        if not ended:
             control.recv()
-        except (EOFError, OSError):
-            shutil.rmtree(directory, ignore_errors=True)
+        control.send(code)
+    except (EOFError, OSError):  # the caller is gone
+        shutil.rmtree(directory, ignore_errors=True)
     limit = time.monotonic() + _END_S
     with suppress(ChildProcessError):  # none is left
         while time.monotonic() < limit:
@@ -67,15 +70,3 @@ def _watch(rank: int, control: Connection, directory: Path) -> int:
             time.sleep(0.002)
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-    return status if ended else signal.SIGKILL
-
-
-def _exit_as(status: int) -> None:
-    """End as the rank did, since the caller sees the end of this process."""
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left its own core dump
-        with suppress(OSError):  # SIGKILL has no handler to take away
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)

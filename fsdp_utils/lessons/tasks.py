@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp_utils._extras import need
-from fsdp_utils.notebook.fork_server import LESSON_BATCH
+from fsdp_utils.notebook.cluster import LESSON_BATCH
 
 SEED = 0
 BATCH = LESSON_BATCH  # 24 divides evenly among 2, 3, 4, 6, 8, 12 and 24 ranks

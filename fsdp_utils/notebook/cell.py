@@ -6,24 +6,19 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
+from fsdp_utils.distributed.rank_processes import how_it_ended
 from fsdp_utils.notebook import output
-from fsdp_utils.notebook.local_cluster import SIGKILL, CallError, Cluster, result_of, wait_until
+from fsdp_utils.notebook.cluster import STREAMS, Call, CallError, Cluster
 from fsdp_utils.notebook.tracebacks import text_of
 
-CUT_S = 0.2  # after a failure the other ranks may return by themselves; then their connections are shut
-INTERRUPT_S = 0.5  # ... after this those that are in no collective are interrupted
+CUT_S = 0.5  # after a failure the other ranks may return by themselves; then their connections are shut
+INTERRUPT_S = 0.8  # ... after this those that are in no collective are interrupted
 CUT_INTERRUPTED_S = 1.5  # an interrupted rank shuts its own; after this those that are back shut theirs
+LOOK_S = 0.05  # how often to look at what the ranks print
 STATUS_S = 1.0  # a cell that takes longer says what its ranks do
 STATUS_LENGTH = 100  # characters: a line that wraps cannot be replaced
 WAITING_S = 5.0  # a rank that is in the same collective for longer waits for the others
-END_S = 10.0  # how long a killed rank may take to be gone
 KILL_S = {"cpu": 3.0, "cuda": 20.0}  # ... and after this, killed; to abort NCCL's communicators takes longer
-
-# What most often is behind the signal that ended a rank.
-OFTEN = {
-    "SIGKILL": " (often: out of memory)",
-    "SIGABRT": " (often: C++ code ended it, such as NCCL's watchdog after a time-out or an error of the GPU)",
-}
 
 
 class RankError(RuntimeError):
@@ -57,15 +52,15 @@ class Cell:
         self.cluster = cluster
         self.chosen = chosen
         self.timeout_s = timeout_s
+        cluster.forget_printed()
         self.calls = {rank: cluster.call(rank, "run_cell", source, timeout_s) for rank in chosen}
-        self.printed = {rank: call.metadata for rank, call in self.calls.items()}  # filled while it runs
         self.outcomes: dict[int, dict[str, Any]] = {}
         self.trouble_at: float | None = None  # when something first went wrong
         self.cut: set[int] = set()
         self.signalled: set[tuple[int, int]] = set()
         self.interrupted = False
         self.began = time.monotonic()
-        streams = ("stdout", "stderr") if someone_watches() else ()
+        streams = STREAMS if someone_watches() else ()
         self.live = {stream: output.Live(cluster.world_size) for stream in streams}
 
     def run(self) -> None:
@@ -87,19 +82,19 @@ class Cell:
 
     def _look(self) -> None:
         """One round of waiting."""
+        self.cluster.wait(LOOK_S)
         self._collect()
         self._free_stuck_ranks()
         for stream, live in self.live.items():
             live.update(self._texts(stream))
         if self.live:
             self.live["stdout"].report(self._status())
-        time.sleep(0.002)
 
     def _status(self) -> str:
         """What the ranks do, in one line, if some wait for others or if nobody prints anything for long."""
         if time.monotonic() - self.began < STATUS_S:
             return ""
-        positions = {rank: self.printed[rank]["data"].get("position") for rank in self._busy()}
+        positions = {rank: self.calls[rank].position for rank in self._busy()}
         waiting: dict[str, list[int]] = {}
         others: dict[str, list[int]] = {}
         for rank in self.chosen:
@@ -123,18 +118,15 @@ class Cell:
         return f"running on {output.name_ranks(self._busy(), self.cluster.world_size)}{at}"[:STATUS_LENGTH]
 
     def _texts(self, stream: str) -> dict[int, str]:
-        texts = {rank: printed[stream] or "" for rank, printed in self.printed.items()}
+        texts = {rank: self.cluster.printed[rank, stream].read() for rank in self.chosen}
         return texts if any(texts.values()) else {}
 
     def _collect(self) -> None:
+        exits = self.cluster.take_exits()  # first: what a rank has told before it ended is here then
         for rank in self._busy():
-            if not self.calls[rank].ready():
-                continue
-            if _engine_is_gone(self.calls[rank]):
-                self.cluster.signal([rank], SIGKILL)  # it has ended, or would never answer; ended_ranks tells
-            else:
+            if self.calls[rank].answer is not None:
                 self.outcomes[rank] = _outcome(self.calls[rank])
-        for rank, code in self.cluster.ended_ranks().items():
+        for rank, code in exits.items():
             self.outcomes[rank] = {"ok": False, "time": time.time(), "code": code, "where": None}
         if self.trouble_at is None and not all(outcome["ok"] for outcome in self.outcomes.values()):
             self.trouble_at = time.monotonic()
@@ -154,7 +146,7 @@ class Cell:
                     self.cluster.call(rank, "shut_connections")
         signals = {
             signal.SIGINT: 0 if self.interrupted else INTERRUPT_S,
-            SIGKILL: KILL_S[self.cluster.device],
+            signal.SIGKILL: KILL_S[self.cluster.device],
         }
         for number, after_s in signals.items():
             if since > after_s:
@@ -164,21 +156,14 @@ class Cell:
 
     def _show(self) -> None:
         """Settle the output: text in rank order, then figures and values."""
-        for call in self.calls.values():
-            if call.ready():
-                call.wait_for_output(timeout=5)
-        shown = {
-            rank: [*printed["outputs"], *filter(None, [printed["execute_result"]])]
-            for rank, printed in self.printed.items()
-        }
+        shown = {rank: call.displayed for rank, call in self.calls.items()}
         if any(live.showing for live in self.live.values()):
             from IPython.display import clear_output
 
-            something_follows = any(shown.values()) or any(self._texts(stream) for stream in self.live)
+            something_follows = any(shown.values()) or any(map(self._texts, STREAMS))
             clear_output(wait=something_follows)
-        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-            texts = self._texts(name)
-            if texts:
+        for name, stream in zip(STREAMS, (sys.stdout, sys.stderr), strict=True):
+            if texts := self._texts(name):
                 stream.write(output.merge(texts, self.cluster.world_size))
                 stream.flush()
         output.show_values(shown, self.cluster.world_size)
@@ -197,16 +182,12 @@ class Cell:
         """Kill the ranks on which every later CUDA call would fail; returns them."""
         answers = self.cluster.ask(alive, "gpu_is_lost")
         lost = [rank for rank, is_lost in zip(alive, answers, strict=True) if is_lost]
-        self.cluster.signal(lost, SIGKILL)
-        ended: set[int] = set()
-        wait_until(
-            lambda: ended.update(self.cluster.ended_ranks()) or ended >= set(lost), END_S, "ranks to end"
-        )
-        return sorted(ended)
+        self.cluster.signal(lost, signal.SIGKILL)
+        return lost
 
     def _raise(self, failures: dict[int, dict[str, Any]], note: str) -> NoReturn:
         """Raise what began it: a rank that died by itself, else the first that raised."""
-        killed_here = {rank for rank, number in self.signalled if number == SIGKILL}
+        killed_here = {rank for rank, number in self.signalled if number == signal.SIGKILL}
         codes = {rank: failure["code"] for rank, failure in failures.items() if "code" in failure}
         died = {rank: code for rank, code in codes.items() if rank not in killed_here}
         first = min(failures, key=lambda rank: (rank not in died, failures[rank]["time"]))
@@ -248,8 +229,6 @@ def regroup(cluster: Cluster, dead: Iterable[int]) -> str:
     """Make the process group anew, with new ranks for the dead; returns what the reader should know."""
     dead = list(dead)
     cluster.regroup(dead)
-    if cluster.ended:  # on other hosts
-        return "Ranks of a profile are not replaced one by one: all were stopped. Call ranks.start() again."
     note = "The process group was made anew: models sharded before are void."
     if dead:
         new = output.name_ranks(dead, 0)
@@ -257,15 +236,10 @@ def regroup(cluster: Cluster, dead: Iterable[int]) -> str:
     return f"{note} Ordinary variables are kept."
 
 
-def _engine_is_gone(call: Any) -> bool:
-    """Whether ipyparallel has given up a call because it no longer hears from the engine."""
-    return not call.successful() and getattr(call.exception(), "ename", None) == "EngineError"
-
-
-def _outcome(call: Any) -> dict[str, Any]:
+def _outcome(call: Call) -> dict[str, Any]:
     """How a cell ended on a rank, also where the rank could not say it: a failed call is an outcome."""
     try:
-        return result_of(call)
+        return call.result()
     except Exception as error:
         unknown = {"text": "no place known", "where": None, "in_collective": False, "seconds": 0.0}
         name, message = type(error).__name__, text_of(error)
@@ -286,20 +260,8 @@ def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one.get(key) == other.get(key) for key in keys)
 
 
-def _how_it_ended(code: int | None) -> str:
-    if code is None:
-        return "ended, how is known on its host only,"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal has no name
-        name = f"signal {-code}"
-    return f"was killed by {name}{OFTEN.get(name, '')}"
-
-
-def ranks_died(dead: Mapping[int, int | None], when: str, details: str) -> RankError:
-    how = "; ".join(f"{output.name_ranks([rank], 0)} {_how_it_ended(code)}" for rank, code in dead.items())
+def ranks_died(dead: Mapping[int, int], when: str, details: str) -> RankError:
+    how = "; ".join(f"{output.name_ranks([rank], 0)} {how_it_ended(code)}" for rank, code in dead.items())
     return RankError(f"{how} {when}", details)
 
 

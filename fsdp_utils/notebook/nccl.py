@@ -54,8 +54,7 @@ def warm_up(limit_s: float) -> None:
     if not sum_is_right(limit_s):
         raise CollectiveError(
             f"the first all-reduce on the GPUs did not end, or gave a wrong sum, within {limit_s:g} s. "
-            "Restart the kernel, set os.environ['NCCL_DEBUG'] = 'INFO' before ranks.start(), and read what "
-            "NCCL says in the ranks' logs."
+            "To read what NCCL says, set NCCL_DEBUG=INFO and start any script with torchrun here."
         )
 
 

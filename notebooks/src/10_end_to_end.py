@@ -1206,22 +1206,6 @@ draw_starts()
 #
 # </details>
 #
-# ### From a notebook
-#
-# Run `ipython profile create hosts --parallel`, and write into its `ipcluster_config.py`:
-#
-# ```python
-# c.Cluster.engine_launcher_class = "ssh"
-# c.Cluster.controller_ip = "10.0.0.1"  # where the other hosts reach this one
-# c.SSHEngineSetLauncher.engines = {"10.0.0.1": 4, "10.0.0.2": 4}
-# c.SSHLauncher.remote_python = "/the/same/python/there"
-# ```
-#
-# After `ranks.start(8, profile="hosts")` the `%%ranks` cells run there as they do here. Three things differ:
-# a rank that dies is not replaced, so you start again; its exit code is known on its host only; and files
-# that a cell opens are those of its host. `tests/test_ranks_hosts.py` runs it over SSH between this machine
-# and a namespace that plays a second host.
-#
 # ## When it goes wrong
 #
 # The commonest mistake raises no error: something is missing from the checkpoint. Train ten
