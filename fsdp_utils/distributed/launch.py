@@ -7,8 +7,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,14 @@ import cloudpickle
 from fsdp_utils.distributed import rank_process
 from fsdp_utils.distributed.rank_errors import read_finding, unpack_error
 from fsdp_utils.distributed.rank_process import START_LIMIT_S, call_function, stack_file
-from fsdp_utils.distributed.rank_processes import EXIT_S, RankProcess, how_it_ended, start_rank, start_server
+from fsdp_utils.distributed.rank_processes import (
+    EXIT_S,
+    Ended,
+    RankProcess,
+    receive,
+    start_rank,
+    start_server,
+)
 from fsdp_utils.torch_internals.names import DYNAMO
 
 # Imported once by the server, so that the ranks, which are forked from it, need not import it.
@@ -53,9 +58,9 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
         What fn returned, by rank.
 
     Raises:
-        Exception: the failure that happened first among the ranks, of its own type, with that rank's
-            traceback as its cause. A RuntimeError where that exception cannot be sent or would end this
-            process (SystemExit), and where a rank died: it then names the rank and its signal or exit code.
+        Exception: the failure that happened first among the ranks, of the type that was raised there, with
+            that rank's traceback as its cause. A RuntimeError where that exception cannot be sent or would
+            end this process (SystemExit), and where a rank died: it names the rank and its exit code.
         TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand. If it was
             in `check_in_step`, what that had found is raised, from this error.
         TypeError: fn or args cannot be pickled.
@@ -89,11 +94,12 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
             method = start_server(PRELOAD)
             for rank in range(world_size):  # appended one by one: all that are started are to be ended
                 ranks.append(start_rank(method, main, rank, directory, world_size, call, timeout))  # noqa: PERF401
-            _receive_all(ranks, "ready", START_LIMIT_S, directory)
-            _tell(ranks, "go")
-            packed = _receive_all(ranks, "result", timeout, directory)
-            results = [_loads(rank, result) for rank, result in enumerate(packed)]
-            _tell(ranks, "done")
+            _receive_all(ranks, START_LIMIT_S, directory, during_start=True)
+            for rank in ranks:
+                rank.send("go")
+            results = list(map(_read_result, ranks, _receive_all(ranks, timeout, directory)))
+            for rank in ranks:
+                rank.send("done")
             for rank in ranks:
                 rank.process.join(EXIT_S)
             return results
@@ -104,63 +110,50 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
                 rank.close()
 
 
-def _receive_all(ranks: list[RankProcess], expected: str, timeout: float, directory: Path) -> list[Any]:
+def _receive_all(
+    ranks: list[RankProcess], timeout: float, directory: Path, *, during_start: bool = False
+) -> list[Any]:
     """The next message of each rank, by rank; raises the failure that happened first."""
-    waiting = {rank.pipe: rank for rank in ranks}
+    waiting = {rank.rank: rank for rank in ranks}
     received: dict[int, Any] = {}
     failures: list[tuple[int, BaseException]] = []  # (when, what)
     limit = time.monotonic() + timeout
     while waiting and (left := limit - time.monotonic()) > 0:
-        for pipe in wait(list(waiting), left):
-            rank = waiting.pop(pipe)  # type: ignore[call-overload]
-            try:
-                kind, content = rank.pipe.recv()
-            except (EOFError, OSError):
+        for rank, message in receive(waiting.values(), left):
+            del waiting[rank.rank]
+            if isinstance(message, Ended):
                 # A death is never the consequence of an exception elsewhere, but the other way round it
                 # is the rule (connection closed by peer): so it counts as the earliest.
-                failures.append((0, _died(rank)))
+                text = f"run_on_ranks: rank {rank.rank} {message} before fn returned"
+                failures.append((0, RuntimeError(text)))
+            elif message[0] == "failure":
+                when, error = message[1]
+                failures.append((when, unpack_error(error, f"rank {rank.rank} of {len(ranks)}")))
             else:
-                if kind == "failure":
-                    when, error = content
-                    failures.append((when, unpack_error(error, f"rank {rank.rank} of {len(ranks)}")))
-                received[rank.rank] = content
+                received[rank.rank] = message[1]
             if failures:
                 limit = min(limit, time.monotonic() + _BLAME_S)
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
-    missing = sorted(rank.rank for rank in waiting.values())
-    if missing and expected == "ready":
-        raise TimeoutError(f"run_on_ranks: ranks {missing} were not ready after {timeout:g} s")
-    if missing:
-        stood = TimeoutError(_stacks(missing, len(ranks), timeout, directory))
+    if waiting and during_start:
+        raise TimeoutError(f"run_on_ranks: ranks {sorted(waiting)} were not ready after {timeout:g} s")
+    if waiting:
+        time.sleep(_BLAME_S)  # the faulthandlers of the ranks went off at this moment
+        lines = [f"run_on_ranks: fn did not return on ranks {sorted(waiting)} within {timeout:g} s."]
+        lines.append("They stand at:")
+        for rank in ranks:
+            stood = f"\n{_stack(rank, directory)}" if rank.rank in waiting else " has returned"
+            lines.append(f"rank {rank.rank}:{stood}")
+        stood_at = TimeoutError("\n".join(lines))
         if (found := read_finding(directory / "finding")) is not None:
-            raise found from stood
-        raise stood
+            raise found from stood_at
+        raise stood_at
     return [received[rank.rank] for rank in ranks]
 
 
-def _died(rank: RankProcess) -> RuntimeError:
-    code = rank.exit_code()
-    how = "closed its connection to the caller (does fn close descriptors that it did not open?)"
-    return RuntimeError(
-        f"run_on_ranks: rank {rank.rank} {how if code is None else how_it_ended(code)} before fn returned"
-    )
-
-
-def _stacks(waiting: list[int], world_size: int, timeout: float, directory: Path) -> str:
-    """The lines on which the ranks stand."""
-    time.sleep(_BLAME_S)  # their faulthandlers went off at this moment
-    lines = [f"run_on_ranks: fn did not return on ranks {waiting} within {timeout:g} s. They stand at:"]
-    for rank in range(world_size):
-        if rank in waiting:
-            lines += [f"rank {rank}:", _read_stack(stack_file(directory, rank))]
-        else:
-            lines.append(f"rank {rank}: has returned")
-    return "\n".join(lines)
-
-
-def _read_stack(path: Path) -> str:
+def _stack(rank: RankProcess, directory: Path) -> str:
     """The main thread's part of a faulthandler dump, from fn inwards, as a Python traceback reads."""
+    path = stack_file(directory, rank.rank)
     text = path.read_text() if path.exists() else ""
     main_thread = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)[-1]  # it is written last
     frames = []
@@ -173,19 +166,13 @@ def _read_stack(path: Path) -> str:
     return "".join(traceback.format_list(frames[::-1])).rstrip()
 
 
-def _loads(rank: int, result: bytes) -> Any:
+def _read_result(rank: RankProcess, result: bytes) -> Any:
     try:
         return pickle.loads(result)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # unpickling runs the caller's code, which may raise SystemExit as well
         raise RuntimeError(
-            f"run_on_ranks: what rank {rank} returned cannot be read here: {type(error).__name__}: {error}. "
-            "Return plain values and whole tensors (DTensor.full_tensor())."
+            f"run_on_ranks: what rank {rank.rank} returned cannot be read here: {type(error).__name__}: "
+            f"{error}. Return plain values and whole tensors (DTensor.full_tensor())."
         ) from error
-
-
-def _tell(ranks: list[RankProcess], word: str) -> None:
-    for rank in ranks:
-        with suppress(OSError):  # a rank that is gone is noticed where its answer is awaited
-            rank.pipe.send(word)

@@ -1,4 +1,4 @@
-"""What a rank does: set up the process as torchrun would; for `run_on_ranks`, call the function."""
+"""The rank's side of a start: set up the process as torchrun would; for `run_on_ranks`, call the function."""
 
 import faulthandler
 import io
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_utils.distributed import rank_errors
+from fsdp_utils.distributed.agreement import usable_cores
 from fsdp_utils.distributed.rank_errors import pack_error
 from fsdp_utils.torch_internals.runtime import hide_apple_gpu
 
@@ -26,8 +27,7 @@ def set_up(rank: int, world_size: int, *, gpu: bool = False) -> None:
 
     Args:
         rank: this process's rank.
-        world_size: number of ranks. They share the cores: each has max(1, cores // world_size) threads, or
-            OMP_NUM_THREADS if that is fewer.
+        world_size: number of ranks, which share the cores.
         gpu: whether it uses GPUs. If not, nothing on a rank may choose one, as a bare fully_shard would.
     """
     os.environ.update(
@@ -43,9 +43,9 @@ def set_up(rank: int, world_size: int, *, gpu: bool = False) -> None:
         # HIP (ROCm) takes an empty list for none given.
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="-1")
         hide_apple_gpu()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(max(1, min(cores // world_size, int(limit) if limit.isdecimal() else cores)))
+    threads = usable_cores() // world_size
+    torch.set_num_threads(max(1, min(threads, int(limit)) if limit.isdecimal() else threads))
 
 
 def call_function(

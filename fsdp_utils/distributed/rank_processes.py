@@ -12,12 +12,11 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,24 @@ _OFTEN = {
     "SIGKILL": " (often: out of memory)",
     "SIGABRT": " (often: C++ code ended it, such as NCCL's watchdog after a time-out or an error of the GPU)",
 }
+_main_lock = threading.Lock()
+
+
+class Ended(NamedTuple):
+    """The last message of a rank: its process has ended."""
+
+    code: int | None  # the exit code, or minus the signal; None: it has closed its connection
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return "closed its connection to the caller (does it close descriptors that it did not open?)"
+        if self.code >= 0:
+            return f"ended with exit code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:  # a real-time signal has no name
+            name = f"signal {-self.code}"
+        return f"was killed by {name}{_OFTEN.get(name, '')}"
 
 
 class RankProcess(NamedTuple):
@@ -40,12 +57,10 @@ class RankProcess(NamedTuple):
     pipe: Connection  # to the rank
     control: Connection  # to the supervisor: what is sent through it ends the rank, as does closing it
 
-    def exit_code(self, limit_s: float = 1.0) -> int | None:
-        """The exit code, or minus the signal that ended the rank; None while it runs or if nobody knows."""
-        with suppress(EOFError, OSError):  # the supervisor has been killed, too
-            if self.control.poll(limit_s):
-                return self.control.recv()
-        return None
+    def send(self, message: Any) -> None:
+        """Send a message; that a rank has ended is noticed where its answer is awaited."""
+        with suppress(OSError):
+            self.pipe.send(message)
 
     def end(self) -> None:
         """Tell the supervisor to end the rank and all that it started."""
@@ -57,21 +72,25 @@ class RankProcess(NamedTuple):
         self.process.join(EXIT_S)
         self.process.kill()  # a supervisor that does not answer; the rank ends with it
         self.process.join(EXIT_S)
-        if self.process.exitcode is not None:
-            self.process.close()
         self.pipe.close()
         self.control.close()
 
 
-def how_it_ended(code: int) -> str:
-    """Describe an exit code, as `RankProcess.exit_code` gives it."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal has no name
-        name = f"signal {-code}"
-    return f"was killed by {name}{_OFTEN.get(name, '')}"
+def receive(ranks: Iterable[RankProcess], limit_s: float) -> list[tuple[RankProcess, Any]]:
+    """Take the next message of each rank that has one within the limit; the last one is an `Ended`."""
+    owners = {connection: rank for rank in ranks for connection in (rank.pipe, rank.control)}
+    ready = {owners[connection] for connection in wait(list(owners), limit_s)}  # type: ignore[index]
+    return [(rank, _next_message(rank)) for rank in sorted(ready, key=lambda rank: rank.rank)]
+
+
+def _next_message(rank: RankProcess) -> Any:
+    with suppress(Exception):  # the rank has ended, or has written nonsense to its pipe
+        if rank.pipe.poll():
+            return rank.pipe.recv()
+    code = None
+    with suppress(EOFError, OSError):  # the supervisor has been killed, too
+        code = rank.control.recv() if rank.control.poll(1.0) else None
+    return Ended(code)
 
 
 def start_server(modules: Sequence[str]) -> str:
@@ -100,37 +119,29 @@ def start_rank(
         rank: its number.
         directory: temporary files of the ranks, removed when this process dies.
         args: what else the function gets.
-        output: this process's descriptors for the rank's standard output and standard error.
+        output: descriptors for the rank's standard output and standard error. A forked rank would write to
+            where the server's went when it was started, and the caller may have redirected its output since.
     """
     context: Any = multiprocessing.get_context(method)
+    written = [_travelling(descriptor) for descriptor in output]
     (ours, theirs), (control, held) = context.Pipe(), context.Pipe()
-    caller = os.environ.copy(), multiprocessing.get_start_method(allow_none=True), _Output(output)
+    caller = os.environ.copy(), multiprocessing.get_start_method(allow_none=True), written
     with _main_hidden(), theirs, held:  # only the rank's ends stay open, so that its death closes the pipe
         process = context.Process(
             target=_be_rank, args=(main, rank, theirs, held, directory, caller, args), name=f"rank {rank}"
         )
         process.start()
+    for connection in written:
+        connection.close()
     return RankProcess(rank, process, ours, control)
 
 
-class _Output:
-    """Descriptors of the caller for a rank's standard output and standard error, sent with the rank.
-
-    A forked rank would write to where the server's output went when the server was started; the caller may
-    have redirected its own since (pytest's capfd does).
-    """
-
-    def __init__(self, descriptors: Sequence[Any]) -> None:
-        self._descriptors = descriptors
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Output, ([DupFd(descriptor) for descriptor in self._descriptors],)
-
-    def take(self) -> None:
-        for number, received in enumerate(self._descriptors, start=1):
-            if (descriptor := received.detach()) != number:  # a spawned rank may have it by itself
-                os.dup2(descriptor, number)
-                os.close(descriptor)
+def _travelling(descriptor: int) -> Connection:
+    """A copy of the descriptor that can be sent to a process; nothing is where the caller has closed it."""
+    try:
+        return Connection(os.dup(descriptor), readable=False)
+    except OSError:
+        return Connection(os.open(os.devnull, os.O_WRONLY), readable=False)
 
 
 def _be_rank(
@@ -139,12 +150,14 @@ def _be_rank(
     pipe: Connection,
     control: Connection,
     directory: Path,
-    caller: tuple[Mapping[str, str], str | None, _Output],
+    caller: tuple[Mapping[str, str], str | None, Sequence[Connection]],
     args: Sequence[Any],
 ) -> None:
     supervise_rank(control, pipe, directory)
     environ, start_method, output = caller
-    output.take()
+    for number, connection in enumerate(output, start=1):
+        os.dup2(connection.fileno(), number)
+        connection.close()
     if not directory.exists():  # the call was interrupted while this rank was being started
         return
     gc.freeze()  # what the server has imported is no garbage
@@ -154,9 +167,6 @@ def _be_rank(
     os.environ.clear()
     os.environ.update(environ)
     pkgutil.resolve_name(main)(rank, pipe, directory, *args)
-
-
-_main_lock = threading.Lock()
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """The supervisor of a rank: ends it and all that it started when the caller asks for it, or is gone.
 
-The supervisor is a process of its own, the rank's parent. A rank can die, or hold the interpreter in C code,
-and a process that it started may have left its process group (`start_new_session=True`). The supervisor runs
-none of the rank's code, so it always answers, and Linux makes it the parent of the processes that the rank
-leaves.
+The supervisor is a separate process, the rank's parent. A rank can die, or hold the interpreter in C code, and
+a process that it started may have left its process group (`start_new_session=True`). The supervisor runs none
+of the rank's code, so it always answers, and Linux makes it the parent of the processes that the rank leaves.
 """
 
 import ctypes
@@ -34,15 +33,13 @@ def supervise_rank(control: Connection, pipe: Connection, directory: Path) -> No
     """
     os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the caller alone
     supervisor = os.getpid()
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-    if prctl:
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if rank := os.fork():
         pipe.close()
         _watch(rank, control, directory)
         os._exit(0)
-    if prctl:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:  # it died before this process could ask for the signal
         os._exit(1)
     control.close()
@@ -50,15 +47,13 @@ def supervise_rank(control: Connection, pipe: Connection, directory: Path) -> No
 
 def _watch(rank: int, control: Connection, directory: Path) -> None:
     """Wait until the rank ends or the caller ends it; tell the exit code, and end what is left."""
-    ended, code = 0, -int(signal.SIGKILL)
+    ended, status = 0, 0
     while not ended and not control.poll(_POLL_S):
         ended, status = os.waitpid(rank, os.WNOHANG)
-        if ended:
-            code = os.waitstatus_to_exitcode(status)
     try:
         if not ended:
             control.recv()
-        control.send(code)
+        control.send(os.waitstatus_to_exitcode(status) if ended else -int(signal.SIGKILL))
     except (EOFError, OSError):  # the caller is gone
         shutil.rmtree(directory, ignore_errors=True)
     limit = time.monotonic() + _END_S
