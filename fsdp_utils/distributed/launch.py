@@ -1,20 +1,28 @@
 """Run a function on several ranks of this machine and bring back what each returns, or the first failure."""
 
+import faulthandler
+import io
 import linecache
+import os
 import pickle
 import re
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
+import torch.distributed as dist
 
-from fsdp_utils.distributed import rank_process
-from fsdp_utils.distributed.rank_errors import read_finding, unpack_error
-from fsdp_utils.distributed.rank_process import START_LIMIT_S, call_function, stack_file
+from fsdp_utils.distributed import rank_errors
+from fsdp_utils.distributed.agreement import usable_cores
+from fsdp_utils.distributed.rank_errors import pack_error, read_finding, unpack_error
 from fsdp_utils.distributed.rank_processes import (
     EXIT_S,
     Ended,
@@ -24,6 +32,7 @@ from fsdp_utils.distributed.rank_processes import (
     start_server,
 )
 from fsdp_utils.torch_internals.names import DYNAMO
+from fsdp_utils.torch_internals.runtime import hide_apple_gpu
 
 # Imported once by the server, so that the ranks, which are forked from it, need not import it.
 PRELOAD = [
@@ -31,8 +40,9 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
-    "fsdp_utils.distributed.rank_process",
+    "fsdp_utils.distributed.launch",
 ]
+_START_LIMIT_S = 120.0  # for all ranks to have a process group; the first call imports torch in the server
 _LONGEST_S = 1e6  # eleven days; faulthandler's clock overflows later
 _BLAME_S = 0.3  # after the first failure arrived, how long to wait for one that happened earlier
 
@@ -41,28 +51,25 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     """Run `fn(*args)` on each of `world_size` ranks of this machine and return what each rank returned.
 
     Inside fn the process group is initialised, and RANK, LOCAL_RANK, WORLD_SIZE and so on are set as
-    torchrun sets them (without MASTER_ADDR and MASTER_PORT: there is no port). fn may be defined anywhere:
-    in a notebook cell, in a script (no `if __name__ == "__main__"` needed), in another function. It, its
-    arguments and its results travel by value, tensors too. A DTensor arrives without its mesh: return
-    `.full_tensor()` or `.to_local()`. No rank sees a GPU; ranks on GPUs are torchrun's.
-    When the call ends, however it ends, the ranks and the processes they started are gone.
+    torchrun sets them (without MASTER_ADDR: there is no port). fn may be defined anywhere: in a notebook
+    cell, in a script (no `if __name__ == "__main__"` needed), in another function. It, its arguments and its
+    results travel by value, tensors too; of a DTensor return `.full_tensor()` or `.to_local()`. No rank sees
+    a GPU: use torchrun for those. However the call ends, the ranks and what they started are gone then.
 
     Args:
         fn: called on every rank.
         args: the same on every rank; take `torch.distributed.get_rank()` in fn for what differs.
-        world_size: number of ranks. They share the cores: each has max(1, cores // world_size) threads, or
-            OMP_NUM_THREADS if that is fewer.
+        world_size: number of ranks, which share the cores (or have OMP_NUM_THREADS, if that is fewer).
         timeout: seconds that fn may take, counted from when all ranks are ready.
 
     Returns:
         What fn returned, by rank.
 
     Raises:
-        Exception: the failure that happened first among the ranks, of the type that was raised there, with
-            that rank's traceback as its cause. A RuntimeError where that exception cannot be sent or would
-            end this process (SystemExit), and where a rank died: it names the rank and its exit code.
-        TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand. If it was
-            in `check_in_step`, what that had found is raised, from this error.
+        Exception: the failure that happened first among the ranks, with that rank's traceback as its cause.
+        RuntimeError: that exception cannot be sent or would end this process, or a rank died: says how.
+        TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand. What
+            `check_in_step` has found is raised in its place, from this error.
         TypeError: fn or args cannot be pickled.
         ValueError: world_size is below 1, or timeout is not above 0.
 
@@ -86,18 +93,18 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     except Exception as error:
         raise TypeError(f"run_on_ranks: fn or its arguments cannot be sent to the ranks: {error}") from error
 
-    main = f"{call_function.__module__}:{call_function.__name__}"
     with tempfile.TemporaryDirectory(prefix="fsdp_utils_") as name:
         directory = Path(name)
         ranks: list[RankProcess] = []
         try:
             method = start_server(PRELOAD)
             for rank in range(world_size):  # appended one by one: all that are started are to be ended
-                ranks.append(start_rank(method, main, rank, directory, world_size, call, timeout))  # noqa: PERF401
-            _receive_all(ranks, START_LIMIT_S, directory, during_start=True)
+                settings = world_size, call, timeout
+                ranks.append(start_rank(method, f"{__name__}:_call_function", rank, directory, *settings))
+            _receive_all(ranks, _START_LIMIT_S, directory, during_start=True)
             for rank in ranks:
                 rank.send("go")
-            results = list(map(_read_result, ranks, _receive_all(ranks, timeout, directory)))
+            results = [pickle.loads(result) for result in _receive_all(ranks, timeout, directory)]
             for rank in ranks:
                 rank.send("done")
             for rank in ranks:
@@ -153,12 +160,11 @@ def _receive_all(
 
 def _stack(rank: RankProcess, directory: Path) -> str:
     """The main thread's part of a faulthandler dump, from fn inwards, as a Python traceback reads."""
-    path = stack_file(directory, rank.rank)
-    text = path.read_text() if path.exists() else ""
+    text = (directory / f"stack_{rank.rank}").read_text()
     main_thread = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)[-1]  # it is written last
     frames = []
     for file, line, name in re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main_thread, re.MULTILINE):
-        if file == rank_process.__file__ and name == call_function.__name__:
+        if (file, name) == (__file__, _call_function.__name__):
             break
         frames.append((file, int(line), name, linecache.getline(file, int(line)).strip()))
     if not frames:
@@ -166,13 +172,68 @@ def _stack(rank: RankProcess, directory: Path) -> str:
     return "".join(traceback.format_list(frames[::-1])).rstrip()
 
 
-def _read_result(rank: RankProcess, result: bytes) -> Any:
+# ---- on a rank ----
+
+
+def set_up(rank: int, world_size: int, *, gpu: bool = False) -> None:
+    """Set the environment and the threads of a rank of this machine, before it makes its process group.
+
+    Args:
+        rank: this process's rank.
+        world_size: number of ranks, which share the cores.
+        gpu: whether it uses GPUs. If not, nothing on a rank may choose one, as a bare fully_shard would.
+    """
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        # gloo takes its interface from here, and would otherwise listen on another.
+        GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
+    )
+    if not gpu:
+        # HIP (ROCm) takes an empty list for none given.
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="-1")
+        hide_apple_gpu()
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    threads = usable_cores() // world_size
+    torch.set_num_threads(max(1, min(threads, int(limit)) if limit.isdecimal() else threads))
+
+
+def _call_function(
+    rank: int, pipe: Connection, directory: Path, world_size: int, call: bytes, timeout: float
+) -> None:
+    """Join the process group, call the function, and send what it returns, or its failure."""
+    rank_errors.finding = directory / "finding"
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
+        del os.environ[name]
     try:
-        return pickle.loads(result)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # unpickling runs the caller's code, which may raise SystemExit as well
-        raise RuntimeError(
-            f"run_on_ranks: what rank {rank.rank} returned cannot be read here: {type(error).__name__}: "
-            f"{error}. Return plain values and whole tensors (DTensor.full_tensor())."
-        ) from error
+        set_up(rank, world_size)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A killed rank has still shown its prints; a line arrives whole, under PYTHONUNBUFFERED too.
+            sys.stdout.reconfigure(line_buffering=True, write_through=False)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{directory.as_posix()}/store",  # a file: no port that others could reach
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout + _START_LIMIT_S),  # the caller's timeout is to come first
+        )
+        pipe.send(("ready", None))
+        pipe.recv()
+        faulthandler.dump_traceback_later(timeout, file=(directory / f"stack_{rank}").open("w"))
+        fn, args = cloudpickle.loads(call)
+        message = "result", cloudpickle.dumps(fn(*args))
+    except BaseException as error:
+        message = "failure", (time.monotonic_ns(), pack_error(error))
+    faulthandler.cancel_dump_traceback_later()
+    try:
+        pipe.send(message)
+        # Stay until everybody is done: were the group to close now, peers would fail in their collectives,
+        # and the caller would have to tell their failures from the first. After a failure SIGKILL ends this.
+        pipe.recv()
+    except (EOFError, OSError):  # the caller has gone, or fn has closed descriptors that it had not opened
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()

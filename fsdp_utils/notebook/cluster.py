@@ -9,21 +9,20 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_utils.distributed.rank_processes import EXIT_S, RankProcess, start_rank, start_server
-from fsdp_utils.notebook.tracebacks import text_of
+from fsdp_utils.distributed.rank_processes import Ended, RankProcess, receive, start_rank, start_server
+from fsdp_utils.notebook.tracebacks import Position, text_of
 from fsdp_utils.torch_internals.names import DYNAMO
 
 LESSON_BATCH = 24  # the samples of a lesson's batch; ranks need equal shares of it
 TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
-START_LIMIT_S = 90.0
-CALL_LIMIT_S = 60.0
+CALL_LIMIT_S = 90.0
 STREAMS = ("stdout", "stderr")
 
 
@@ -35,21 +34,35 @@ class CallError(RuntimeError):
         self.name, self.message = name, message
 
 
+class Interrupts:
+    """While this is entered, an interrupt only sets `come`, which the caller's loop looks at.
+
+    A KeyboardInterrupt could be raised anywhere: amid a message, or between taking a result and keeping it.
+    """
+
+    come = False
+
+    def __enter__(self) -> "Interrupts":
+        self._before = signal.getsignal(signal.SIGINT)
+        with contextlib.suppress(ValueError):  # not in the main thread, which alone is interrupted
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *_: object) -> None:
+        self.come = True
+
+
+@dataclass
 class Call:
     """A call of a function on a rank, and what the rank has told of it so far."""
 
-    def __init__(self) -> None:
-        self.answer: dict[str, Any] | None = None
-        self.displayed: list[dict[str, Any]] = []
-        self.position: dict[str, Any] | None = None  # see `tracebacks.position`
-
-    def take(self, what: str, value: Any) -> None:
-        if what == "display":
-            self.displayed.append(value)
-        elif what == "position":
-            self.position = value
-        else:
-            self.answer = value
+    answer: dict[str, Any] | None = None
+    displayed: list[dict[str, Any]] = field(default_factory=list)
+    position: Position | None = None
 
     def result(self) -> Any:
         """What the function returned.
@@ -62,8 +75,6 @@ class Call:
             raise CallError(self.answer["name"], self.answer["message"])
         try:
             return pickle.loads(self.answer["value"])
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # unpickling runs the reader's code, which may raise SystemExit, too
             raise CallError(
                 type(error).__name__,
@@ -97,6 +108,7 @@ class Cluster:
     Attributes:
         unused_gpus: how many GPUs the default number of ranks leaves out.
         pids: process ids by rank.
+        exits: the ranks that have ended and are not replaced yet, and how.
         ended: whether no process is left, so that only ranks.start() helps.
 
     Raises:
@@ -108,68 +120,84 @@ class Cluster:
     def __init__(self, world_size: int | None, device: str | None, preload: Sequence[str] = ()) -> None:
         self.ended = False
         self.pids: dict[int, int] = {}
+        self.exits: dict[int, Ended] = {}
+        self.printed: dict[tuple[int, str], Printed] = {}
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._processes: dict[int, tuple[RankProcess, threading.Thread]] = {}
+        self._processes: dict[int, RankProcess] = {}
         self._calls: dict[int, Call] = {}  # by number, those that are not answered yet
         self._number = 0
-        self._exits: dict[int, int] = {}  # ranks that have ended and that nobody was told of
-        self._news = threading.Event()
-        self.printed: dict[tuple[int, str], Printed] = {}
         try:
             self._method = start_server(["fsdp_utils.notebook.engine", *_imported_here(), *preload])
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="IProgress not found")
                 for name in preload:
                     importlib.import_module(name)
-            self._start([0])
-            (gpus,) = [0] if device == "cpu" else self.ask([0], "count_gpus", limit_s=START_LIMIT_S)
+            self._start(0)
+            (gpus,) = [0] if device == "cpu" else self.ask([0], "count_gpus")
             self.world_size, self.device, self.unused_gpus = choose(world_size, device, gpus)
-            self._start(range(1, self.world_size))
+            for rank in range(1, self.world_size):
+                self._start(rank)
             # Counting may have initialised CUDA on rank 0, which would then still find a GPU.
             self.regroup([0] if self.device == "cpu" and gpus else [])
         except BaseException:
             self.end()
             raise
 
-    # --- calls ---
-
     def call(self, rank: int, function: str, *args: Any) -> Call:
         """Call a function of engine.py on a rank."""
         self._number += 1
         call = self._calls[self._number] = Call()
-        with contextlib.suppress(OSError):  # the rank has ended, which `take_exits` tells
-            self._processes[rank][0].pipe.send((self._number, function, args))
+        self._processes[rank].send((self._number, function, args))
         return call
 
-    def ask(self, some: Iterable[int], function: str, *args: Any, limit_s: float = CALL_LIMIT_S) -> list[Any]:
+    def ask(
+        self,
+        some: Iterable[int],
+        function: str,
+        *args: Any,
+        limit_s: float = CALL_LIMIT_S,
+        interrupts: Interrupts | None = None,
+    ) -> list[Any]:
         """Call a function of engine.py on some ranks and wait for their answers, in that order.
 
         Raises:
             CallError: the function raised on a rank; of several, the first rank's.
+            KeyboardInterrupt: one of `interrupts` has come.
             RuntimeError: a rank has ended.
             TimeoutError: some have not answered in time.
         """
-        calls = [self.call(rank, function, *args) for rank in some]
+        calls = {rank: self.call(rank, function, *args) for rank in some}
         end = time.monotonic() + limit_s
-        while any(call.answer is None for call in calls):
-            if self._exits:
-                said = "".join(self.printed[rank, "stderr"].read()[-400:] for rank in self._exits)
+        while waiting := [rank for rank, call in calls.items() if call.answer is None]:
+            if interrupts is not None and interrupts.come:
+                raise KeyboardInterrupt
+            if ended := self.exits.keys() & waiting:
+                said = "".join(self.printed[rank, "stderr"].read()[-400:] for rank in ended)
                 raise RuntimeError(
                     f"a rank ended before it answered. The next %%ranks cell replaces it. {said}".rstrip()
                 )
             if time.monotonic() > end:
                 raise TimeoutError(f"waited {limit_s:.0f} s for answers of the ranks")
-            self.wait(0.1)
-        return [call.result() for call in calls]
+            self.take_messages(0.1)
+        return [call.result() for call in calls.values()]
 
-    def wait(self, limit_s: float) -> None:
-        """Wait until a rank tells something or ends, no longer than this."""
-        if self._news.wait(limit_s):
-            self._news.clear()
-
-    def take_exits(self) -> dict[int, int]:
-        """rank -> exit code (minus the signal) of those that ended since the last call."""
-        return {rank: self._exits.pop(rank) for rank in list(self._exits)}
+    def take_messages(self, limit_s: float) -> None:
+        """Take what ranks tell, and notice those that end; wait for the first no longer than this."""
+        running = [process for rank, process in self._processes.items() if rank not in self.exits]
+        for process, message in receive(running, limit_s):
+            if isinstance(message, Ended):
+                process.end()  # it may have closed its connection only
+                self.exits[process.rank] = message
+                continue
+            number, what, value = message
+            call = self._calls.get(number, Call())
+            if what == "display":
+                call.displayed.append(value)
+            elif what == "position":
+                call.position = value
+            else:
+                call.answer = value
+                self._calls.pop(number, None)
 
     def signal(self, some: Iterable[int], number: int) -> None:
         """Send a signal to some ranks."""
@@ -177,18 +205,22 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
                 os.kill(self.pids[rank], number)
 
-    # --- processes ---
+    def regroup(self, lost: Iterable[int] = ()) -> list[int]:
+        """Replace the ranks that have ended, and these; form the process group of all ranks anew.
 
-    def regroup(self, dead: Iterable[int]) -> None:
-        """Replace the dead by new processes, and form the process group of all ranks anew."""
-        dead = sorted(dead)
+        Returns:
+            The new ranks.
+        """
+        dead = sorted({*self.exits, *lost})
         self._end(dead)
-        self._start(dead)
+        for rank in dead:
+            self._start(rank)
         everyone = range(self.world_size)
         (port,) = self.ask([0], "open_store")
         joined = self.ask(everyone, "join_group", self.world_size, self.device, port, TIMEOUT_S)
         self.pids = dict(zip(everyone, joined, strict=True))
         self.forget_printed()
+        return dead
 
     def forget_printed(self) -> None:
         """Leave out of the next cell's output what the ranks have printed until now."""
@@ -199,55 +231,27 @@ class Cluster:
     def end(self) -> None:
         """Leave no process behind."""
         self.ended = True
-        self._end(list(self._processes))
-        shutil.rmtree(self._directory, ignore_errors=True)
+        with Interrupts():
+            self._end(list(self._processes))
+            shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _start(self, some: Iterable[int]) -> None:
-        for rank in some:
-            paths = {stream: self._directory / f"rank{rank}.{stream}" for stream in STREAMS}
-            with contextlib.ExitStack() as opened:
-                files = [opened.enter_context(path.open("ab")) for path in paths.values()]
-                process = start_rank(
-                    self._method,
-                    "fsdp_utils.notebook.engine:serve",
-                    rank,
-                    self._directory,
-                    output=[file.fileno() for file in files],
-                )
-            listener = threading.Thread(target=self._listen, args=(process,), daemon=True)
-            self._processes[rank] = process, listener
-            listener.start()
-            for stream, path in paths.items():
-                if (rank, stream) not in self.printed:
-                    self.printed[rank, stream] = Printed(path)
+    def _start(self, rank: int) -> None:
+        paths = {stream: self._directory / f"rank{rank}.{stream}" for stream in STREAMS}
+        with contextlib.ExitStack() as opened:
+            files = [opened.enter_context(path.open("ab")).fileno() for path in paths.values()]
+            main = "fsdp_utils.notebook.engine:serve"
+            self._processes[rank] = start_rank(self._method, main, rank, self._directory, output=files)
+        self.exits.pop(rank, None)
+        for stream, path in paths.items():
+            if (rank, stream) not in self.printed:
+                self.printed[rank, stream] = Printed(path)
 
-    def _end(self, some: Iterable[int]) -> None:
+    def _end(self, some: Sequence[int]) -> None:
         """End ranks and all that they started, and wait until they are gone."""
-        ending = [self._processes[rank] for rank in some]
-        for process, _ in ending:
-            process.end()
-        for process, listener in ending:
-            if listener.is_alive():
-                listener.join(3 * EXIT_S)
-            self._exits.pop(process.rank, None)
-
-    def _listen(self, process: RankProcess) -> None:
-        """In a thread for each process: take what the rank tells, and notice its end.
-
-        An interrupt reaches the main thread alone, so that none cuts a message off.
-        """
-        with contextlib.suppress(Exception):  # the pipe is closed, or the rank has written nonsense to it
-            while True:
-                number, what, value = process.pipe.recv()
-                call = self._calls.pop(number, None) if what == "answer" else self._calls.get(number)
-                if call is not None:
-                    call.take(what, value)
-                self._news.set()
-        code = process.exit_code()
-        process.end()  # it may have closed its connection only
-        self._exits[process.rank] = -int(signal.SIGKILL) if code is None else code
-        self._news.set()
-        process.close()
+        for rank in some:
+            self._processes[rank].end()
+        for rank in some:
+            self._processes[rank].close()
 
 
 def choose(world_size: int | None, device: str | None, gpus: int) -> tuple[int, str, int]:

@@ -67,7 +67,7 @@ _notebook = _Notebook()
 
 def serve(rank: int, pipe: Connection, _: Path) -> None:
     """Be a rank of a notebook: answer its calls until it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a cell lets itself be interrupted, an idle rank does not
+    signal.signal(signal.SIGINT, nccl.stop_cell)  # which stops a cell and not an idle rank
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
     threading.Thread(target=_notebook.send_messages, args=(pipe,), daemon=True).start()
@@ -111,20 +111,12 @@ def _portable(value: Any) -> Any:
 class _Values(DisplayHook):
     """Sends the value of a cell's last expression to the notebook."""
 
-    def start_displayhook(self) -> None:
-        pass
-
-    def write_output_prompt(self) -> None:
-        pass
-
-    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        _notebook.display(format_dict, md_dict)
-
-    def log_output(self, format_dict: dict[str, Any]) -> None:
-        pass
-
-    def finish_displayhook(self) -> None:
-        pass
+    def __call__(self, result: Any = None) -> None:
+        self.check_for_underscore()
+        if result is not None and not self.quiet():
+            data, metadata = self.compute_format_data(result)
+            self.update_user_ns(result)
+            _notebook.display(data, metadata)
 
 
 class _Displays(DisplayPublisher):
@@ -166,7 +158,7 @@ def _own_streams(shell: InteractiveShell) -> Iterator[None]:
 # --- a cell ---------------------------------------------------------------------------------------------
 
 
-def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
+def run_cell(source: str, timeout_s: float) -> tracebacks.Failure | None:
     """Run a cell in this rank's namespace.
 
     Args:
@@ -174,8 +166,7 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
         timeout_s: the longest that a collective of this cell may wait.
 
     Returns:
-        `{"ok": True}`, or what went wrong: see `tracebacks.describe`; `time` (since the epoch) and `seconds`
-        (since the cell began).
+        What went wrong, if anything did.
     """
     shell = InteractiveShell.instance()
     for group in process_groups():
@@ -188,7 +179,8 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
     threading.Thread(target=_report_position, args=(source,), daemon=True).start()
     at_the_end = False
     try:
-        signal.signal(signal.SIGINT, nccl.stop_cell)
+        signal.signal(signal.SIGINT, nccl.stop_cell)  # a cell may have set another
+        nccl.may_be_stopped(True)
         with _own_streams(shell):
             result = shell.run_cell(source, store_history=False)
         error = result.error_before_exec or result.error_in_exec
@@ -198,15 +190,16 @@ def run_cell(source: str, timeout_s: float) -> dict[str, Any]:
     except (Exception, KeyboardInterrupt) as raised:
         error = raised
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        nccl.may_be_stopped(False)
         _cell_is_over.set()
     if error is None:
-        return {"ok": True}
+        return None
     found = tracebacks.describe(error, source)
+    found["seconds"] = time.monotonic() - began
     if at_the_end:
-        found |= {"where": AT_THE_END, "text": f"at {AT_THE_END}"}
+        found["where"], found["text"] = AT_THE_END, f"at {AT_THE_END}"
     found["in_collective"] |= isinstance(error, nccl.CollectiveError)
-    return {"ok": False, "time": time.time(), "seconds": time.monotonic() - began, **found}
+    return found
 
 
 def _report_position(source: str) -> None:
@@ -223,7 +216,7 @@ def _report_position(source: str) -> None:
             now = place, _cpu_time_ms(main)
             if now != before:
                 before, since = now, time.monotonic()
-            _notebook.tell("position", {**place, "seconds": time.monotonic() - since})
+            _notebook.tell("position", place | {"seconds": time.monotonic() - since})
 
 
 def _cpu_time_ms(thread: int) -> int:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from fsdp_utils.distributed.rank_process import set_up
+from fsdp_utils.distributed.launch import set_up
 from fsdp_utils.notebook import nccl
 from fsdp_utils.torch_internals.groups import abort_groups
 

@@ -28,7 +28,8 @@ WATCHDOG = {
 DEVICE = torch.device("cuda")
 POLL_S = 0.05
 
-_stopped_because: str | None = None  # why the rank has interrupted its own cell
+_stoppable = False  # whether a cell runs that was not stopped yet
+_stopped_because: str | None = None  # why the rank has interrupted its cell itself
 
 
 class CollectiveError(RuntimeError):
@@ -93,7 +94,7 @@ def failure() -> str | None:
 
 
 def watch(cell_is_over: threading.Event) -> None:
-    """Interrupt this rank's cell when a collective of it has failed. Start in a thread beside the cell."""
+    """Interrupt this rank's cell when one of its collectives has failed; runs in a thread beside it."""
     global _stopped_because
     while not cell_is_over.wait(POLL_S):
         if (found := failure()) is not None:
@@ -102,16 +103,24 @@ def watch(cell_is_over: threading.Event) -> None:
             return
 
 
+def may_be_stopped(may: bool) -> None:
+    """Say whether a cell runs, which SIGINT then stops."""
+    global _stoppable
+    _stoppable = may
+
+
 def stop_cell(*_: object) -> None:
-    """Handle SIGINT while a cell runs.
+    """Handle SIGINT: stop the cell, once, if one runs.
 
     Raises:
         CollectiveError: `watch` has sent it.
         KeyboardInterrupt: somebody else has.
     """
-    global _stopped_because
+    global _stoppable, _stopped_because
     found, _stopped_because = _stopped_because, None
-    raise KeyboardInterrupt if found is None else CollectiveError(found)
+    if _stoppable:
+        _stoppable = False
+        raise KeyboardInterrupt if found is None else CollectiveError(found)
 
 
 def gpu_is_lost(limit_s: float = 2.0) -> bool:

@@ -9,9 +9,9 @@
     ranks.get("loss.item()")  # its value on each rank: [2.31, 2.31, 2.31, 2.31]
     ranks.stop()
 
-The ranks are processes of this machine, which run_on_ranks starts, too. cell.py waits for a cell on all
-ranks, output.py shows what they print; cluster.py knows the processes; engine.py runs inside them, and
-group.py makes their process group.
+The ranks are processes of this machine, started as run_on_ranks starts its ranks; for several hosts use
+torchrun with a lesson's script. cell.py waits for a cell on all ranks, output.py shows what they print;
+cluster.py knows the processes; engine.py runs inside them, and group.py makes their process group.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_utils.notebook.cell import Cell, RankError, ipython, ranks_died, regroup, someone_watches
-from fsdp_utils.notebook.cluster import LESSON_BATCH, TIMEOUT_S, CallError, Cluster
+from fsdp_utils.notebook.cluster import LESSON_BATCH, TIMEOUT_S, CallError, Cluster, Interrupts
 
 ANSWER_LIMIT_S = 2.0  # for what only adds to an error message
 LONGEST_TIMEOUT_S = 1e6  # eleven days; torch's clocks overflow long after
@@ -76,7 +76,8 @@ def start(
         raise ValueError(f"ranks.start(device={device!r}): expected 'cpu' or 'cuda'.")
     if _cluster is not None and not _cluster.ended:
         same = world_size in (None, _cluster.world_size) and device in (None, _cluster.device)
-        if same and not _cluster.take_exits():
+        _cluster.take_messages(0)
+        if same and not _cluster.exits:
             print(f"{_cluster.world_size} ranks are running already; their variables are kept.")
             return
         stop()
@@ -130,7 +131,8 @@ def get(expression: str) -> list[Any]:
     """
     cluster = _running()
     try:
-        return cluster.ask(range(cluster.world_size), "evaluate", expression)
+        with Interrupts() as interrupts:
+            return cluster.ask(range(cluster.world_size), "evaluate", expression, interrupts=interrupts)
     except CallError as error:
         raise RankError(f"ranks.get({expression!r}) raised {error}", "") from None
 
@@ -148,10 +150,11 @@ def _magic(line: str, cell: str) -> None:
     """%%ranks [RANKS] [--timeout SECONDS]: run the cell on all ranks, or on some, as `%%ranks 1,3`."""
     cluster = _running()
     chosen, timeout_s = _arguments(line, cluster.world_size)
-    if dead := cluster.take_exits():
-        note = regroup(cluster, dead)
-        raise ranks_died(dead, "between two cells; this cell was not run", note)
-    Cell(cluster, cell, chosen, timeout_s).run()
+    with Interrupts() as interrupts:
+        cluster.take_messages(0)
+        if died := dict(cluster.exits):
+            raise ranks_died(died, "between two cells; this cell was not run", regroup(cluster))
+        Cell(cluster, cell, chosen, timeout_s, interrupts).run()
 
 
 def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
@@ -180,7 +183,7 @@ def _explain_missing_name(result: Any) -> None:
     error = result.error_in_exec
     if not isinstance(error, NameError) or not error.name or _cluster is None or _cluster.ended:
         return
-    with contextlib.suppress(Exception):  # the ranks cannot answer now, and the error is shown already
+    with contextlib.suppress(Exception), Interrupts():  # the error itself is shown already
         if any(_cluster.ask(range(_cluster.world_size), "has_name", error.name, limit_s=ANSWER_LIMIT_S)):
             print(
                 f"{error.name} lives on the ranks: use it in a %%ranks cell, "
