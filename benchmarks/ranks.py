@@ -49,9 +49,9 @@ cells = [cell("pass") for _ in range(60)][10:]
 cluster = ranks._cluster
 began_restart = time.time()
 os.kill(cluster.pids[2], signal.SIGKILL)
-while not (dead := cluster.take_exits()):
-    cluster.wait(1)
-cluster.regroup(dead)
+while not cluster.exits:
+    cluster.take_messages(1)
+cluster.regroup()
 restart = time.time() - began_restart
 ranks.stop()
 print(json.dumps([began, ready, statistics.median(cells), restart]))

@@ -192,6 +192,65 @@ def test_a_rank_that_dies_is_named_and_replaced(four: Notebook, how: str, told: 
     four.run(IMPORTS)
 
 
+def test_a_rank_that_does_not_run_the_cell_and_dies_ends_no_wait(four: Notebook) -> None:
+    (pid,) = four.run("print(ranks.get('os.getpid()')[1])").text.split()
+    failed = four.run(f"%%ranks 0\nos.kill({pid}, signal.SIGKILL); time.sleep(1.5); print('done')")
+    assert failed.text == "rank 0 | done\n"
+    assert failed.error.startswith("RankError: rank 1 was killed by SIGKILL")
+    assert "rank 0 had finished the cell" in failed.traceback
+    assert four.run(WHOLE).text == "all ranks | 4.0\n"
+    four.run(IMPORTS)
+
+
+# Interrupt a cell in which rank 1 dies at the n-th of the lines that the notebook's side executes for it once
+# that rank has been killed; n grows from call to call.
+INTERRUPT_EVERYWHERE = """
+import os, signal, sys, time
+told = []
+
+def interrupted_at(number):
+    left, killed = number, ranks.get("os.getpid()")[1]
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if "fsdp_utils/notebook" not in frame.f_code.co_filename:
+            return None if "fsdp_utils" not in frame.f_code.co_filename else trace
+        if event == "line" and not os.path.exists(f"/proc/{killed}"):
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        get_ipython().run_cell_magic("ranks", "", "if dist.get_rank(): os._exit(7)\\ndist.barrier()")
+    except BaseException as error:
+        return type(error).__name__
+    finally:
+        sys.settrace(None)
+
+for number in NUMBERS:
+    told.append(interrupted_at(number))
+    get_ipython().run_cell_magic("ranks", "", "import os, torch, torch.distributed as dist; dist.barrier()")
+print(told)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_interrupt_at_any_line_loses_no_rank_that_ended(another: Callable[..., Notebook]) -> None:
+    notebook = another()
+    notebook.run("ranks.start(2)")
+    notebook.run("%%ranks\nimport os, torch, torch.distributed as dist")
+    numbers = "(1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 10**6)"
+    done = notebook.run(INTERRUPT_EVERYWHERE.replace("NUMBERS", numbers), limit=60)
+    assert done.error == ""
+    told = done.text.strip("[]\n").replace("'", "").split(", ")
+    assert set(told) <= {"KeyboardInterrupt", "RankError"}
+    assert told[-1] == "RankError"
+    assert "KeyboardInterrupt" in told
+    assert notebook.run(WHOLE).text == "all ranks | 2.0\n"
+
+
 def test_rank_0_can_be_replaced_too(four: Notebook) -> None:
     failed = four.run("%%ranks\nif rank == 0:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     assert failed.error.startswith("RankError: rank 0 was killed by SIGKILL")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ from torch._C._distributed_c10d import ErrorType
 from fsdp_utils import run_on_ranks
 from fsdp_utils.notebook import engine, group, nccl
 from fsdp_utils.notebook.cell import Cell
-from fsdp_utils.notebook.cluster import choose
+from fsdp_utils.notebook.cluster import Call, Interrupts, choose
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -110,36 +109,21 @@ def test_the_health_check_polls_an_all_reduce_on_the_gpus_and_has_a_limit(two_ra
         assert seconds < 2.5
 
 
-def run_cell(source: str, calls: list[str]) -> dict[str, Any]:
-    with faked_cuda(calls):
-        return engine.run_cell(source, 5.0)
-
-
 def alone(fn: Callable[..., Any], *arguments: Any) -> Any:
     """In a process of its own, as a cell changes signal handlers."""
     return run_on_ranks(fn, *arguments, world_size=1)[0]
 
 
-def test_a_cell_ends_when_its_work_on_the_gpu_has_ended():
+def test_a_cell_ends_when_its_work_on_the_gpu_has_ended_and_has_its_errors():
     def on_rank() -> tuple[Any, ...]:
         calls: list[str] = []
-        done = run_cell("x = 1", calls)
-        failed = run_cell("raise KeyError", calls)
-        return done, failed["name"], calls
+        with faked_cuda(calls):
+            done, failed = engine.run_cell("x = 1", 5.0), engine.run_cell("raise KeyError", 5.0)
+            with patch.object(torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError(ASSERT))):
+                late = engine.run_cell("x = 1", 5.0)
+        return done, failed["name"], calls, late["message"], late["where"]
 
-    assert alone(on_rank) == ({"ok": True}, "KeyError", ["synchronize"])
-
-
-def test_an_error_of_the_gpu_belongs_to_the_cell_that_caused_it():
-    def on_rank() -> dict[str, Any]:
-        def fail() -> None:
-            raise RuntimeError(ASSERT)
-
-        with faked_cuda([]), patch.object(torch.cuda, "synchronize", fail):
-            return engine.run_cell("x = 1", 5.0)
-
-    found = alone(on_rank)
-    assert (found["ok"], found["message"], found["where"]) == (False, ASSERT, engine.AT_THE_END)
+    assert alone(on_rank) == (None, "KeyError", ["synchronize"], ASSERT, engine.AT_THE_END)
 
 
 def test_a_collective_past_its_limit_ends_the_cell_and_not_the_process():
@@ -147,8 +131,9 @@ def test_a_collective_past_its_limit_ends_the_cell_and_not_the_process():
         asked = iter([ErrorType.SUCCESS] * 6)  # for a while all is well
         backend = SimpleNamespace(get_error=lambda: next(asked, ErrorType.TIMEOUT))
         world = SimpleNamespace(pg_map={mock.Mock(_get_backend=lambda _: backend): None})
-        with patch.object(engine, "set_group_timeout"), patch.object(dist.distributed_c10d, "_world", world):
-            return run_cell("import time\ntime.sleep(0)\ntime.sleep(30)", [])
+        faked_world = patch.object(dist.distributed_c10d, "_world", world)
+        with patch.object(engine, "set_group_timeout"), faked_world, faked_cuda([]):
+            return engine.run_cell("import time\ntime.sleep(0)\ntime.sleep(30)", 5.0)
 
     found = alone(on_rank)
     assert (found["name"], found["in_collective"]) == ("CollectiveError", True)
@@ -181,6 +166,13 @@ class FakeCluster:
     def __init__(self) -> None:
         self.signals: list[tuple[list[int], int]] = []
         self.replaced: list[int] = []
+        self.exits: dict[int, Any] = {}
+
+    def call(self, rank: int, *_: Any) -> Call:
+        return Call()
+
+    def forget_printed(self) -> None:
+        pass
 
     def ask(self, some: list[int], function: str) -> list[bool]:
         return [function == "gpu_is_lost" and rank == 1 for rank in some]
@@ -188,41 +180,25 @@ class FakeCluster:
     def signal(self, some: list[int], number: int) -> None:
         self.signals.append((some, number))
 
-    def regroup(self, dead: list[int]) -> None:
+    def regroup(self, dead: list[int]) -> list[int]:
         self.replaced = list(dead)
-
-
-def cell_on(cluster: FakeCluster) -> Cell:
-    cell = object.__new__(Cell)
-    cell.cluster, cell.chosen, cell.outcomes = cluster, [0, 1], {}  # type: ignore[assignment]
-    cell.cut, cell.signalled, cell.interrupted, cell.trouble_at = set(), set(), False, None
-    return cell
-
-
-def test_a_rank_whose_context_is_lost_is_replaced() -> None:
-    cluster = FakeCluster()
-    note = cell_on(cluster)._recover()
-    assert cluster.signals == [([1], signal.SIGKILL)]
-    assert cluster.replaced == [1]
-    assert "The new rank 1 has no variables yet" in note
+        return self.replaced
 
 
 @pytest.mark.parametrize(("device", "killed"), [("cuda", False), ("cpu", True)])
-def test_ranks_on_gpus_have_time_to_abort_their_communicators(device: str, killed: bool) -> None:
+def test_ranks_on_gpus_have_time_to_abort_and_are_replaced_without_a_context(
+    device: str, killed: bool
+) -> None:
     cluster = FakeCluster()
     cluster.device = device
-    cell = cell_on(cluster)
+    cell = Cell(cluster, "x = 1", [0, 1], 5.0, Interrupts())  # type: ignore[arg-type]
     cell.trouble_at = time.monotonic() - 5
     cell._free_stuck_ranks()
     assert ([0, 1], signal.SIGINT) in cluster.signals
     assert (([0, 1], signal.SIGKILL) in cluster.signals) == killed
-
-
-def test_a_watch_ends_with_its_cell() -> None:
-    over = threading.Event()
-    over.set()
-    with patch.object(nccl, "failure", lambda: "never asked"):
-        nccl.watch(over)
+    note = cell._recover()
+    assert cluster.replaced == ([1] if device == "cuda" else [])
+    assert ("The new rank 1 has no variables yet" in note) == (device == "cuda")
 
 
 @pytest.mark.parametrize(

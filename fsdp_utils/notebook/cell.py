@@ -82,7 +82,7 @@ class Cell:
                 self.live["stdout"].report(self._status())
         self._show()
         failures = {rank: failure for rank, failure in self.outcomes.items() if failure is not None}
-        exits = dict(self.cluster.exits)
+        exits = dict(sorted(self.cluster.exits.items()))
         if not failures and not exits and not self.interrupts.come:
             return
         note = self._recover()
@@ -198,7 +198,7 @@ class Cell:
         if first in in_collective and timed_out:  # one that waited to the end, not one it took along
             first = min(timed_out, key=lambda rank: failures[rank]["time"])
         cause = failures[first]
-        same = [rank for rank in failures if _alike(failures[rank], cause)]
+        same = [rank for rank in sorted(failures) if _alike(failures[rank], cause)]
         label = output.name_ranks(same, self.cluster.world_size)
         details = [f"{label}, {cause['text']}", f"{cause['name']}: {cause['message']}", ""]
         others = self._where_stood([rank for rank in self.chosen if rank not in same], exits)
