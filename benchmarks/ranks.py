@@ -3,8 +3,7 @@
     python benchmarks/ranks.py [--rounds 3]
 
 Every way of starting is measured from a fresh Python process that has imported nothing, in turn, in one
-run: `ranks.start(4)`, torchrun and accelerate's debug_launcher. accelerate's notebook_launcher is tried too:
-without a GPU it runs the function in one process.
+run: `ranks.start(4)`, torchrun and accelerate's debug_launcher.
 Exits with 1 if a limit that the project promises is broken.
 """
 
@@ -60,7 +59,7 @@ print(json.dumps([began, ready, statistics.median(cells), restart]))
 LAUNCHER = """
 import json, os, time
 began = time.time()
-from accelerate import debug_launcher, notebook_launcher
+from accelerate import debug_launcher
 
 def join():
     import os, pathlib, time
@@ -68,7 +67,7 @@ def join():
     state = PartialState(cpu=True)
     pathlib.Path(os.environ["STAMPS"], str(state.process_index)).write_text(repr(time.time()))
 
-{call}
+debug_launcher(join, num_processes=RANKS)
 print(json.dumps([began]))
 """
 
@@ -112,13 +111,7 @@ def torchrun(stamps: str) -> dict[str, float]:
 
 
 def debug_launcher(stamps: str) -> dict[str, float]:
-    (began,) = python(LAUNCHER.format(call=f"debug_launcher(join, num_processes={RANKS})"), stamps)
-    ready, count = last_stamp(stamps)
-    return {"start": ready - began, "ranks": count}
-
-
-def notebook_launcher(stamps: str) -> dict[str, float]:
-    (began,) = python(LAUNCHER.format(call=f"notebook_launcher(join, num_processes={RANKS})"), stamps)
+    (began,) = python(LAUNCHER.replace("RANKS", str(RANKS)), stamps)
     ready, count = last_stamp(stamps)
     return {"start": ready - began, "ranks": count}
 
@@ -127,7 +120,6 @@ WAYS = {
     "ranks.start(4)": ours,
     "torchrun": torchrun,
     "accelerate debug_launcher": debug_launcher,
-    "accelerate notebook_launcher": notebook_launcher,
 }
 
 

@@ -176,13 +176,7 @@ def _stack(rank: RankProcess, directory: Path) -> str:
 
 
 def set_up(rank: int, world_size: int, *, gpu: bool = False) -> None:
-    """Set the environment and the threads of a rank of this machine, before it makes its process group.
-
-    Args:
-        rank: this process's rank.
-        world_size: number of ranks, which share the cores.
-        gpu: whether it uses GPUs. If not, nothing on a rank may choose one, as a bare fully_shard would.
-    """
+    """Set the environment and the threads of a rank, which without `gpu` must not find one."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -104,11 +104,7 @@ def _next_message(rank: RankProcess) -> Any:
 
 
 def start_server(modules: Sequence[str]) -> str:
-    """Start the server that ranks are forked from, unless it runs; it imports these modules first.
-
-    Returns:
-        The start method for the ranks.
-    """
+    """Start the server that ranks are forked from, unless it runs; returns the start method for the ranks."""
     with _main_hidden():
         set_forkserver_preload(["fsdp_utils.distributed.preload", *modules])
         try:
@@ -126,11 +122,10 @@ def start_rank(
     Args:
         method: from `start_server`.
         main: "module:function", called on the rank as `function(rank, pipe, directory, *args)`.
-        rank: its number.
+        rank: the rank's number.
         directory: temporary files of the ranks, removed when this process dies.
         args: what else the function gets.
-        output: descriptors for the rank's standard output and standard error. A forked rank would write to
-            where the server's went when it was started, and the caller may have redirected its output since.
+        output: descriptors for standard output and standard error; the server's may be others by now.
     """
     context: Any = multiprocessing.get_context(method)
     written = [_travelling(descriptor) for descriptor in output]
@@ -182,11 +177,8 @@ def _be_rank(
 def _supervise(control: Connection, pipe: Connection, directory: Path) -> None:
     """Return as the rank, and leave a supervisor behind.
 
-    Args:
-        control: the caller sends something through it to end the rank, and gets the rank's exit code. It
-            closes when the caller dies; the supervisor then also removes what the caller would have removed.
-        pipe: the rank's connection to the caller, of which the supervisor holds no end.
-        directory: the call's temporary directory.
+    The caller sends something through `control` to end the rank, and gets the rank's exit code. It closes
+    when the caller dies; the supervisor then also removes the directory.
     """
     os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the caller alone
     supervisor = os.getpid()

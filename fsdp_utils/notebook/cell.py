@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from fsdp_utils.distributed.rank_processes import Ended
 from fsdp_utils.notebook import output
 from fsdp_utils.notebook.cluster import STREAMS, Call, CallError, Cluster, Interrupts
-from fsdp_utils.notebook.tracebacks import Failure, Position
+from fsdp_utils.notebook.tracebacks import Failure, Position, failure
 
 CUT_S = 0.5  # after a failure the other ranks may return by themselves; then their connections are shut
 INTERRUPT_S = 0.8  # ... after this those that are in no collective are interrupted
@@ -24,10 +24,7 @@ UNKNOWN = Position(where=None, line=None, collective=None, seconds=0.0)
 
 
 class RankError(RuntimeError):
-    """A cell failed on a rank, or a rank died. The message says which and why, the details where.
-
-    `where` is the innermost line of the reader's own code, or None where it is not known.
-    """
+    """A cell failed on a rank, or a rank died. The message says which and why, the details where."""
 
     def __init__(self, message: str, details: str, where: str | None = None) -> None:
         super().__init__(message)
@@ -81,7 +78,7 @@ class Cell:
             if self.live:
                 self.live["stdout"].report(self._status())
         self._show()
-        failures = {rank: failure for rank, failure in self.outcomes.items() if failure is not None}
+        failures = {rank: found for rank, found in self.outcomes.items() if found is not None}
         exits = dict(sorted(self.cluster.exits.items()))
         if not failures and not exits and not self.interrupts.come:
             return
@@ -215,13 +212,13 @@ class Cell:
     def _where_stood(self, some: list[int], exits: Mapping[int, Ended]) -> list[str]:
         lines = []
         for rank in some:
-            failure = self.outcomes.get(rank)
-            if rank in self.outcomes and failure is None:
+            found = self.outcomes.get(rank)
+            if rank in self.outcomes and found is None:
                 stood = "had finished the cell"
             elif rank in exits:
                 stood = "could not be freed and was ended"
             else:
-                stood = f"stood at {(failure and failure['where']) or 'a place unknown'}"
+                stood = f"stood at {(found and found['where']) or 'a place unknown'}"
             lines.append(f"{output.name_ranks([rank], 0)} {stood}")
         return lines
 
@@ -241,15 +238,7 @@ def _outcome(call: Call) -> Failure | None:
     try:
         return call.result()
     except CallError as error:
-        return Failure(
-            name=error.name,
-            message=error.message,
-            text="no place known",
-            where=None,
-            in_collective=False,
-            time=time.time(),
-            seconds=0.0,
-        )
+        return failure(error.name, error.message)
 
 
 def _clause(ranks: list[int], what: str) -> str:

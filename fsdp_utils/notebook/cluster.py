@@ -65,11 +65,7 @@ class Call:
     position: Position | None = None
 
     def result(self) -> Any:
-        """What the function returned.
-
-        Raises:
-            CallError: it raised, or this process cannot unpickle its result.
-        """
+        """What the function returned; raises a CallError if it raised, or if that cannot be unpickled."""
         assert self.answer is not None
         if "name" in self.answer:
             raise CallError(self.answer["name"], self.answer["message"])
@@ -98,29 +94,12 @@ class Printed:
 
 
 class Cluster:
-    """The ranks of a notebook.
-
-    Args:
-        world_size: number of ranks; None: the GPUs where there are two or more, else 4.
-        device: "cuda", "cpu", or None to choose.
-        preload: modules to import in the server that ranks are forked from and, meanwhile, here.
-
-    Attributes:
-        unused_gpus: how many GPUs the default number of ranks leaves out.
-        pids: process ids by rank.
-        exits: the ranks that have ended and are not replaced yet, and how.
-        ended: whether no process is left, so that only ranks.start() helps.
-
-    Raises:
-        ImportError: one of `preload` cannot be imported.
-        ValueError: `device` and `world_size` ask for more GPUs than there are.
-        TimeoutError: the ranks are not there after 90 s.
-    """
+    """The ranks of a notebook; arguments as of `ranks.start`."""
 
     def __init__(self, world_size: int | None, device: str | None, preload: Sequence[str] = ()) -> None:
-        self.ended = False
+        self.ended = False  # whether no process is left, so that only ranks.start() helps
         self.pids: dict[int, int] = {}
-        self.exits: dict[int, Ended] = {}
+        self.exits: dict[int, Ended] = {}  # the ranks that have ended and are not replaced yet
         self.printed: dict[tuple[int, str], Printed] = {}
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._processes: dict[int, RankProcess] = {}
@@ -206,11 +185,7 @@ class Cluster:
                 os.kill(self.pids[rank], number)
 
     def regroup(self, lost: Iterable[int] = ()) -> list[int]:
-        """Replace the ranks that have ended, and these; form the process group of all ranks anew.
-
-        Returns:
-            The new ranks.
-        """
+        """Replace the ranks that have ended, and these; form the group anew. Returns the new ranks."""
         dead = sorted({*self.exits, *lost})
         self._end(dead)
         for rank in dead:
@@ -255,11 +230,7 @@ class Cluster:
 
 
 def choose(world_size: int | None, device: str | None, gpus: int) -> tuple[int, str, int]:
-    """Choose the number of ranks and their device; returns also how many GPUs that leaves unused.
-
-    Raises:
-        ValueError: there are not as many GPUs.
-    """
+    """Choose the number of ranks and their device; returns also how many GPUs that leaves unused."""
     asked = world_size
     if device is None:
         device = "cuda" if gpus >= 2 and (world_size or gpus) <= gpus else "cpu"

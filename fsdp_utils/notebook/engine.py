@@ -159,15 +159,7 @@ def _own_streams(shell: InteractiveShell) -> Iterator[None]:
 
 
 def run_cell(source: str, timeout_s: float) -> tracebacks.Failure | None:
-    """Run a cell in this rank's namespace.
-
-    Args:
-        source: the cell, without its `%%ranks` line.
-        timeout_s: the longest that a collective of this cell may wait.
-
-    Returns:
-        What went wrong, if anything did.
-    """
+    """Run a cell in this rank's namespace, with a limit for its collectives; returns what went wrong."""
     shell = InteractiveShell.instance()
     for group in process_groups():
         set_group_timeout(group, timeout_s)

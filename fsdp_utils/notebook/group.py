@@ -39,7 +39,7 @@ def join_group(rank: int, world_size: int, device: str, port: int, timeout_s: fl
         rank: this process's rank.
         world_size: number of ranks.
         device: "cpu" or "cuda".
-        port: of the group's store, which rank 0 has opened.
+        port: the port of the group's store, which rank 0 has opened.
         timeout_s: the longest that a collective may wait.
     """
     global _listener
@@ -88,9 +88,8 @@ def group_is_healthy(limit_s: float = 2.0) -> bool:
 def shut_connections() -> None:
     """Shut the connections to the other ranks, so that nobody stays in a collective.
 
-    Destroying a gloo group does not wake those who wait in it while a model still holds the group;
-    shutting its sockets does, at once and on both sides. NCCL's kernels end when the group is aborted.
-    Models sharded over the group are void then.
+    Destroying a gloo group wakes nobody while a model still holds it; shutting its sockets does, on both
+    sides. NCCL's kernels end when the group is aborted. Models sharded over the group are void then.
     """
     if torch.cuda.is_initialized():
         with contextlib.suppress(Exception):  # the sockets have to be shut in any case
@@ -116,11 +115,10 @@ class _EpollEvent(ctypes.Structure):
 def _quieten_old_sockets() -> None:
     """Let gloo's thread sleep on the connections of the groups before.
 
-    A model that still exists keeps its group, and with it gloo's connections. Where a message of an
-    abandoned collective has arrived and its buffer is gone, gloo's thread neither reads it nor closes the
-    socket (`Pair::prepareRead` returns -1), and level-triggered epoll reports the socket again and again: a
-    core at 100%. Edge-triggered epoll reports it once. The registration must stay, with gloo's pointer in it,
-    because gloo ends the process if it cannot remove the registration later.
+    A model that still exists keeps its group's connections. Where a message of an abandoned collective has
+    arrived, gloo's thread neither reads it nor closes the socket (`Pair::prepareRead` returns -1), and
+    level-triggered epoll reports it again and again: a core at 100%. Edge-triggered epoll reports it once.
+    The registration must stay: gloo ends the process if it cannot remove it later.
     """
     if sys.platform != "linux":
         return

@@ -1,13 +1,4 @@
-"""Real ranks in a notebook: cells under `%%ranks` run on every rank, as a script does under torchrun::
-
-    from fsdp_utils.notebook import ranks
-    ranks.start()             # 4 processes in one process group: gloo on CPU, nccl on two GPUs or more
-
-    %%ranks                   # first line of a cell: run it on every rank; `%%ranks 1,3` on some
-    model = fully_shard(model)
-
-    ranks.get("loss.item()")  # its value on each rank: [2.31, 2.31, 2.31, 2.31]
-    ranks.stop()
+"""Real ranks in a notebook: cells under `%%ranks` run on every rank, as a script does under torchrun.
 
 The ranks are processes of this machine, started as run_on_ranks starts its ranks; for several hosts use
 torchrun with a lesson's script. cell.py waits for a cell on all ranks, output.py shows what they print;

@@ -35,18 +35,23 @@ class Position(TypedDict):
     seconds: float  # for how long it has been there
 
 
-def describe(error: BaseException, source: str) -> Failure:
-    """Describe an exception that was raised while the cell `source` ran."""
-    message = re.sub(r"^\[\S+:\d+\] ", "", text_of(error))  # gloo begins with a path of its build machine
-    found = Failure(
-        name=type(error).__name__,
+def failure(name: str, message: str) -> Failure:
+    """A failure of which no place is known."""
+    return Failure(
+        name=name,
         message=message,
-        text="",
+        text="no place known",
         where=None,
         in_collective=False,
         time=time.time(),
         seconds=0.0,
     )
+
+
+def describe(error: BaseException, source: str) -> Failure:
+    """Describe an exception that was raised while the cell `source` ran."""
+    message = re.sub(r"^\[\S+:\d+\] ", "", text_of(error))  # gloo begins with a path of its build machine
+    found = failure(type(error).__name__, message)
     if isinstance(error, SyntaxError):
         line = "" if error.text is None else text_of(error.text).strip()
         found["where"] = f"line {text_of(error.lineno)}: {line}"

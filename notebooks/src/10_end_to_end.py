@@ -1106,7 +1106,7 @@ Table(
 #
 # ## Beyond one machine
 #
-# The program does not change. What changes is who starts its ranks, and who starts them again. Here are four
+# The program does not change. What changes is who starts its ranks, and who starts them again. Here are three
 # ways for two hosts. A dot is a rank; orange is what starts the ranks again when one of them dies.
 
 
@@ -1118,7 +1118,6 @@ def draw_starts():
         "a few hosts:\ntorchrun, static": ("you, on each host", "torchrun", "top"),
         "hosts that fail:\ntorchrun, elastic": ("you, on each host", "torchrun", "middle"),
         "a cluster:\nSlurm": ("sbatch, once", "torchrun", "middle"),
-        "ranks of a notebook:\nprofile": ("ranks.start, once", "ssh", "top"),
     }
     fig, panels = plots.figure(len(ways), width=9.6, height=2.9)
     for axes, (title, (top, middle, again)) in zip(panels, ways.items()):
@@ -1137,7 +1136,7 @@ def draw_starts():
         axes.set(title=title, xlim=(0, 4), ylim=(-0.5, 3.1), xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
     return plots.show(
-        fig, alt="Static and notebook: you start the ranks again. Elastic and Slurm: torchrun does."
+        fig, alt="Static: you start the ranks again. Elastic and Slurm: torchrun does."
     )
 
 
