@@ -37,8 +37,6 @@ BY_NAME = (
 ITS_PURPOSE = {"test_torch_internals.py": "fsdp_utils.torch_internals."}
 # Tests that still import other files inside rooms. The list only gets shorter.
 NOT_YET = {
-    "conftest.py",
-    "recipe_ranks.py",
     "test_local_part.py",
 }
 

@@ -49,7 +49,7 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError):  # the same; or the handler is not Python's
             signal.signal(signal.SIGINT, self._before)
 
     def _note(self, *_: object) -> None:
