@@ -5,7 +5,7 @@ runs on both, with two ranks each. Measured are the time of a step and the bytes
 link's own counter has them, beside what `record_collectives` counts.
 
     python benchmarks/two_hosts.py                        # a table; needs Linux, root, iproute2
-    python benchmarks/two_hosts.py --rates 50 --delay-ms 5
+    python benchmarks/two_hosts.py --rates 50
     python benchmarks/two_hosts.py --record               # also writes notebooks/recorded/two_hosts.json
 """
 
@@ -38,8 +38,8 @@ STRATEGIES = ("DDP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 # --- the two hosts ---------------------------------------------------------------------------------------
 
 
-def why_not(delay_ms: float = 0.0) -> str | None:
-    """What is missing here, for a link with that delay, or None."""
+def why_not() -> str | None:
+    """What is missing here, or None."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
@@ -50,22 +50,8 @@ def why_not(delay_ms: float = 0.0) -> str | None:
     made = subprocess.run(["ip", "netns", "add", host], capture_output=True, text=True)
     if made.returncode:
         return f"this kernel or container makes no network namespaces: {made.stderr.strip()}"
-    try:
-        if delay_ms:
-            run("tc", "-n", host, "qdisc", "add", "dev", "lo", "root", *delaying(delay_ms))
-    except RuntimeError as error:
-        return (
-            f"--delay-ms {delay_ms:g} takes the kernel's netem, which there is not here ({error}); leave the "
-            "option out, or run on a kernel with the module sch_netem"
-        )
-    finally:
-        run("ip", "netns", "del", host)
+    run("ip", "netns", "del", host)
     return None
-
-
-def delaying(delay_ms: float) -> list[str]:
-    """What tc is told for a link that delays each packet."""
-    return ["netem", "delay", f"{delay_ms:g}ms", "limit", "10000"]
 
 
 def run(*command: str) -> None:
@@ -74,7 +60,7 @@ def run(*command: str) -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def connect(hosts: list[str], rate_mbit: float | None, delay_ms: float, undo: ExitStack) -> None:
+def connect(hosts: list[str], rate_mbit: float | None, undo: ExitStack) -> None:
     """Make the hosts and the link between them: 10.77.0.1 and 10.77.0.2, each on its interface `link`."""
     for host in hosts:
         run("ip", "netns", "add", host)
@@ -86,21 +72,17 @@ def connect(hosts: list[str], rate_mbit: float | None, delay_ms: float, undo: Ex
         run("ip", "-n", host, "addr", "add", f"10.77.0.{i}/24", "dev", "link")
         run("ip", "-n", host, "link", "set", "dev", "link", "up")
         run("ip", "-n", host, "link", "set", "dev", "lo", "up")
-        above = "root"
         if rate_mbit is not None:
             # burst: what may pass at once; latency: how long a packet may wait before it is dropped
             rate = ["rate", f"{rate_mbit:g}mbit", "burst", "256kb", "latency", "400ms"]
-            run("tc", "-n", host, "qdisc", "add", "dev", "link", "root", "handle", "1:", "tbf", *rate)
-            above = "parent 1:1"
-        if delay_ms:
-            run("tc", "-n", host, "qdisc", "add", "dev", "link", *above.split(), *delaying(delay_ms))
+            run("tc", "-n", host, "qdisc", "add", "dev", "link", "root", "tbf", *rate)
 
 
-def measure(rate_mbit: float | None, delay_ms: float, steps: int) -> list[dict[str, Any]]:
+def measure(rate_mbit: float | None, steps: int) -> list[dict[str, Any]]:
     """Run all strategies over a link of that rate; one result for each rank."""
     hosts = [f"fsdp{os.getpid()}{letter}" for letter in "ab"]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
-        connect(hosts, rate_mbit, delay_ms, undo)
+        connect(hosts, rate_mbit, undo)
         running = []
         for i, host in enumerate(hosts):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={i}"]
@@ -293,7 +275,6 @@ def main() -> int:
         allow_abbrev=False, description=__doc__.splitlines()[0] if __doc__ else None
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[50, 200], help="of the link, in Mbit/s")
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="each way; takes the kernel's netem")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--record", action="store_true", help="write two_hosts.json for lesson 6")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
@@ -301,14 +282,14 @@ def main() -> int:
     if arguments.rank_of:
         be_rank(arguments.rank_of, arguments.steps)
         return 0
-    if reason := why_not(arguments.delay_ms):
+    if reason := why_not():
         print(f"Not run: {reason}.")
-        return 2 if arguments.delay_ms else 0  # what was asked for is missing; or there is just nothing to do
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts go, however this ends
     print(describe())
     results: list[tuple[float | None, dict[str, Any]]] = []
     for rate in [*sorted(arguments.rates), None]:
-        results.append((rate, summarize(measure(rate, arguments.delay_ms, arguments.steps))))
+        results.append((rate, summarize(measure(rate, arguments.steps))))
         print(show(*results[-1]))
     held = checks(*results[0])
     if arguments.record:
@@ -316,7 +297,6 @@ def main() -> int:
             "two_hosts",
             __doc__,
             group=f"two hosts made of one machine, {RANKS_PER_HOST} ranks each, gloo, a link limited by tc",
-            delay_ms=arguments.delay_ms,
             results=[{"rate_mbit": rate, "strategies": result} for rate, result in results],
         )
     return limits(held)

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.distributed.launch import _PRELOAD
+from fsdp_utils.distributed import PRELOAD
 
 # What is computed here is small: two threads that wait for each other take longer, tenfold on busy cores.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Nearly all ranks of the tests import these: their server does it once.
-_PRELOAD += ["pytest", "tests.sharded", "tests.checkpoints"]
+PRELOAD += ["pytest", "tests.sharded", "tests.checkpoints"]
 
 # Files of few tests that take long and mostly wait, for hosts and schedulers.
-WAITING = ("test_ranks_hosts", "test_train_launched")
+WAITING = ("test_train_launched",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

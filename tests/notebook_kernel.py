@@ -74,22 +74,12 @@ class Notebook:
             reply.traceback = "\n".join(content["traceback"])
         return kind == "status" and content["execution_state"] == "idle"
 
-    def ranks_processes(self) -> list[psutil.Process]:
-        """Every process that `ranks` has started: those of the fork server's session."""
-        leader = int(self.run("ranks._cluster._fork_server.pid").value)
-        return [process for process in psutil.process_iter() if _session(process.pid) == leader]
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.manager.provisioner.pid)  # type: ignore[union-attr]
 
     def close(self) -> None:
         self.client.stop_channels()
         if self.manager.has_kernel:
             self.manager.shutdown_kernel(now=False)
         self.manager.cleanup_resources()
-
-
-def _session(pid: int) -> int | None:
-    import os
-
-    try:
-        return os.getsid(pid)
-    except (ProcessLookupError, PermissionError):
-        return None

@@ -5,6 +5,7 @@
 The recipe's packages are imported once, here; the ranks are forked from this process.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -14,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from fsdp_utils.distributed import PRELOAD
 
 
 def start(recipe: Path, folder: Path, world_size: int, *, dies_at: int = -1) -> tuple[str, list[int]]:
@@ -86,8 +89,8 @@ def _be_rank(recipe: Path, folder: Path, log: Path, rank: int, size: int, port: 
 if __name__ == "__main__":
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     recipe = Path(sys.argv[1]).absolute()
-    import fsdp_utils.distributed.preload  # noqa: F401
-
+    for module in PRELOAD:
+        importlib.import_module(module)
     exec("\n".join(line for line in recipe.read_text().splitlines() if line.startswith(("import ", "from "))))
     if "transformers" in sys.modules:
         import transformers

@@ -56,12 +56,6 @@ def test_the_group_is_believed_before_the_environment(two_ranks: TwoRanks) -> No
     assert two_ranks(fn) == [(0, 2, 0), (1, 2, 1)]
 
 
-def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "first")
-    with pytest.raises(ValueError, match="LOCAL_RANK: expected an integer, found 'first'"):
-        get_local_rank()
-
-
 # ---- rank0_first ---------------------------------------------------------------------------------------
 
 

@@ -48,5 +48,6 @@ def test_meanwhile_each_line_is_shown_as_it_is_finished(three: Notebook) -> None
     )
     told = "".join(shown.streamed)
     assert told.startswith("rank 0 | one\nrank 0 | two\n")
+    assert "\rrank 0 |  10%" in told  # a progress bar moves while it runs
     assert shown.cleared
     assert shown.text.splitlines() == ["rank 0 | one", "rank 0 | two", "rank 0 |  20%"]

@@ -123,15 +123,18 @@ def test_an_object_of_a_class_from_a_cell_arrives(two: Notebook) -> None:
     assert two.run("[mine.rank for mine in ranks.get('Mine()')]", limit=LIMIT_S).value == "[0, 1]"
 
 
-@pytest.mark.parametrize(
-    ("number", "told"), [(40, "rank 1 was killed by signal 40"), (19, "rank 1 was killed by SIGKILL")]
-)
-def test_a_rank_that_a_real_time_signal_ends_or_that_is_stopped_is_replaced(
-    two: Notebook, number: int, told: str
-) -> None:
-    failed = two.run(f"%%ranks\nif rank == 1:\n    os.kill(os.getpid(), {number})", limit=LIMIT_S)
-    assert failed.error.startswith(f"RankError: {told}")
+def test_a_rank_that_a_real_time_signal_ends_is_replaced(two: Notebook) -> None:
+    failed = two.run("%%ranks\nif rank == 1:\n    os.kill(os.getpid(), 40)", limit=LIMIT_S)
+    assert failed.error.startswith("RankError: rank 1 was killed by signal 40")
     assert "The new rank 1 has no variables yet" in failed.traceback
+
+
+def test_a_rank_that_is_stopped_is_replaced_when_its_cell_is_interrupted(two: Notebook) -> None:
+    stopped = two.run(
+        "%%ranks\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)", interrupt_after=1.0, limit=LIMIT_S
+    )
+    assert stopped.error.startswith("KeyboardInterrupt")
+    assert "rank 1 could not be freed and was ended" in stopped.traceback
 
 
 @pytest.mark.parametrize(

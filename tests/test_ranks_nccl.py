@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,9 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.notebook import engine, nccl
-from fsdp_utils.notebook.cell import Cell, _how_it_ended
-from fsdp_utils.notebook.local_cluster import SIGKILL
+from fsdp_utils.notebook import engine, group, nccl
+from fsdp_utils.notebook.cell import Cell
+from fsdp_utils.notebook.cluster import Call, Interrupts, choose
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -59,9 +58,8 @@ def join(calls: list[str]) -> None:
     """Leave the group of run_on_ranks, and join as rank of a notebook on GPUs."""
     rank, store = dist.get_rank(), [None]
     if rank == 0:
-        store = [engine.open_store()]
+        store = [group.open_store()]
     dist.broadcast_object_list(store, src=0)
-    settings = {"world_size": dist.get_world_size(), "device": "cuda", "store": store[0], "timeout_s": 20.0}
     all_reduce = dist.all_reduce
 
     def first_all_reduce(*arguments: Any, **options: Any) -> Any:
@@ -69,7 +67,7 @@ def join(calls: list[str]) -> None:
         return all_reduce(*arguments, **options)
 
     with patch.object(dist, "all_reduce", first_all_reduce):
-        engine.join_group(rank, settings)
+        group.join_group(rank, dist.get_world_size(), "cuda", store[0], 20.0)  # type: ignore[arg-type]
 
 
 def test_joining_sets_nccls_environment_aborts_the_old_group_and_warms_up(two_ranks):
@@ -77,7 +75,7 @@ def test_joining_sets_nccls_environment_aborts_the_old_group_and_warms_up(two_ra
         calls: list[str] = []
         with faked_cuda(calls):
             join(calls)
-            return calls, os.environ["NCCL_SOCKET_IFNAME"], engine.group_is_healthy()
+            return calls, os.environ["NCCL_SOCKET_IFNAME"], group.group_is_healthy()
 
     for rank, (calls, interface, whole) in enumerate(two_ranks(on_rank)):
         init = "init cpu:gloo,cuda:nccl, environment set: True"
@@ -92,13 +90,13 @@ def test_the_health_check_polls_an_all_reduce_on_the_gpus_and_has_a_limit(two_ra
         with (
             faked_cuda([]),
             patch.object(dist, "barrier") as barrier,
-            patch.object(engine, "shut_connections") as cut,
+            patch.object(group, "shut_connections") as cut,
         ):
             barrier.return_value = None  # over gloo all is well
             if rank == 1:  # one collective ahead of rank 0
                 dist.all_reduce(torch.ones(()), async_op=True)
             began = time.monotonic()
-            whole = engine.group_is_healthy(0.5)
+            whole = group.group_is_healthy(0.5)
             seconds = time.monotonic() - began
         if rank == 0:
             time.sleep(3)
@@ -111,51 +109,31 @@ def test_the_health_check_polls_an_all_reduce_on_the_gpus_and_has_a_limit(two_ra
         assert seconds < 2.5
 
 
-def run_cell(source: str, calls: list[str]) -> dict[str, Any]:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    with faked_cuda(calls), patch.object(engine, "_shell", InteractiveShell.instance):
-        return engine.run_cell(source, 5.0)
-
-
 def alone(fn: Callable[..., Any], *arguments: Any) -> Any:
     """In a process of its own, as a cell changes signal handlers."""
     return run_on_ranks(fn, *arguments, world_size=1)[0]
 
 
-def test_a_cell_ends_when_its_work_on_the_gpu_has_ended():
+def test_a_cell_ends_when_its_work_on_the_gpu_has_ended_and_has_its_errors():
     def on_rank() -> tuple[Any, ...]:
         calls: list[str] = []
-        done = run_cell("x = 1", calls)
-        failed = run_cell("raise KeyError", calls)
-        return done, failed["name"], calls
+        with faked_cuda(calls):
+            done, failed = engine.run_cell("x = 1", 5.0), engine.run_cell("raise KeyError", 5.0)
+            with patch.object(torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError(ASSERT))):
+                late = engine.run_cell("x = 1", 5.0)
+        return done, failed["name"], calls, late["message"], late["where"]
 
-    assert alone(on_rank) == ({"ok": True}, "KeyError", ["synchronize"])
-
-
-def test_an_error_of_the_gpu_belongs_to_the_cell_that_caused_it():
-    def on_rank() -> dict[str, Any]:
-        from IPython.core.interactiveshell import InteractiveShell
-
-        def fail() -> None:
-            raise RuntimeError(ASSERT)
-
-        shell = patch.object(engine, "_shell", InteractiveShell.instance)
-        with faked_cuda([]), patch.object(torch.cuda, "synchronize", fail), shell:
-            return engine.run_cell("x = 1", 5.0)
-
-    found = alone(on_rank)
-    assert (found["ok"], found["message"], found["where"]) == (False, ASSERT, engine.AT_THE_END)
+    assert alone(on_rank) == (None, "KeyError", ["synchronize"], ASSERT, engine.AT_THE_END)
 
 
 def test_a_collective_past_its_limit_ends_the_cell_and_not_the_process():
     def on_rank() -> dict[str, Any]:
         asked = iter([ErrorType.SUCCESS] * 6)  # for a while all is well
         backend = SimpleNamespace(get_error=lambda: next(asked, ErrorType.TIMEOUT))
-        group = mock.Mock(_get_backend=lambda _: backend)
-        world = SimpleNamespace(pg_map={group: None})
-        with patch.object(engine, "set_group_timeout"), patch.object(dist.distributed_c10d, "_world", world):
-            return run_cell("import time\ntime.sleep(0)\ntime.sleep(30)", [])
+        world = SimpleNamespace(pg_map={mock.Mock(_get_backend=lambda _: backend): None})
+        faked_world = patch.object(dist.distributed_c10d, "_world", world)
+        with patch.object(engine, "set_group_timeout"), faked_world, faked_cuda([]):
+            return engine.run_cell("import time\ntime.sleep(0)\ntime.sleep(30)", 5.0)
 
     found = alone(on_rank)
     assert (found["name"], found["in_collective"]) == ("CollectiveError", True)
@@ -181,63 +159,69 @@ def test_a_context_is_lost_if_the_error_does_not_pass(answers: list[str | bool],
 
 
 class FakeCluster:
-    """Two ranks on GPUs, of which rank 1 has lost its context; the first call of a signal ends a rank."""
+    """Two ranks on GPUs, of which rank 1 has lost its context."""
 
     world_size, device = 2, "cuda"
 
     def __init__(self) -> None:
-        self.ended: dict[int, int] = {}
         self.signals: list[tuple[list[int], int]] = []
         self.replaced: list[int] = []
+        self.exits: dict[int, Any] = {}
+
+    def call(self, rank: int, *_: Any) -> Call:
+        return Call()
+
+    def forget_printed(self) -> None:
+        pass
 
     def ask(self, some: list[int], function: str) -> list[bool]:
         return [function == "gpu_is_lost" and rank == 1 for rank in some]
 
     def signal(self, some: list[int], number: int) -> None:
         self.signals.append((some, number))
-        if number == SIGKILL:
-            self.ended.update((rank, -SIGKILL) for rank in some)
 
-    def ended_ranks(self) -> dict[int, int]:
-        told, self.ended = self.ended, {}
-        return told
-
-    def regroup(self, dead: list[int]) -> None:
+    def regroup(self, dead: list[int]) -> list[int]:
         self.replaced = list(dead)
-
-
-def cell_on(cluster: FakeCluster) -> Cell:
-    cell = object.__new__(Cell)
-    cell.cluster, cell.chosen, cell.outcomes = cluster, [0, 1], {}  # type: ignore[assignment]
-    cell.cut, cell.signalled, cell.interrupted, cell.trouble_at = set(), set(), False, None
-    return cell
-
-
-def test_a_rank_whose_context_is_lost_is_replaced() -> None:
-    cluster = FakeCluster()
-    note = cell_on(cluster)._recover()
-    assert cluster.signals == [([1], SIGKILL)]
-    assert cluster.replaced == [1]
-    assert "The new rank 1 has no variables yet" in note
+        return self.replaced
 
 
 @pytest.mark.parametrize(("device", "killed"), [("cuda", False), ("cpu", True)])
-def test_ranks_on_gpus_have_time_to_abort_their_communicators(device: str, killed: bool) -> None:
+def test_ranks_on_gpus_have_time_to_abort_and_are_replaced_without_a_context(
+    device: str, killed: bool
+) -> None:
     cluster = FakeCluster()
     cluster.device = device
-    cell = cell_on(cluster)
+    cell = Cell(cluster, "x = 1", [0, 1], 5.0, Interrupts())  # type: ignore[arg-type]
     cell.trouble_at = time.monotonic() - 5
     cell._free_stuck_ranks()
     assert ([0, 1], signal.SIGINT) in cluster.signals
-    assert (([0, 1], SIGKILL) in cluster.signals) == killed
+    assert (([0, 1], signal.SIGKILL) in cluster.signals) == killed
+    note = cell._recover()
+    assert cluster.replaced == ([1] if device == "cuda" else [])
+    assert ("The new rank 1 has no variables yet" in note) == (device == "cuda")
 
 
-def test_the_end_of_a_rank_by_an_abort_is_explained() -> None:
-    assert "NCCL's watchdog after a time-out" in _how_it_ended(-signal.SIGABRT)
+@pytest.mark.parametrize(
+    ("gpus", "asked", "chosen"),
+    [
+        (0, (None, None), (4, "cpu", 0)),
+        (1, (None, None), (4, "cpu", 0)),
+        (4, (None, None), (4, "cuda", 0)),
+        (5, (None, None), (4, "cuda", 1)),  # 24 samples have no equal shares for 5
+        (7, (None, None), (6, "cuda", 1)),
+        (16, (None, None), (12, "cuda", 4)),
+        (7, (5, None), (5, "cuda", 0)),
+        (7, (8, None), (8, "cpu", 0)),
+        (7, (None, "cpu"), (4, "cpu", 0)),
+        (1, (None, "cuda"), (1, "cuda", 0)),
+    ],
+)
+def test_as_many_ranks_as_gpus_or_as_share_a_lessons_batch_equally(
+    gpus: int, asked: tuple[int | None, str | None], chosen: tuple[int, str, int]
+) -> None:
+    assert choose(*asked, gpus) == chosen
 
 
-def test_a_watch_ends_with_its_cell() -> None:
-    over = threading.Event()
-    over.set()
-    with patch.object(nccl, "failure", lambda: "never asked"):
-        nccl.watch(over)
+def test_more_ranks_than_gpus_are_refused_if_they_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="torch finds 2 here"):
+        choose(4, "cuda", 2)

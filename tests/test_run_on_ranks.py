@@ -146,14 +146,6 @@ def test_a_forked_process_may_call_it_although_the_server_is_its_parents(two_ran
 # ---- what is refused -------------------------------------------------------------------------------------
 
 
-class Unreadable:
-    def __init__(self, *made_by: Any) -> None:
-        self.made_by = made_by
-
-    def __reduce__(self) -> Any:
-        return self.made_by
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     **{
         f"world_size {value!r}": (
@@ -177,19 +169,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         threading.Lock,
         {},
         TypeError,
-        "what fn returned cannot be sent to the caller: .*lock",
-    ),
-    "result not read": (
-        lambda: Unreadable(int, ("not a number",)),
-        {},
-        RuntimeError,
-        "what rank 0 returned cannot be read here: ValueError.*number",
-    ),
-    "result that exits": (
-        lambda: Unreadable(sys.exit, (3,)),
-        {},
-        RuntimeError,
-        "what rank 0 returned cannot be read here: SystemExit: 3",
+        "cannot pickle.*lock",
     ),
 }
 
@@ -235,7 +215,7 @@ def test_a_rank_that_raises_frees_its_peers_and_its_own_exception_arrives(two_ra
     cause = str(caught.value.__cause__)
     assert cause.startswith("rank 1 of 2")
     assert 'raise LocalError("rank 1 had enough")' in cause
-    assert "rank_main" not in cause  # the reader's frames alone
+    assert "call_function" not in cause  # the reader's frames alone
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -310,11 +290,11 @@ def end_in_c_code() -> None:
 ENDS: dict[str, tuple[Callable[[], Any], type[Exception] | None, str]] = {
     "return": (int, None, ""),
     "raise": (lambda: 1 // 0, ZeroDivisionError, "division"),
-    "exit": (lambda: os._exit(17), RuntimeError, "rank 1 exited with code 17"),
+    "exit": (lambda: os._exit(17), RuntimeError, "rank 1 ended with exit code 17"),
     "kill": (
         lambda: os.kill(os.getpid(), signal.SIGKILL),
         RuntimeError,
-        r"rank 1 was killed by signal 9 \(SIGKILL\)",
+        r"rank 1 was killed by SIGKILL",
     ),
     "hang": (lambda: time.sleep(1000), TimeoutError, r"ranks \[0, 1\] within 6 s.*time.sleep\(1000\)"),
     "hang in C": (end_in_c_code, TimeoutError, r"sum\(range\(10\*\*12\)\)  # holds the interpreter"),
@@ -355,7 +335,7 @@ def test_a_hang_is_shown_as_the_line_on_which_each_rank_stands(two_ranks: TwoRan
     assert "dist.all_reduce(torch.ones(1))  # only rank 0 is here" in message
     assert f'File "{__file__}"' in message
     assert "rank 1: has returned" in message
-    assert "rank_main" not in message
+    assert "call_function" not in message
 
 
 # ---- in a script -------------------------------------------------------------------------------------------

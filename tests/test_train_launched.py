@@ -83,7 +83,7 @@ def end(agent: "subprocess.Popen[bytes]") -> None:
 def test_on_two_hosts_a_killed_rank_costs_no_step_and_changes_no_loss(tmp_path: Path) -> None:
     names = [f"fsdp{os.getpid()}{letter}" for letter in "cd"]
     with ExitStack() as undo:
-        two_hosts.connect(names, None, 0.0, undo)
+        two_hosts.connect(names, None, undo)
         hosts = TwoHosts(names, tmp_path, undo)
 
         static = ["--node-rank={host}", "--master-addr=10.77.0.1", "--master-port=29400"]

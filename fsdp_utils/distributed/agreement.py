@@ -2,8 +2,8 @@
 
 A collective that one rank does not enter blocks until the process group's timeout. So `agree` first lets the
 ranks register in the process group's key-value store, where a rank can wait for a limited time and name the
-ranks that are missing. After that they exchange results over a gloo group of their own: it does not disturb
-the training's collectives, and when a rank dies or leaves it, its connections close and the others notice.
+ranks that are missing. After that they exchange results over a separate gloo group: it does not disturb the
+training's collectives, and when a rank dies or leaves it, its connections close and the others notice.
 
 Traffic grows with the number of ranks and not with its square: each rank writes and reads a few short keys,
 `each` and `same` gather a few integers, and texts travel only where ranks fail or differ.
@@ -17,7 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -27,18 +27,24 @@ import torch.distributed as dist
 from fsdp_utils.torch_internals.groups import default_store, process_groups, set_group_timeout
 
 T = TypeVar("T")
+_Problem = tuple[str, type[Exception]]  # the text of a failure, and the class that all ranks raise
 
-# How long a rank waits for the others to enter the same call.
-WAIT_S = 30.0
-
+WAIT_S = 30.0  # how long a rank waits for the others to enter the same call
 _LONGEST_S = 1e9  # 30 years
 _SLOWEST_POLL_S = 0.05
-_CONNECT_S = 5.0  # that ranks which are here have at least to make their group
-_ALL_HERE = "all"  # the outcome of waiting, else the error's text
+_CONNECT_S = 5.0  # the least time that ranks have to make their group
+_ALL_HERE = "all"  # the outcome of a round, or else the error's text
 _SHOWN, _SHOWN_LENGTH = 3, 200  # entries that differ, characters of a value
+_CURE = ". Decide on one rank and broadcast the decision."
+_END_LATER = ": call .wait() before destroy_process_group()"
+
+# The groups by topic. Weak: torch.distributed alone decides how long a group, with its sockets, lives.
+_groups: dict[str, Callable[[], dist.ProcessGroup | None]] = {}
 
 
-# ---- the key-value store ---------------------------------------------------------------------------
+def usable_cores() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def has_peers() -> bool:
@@ -60,29 +66,21 @@ def wait_for(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
     return found
 
 
-# ---- the ranks -------------------------------------------------------------------------------------
-
-
 class LostRank(RuntimeError):
-    """A collective of the ranks' own group failed: a rank did not answer in time, or has ended."""
+    """A collective of the ranks' group failed: a rank did not answer in time, or has ended."""
 
 
 class Ranks:
-    """The ranks of the default process group, which tell each other results and failures.
+    """The ranks of the default process group, which exchange results and failures.
 
-    `agree` makes one whose ranks are known to be here, with a group of their own. Made directly, it uses the
+    `agree` makes one whose ranks are known to be here, with a separate group. Made directly, it uses the
     default group. Without a process group, and with a fake one, this process is the only rank.
 
     Args:
         action: what the ranks do together, for the errors; "" for nothing.
-        error: the class of the errors that all ranks raise. Where a function raises a subclass of it, from
-            the same module, all ranks raise that subclass.
+        error: the class of the errors that all ranks raise; a subclass from its module is raised as such.
         told: which exceptions of a function are told to all ranks; others are raised on their rank alone.
-
-    Attributes:
-        consequence: what a failure from here on means; added to the error.
-        in_background: whether the program goes on meanwhile, and may end.
-        group: the ranks' own group.
+        topic: calls of one topic share a group.
     """
 
     def __init__(
@@ -93,9 +91,9 @@ class Ranks:
         self.distributed = has_peers()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world_size = dist.get_world_size() if self.distributed else 1
-        self.consequence = ""
-        self.in_background = False
-        self.group: dist.ProcessGroup | None = None
+        self.consequence = ""  # of a failure from here on; added to the error
+        self.in_background = False  # whether the program goes on meanwhile, and may end
+        self.group: dist.ProcessGroup | None = None  # None: the default group
         self._told = told
         self._topic = topic
         self._round = 0  # of this topic's entries in the store
@@ -104,7 +102,7 @@ class Ranks:
     def all(self, fn: Callable[[], T]) -> list[T]:
         """Call fn on each rank; returns all results, by rank. If it fails on any, the same error on all."""
         answers = self._gather(self._call(fn))
-        self._raise({rank: problem for rank, (_, problem) in enumerate(answers) if problem})
+        self._raise([problem for _, problem in answers])
         return [result for result, _ in answers]
 
     def each(self, fn: Callable[[], T]) -> T:
@@ -114,47 +112,50 @@ class Ranks:
     def first(self, fn: Callable[[], T]) -> T:
         """Call fn on rank 0; returns its result on every rank. If it fails, the same error on all."""
         result, problem = self._broadcast(self._call(fn) if self.rank == 0 else None)
-        self._raise({0: problem} if problem else {})
+        self._raise([problem] + [None] * (self.world_size - 1))
         return result
 
     def same(self, what: str, values: Mapping[str, str], *, cure: str = "") -> None:
         """Check that these entries are equal on all ranks; where not, raise the same error on all.
 
-        Each rank reports the first entries, in the order of their names, that differ from rank 0's: the first
-        few of all reports together are then complete.
+        The error names the first few entries that differ, and the ranks that hold each value.
 
         Args:
             what: what the entries are of, for the error; "" if their names say it.
             values: values, or hashes of them, by the names of the entries.
             cure: what to do, for the error.
-
-        Raises:
-            error: entries differ. It names the first few of them, and the ranks that hold each value.
         """
         digest = hashlib.sha256(json.dumps(sorted(values.items())).encode()).digest()
         if len(set(self.numbers(int.from_bytes(digest[:8], "big", signed=True)))) == 1:
             return
+        # Each rank reports its first entries that differ from rank 0's: the first of all are complete then.
         expected: dict[str, str] = self._broadcast(dict(values))
         names = sorted(expected.keys() | values.keys())
         mine = [name for name in names if expected.get(name) != values.get(name)]
         reports = self._gather({name: _short(values.get(name)) for name in mine[:_SHOWN]})
         problems = []
         for name in sorted(set().union(*reports))[:_SHOWN]:
-            usual = _short(expected.get(name))
-            held = by_ranks([[report.get(name, usual)] for report in reports])
+            held = by_ranks([[report.get(name, _short(expected.get(name)))] for report in reports])
             entry = f"{what} {name}".lstrip()
             problems.append(f"expected the same {entry} on all ranks, found {'; '.join(held)}")
         self._fail("\n".join(problems) + cure)
 
+    def numbers(self, number: int) -> list[int]:
+        """Gather a whole number of 64 bits of each rank, by rank."""
+        if not self.distributed:
+            return [number]
+        mine = torch.tensor([number], dtype=torch.int64, device="cpu")  # not a default device's
+        found = [torch.zeros_like(mine) for _ in range(self.world_size)]
+        self._collective(dist.all_gather, found, mine)
+        return [int(one) for one in found]
+
     def threads(self) -> int:
         """This host's processors for each of its ranks (LOCAL_WORLD_SIZE, or all where it isn't set)."""
-        on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // on_this_host)
+        return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Whatever goes wrong inside becomes the ranks' error, here and on the ranks that wait.
+        """Make any failure inside the ranks' error, here and on the ranks that wait.
 
         The failed rank leaves the group, which ends the others' waiting.
         """
@@ -163,10 +164,17 @@ class Ranks:
         except BaseException as error:
             if error is self._shared:
                 raise
-            what = str(error)
-            if not isinstance(error, LostRank):
-                what = f"failed, or lost a rank that did: {self._words(error)}"
-            text = self._publish(f"{self._prefix()}rank {self.rank} {what}{self._hint()}{self.consequence}")
+            lost = isinstance(error, LostRank)
+            what = str(error) if lost else f"failed, or lost a rank that did: {self._words(error)}"
+            if self.distributed and not dist.is_initialized():
+                what += f". The process group was destroyed meanwhile{_END_LATER}"
+            elif self.in_background:  # a rank that destroyed its group looks like one that died
+                what += f". If it has only ended too early{_END_LATER}"
+            text = self._text(f"rank {self.rank} {what}")
+            if self.distributed:
+                with suppress(Exception):  # the store has gone with its rank; else the first failure counts
+                    store = library_store(self._topic)
+                    text = store.compare_set(f"{self._round}/failure", "", text).decode()
             self.close(error)
             if not isinstance(error, Exception):
                 raise
@@ -192,153 +200,109 @@ class Ranks:
         if error is not None:
             gc.collect()  # frames and exceptions refer to each other
 
-    # ---- collectives ----
+    # ---- exchanges ----
 
-    def _call(self, fn: Callable[[], Any]) -> tuple[Any, tuple[str, str] | None]:
-        """The result of fn, and its failure: the text and the name of the exception's class."""
+    def _call(self, fn: Callable[[], Any]) -> tuple[Any, _Problem | None]:
+        """The result of fn, and its failure."""
         try:
             return fn(), None
         except self._told as error:
-            return None, (self._words(error), type(error).__name__)
+            known = isinstance(error, self.error) and type(error).__module__ == self.error.__module__
+            return None, (self._words(error), type(error) if known else self.error)
 
-    def _settle(self, result: T, problem: tuple[str, str] | None) -> T:
+    def _settle(self, result: T, problem: _Problem | None) -> T:
         """The result, if no rank has a problem."""
         if any(self.numbers(problem is not None)):
-            problems = self._gather(problem)
-            self._raise({rank: problem for rank, problem in enumerate(problems) if problem})
+            self._raise(self._gather(problem))
         return result
 
-    def numbers(self, number: int) -> list[int]:
-        """Gather a whole number of 64 bits of each rank, by rank."""
-        if not self.distributed:
-            return [number]
-        mine = torch.tensor([number], dtype=torch.int64, device="cpu")  # not a default device's
-        found = [torch.zeros_like(mine) for _ in range(self.world_size)]
-        with self._waiting():
-            dist.all_gather(found, mine, group=self.group)
-        return [int(one) for one in found]
-
     def _gather(self, mine: Any) -> list[Any]:
-        if not self.distributed:
-            return [mine]
-        answers = [None] * self.world_size
-        with self._waiting():
-            dist.all_gather_object(answers, mine, group=self.group)
+        answers = [mine] * self.world_size
+        if self.distributed:
+            self._collective(dist.all_gather_object, answers, mine)
         return answers
 
     def _broadcast(self, value: Any) -> Any:
         values = [value]
         if self.distributed:
-            with self._waiting():
-                dist.broadcast_object_list(values, src=0, group=self.group)
+            self._collective(dist.broadcast_object_list, values, src=0)
         return values[0]
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _collective(self, call: Callable[..., object], *args: Any, **options: Any) -> None:
         begun = time.monotonic()
         try:
-            yield
+            call(*args, **options, group=self.group)
         except RuntimeError as error:
             if self.group is None:
                 raise
+            seconds = time.monotonic() - begun
             raise LostRank(
-                f"heard nothing from another rank for {time.monotonic() - begun:.1f} s: it is late or gone "
-                f"({error})"
+                f"heard nothing from another rank for {seconds:.1f} s: it is late or gone ({error})"
             ) from error
 
     # ---- errors ----
 
-    def _raise(self, problems: Mapping[int, tuple[str, str]]) -> None:
-        """Raise the problems, if there are any, as one error: texts and names of their classes, by rank."""
-        if problems:
-            texts = [[problems[rank][0]] if rank in problems else [] for rank in range(self.world_size)]
-            self._fail("\n".join(by_ranks(texts)), self._kind(name for _, name in problems.values()))
+    def _raise(self, problems: Sequence[_Problem | None]) -> None:
+        """Raise the problems of the ranks, if there are any, as one error."""
+        kinds = {problem[1] for problem in problems if problem}
+        if kinds:
+            text = "\n".join(by_ranks([[problem[0]] if problem else [] for problem in problems]))
+            self._fail(text, kinds.pop() if len(kinds) == 1 else None)
 
     def _fail(self, text: str, kind: type[Exception] | None = None) -> NoReturn:
         """Raise what every rank raises now."""
-        self._shared = (kind or self.error)(f"{self._prefix()}{text}{self.consequence}")
+        self._shared = (kind or self.error)(self._text(text))
         raise self._shared
 
-    def _kind(self, names: Iterable[str]) -> type[Exception]:
-        """The class that all these names are of: a subclass from the module of self.error, or self.error."""
-        kinds = {one.__name__: one for one in self.error.__subclasses__()}
-        found = {kinds.get(name, self.error) for name in names}
-        only = found.pop() if len(found) == 1 else self.error
-        return only if only.__module__ == self.error.__module__ else self.error
-
-    def _prefix(self) -> str:
-        return f"{self.action}: " if self.action else ""
+    def _text(self, text: str) -> str:
+        return (f"{self.action}: " if self.action else "") + text + self.consequence
 
     def _words(self, error: BaseException) -> str:
         if isinstance(error, FileNotFoundError) and error.filename:
             return f"{error.filename}: expected a file or directory, found none (deleted by another program?)"
         return str(error) if isinstance(error, self.error) else f"{type(error).__name__}: {error}"
 
-    def _hint(self) -> str:
-        if self.distributed and not dist.is_initialized():
-            return ". The process group was destroyed meanwhile: call .wait() before destroy_process_group()"
-        if self.in_background:  # a rank that destroyed its group looks like one that died
-            return ". If it has only ended too early: call .wait() before destroy_process_group()"
-        return ""
-
-    def _publish(self, text: str) -> str:
-        """The failure that was published first by any rank; this one when it is the first."""
-        if not self.distributed:
-            return text
-        try:
-            return library_store(self._topic).compare_set(f"{self._round}/failure", "", text).decode()
-        except Exception:  # the store has gone with its rank
-            return text
-
     # ---- entering together: see `agree` ----
 
     def _enter(self, wait_s: float) -> None:
-        """Wait for all ranks.
+        """Wait for all ranks; those that came raise the same error where some did not.
 
         Entries are numbered rounds. The rank that comes last, or whose wait ends first, decides a round,
         once for all. A rank that finds its round decided without it goes on to the next, so that ranks find
         together again after one of them has entered a call alone.
-
-        Raises:
-            error: the same on every rank that came: which ranks did not.
         """
         try:
-            store, here = library_store(self._topic), f"here/{self.rank}"
-            number = int(store.get(here)) + 1 if store.check([here]) else 0
-            while store.check([f"{number}/outcome"]):
-                number += 1
-            self._round, key = number, f"{number}/outcome"
-            store.set(here, str(number))
-            if store.add(f"{number}/count", 1) == self.world_size:
-                outcome = store.compare_set(key, "", _ALL_HERE)
-            elif wait_for(store, [key], wait_s):
-                outcome = store.get(key)
-            else:
-                outcome = store.compare_set(key, "", self._missing(store, wait_s))
+            store = library_store(self._topic)
+            self._round = store.add(f"round/{self.rank}", 1)
+            while store.check([outcome := f"{self._round}/outcome"]):
+                self._round = store.add(f"round/{self.rank}", 1)
+            if store.add(f"{self._round}/count", 1) == self.world_size:
+                store.compare_set(outcome, "", _ALL_HERE)
+            elif not wait_for(store, [outcome], wait_s):
+                store.compare_set(outcome, "", self._missing(store, wait_s))
+            found = store.get(outcome).decode()
         except Exception as error:
             raise self.error(
                 f"{self.action}: rank {self.rank} cannot reach the process group's store (has the rank "
                 f"or the host that keeps it gone?): {self._words(error)}"
             ) from error
-        if outcome.decode() != _ALL_HERE:
-            raise self.error(outcome.decode())
+        if found != _ALL_HERE:
+            raise self.error(found)
 
     def _missing(self, store: dist.Store, wait_s: float) -> str:
-        keys = {rank: f"here/{rank}" for rank in range(self.world_size)}
-        known = [rank for rank, key in keys.items() if store.check([key])]
-        here = [rank for rank in known if int(store.get(keys[rank])) == self._round]
-        missing = [rank for rank in keys if rank not in here]
+        rounds = [store.add(f"round/{rank}", 0) for rank in range(self.world_size)]
+        here = [rank for rank, number in enumerate(rounds) if number == self._round]
+        missing = [rank for rank in range(self.world_size) if rank not in here]
         if not missing:
             return _ALL_HERE
         return (
-            f"{self.action}: expected all {self.world_size} ranks to enter it, found only "
-            f"{rank_names(here)} after {wait_s:g} s; missing: {rank_names(missing)}. Call it on "
-            "every rank: not under `if rank == 0`, and not under a condition that each rank decides "
-            "for itself."
+            f"{self.action}: expected all {self.world_size} ranks to enter it, found only {rank_names(here)} "
+            f"after {wait_s:g} s; missing: {rank_names(missing)}. Call it on every rank: not under "
+            "`if rank == 0`, and not under a condition that each rank decides for itself."
         )
 
     def _connect(self, limit_s: float) -> None:
-        """Make the ranks' own group, or take that of the call before: all ranks are known to be here."""
+        """Make the ranks' group, or take that of the call before: all ranks are known to be here."""
         self.group = _groups.get(self._topic, lambda: None)()
         if self.group is None or self.group not in process_groups():
             made = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
@@ -356,15 +320,15 @@ def agree(
     wait_s: float = WAIT_S,
     collective_s: float | None = None,
 ) -> Ranks:
-    """All ranks enter and want the same; or all raise the same error.
+    """Have all ranks enter and want the same, or raise the same error on all.
 
     Args:
         action: the name of the caller, for the error.
         facts: what must be the same on all ranks (values that JSON can hold). It is called before the ranks
             wait for each other. An exception in it is told to all ranks.
         error: the class of the error.
-        topic: calls of one topic share a group of their own, from call to call until `Ranks.close`. So they
-            must not overlap; calls of two topics may.
+        topic: calls of one topic share a group, from call to call until `Ranks.close`. So they must not
+            overlap; calls of two topics may.
         wait_s: seconds to wait for the other ranks to enter.
         collective_s: seconds that a rank may come later than the others to a collective after that; None for
             wait_s.
@@ -398,14 +362,6 @@ def agree(
         if ranks.group is not None:
             set_group_timeout(ranks.group, wait_s if collective_s is None else collective_s)
     return ranks
-
-
-_CURE = ". Decide on one rank and broadcast the decision."
-# The groups by topic. Weak: torch.distributed alone decides how long a group, with its sockets, lives.
-_groups: dict[str, Callable[[], dist.ProcessGroup | None]] = {}
-
-
-# ---- words -----------------------------------------------------------------------------------------
 
 
 def rank_names(ranks: Sequence[int]) -> str:

@@ -1,7 +1,4 @@
-"""This process's rank, its order among the others, its samples; with defaults for a single process.
-
-`run_on_ranks` (in launch.py) starts ranks, for scripts, tests and notebooks.
-"""
+"""This process's rank, its order among the others, its samples; with defaults for a single process."""
 
 import os
 from collections.abc import Iterator
@@ -16,15 +13,11 @@ from fsdp_utils.distributed.rank_errors import pack_error, unpack_error
 
 
 def get_rank() -> int:
-    """The rank of this process.
+    """Return the rank of this process.
 
     Returns:
-        The rank in the process group once there is one. Before that, the rank that the launcher gave
-        to this process (torchrun's RANK, else Slurm's srun), because that is the rank it will have.
-        0 in a process that nobody launched as a rank.
-
-    Raises:
-        ValueError: the launcher's variable is not a whole number.
+        The rank in the process group once there is one; before that the rank that it will have, from the
+        launcher (torchrun's RANK, else Slurm's srun); 0 in a process that nobody launched as a rank.
 
     Example::
 
@@ -35,14 +28,11 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """The number of ranks.
+    """Return the number of ranks.
 
     Returns:
         The size of the process group once there is one, else the number of processes that the launcher
         started (WORLD_SIZE, else Slurm's srun), else 1.
-
-    Raises:
-        ValueError: the launcher's variable is not a whole number.
 
     Example::
 
@@ -53,38 +43,34 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """The rank of this process among those of its host, which is also the index of its GPU.
+    """Return the rank of this process among those of its host, which is also the index of its GPU.
 
     Returns:
-        LOCAL_RANK (torchrun) or SLURM_LOCALID (srun). Where neither is set all ranks are taken to be
-        on one host: the answer is `get_rank()`, which is 0 when not distributed.
-
-    Raises:
-        ValueError: the launcher's variable is not a whole number.
+        LOCAL_RANK (torchrun) or SLURM_LOCALID (srun), else `get_rank()`, as all ranks of one host have it.
 
     Example::
 
         device = torch.device("cuda", get_local_rank())
     """
-    return _first_int("LOCAL_RANK", "SLURM_LOCALID", default=get_rank())
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return get_rank()
 
 
 @contextmanager
 def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
     """Run the body on rank 0 first and then on the others, such as filling a cache that all read.
 
-    Every rank of the default process group must enter it. Rank 0 runs the body while the others wait;
-    then the others run it, all at once. In a single process the body runs at once.
+    Every rank of the default process group must enter it. In a single process the body runs at once.
 
     Args:
         timeout: seconds that the others wait for rank 0 at most.
 
     Raises:
-        Exception: on the other ranks, what rank 0 raised in the body (a RuntimeError with its type and
-            message where that exception cannot be sent); their body is not run.
+        Exception: on the other ranks, what rank 0 raised in the body; their body is not run.
         TimeoutError: on the other ranks, when rank 0 is not done in time.
-        RuntimeError: this process was launched as one of several ranks but has no process group yet,
-            so there is nothing to wait with.
+        RuntimeError: this process is one of several ranks but has no process group yet to wait with.
 
     Example::
 
@@ -101,9 +87,7 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
             )
         yield
         return
-
-    # The store and not a collective: the wait then has its own limit, can be interrupted, works alike
-    # with nccl and gloo, and does not hold up a GPU.
+    # The store and not a collective: the wait has a separate limit, can be interrupted, and holds up no GPU.
     store = library_store("rank0_first")
     done = f"done/{store.add(f'calls/{get_rank()}', 1)}"  # the call count on this rank
     if get_rank() == 0:
@@ -114,7 +98,6 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
             raise
         store.set(done, "")
         return
-
     if not wait_for(store, [done], timeout):
         raise TimeoutError(
             f"rank0_first: rank {get_rank()} waited {timeout:g} s and rank 0 was not done. If its "
@@ -128,11 +111,10 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
 def sampler(
     dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> DistributedSampler:
-    """This rank's share of a dataset, for `DataLoader(dataset, sampler=sampler(dataset))`.
+    """Return this rank's share of a dataset, for `DataLoader(dataset, sampler=sampler(dataset))`.
 
-    The same class in every case, so that `set_epoch(epoch)` is always there: call it before each epoch,
-    or each epoch has the same order. The order of the whole dataset depends on seed and epoch alone,
-    not on the number of ranks: rank r of n takes every n-th sample of it, beginning with the r-th.
+    Call its `set_epoch(epoch)` before each epoch, or each epoch has the same order. The order of the whole
+    dataset depends on seed and epoch alone: rank r of n takes every n-th sample of it, from the r-th on.
 
     Args:
         dataset: anything with a length and an index.
@@ -161,12 +143,7 @@ def sampler(
             "takes no sampler: split it by get_rank() and get_world_size() in its __iter__."
         )
     return DistributedSampler(
-        dataset,
-        num_replicas=get_world_size(),
-        rank=get_rank(),
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
+        dataset, get_world_size(), get_rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
     )
 
 
@@ -177,22 +154,10 @@ def _has_group() -> bool:
 def _launched() -> tuple[int, int]:
     """The rank and world size from the launcher's environment variables, (0, 1) without a launcher.
 
-    Both or nothing: a RANK without a WORLD_SIZE means something else. For Slurm only the task count of the
-    srun step counts: SLURM_NTASKS is also set in a batch script or a shell, which are no ranks.
+    Both or nothing: a RANK without a WORLD_SIZE means something else. SLURM_NTASKS does not count, as it is
+    also set in a batch script.
     """
     for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         if rank in os.environ and world_size in os.environ:
-            return _first_int(rank, default=0), _first_int(world_size, default=1)
+            return int(os.environ[rank]), int(os.environ[world_size])
     return 0, 1
-
-
-def _first_int(*names: str, default: int) -> int:
-    for name in names:
-        if name in os.environ:
-            try:
-                return int(os.environ[name])
-            except ValueError:
-                raise ValueError(
-                    f"environment variable {name}: expected an integer, found {os.environ[name]!r}"
-                ) from None
-    return default

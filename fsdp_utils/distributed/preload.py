@@ -1,22 +1,11 @@
-"""Imported once by the fork server, so that the ranks, which are forked from it, need not import it."""
+"""Imported first by the server that ranks are forked from."""
 
-import contextlib
 import gc
-import importlib
+import os
+import signal
 
-from fsdp_utils.torch_internals.names import DYNAMO
-
-# Garbage collection is off: these objects live until exit. A collection takes a second here, 0.2 s on a rank,
-# and another second at the end of a process.
+# The imports to come make no garbage, and a collection takes a second. The ranks switch it on again.
 gc.disable()
-for module in (
-    DYNAMO,  # fully_shard imports it: most of a second on each rank
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.checkpoint.state_dict",
-    "fsdp_utils.distributed.rank_process",
-):
-    with contextlib.suppress(ImportError):  # a rank that needs it raises this again
-        importlib.import_module(module)
-gc.freeze()
-gc.enable()
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts the kernel's whole process group
+# Counting GPUs must not initialise CUDA here: a process that has done so cannot fork.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -21,10 +21,9 @@ def pack_error(error: BaseException) -> bytes:
         frames = frames.tb_next  # without the frame of our own code that caught it
     text = "".join(traceback.format_exception(type(error), error, frames))
     summary = traceback.format_exception_only(type(error), error)[-1].strip()
-    try:
+    body = b""
+    with suppress(Exception):
         body = cloudpickle.dumps(error)
-    except Exception:
-        body = b""
     return pickle.dumps((body, summary, text))
 
 
@@ -37,10 +36,7 @@ def unpack_error(packed: bytes, where: str) -> BaseException:
         raise
     except BaseException:  # unpickling runs the caller's code, which may raise SystemExit as well
         error = None
-    # SystemExit and its like would end this process, quietly, for what happened in another.
-    if not isinstance(error, BaseException) or isinstance(
-        error, SystemExit | KeyboardInterrupt | GeneratorExit
-    ):
+    if not isinstance(error, Exception):  # SystemExit and its like would end this process, quietly
         error = RuntimeError(f"{where}: {summary}")
     error.__cause__ = RankTraceback(f"{where}\n\n{text}")
     return error

@@ -1,36 +1,30 @@
 """One run of a cell on all ranks: wait, show the output, free stuck ranks, report failures."""
 
+import contextlib
 import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
+from fsdp_utils.distributed.rank_processes import Ended
 from fsdp_utils.notebook import output
-from fsdp_utils.notebook.local_cluster import SIGKILL, CallError, Cluster, result_of, wait_until
-from fsdp_utils.notebook.tracebacks import text_of
+from fsdp_utils.notebook.cluster import STREAMS, Call, CallError, Cluster, Interrupts
+from fsdp_utils.notebook.tracebacks import Failure, Position, failure
 
-CUT_S = 0.2  # after a failure the other ranks may return by themselves; then their connections are shut
-INTERRUPT_S = 0.5  # ... after this those that are in no collective are interrupted
+CUT_S = 0.5  # after a failure the other ranks may return by themselves; then their connections are shut
+INTERRUPT_S = 0.8  # ... after this those that are in no collective are interrupted
 CUT_INTERRUPTED_S = 1.5  # an interrupted rank shuts its own; after this those that are back shut theirs
+LOOK_S = 0.05  # how often to look at what the ranks print
 STATUS_S = 1.0  # a cell that takes longer says what its ranks do
 STATUS_LENGTH = 100  # characters: a line that wraps cannot be replaced
 WAITING_S = 5.0  # a rank that is in the same collective for longer waits for the others
-END_S = 10.0  # how long a killed rank may take to be gone
 KILL_S = {"cpu": 3.0, "cuda": 20.0}  # ... and after this, killed; to abort NCCL's communicators takes longer
-
-# What most often is behind the signal that ended a rank.
-OFTEN = {
-    "SIGKILL": " (often: out of memory)",
-    "SIGABRT": " (often: C++ code ended it, such as NCCL's watchdog after a time-out or an error of the GPU)",
-}
+UNKNOWN = Position(where=None, line=None, collective=None, seconds=0.0)
 
 
 class RankError(RuntimeError):
-    """A cell failed on a rank, or a rank died. The message says which and why, the details where.
-
-    `where` is the innermost line of the reader's own code, or None where it is not known.
-    """
+    """A cell failed on a rank, or a rank died. The message says which and why, the details where."""
 
     def __init__(self, message: str, details: str, where: str | None = None) -> None:
         super().__init__(message)
@@ -51,60 +45,70 @@ def _interrupt(details: list[str]) -> KeyboardInterrupt:
 
 
 class Cell:
-    """One run of a cell: what each rank has printed, how it ended there, and what to do about it."""
+    """One run of a cell: what each rank has printed, how it ended there, and what to do about it.
 
-    def __init__(self, cluster: Cluster, source: str, chosen: list[int], timeout_s: float) -> None:
+    One loop takes what the ranks tell, their ends, the time and the interrupts, and decides by these alone.
+    """
+
+    def __init__(
+        self, cluster: Cluster, source: str, chosen: list[int], timeout_s: float, interrupts: Interrupts
+    ) -> None:
         self.cluster = cluster
         self.chosen = chosen
         self.timeout_s = timeout_s
+        self.interrupts = interrupts
+        cluster.forget_printed()
         self.calls = {rank: cluster.call(rank, "run_cell", source, timeout_s) for rank in chosen}
-        self.printed = {rank: call.metadata for rank, call in self.calls.items()}  # filled while it runs
-        self.outcomes: dict[int, dict[str, Any]] = {}
+        self.outcomes: dict[int, Failure | None] = {}  # of the ranks that have answered
         self.trouble_at: float | None = None  # when something first went wrong
         self.cut: set[int] = set()
         self.signalled: set[tuple[int, int]] = set()
-        self.interrupted = False
         self.began = time.monotonic()
-        streams = ("stdout", "stderr") if someone_watches() else ()
+        streams = STREAMS if someone_watches() else ()
         self.live = {stream: output.Live(cluster.world_size) for stream in streams}
 
     def run(self) -> None:
         """Wait for all ranks, show what they printed, and raise what went wrong."""
-        while len(self.outcomes) < len(self.chosen):
-            try:
-                self._look()
-            except KeyboardInterrupt:  # noqa: PERF203 - every round must survive an interrupt
-                self.interrupted = True
-                self.trouble_at = self.trouble_at or time.monotonic()
+        while self._busy():
+            self.cluster.take_messages(LOOK_S)
+            self._collect()
+            self._free_stuck_ranks()
+            for stream, live in self.live.items():
+                live.update(self._texts(stream))
+            if self.live:
+                self.live["stdout"].report(self._status())
         self._show()
-        failures = {rank: outcome for rank, outcome in self.outcomes.items() if not outcome["ok"]}
-        if not failures:
+        failures = {rank: found for rank, found in self.outcomes.items() if found is not None}
+        exits = dict(sorted(self.cluster.exits.items()))
+        if not failures and not exits and not self.interrupts.come:
             return
         note = self._recover()
-        if self.interrupted:
-            raise _interrupt([*self._where_stood(self.chosen), *filter(None, ["", note])])
-        self._raise(failures, note)
+        if self.interrupts.come:
+            raise _interrupt([*self._where_stood(self.chosen, exits), *filter(None, ["", note])])
+        self._raise(failures, exits, note)
 
-    def _look(self) -> None:
-        """One round of waiting."""
-        self._collect()
-        self._free_stuck_ranks()
-        for stream, live in self.live.items():
-            live.update(self._texts(stream))
-        if self.live:
-            self.live["stdout"].report(self._status())
-        time.sleep(0.002)
+    def _busy(self) -> list[int]:
+        """The ranks that run the cell. One that does not, and ends, is looked at when they are done."""
+        return [rank for rank in self.chosen if rank not in {**self.outcomes, **self.cluster.exits}]
+
+    def _collect(self) -> None:
+        for rank, call in self.calls.items():
+            if rank not in self.outcomes and call.answer is not None:
+                self.outcomes[rank] = _outcome(call)
+        trouble = self.interrupts.come or self.cluster.exits.keys() & set(self.chosen)
+        if self.trouble_at is None and (trouble or any(self.outcomes.values())):
+            self.trouble_at = time.monotonic()
 
     def _status(self) -> str:
         """What the ranks do, in one line, if some wait for others or if nobody prints anything for long."""
         if time.monotonic() - self.began < STATUS_S:
             return ""
-        positions = {rank: self.printed[rank]["data"].get("position") for rank in self._busy()}
+        positions = {rank: self.calls[rank].position for rank in self._busy()}
         waiting: dict[str, list[int]] = {}
         others: dict[str, list[int]] = {}
         for rank in self.chosen:
-            place = positions.get(rank) or {"where": None, "collective": None, "seconds": 0.0}
-            if rank in self.outcomes:
+            place = positions.get(rank) or UNKNOWN
+            if rank not in positions:
                 others.setdefault("has|have finished the cell", []).append(rank)
             elif place["collective"] and place["seconds"] > WAITING_S:
                 what = f"waits|wait in {place['collective']} (line {place['line']})"
@@ -123,38 +127,21 @@ class Cell:
         return f"running on {output.name_ranks(self._busy(), self.cluster.world_size)}{at}"[:STATUS_LENGTH]
 
     def _texts(self, stream: str) -> dict[int, str]:
-        texts = {rank: printed[stream] or "" for rank, printed in self.printed.items()}
+        texts = {rank: self.cluster.printed[rank, stream].read() for rank in self.chosen}
         return texts if any(texts.values()) else {}
-
-    def _collect(self) -> None:
-        for rank in self._busy():
-            if not self.calls[rank].ready():
-                continue
-            if _engine_is_gone(self.calls[rank]):
-                self.cluster.signal([rank], SIGKILL)  # it has ended, or would never answer; ended_ranks tells
-            else:
-                self.outcomes[rank] = _outcome(self.calls[rank])
-        for rank, code in self.cluster.ended_ranks().items():
-            self.outcomes[rank] = {"ok": False, "time": time.time(), "code": code, "where": None}
-        if self.trouble_at is None and not all(outcome["ok"] for outcome in self.outcomes.values()):
-            self.trouble_at = time.monotonic()
-
-    def _busy(self) -> list[int]:
-        return [rank for rank in self.chosen if rank not in self.outcomes]
 
     def _free_stuck_ranks(self) -> None:
         """Once a rank has failed nobody can finish a collective with it: get the others out, gently first."""
         if self.trouble_at is None or not self._busy():
             return
         since = time.monotonic() - self.trouble_at
-        if since > (CUT_INTERRUPTED_S if self.interrupted else CUT_S):
-            for rank in set(self.outcomes) - self.cut:
+        if since > (CUT_INTERRUPTED_S if self.interrupts.come else CUT_S):
+            for rank in self.outcomes.keys() - self.cluster.exits.keys() - self.cut:
                 self.cut.add(rank)
-                if "code" not in self.outcomes[rank]:
-                    self.cluster.call(rank, "shut_connections")
+                self.cluster.call(rank, "shut_connections")
         signals = {
-            signal.SIGINT: 0 if self.interrupted else INTERRUPT_S,
-            SIGKILL: KILL_S[self.cluster.device],
+            signal.SIGINT: 0 if self.interrupts.come else INTERRUPT_S,
+            signal.SIGKILL: KILL_S[self.cluster.device],
         }
         for number, after_s in signals.items():
             if since > after_s:
@@ -164,61 +151,54 @@ class Cell:
 
     def _show(self) -> None:
         """Settle the output: text in rank order, then figures and values."""
-        for call in self.calls.values():
-            if call.ready():
-                call.wait_for_output(timeout=5)
-        shown = {
-            rank: [*printed["outputs"], *filter(None, [printed["execute_result"]])]
-            for rank, printed in self.printed.items()
-        }
+        shown = {rank: call.displayed for rank, call in self.calls.items()}
         if any(live.showing for live in self.live.values()):
             from IPython.display import clear_output
 
-            something_follows = any(shown.values()) or any(self._texts(stream) for stream in self.live)
+            something_follows = any(shown.values()) or any(map(self._texts, STREAMS))
             clear_output(wait=something_follows)
-        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-            texts = self._texts(name)
-            if texts:
+        for name, stream in zip(STREAMS, (sys.stdout, sys.stderr), strict=True):
+            if texts := self._texts(name):
                 stream.write(output.merge(texts, self.cluster.world_size))
                 stream.flush()
         output.show_values(shown, self.cluster.world_size)
 
     def _recover(self) -> str:
         """Make the process group whole again where it is not; returns what the reader should know."""
-        dead = [rank for rank, outcome in self.outcomes.items() if "code" in outcome]
-        everyone = range(self.cluster.world_size)
-        if self.cluster.device == "cuda":
-            dead += self._end_ranks_without_gpu([rank for rank in everyone if rank not in dead])
-        if not (dead or self.cut) and all(self.cluster.ask(everyone, "group_is_healthy")):
-            return ""
-        return regroup(self.cluster, dead)
+        exits, everyone = self.cluster.exits, range(self.cluster.world_size)
+        lost: list[int] = []
+        with contextlib.suppress(RuntimeError):  # another one has ended
+            if self.cluster.device == "cuda":
+                lost = self._end_ranks_without_gpu([rank for rank in everyone if rank not in exits])
+            if not (exits or lost or self.cut) and all(self.cluster.ask(everyone, "group_is_healthy")):
+                return ""
+        return regroup(self.cluster, lost)
 
     def _end_ranks_without_gpu(self, alive: list[int]) -> list[int]:
         """Kill the ranks on which every later CUDA call would fail; returns them."""
         answers = self.cluster.ask(alive, "gpu_is_lost")
         lost = [rank for rank, is_lost in zip(alive, answers, strict=True) if is_lost]
-        self.cluster.signal(lost, SIGKILL)
-        ended: set[int] = set()
-        wait_until(
-            lambda: ended.update(self.cluster.ended_ranks()) or ended >= set(lost), END_S, "ranks to end"
-        )
-        return sorted(ended)
+        self.cluster.signal(lost, signal.SIGKILL)
+        return lost
 
-    def _raise(self, failures: dict[int, dict[str, Any]], note: str) -> NoReturn:
+    def _raise(self, failures: dict[int, Failure], exits: dict[int, Ended], note: str) -> NoReturn:
         """Raise what began it: a rank that died by itself, else the first that raised."""
-        killed_here = {rank for rank, number in self.signalled if number == SIGKILL}
-        codes = {rank: failure["code"] for rank, failure in failures.items() if "code" in failure}
-        died = {rank: code for rank, code in codes.items() if rank not in killed_here}
-        first = min(failures, key=lambda rank: (rank not in died, failures[rank]["time"]))
-        in_collective = [rank for rank, failure in failures.items() if failure.get("in_collective")]
-        timed_out = [rank for rank in in_collective if failures[rank]["seconds"] >= self.timeout_s]
+        killed_here = {rank for rank, number in self.signalled if number == signal.SIGKILL}
+        if died := {rank: how for rank, how in exits.items() if rank not in killed_here}:
+            others = self._where_stood([rank for rank in self.chosen if rank not in died], exits)
+            details = ["Meanwhile", *others, ""] if others else []
+            when = "while it ran this cell" if died.keys() <= set(self.chosen) else "while this cell ran"
+            raise ranks_died(died, when, "\n".join([*details, note]))
+        in_collective = {rank: one for rank, one in failures.items() if one["in_collective"]}
+        timed_out = {rank: one for rank, one in in_collective.items() if one["seconds"] >= self.timeout_s}
+        first = min(failures, key=lambda rank: failures[rank]["time"])
         if first in in_collective and timed_out:  # one that waited to the end, not one it took along
             first = min(timed_out, key=lambda rank: failures[rank]["time"])
         cause = failures[first]
-        same = sorted(died) or [rank for rank in self.chosen if _alike(self.outcomes[rank], cause)]
+        same = [rank for rank in sorted(failures) if _alike(failures[rank], cause)]
         label = output.name_ranks(same, self.cluster.world_size)
-        details = [] if died else [f"{label}, {cause['text']}", f"{cause['name']}: {cause['message']}", ""]
-        others = self._where_stood([rank for rank in self.chosen if rank not in same])
+        details = [f"{label}, {cause['text']}", f"{cause['name']}: {cause['message']}", ""]
+        others = self._where_stood([rank for rank in self.chosen if rank not in same], exits)
         details += ["Meanwhile", *others, ""] if others else []
         if first in timed_out:
             details += [
@@ -226,52 +206,39 @@ class Cell:
                 "Has every rank entered it?",
                 "",
             ]
-        details += [note] if note else []
-        if died:
-            raise ranks_died(died, "while it ran this cell", "\n".join(details))
         message = f"{label} raised {cause['name']}: {cause['message']}"
-        raise RankError(message, "\n".join(details).rstrip(), cause["where"])
+        raise RankError(message, "\n".join([*details, note]).rstrip(), cause["where"])
 
-    def _where_stood(self, some: list[int]) -> list[str]:
-        return [f"{output.name_ranks([rank], 0)} {self._stood(rank)}" for rank in some]
+    def _where_stood(self, some: list[int], exits: Mapping[int, Ended]) -> list[str]:
+        lines = []
+        for rank in some:
+            found = self.outcomes.get(rank)
+            if rank in self.outcomes and found is None:
+                stood = "had finished the cell"
+            elif rank in exits:
+                stood = "could not be freed and was ended"
+            else:
+                stood = f"stood at {(found and found['where']) or 'a place unknown'}"
+            lines.append(f"{output.name_ranks([rank], 0)} {stood}")
+        return lines
 
-    def _stood(self, rank: int) -> str:
-        outcome = self.outcomes[rank]
-        if outcome["ok"]:
-            return "had finished the cell"
-        if "code" in outcome:
-            return "could not be freed and was ended"
-        return f"stood at {outcome['where'] or 'a place unknown'}"
 
-
-def regroup(cluster: Cluster, dead: Iterable[int]) -> str:
-    """Make the process group anew, with new ranks for the dead; returns what the reader should know."""
-    dead = list(dead)
-    cluster.regroup(dead)
-    if cluster.ended:  # on other hosts
-        return "Ranks of a profile are not replaced one by one: all were stopped. Call ranks.start() again."
+def regroup(cluster: Cluster, lost: Iterable[int] = ()) -> str:
+    """Make the process group anew, with new ranks for those that ended or are lost; returns a note on it."""
+    replaced = cluster.regroup(lost)
     note = "The process group was made anew: models sharded before are void."
-    if dead:
-        new = output.name_ranks(dead, 0)
+    if replaced:
+        new = output.name_ranks(replaced, 0)
         return f"{note} The new {new} has no variables yet; the other ranks keep theirs."
     return f"{note} Ordinary variables are kept."
 
 
-def _engine_is_gone(call: Any) -> bool:
-    """Whether ipyparallel has given up a call because it no longer hears from the engine."""
-    return not call.successful() and getattr(call.exception(), "ename", None) == "EngineError"
-
-
-def _outcome(call: Any) -> dict[str, Any]:
+def _outcome(call: Call) -> Failure | None:
     """How a cell ended on a rank, also where the rank could not say it: a failed call is an outcome."""
     try:
-        return result_of(call)
-    except Exception as error:
-        unknown = {"text": "no place known", "where": None, "in_collective": False, "seconds": 0.0}
-        name, message = type(error).__name__, text_of(error)
-        if isinstance(error, CallError):
-            name, message = error.name, error.message
-        return {"ok": False, "time": time.time(), "name": name, "message": message, **unknown}
+        return call.result()
+    except CallError as error:
+        return failure(error.name, error.message)
 
 
 def _clause(ranks: list[int], what: str) -> str:
@@ -280,26 +247,14 @@ def _clause(ranks: list[int], what: str) -> str:
     return f"{output.name_ranks(ranks, 0)} {verbs.split('|')[len(ranks) > 1]} {rest}"
 
 
-def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _alike(one: Failure, other: Failure) -> bool:
     """Whether two ranks failed alike; what torch says of a broken connection differs by its ports."""
-    keys = {"ok", "code", "name", "where", "message"} - ({"message"} if other.get("in_collective") else set())
-    return all(one.get(key) == other.get(key) for key in keys)
+    same = (one["name"], one["where"]) == (other["name"], other["where"])
+    return same and (other["in_collective"] or one["message"] == other["message"])
 
 
-def _how_it_ended(code: int | None) -> str:
-    if code is None:
-        return "ended, how is known on its host only,"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal has no name
-        name = f"signal {-code}"
-    return f"was killed by {name}{OFTEN.get(name, '')}"
-
-
-def ranks_died(dead: Mapping[int, int | None], when: str, details: str) -> RankError:
-    how = "; ".join(f"{output.name_ranks([rank], 0)} {_how_it_ended(code)}" for rank, code in dead.items())
+def ranks_died(died: Mapping[int, Ended], when: str, details: str) -> RankError:
+    how = "; ".join(f"{output.name_ranks([rank], 0)} {end}" for rank, end in died.items())
     return RankError(f"{how} {when}", details)
 
 

@@ -28,7 +28,8 @@ WATCHDOG = {
 DEVICE = torch.device("cuda")
 POLL_S = 0.05
 
-_stopped_because: str | None = None  # why the rank has interrupted its own cell
+_stoppable = False  # whether a cell runs that was not stopped yet
+_stopped_because: str | None = None  # why the rank has interrupted its cell itself
 
 
 class CollectiveError(RuntimeError):
@@ -36,34 +37,24 @@ class CollectiveError(RuntimeError):
 
 
 def configure(interface: str) -> None:
-    """Set NCCL's environment variables; call before the process group is made.
-
-    Args:
-        interface: the network interface that reaches the other ranks, unless NCCL_SOCKET_IFNAME names one.
-    """
+    """Set NCCL's environment variables, with the network interface to use, before the group is made."""
     os.environ.update(WATCHDOG)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = for this name, not all that begin so
 
 
 def warm_up(limit_s: float) -> None:
-    """Run the first all-reduce, which makes the communicator, so that no cell has to wait for that.
-
-    Raises:
-        CollectiveError: the GPUs did not reach each other within `limit_s` seconds.
-    """
+    """Run the first all-reduce, which makes the communicator, so that no cell has to wait for that."""
     if not sum_is_right(limit_s):
         raise CollectiveError(
             f"the first all-reduce on the GPUs did not end, or gave a wrong sum, within {limit_s:g} s. "
-            "Restart the kernel, set os.environ['NCCL_DEBUG'] = 'INFO' before ranks.start(), and read what "
-            "NCCL says in the ranks' logs."
+            "To read what NCCL says, set NCCL_DEBUG=INFO and start any script with torchrun here."
         )
 
 
 def sum_is_right(limit_s: float) -> bool:
     """Whether an all-reduce over all ranks' GPUs ends within the limit, with the right sum.
 
-    It is asynchronous and polled, because waiting for it would only make the GPU wait. A rank that is one
-    collective ahead of the others adds its number to something else.
+    It is polled, as waiting for it would only make the GPU wait. A rank that is ahead adds to something else.
     """
     number = torch.tensor(1000.0 + dist.get_rank(), device=DEVICE)
     work = dist.all_reduce(number, async_op=True)
@@ -94,7 +85,7 @@ def failure() -> str | None:
 
 
 def watch(cell_is_over: threading.Event) -> None:
-    """Interrupt this rank's cell when a collective of it has failed. Start in a thread beside the cell."""
+    """Interrupt this rank's cell when one of its collectives has failed; runs in a thread beside it."""
     global _stopped_because
     while not cell_is_over.wait(POLL_S):
         if (found := failure()) is not None:
@@ -103,23 +94,23 @@ def watch(cell_is_over: threading.Event) -> None:
             return
 
 
-def stop_cell(*_: object) -> None:
-    """Handle SIGINT while a cell runs.
+def may_be_stopped(may: bool) -> None:
+    """Say whether a cell runs, which SIGINT then stops."""
+    global _stoppable
+    _stoppable = may
 
-    Raises:
-        CollectiveError: `watch` has sent it.
-        KeyboardInterrupt: somebody else has.
-    """
-    global _stopped_because
+
+def stop_cell(*_: object) -> None:
+    """Handle SIGINT: if a cell runs, stop it, once; with a CollectiveError if `watch` has sent the signal."""
+    global _stoppable, _stopped_because
     found, _stopped_because = _stopped_because, None
-    raise KeyboardInterrupt if found is None else CollectiveError(found)
+    if _stoppable:
+        _stoppable = False
+        raise KeyboardInterrupt if found is None else CollectiveError(found)
 
 
 def gpu_is_lost(limit_s: float = 2.0) -> bool:
-    """Whether an error has ended this process's CUDA context, such as a device-side assert.
-
-    Every later CUDA call fails then, so that only a new process helps.
-    """
+    """Whether an error, such as a device-side assert, has ended the CUDA context, and all calls fail."""
     if not torch.cuda.is_initialized():
         return False
     # Asked twice, because reporting an error clears it, unless the context is lost.

@@ -16,10 +16,6 @@ def merge(texts: Mapping[int, str], world_size: int) -> str:
 
     Lines that all ranks have alike at the start and at the end are shown once; what lies between
     stands rank by rank, in rank order.
-
-    Args:
-        texts: rank -> everything it printed.
-        world_size: number of ranks that there are, to tell when "all ranks" is true.
     """
     ranks = sorted(texts)
     lines = {rank: _lines(texts[rank]) for rank in ranks}
@@ -97,12 +93,7 @@ class Live:
 
 
 def show_values(shown: Mapping[int, Sequence[Mapping[str, Any]]], world_size: int) -> None:
-    """Show figures and last-expression values: once where the ranks agree, else rank by rank.
-
-    Args:
-        shown: rank -> its outputs in order, each with `data` (by MIME type) and `metadata`.
-        world_size: number of ranks that there are.
-    """
+    """Show figures and values, each with `data` and `metadata`: once where the ranks agree, else by rank."""
     from IPython.display import display
 
     groups: list[list[int]] = []

@@ -1,18 +1,8 @@
-"""Real ranks in a notebook: cells under `%%ranks` run on every rank, as a script does under torchrun::
+"""Real ranks in a notebook: cells under `%%ranks` run on every rank, as a script does under torchrun.
 
-    from fsdp_utils.notebook import ranks
-    ranks.start()             # 4 processes in one process group: gloo on CPU, nccl on two GPUs or more
-
-    %%ranks                   # first line of a cell: run it on every rank; `%%ranks 1,3` on some
-    model = fully_shard(model)
-
-    ranks.get("loss.item()")  # its value on each rank: [2.31, 2.31, 2.31, 2.31]
-    ranks.stop()
-
-The ranks are ipyparallel engines; added here are the process group, output in rank order, errors that
-end the cell on every rank at once, and recovery. cell.py waits for a cell on all ranks, output.py shows
-what they print; local_cluster.py tracks the processes, fork_server.py starts them, engine.py runs inside
-them; remote_cluster.py starts them on other hosts.
+The ranks are processes of this machine, started as run_on_ranks starts its ranks; for several hosts use
+torchrun with a lesson's script. cell.py waits for a cell on all ranks, output.py shows what they print;
+cluster.py knows the processes; engine.py runs inside them, and group.py makes their process group.
 """
 
 import argparse
@@ -25,11 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_utils.notebook.cell import Cell, RankError, ipython, ranks_died, regroup, someone_watches
-from fsdp_utils.notebook.fork_server import LESSON_BATCH
-from fsdp_utils.notebook.local_cluster import CallError, Cluster, LocalCluster
-from fsdp_utils.notebook.remote_cluster import RemoteCluster
+from fsdp_utils.notebook.cluster import LESSON_BATCH, TIMEOUT_S, CallError, Cluster, Interrupts
 
-TIMEOUT_S = 60.0  # the longest that a collective may wait, unless the cell says otherwise
 ANSWER_LIMIT_S = 2.0  # for what only adds to an error message
 LONGEST_TIMEOUT_S = 1e6  # eleven days; torch's clocks overflow long after
 
@@ -40,8 +27,6 @@ def start(
     world_size: int | None = None,
     *,
     device: str | None = None,
-    method: str | None = None,
-    profile: str | None = None,
     preload: Sequence[str] = (),
 ) -> None:
     """Start the ranks, or keep them if they run already.
@@ -52,19 +37,13 @@ def start(
             of 24 samples are shared equally.
         device: "cpu" (gloo) or "cuda" (nccl, one GPU for each rank). Default: "cuda" where there are two
             GPUs or more and enough for all ranks.
-        method: "fork" from one process that has imported torch, the default where it exists, or "spawn".
-        profile: start them on other hosts instead, through the launcher (SSH, Slurm, ...) that this IPython
-            profile names: see remote_cluster.py. There a rank that dies is not replaced: all end, to be
-            started again.
-        preload: modules that are slow to import and that the notebook and its ranks both need. The process
-            that forks the ranks imports them once for all of them, and meanwhile the notebook does, too. With
-            "spawn" or a profile each rank still imports them itself.
+        preload: modules that are slow to import and that the notebook and its ranks both need. The server
+            that the ranks are forked from imports them once for all of them, and meanwhile the notebook does.
 
     Raises:
         ImportError: one of `preload` cannot be imported.
-        RuntimeError: not in a notebook; `fsdp_utils.run_on_ranks` is for scripts. Or the profile's launcher
-            did not start the ranks.
-        ValueError: a number of ranks below 1, or more ranks on CUDA than there are GPUs, or no such profile.
+        RuntimeError: not in a notebook; `fsdp_utils.run_on_ranks` is for scripts.
+        ValueError: a number of ranks below 1, or more ranks on CUDA than there are GPUs.
 
     Example::
 
@@ -86,34 +65,24 @@ def start(
         raise ValueError(f"ranks.start({world_size}): expected 1 to 999 ranks.")
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"ranks.start(device={device!r}): expected 'cpu' or 'cuda'.")
-    if profile is not None and method is not None:
-        raise ValueError(
-            f"ranks.start(profile=..., method={method!r}): the profile's launcher starts the ranks."
-        )
     if _cluster is not None and not _cluster.ended:
         same = world_size in (None, _cluster.world_size) and device in (None, _cluster.device)
-        if same and profile == _cluster.settings.get("profile") and _alive(_cluster):
+        _cluster.take_messages(0)
+        if same and not _cluster.exits:
             print(f"{_cluster.world_size} ranks are running already; their variables are kept.")
             return
         stop()
     announced = "starting the ranks: importing torch ..." if someone_watches() else ""
     print(announced, end="", flush=True)
     try:
-        if profile is not None:
-            _cluster = RemoteCluster(world_size, device, profile)
-        else:
-            method = method or ("fork" if hasattr(os, "fork") else "spawn")
-            _cluster = LocalCluster(world_size, device, method, preload)
+        _cluster = Cluster(world_size, device, preload)
     finally:  # the line is replaced by what comes next
         print("\r" + " " * len(announced) + "\r" if announced else "", end="", flush=True)
     backend = "nccl, one GPU each" if _cluster.device == "cuda" else "gloo on CPU"
-    hosts = list(dict.fromkeys(_cluster.settings.get("hosts", [])))
-    print(
-        f"{_cluster.world_size} rank{'s' * (_cluster.world_size > 1)} in one process group ({backend})"
-        + f", on {', '.join(hosts)}" * bool(hosts)
-    )
-    if unused := _cluster.settings.get("unused_gpus"):
-        gpus = _cluster.world_size + unused
+    count = f"{_cluster.world_size} rank{'s' * (_cluster.world_size > 1)}"
+    print(f"{count} in one process group ({backend})")
+    if _cluster.unused_gpus:
+        gpus = _cluster.world_size + _cluster.unused_gpus
         print(
             f"{gpus} GPUs are here. The lessons' batches of {LESSON_BATCH} samples have no equal shares for "
             f"{gpus} ranks; ranks.start({gpus}) starts them all the same."
@@ -153,16 +122,10 @@ def get(expression: str) -> list[Any]:
     """
     cluster = _running()
     try:
-        return cluster.ask(range(cluster.world_size), "evaluate", expression)
+        with Interrupts() as interrupts:
+            return cluster.ask(range(cluster.world_size), "evaluate", expression, interrupts=interrupts)
     except CallError as error:
         raise RankError(f"ranks.get({expression!r}) raised {error}", "") from None
-
-
-def _alive(cluster: Cluster) -> bool:
-    try:
-        return not cluster.ended_ranks()
-    except RuntimeError:
-        return False
 
 
 def _running() -> Cluster:
@@ -178,11 +141,11 @@ def _magic(line: str, cell: str) -> None:
     """%%ranks [RANKS] [--timeout SECONDS]: run the cell on all ranks, or on some, as `%%ranks 1,3`."""
     cluster = _running()
     chosen, timeout_s = _arguments(line, cluster.world_size)
-    dead = cluster.ended_ranks()
-    if dead:
-        note = regroup(cluster, dead)
-        raise ranks_died(dead, "between two cells; this cell was not run", note)
-    Cell(cluster, cell, chosen, timeout_s).run()
+    with Interrupts() as interrupts:
+        cluster.take_messages(0)
+        if died := dict(cluster.exits):
+            raise ranks_died(died, "between two cells; this cell was not run", regroup(cluster))
+        Cell(cluster, cell, chosen, timeout_s, interrupts).run()
 
 
 def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
@@ -211,7 +174,7 @@ def _explain_missing_name(result: Any) -> None:
     error = result.error_in_exec
     if not isinstance(error, NameError) or not error.name or _cluster is None or _cluster.ended:
         return
-    with contextlib.suppress(Exception):  # the ranks cannot answer now, and the error is shown already
+    with contextlib.suppress(Exception), Interrupts():  # the error itself is shown already
         if any(_cluster.ask(range(_cluster.world_size), "has_name", error.name, limit_s=ANSWER_LIMIT_S)):
             print(
                 f"{error.name} lives on the ranks: use it in a %%ranks cell, "

@@ -5,41 +5,61 @@ import os
 import re
 import site
 import sysconfig
+import time
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType
-from typing import Any
+from typing import Any, TypedDict
 
 CONTEXT_LINES = 2
 
 
-def describe(error: BaseException, source: str) -> dict[str, Any]:
-    """What to tell about an exception.
+class Failure(TypedDict):
+    """How a cell failed on a rank."""
 
-    Args:
-        error: raised while the cell `source` ran.
-        source: the cell.
+    name: str  # of the exception's class
+    message: str
+    text: str  # an excerpt of the lines, or where it was
+    where: str | None  # the innermost line of the reader's own code
+    in_collective: bool  # whether torch.distributed raised it
+    time: float  # since the epoch
+    seconds: float  # since the cell began
 
-    Returns:
-        `name`, `message`, `text` (the excerpt, several lines), `where` (the innermost line of the
-        reader's own code, or None) and `in_collective` (whether torch.distributed raised it).
-    """
-    name = type(error).__name__
+
+class Position(TypedDict):
+    """Where the main thread of a rank stands."""
+
+    where: str | None  # the innermost line of the reader's own code
+    line: int | None  # its number
+    collective: str | None  # the function of torch.distributed that the line is in
+    seconds: float  # for how long it has been there
+
+
+def failure(name: str, message: str) -> Failure:
+    """A failure of which no place is known."""
+    return Failure(
+        name=name,
+        message=message,
+        text="no place known",
+        where=None,
+        in_collective=False,
+        time=time.time(),
+        seconds=0.0,
+    )
+
+
+def describe(error: BaseException, source: str) -> Failure:
+    """Describe an exception that was raised while the cell `source` ran."""
     message = re.sub(r"^\[\S+:\d+\] ", "", text_of(error))  # gloo begins with a path of its build machine
+    found = failure(type(error).__name__, message)
     if isinstance(error, SyntaxError):
         line = "" if error.text is None else text_of(error.text).strip()
-        where = f"line {text_of(error.lineno)}: {line}"
-        found = {
-            "name": name,
-            "message": text_of(error.msg),
-            "text": f"in this cell, {where}",
-            "where": where,
-        }
-        return {**found, "in_collective": False}
+        found["where"] = f"line {text_of(error.lineno)}: {line}"
+        found["text"], found["message"] = f"in this cell, {found['where']}", text_of(error.msg)
+        return found
     own: list[str] = []
     library: list[str] = []
     files: list[str] = []  # of library code below the reader's last line
-    where = None
     for frame, line in walk_tb(error.__traceback__):
         place = _own_place(frame, source)
         if place is None:
@@ -49,7 +69,7 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
             continue
         library.clear()  # of library code, show what lies below the reader's last line
         files.clear()
-        where = _where(frame, line)
+        found["where"] = _where(frame, line)
         function = frame.f_code.co_name
         own.append(f"in {place}, line {line}" + ("" if function == "<module>" else f", in {function}"))
         own.extend(_lines_around(frame.f_code.co_filename, line))
@@ -57,30 +77,25 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
         library[3:-3] = [f"    ... {len(library) - 6} more"]
     if library:
         own.append("which called")
-    text = "\n".join([*own, *library])
+    found["text"] = "\n".join([*own, *library])
     cause = error.__cause__
     if cause is not None:
-        text += f"\ncaused by {type(cause).__name__}: {text_of(cause)}"
-    found = {"name": name, "message": message, "text": text, "where": where}
-    return {**found, "in_collective": _is_collective(files)}
+        found["text"] += f"\ncaused by {type(cause).__name__}: {text_of(cause)}"
+    found["in_collective"] = _is_collective(files)
+    return found
 
 
-def position(innermost: FrameType, source: str) -> dict[str, Any]:
-    """Where a thread that runs the cell `source` stands.
-
-    Returns:
-        `where`, the innermost line of the reader's own code, or None; `line`, its number; and `collective`,
-        the function of torch.distributed that the line is in, or None.
-    """
+def position(innermost: FrameType, source: str) -> Position:
+    """Where a thread that runs the cell `source` stands; for how long is left at zero."""
     below: list[FrameType] = []  # library code below the reader's line
     for frame, line in walk_stack(innermost):
         if _own_place(frame, source) is not None:
             below.reverse()
             in_collective = _is_collective([f.f_code.co_filename for f in below])
             name = _collective_name(below) if in_collective else None
-            return {"where": _where(frame, line), "line": line, "collective": name}
+            return Position(where=_where(frame, line), line=line, collective=name, seconds=0.0)
         below.append(frame)
-    return {"where": None, "line": None, "collective": None}
+    return Position(where=None, line=None, collective=None, seconds=0.0)
 
 
 def _collective_name(frames: list[FrameType]) -> str:

@@ -1106,7 +1106,7 @@ Table(
 #
 # ## Beyond one machine
 #
-# The program does not change. What changes is who starts its ranks, and who starts them again. Here are four
+# The program does not change. What changes is who starts its ranks, and who starts them again. Here are three
 # ways for two hosts. A dot is a rank; orange is what starts the ranks again when one of them dies.
 
 
@@ -1118,7 +1118,6 @@ def draw_starts():
         "a few hosts:\ntorchrun, static": ("you, on each host", "torchrun", "top"),
         "hosts that fail:\ntorchrun, elastic": ("you, on each host", "torchrun", "middle"),
         "a cluster:\nSlurm": ("sbatch, once", "torchrun", "middle"),
-        "ranks of a notebook:\nprofile": ("ranks.start, once", "ssh", "top"),
     }
     fig, panels = plots.figure(len(ways), width=9.6, height=2.9)
     for axes, (title, (top, middle, again)) in zip(panels, ways.items()):
@@ -1137,7 +1136,7 @@ def draw_starts():
         axes.set(title=title, xlim=(0, 4), ylim=(-0.5, 3.1), xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
     return plots.show(
-        fig, alt="Static and notebook: you start the ranks again. Elastic and Slurm: torchrun does."
+        fig, alt="Static: you start the ranks again. Elastic and Slurm: torchrun does."
     )
 
 
@@ -1205,22 +1204,6 @@ draw_starts()
 # this in a Slurm of one node.
 #
 # </details>
-#
-# ### From a notebook
-#
-# Run `ipython profile create hosts --parallel`, and write into its `ipcluster_config.py`:
-#
-# ```python
-# c.Cluster.engine_launcher_class = "ssh"
-# c.Cluster.controller_ip = "10.0.0.1"  # where the other hosts reach this one
-# c.SSHEngineSetLauncher.engines = {"10.0.0.1": 4, "10.0.0.2": 4}
-# c.SSHLauncher.remote_python = "/the/same/python/there"
-# ```
-#
-# After `ranks.start(8, profile="hosts")` the `%%ranks` cells run there as they do here. Three things differ:
-# a rank that dies is not replaced, so you start again; its exit code is known on its host only; and files
-# that a cell opens are those of its host. `tests/test_ranks_hosts.py` runs it over SSH between this machine
-# and a namespace that plays a second host.
 #
 # ## When it goes wrong
 #
