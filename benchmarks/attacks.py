@@ -20,14 +20,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.attack_parts.checkpoints import DESCRIPTIONS, FLIPS
+from benchmarks.attack_parts.checkpoints import FLIPS
 from benchmarks.attack_parts.configs import CONFIGS
 from benchmarks.attack_parts.folders import FOLDERS
 from benchmarks.attack_parts.harness import FAILED, REFUSED, SURVIVED, Attack, Report, run
 from benchmarks.attack_parts.kills import KILLS
 from benchmarks.machine import describe, table
 
-ATTACKS: list[Attack] = [FLIPS, KILLS, DESCRIPTIONS, FOLDERS, *CONFIGS]
+ATTACKS: list[Attack] = [FLIPS, KILLS, FOLDERS, *CONFIGS]
 _SHOWN = 5  # failures of each kind
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from fsdp_utils._commands import new_parser, run
 from fsdp_utils.checkpoint.codec import DTYPES
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.files import readable
-from fsdp_utils.checkpoint.folder import every, find, read_manifest
+from fsdp_utils.checkpoint.files import doing
+from fsdp_utils.checkpoint.folder import checkpoints, find, read_manifest
 from fsdp_utils.checkpoint.tensor_files import StoredTensors
 from fsdp_utils.checkpoint.verify import verify_checkpoint
 from fsdp_utils.pretrained.export import ADAPTER_FILE, export_safetensors
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--adapter-only", action="store_true", help="the LoRA adapter, for peft")
     options = parser.parse_args(arguments)
     try:
-        with readable(options.checkpoint):
+        with doing("read", options.checkpoint):
             if getattr(options, "step", None) is not None:
                 options.checkpoint = find(options.checkpoint, options.step)
             options.run(options)
@@ -59,8 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _list(options: argparse.Namespace) -> None:
+    latest = find(options.checkpoint)
     found, problems = [], []
-    for path in every(options.checkpoint):
+    for path in checkpoints(options.checkpoint).values() or [latest]:
         about = {"checkpoint": str(path), "bytes": _bytes_of(path)}
         try:
             manifest = read_manifest(path)
@@ -106,7 +107,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _verify(options: argparse.Namespace) -> None:
     verify_checkpoint(options.checkpoint)
-    count = sum(map(_bytes_of, every(options.checkpoint)))
+    count = _bytes_of(options.checkpoint)
     if options.json:
         print(json.dumps({"checkpoint": str(options.checkpoint), "bytes": count, "whole": True}))
     else:
@@ -116,7 +117,7 @@ def _verify(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     settings = {name: getattr(options, name) for name in ("shard_gib", "prefix", "adapter_only")}
     out = export_safetensors(options.checkpoint, options.out_dir, **settings)
-    written = StoredTensors(out, [out / ADAPTER_FILE]) if options.adapter_only else open_folder(out)
+    written = StoredTensors([out / ADAPTER_FILE]) if options.adapter_only else open_folder(out)
     count, size = len(written.specs), sum(spec.nbytes for spec in written.specs.values())
     if options.json:
         print(json.dumps({"out_dir": str(options.out_dir), "tensors": count, "bytes": size}))

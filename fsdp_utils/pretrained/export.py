@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.files import HashedFile, local_path, sync_directory, writable, write_file
+from fsdp_utils.checkpoint.files import HashedFile, doing, local_path, sync_directory, write_file
 from fsdp_utils.checkpoint.folder import abandon, begin, find, read_manifest
 from fsdp_utils.checkpoint.state import MODEL
-from fsdp_utils.checkpoint.tensor_files import NAMES, StoredTensors, open_tensors, pack_header
+from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors, pack_header
 from fsdp_utils.checkpoint.verify import verify_checkpoint
 from fsdp_utils.pretrained.reading import INDEX, ONE_FILE
 from fsdp_utils.sharding.local_part import view
@@ -81,11 +81,6 @@ def export_safetensors(
     else:
         names = dict(zip(reversed(keys.values()), reversed(keys), strict=True))  # the first one of tied names
         keys = {name: key for name, key in keys.items() if names[key] == name}
-    if unknown := {
-        name: stored.specs[key].dtype for name, key in keys.items() if stored.specs[key].dtype not in NAMES
-    }:
-        raise CheckpointError(f"{source}: expected dtypes that safetensors has, found {unknown}")
-
     unfinished, _ = begin(out, manifest["step"])  # as a save: with a lock; what a crash left is deleted
     try:
         if adapter_only:
@@ -96,7 +91,7 @@ def export_safetensors(
             files += _write_parts(unfinished, keys, stored, int(shard_gib * 2**30))
         if config is not None:
             write_file(unfinished / files[0], json.dumps(config, indent=2).encode())
-        with writable(out):
+        with doing("write", out):
             _publish(unfinished, out, files)
     finally:
         abandon(unfinished)

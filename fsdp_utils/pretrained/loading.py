@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_utils.checkpoint.collective import TRANSFER_LIMIT_S
-from fsdp_utils.checkpoint.errors import CheckpointError, CheckpointMismatchError
+from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path
+from fsdp_utils.checkpoint.restore import match_model
 from fsdp_utils.checkpoint.state import Held, has_fsdp1
 from fsdp_utils.checkpoint.tensor_files import StoredTensors, held_part
 from fsdp_utils.distributed.agreement import WAIT_S, agree, fingerprint
@@ -25,6 +25,7 @@ from fsdp_utils.pretrained.reading import open_folder
 from fsdp_utils.sharding.local_part import local
 
 _SHOWN = 3  # problems of a kind in one error
+_READ_S = 3600.0  # that one rank may take longer than the others to read its part
 
 
 def load_pretrained(
@@ -93,18 +94,30 @@ def load_pretrained(
         error=CheckpointError,
         topic="pretrained",
         wait_s=wait_s,
-        collective_s=TRANSFER_LIMIT_S,
+        collective_s=_READ_S,
     )
     with ranks.guard():
         ((stored, place),) = opened
 
         def check() -> tuple[dict[str, list[str]], list[Buffer], list[str]]:
             held = Held.of(model)
-            chosen = _choose(str(folder), stored, held, cast, patterns)
-            _check_ties(stored, held.of_model(), chosen, place)
-            return chosen, *compute_buffers(model, place)
+            own = held.of_model()
+            for name, tensor in own.items():
+                held_part(name, tensor)
+            strange = [name for name in stored.specs if held.first_name(name) not in own]
+            ignored = {name for name in strange if any(fnmatchcase(name, pattern) for pattern in patterns)}
+            names = match_model(
+                held,
+                stored.specs,
+                str(folder),
+                "ignore= leaves names of the files aside",
+                cast=cast,
+                ignored=ignored,
+            ).stored
+            _check_ties(stored, own, names, place)
+            return names, *compute_buffers(model, place)
 
-        chosen, computed, odd = ranks.each(check)
+        names, computed, odd = ranks.each(check)
         if odd:
             warnings.warn(
                 f"load_pretrained: {', '.join(odd[:_SHOWN])}: expected the values that the module computes, "
@@ -117,7 +130,7 @@ def load_pretrained(
         def fill() -> None:
             materialise(model, place, computed)
             own = Held.of(model).of_model()
-            stored.read_into({names[0]: own[name] for name, names in chosen.items()})
+            stored.read_into([(first, own[name]) for name, (first, *_) in names.items()])
 
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         ranks.each(fill)
@@ -129,73 +142,19 @@ def _fingerprint(tensors: Mapping[str, Any]) -> str:
     return f"{len(specs)} tensors, {fingerprint(specs)}"
 
 
-def _choose(
-    folder: str, stored: StoredTensors, held: Held, cast: bool, ignore: list[str]
-) -> dict[str, list[str]]:
-    """Return the names under which each tensor of the model is in the files; several if it is tied.
-
-    Raises:
-        CheckpointError: the files do not hold exactly this model, or a placement cannot be read.
-    """
-    own = held.of_model()
-    for name, tensor in own.items():
-        held_part(name, tensor)
-    found: dict[str, list[str]] = {name: [] for name in own}
-    strange, shapes, dtypes = [], [], {}
-    for name, spec in stored.specs.items():
-        tensor, file = own.get(held.first_name(name)), stored.chunks[name][0].path.name
-        if tensor is None:
-            if not any(fnmatchcase(name, pattern) for pattern in ignore):
-                strange.append(
-                    f"{name}: expected by nothing in the model, found in {file}; ignore=[{name!r}] leaves it "
-                    "aside"
-                )
-            continue
-        found[held.first_name(name)].append(name)
-        if spec.dtype != tensor.dtype and not cast:
-            dtypes.setdefault((tensor.dtype, spec.dtype), []).append(name)
-        if spec.shape != tuple(tensor.shape):
-            shapes.append(
-                f"{name}: expected shape {list(tensor.shape)} (the model's), found {list(spec.shape)} in "
-                f"{file}"
-            )
-    missing = [f"{n}: expected by the model, found in no file" for n, names in found.items() if not names]
-    other = [
-        f"{first}{f' and {len(more)} more' if more else ''}: expected {dtype} (the model's), found {there}; "
-        "cast=True converts"
-        for (dtype, there), (first, *more) in dtypes.items()
-    ]
-    if lines := [line for some in (missing, shapes, other, strange) for line in _first_few(some)]:
-        if missing and strange:
-            lines.append(
-                "Are these the same tensors? transformers renames or joins those of some models as it loads "
-                "them; save_pretrained(folder, save_original_format=False) writes a folder with the names of "
-                "the model"
-            )
-        elif missing:
-            lines.append("Was it tied to another when it was saved? Then tie it here before wrapping")
-        raise CheckpointMismatchError(f"{folder} is not of this model:\n  " + "\n  ".join(lines))
-    return found
-
-
-def _first_few(problems: list[str]) -> list[str]:
-    return problems[:_SHOWN] + ([f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])
-
-
 @torch.no_grad()
 def _check_ties(
-    stored: StoredTensors, own: dict[str, Tensor], chosen: dict[str, list[str]], device: torch.device
+    stored: StoredTensors, own: dict[str, Tensor], names: dict[str, list[str]], device: torch.device
 ) -> None:
     """Compare this rank's part of what is in the files under several names, one tensor at a time.
 
     Raises:
         CheckpointError: a file cannot be read, or tied tensors are not equal in the files.
     """
-    for key, (first, *others) in chosen.items():
+    for key, (first, *others) in names.items():
         for name in others:
             pair = [torch.empty_like(own[key], device=device) for _ in range(2)]
-            stored.read_into({first: pair[0]})
-            stored.read_into({name: pair[1]})
+            stored.read_into(zip((first, name), pair, strict=True))
             if not torch.equal(local(pair[0]), local(pair[1])):
                 raise CheckpointError(
                     f"{stored.chunks[name][0].path}: expected {name} to equal {first} (they are tied in the "
