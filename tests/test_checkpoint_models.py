@@ -137,28 +137,6 @@ def test_training_goes_on_from_every_wrapper_into_every_wrapper(tmp_path: Path) 
         assert train(model, optimizer, Data(state["place"]), 2) == expected, saver
 
 
-def test_names_are_those_of_the_plain_model(tmp_path: Path) -> None:
-    model, optimizer = build("none")
-    train(model, optimizer, Data(), 1)
-    assert save_distributed(tmp_path, model, optimizer, step=3).wait() == tmp_path / "000001-step-3"
-    params = [name for name, _ in model.named_parameters()]  # tied weights are stored once
-    expected = [f"model.{name}" for name in (*params, "blocks.0.scale", "blocks.1.scale")]
-    expected += [f"optimizer.{name}.{key}" for name in params for key in ("step", "exp_avg", "exp_avg_sq")]
-    assert sorted(manifest(tmp_path)["tensors"]) == sorted(expected)
-
-
-def parts(wrap: Wrap) -> nn.Module:
-    """One has the name that DDP gives to what it wraps."""
-    return nn.ModuleDict({"module": nn.Linear(2, 2), "other": wrap(nn.Linear(2, 2))})
-
-
-def test_a_part_in_ddp_and_one_that_is_called_module_keep_their_names(tmp_path: Path) -> None:
-    run_on_ranks(lambda: save_distributed(tmp_path, parts(DDP), step=1).wait())
-    load_distributed(tmp_path, parts(WRAPPERS["none"]))
-    names = [f"model.{part}.{name}" for part in ("module", "other") for name in ("bias", "weight")]
-    assert sorted(manifest(tmp_path)["tensors"]) == names
-
-
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 
@@ -192,12 +170,6 @@ def frozen_on_one_rank() -> nn.Module:
     return fsdp2(model)
 
 
-def two_of_one_name() -> nn.Module:
-    inner = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2)})
-    inner.weight = nn.Parameter(torch.ones(2))
-    return nn.ModuleDict({"inner": inner})
-
-
 def own_buffers(model: nn.Module) -> nn.Module:
     """With a saved and an unsaved buffer in each block that differ between the ranks."""
     for block in (module for module in model.modules() if isinstance(module, Block)):
@@ -220,7 +192,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str | tuple[str, ...]]] = {
     "FSDP1(experts)": (lambda: fsdp1(m := Mixture(own=True), ignored_states=[m.experts]), EXPERTS),
     "DDP(experts)": (experts_in_ddp, EXPERTS),
     "FSDP1(DDP)": (lambda: fsdp1(each_block(DDP)), "found DDP inside of it"),
-    "one name": (two_of_one_name, "expected one entry 'inner.weight' in the model's state dict, found two"),
     "meta": (lambda: fsdp2(Net().to("meta")), "model.embed.weight: expected values in memory"),
     "FSDP1(compile)": (lambda: fsdp1(compiled(Net())), (HIDDEN, "put FSDP1 inside of torch.compile")),
     "FSDP1(compile), original": (lambda: original(compiled(Net())), HIDDEN),
@@ -242,37 +213,6 @@ def refused(folder: Path) -> dict[str, str | None]:
 def test_models_that_cannot_be_saved_are_refused_on_all_ranks(tmp_path: Path) -> None:
     assert_told(run_on_ranks(refused, tmp_path), {name: words for name, (_, words) in REFUSED.items()})
     assert not list(tmp_path.glob("*-step-*"))
-
-
-def refused_on_four(folder: Path) -> dict[str, str | None]:
-    """FSDP1 over tensor parallelism; and experts with their name in per_rank, which excuses buffers only."""
-    torch.manual_seed(0)
-    parts, experts = tensor_parallel(Mixture(), fsdp1), Mixture(own=True)
-    return refusals(
-        {
-            "parts": lambda: save_distributed(folder, parts, step=1),
-            "experts": lambda: save_distributed(folder, experts, step=1, per_rank={"experts": 1}),
-        }
-    )
-
-
-def test_tensor_parallel_parts_in_fsdp1_and_experts_of_ranks_are_refused(tmp_path: Path) -> None:
-    expected = {"parts": "found tensor-parallel ones inside of it", "experts": "found that 'experts' on rank"}
-    assert_told(run_on_ranks(refused_on_four, tmp_path, world_size=4), expected)
-
-
-def test_a_module_that_holds_more_than_what_it_wraps_is_saved_whole(tmp_path: Path) -> None:
-    """One that torch.compile made, in a module that gives it the name of a wrapper's only child."""
-    for name in ("_orig_mod", "_forward_module"):
-        torch.manual_seed(0)
-        model = nn.ModuleDict({name: nn.Linear(2, 3), "head": nn.Linear(3, 1)})
-        save_distributed(tmp_path / name, model, step=1)
-        assert len(manifest(tmp_path / name)["tensors"]) == 4
-        expected = wholes(model)
-        for param in model.parameters():
-            nn.init.zeros_(param)
-        load_distributed(tmp_path / name, model)
-        assert all(torch.equal(value, expected[key]) for key, value in wholes(model).items())
 
 
 def fail_before_a_gather(folder: Path) -> tuple[str | None, float, bool]:
@@ -428,19 +368,6 @@ def test_adapters_go_on_over_the_base_that_is_there(tmp_path: Path) -> None:
         assert found == [(FROZEN, [], expected)] * len(found)
 
 
-def test_the_base_of_a_whole_checkpoint_may_be_left_aside(tmp_path: Path) -> None:
-    saved, _ = build("none")
-    save_distributed(tmp_path, saved, step=1)
-    model, _ = build("none", seed=1, trained="blocks.1")
-    base, frozen = wholes(model), {*FROZEN, "head.weight"}
-    loaded = load_distributed(tmp_path, model, ignore_frozen_params=True)
-    assert (
-        set(loaded.missing_keys) | {"head.weight"} == set(loaded.unexpected_keys) | {"head.weight"} == frozen
-    )
-    expected = wholes(saved) | {name: base[name] for name in frozen}
-    assert all(torch.equal(value, expected[name]) for name, value in wholes(model).items())
-
-
 # ---- another model -----------------------------------------------------------------------------------------
 
 
@@ -505,23 +432,6 @@ def test_tied_weights_take_one_tensor_under_any_of_their_names_and_give_it_to_un
     load_distributed(tmp_path / "tied", untied)
     assert torch.equal(untied.embed.weight, tied.embed.weight)
     assert torch.equal(untied.head.weight, tied.embed.weight)
-
-
-def load_a_part(folder: Path) -> bool:
-    model, optimizer = build("fsdp2" if dist.is_initialized() else "none", seed=1)
-    expected = wholes(model) | {
-        f"blocks.{name}": value for name, value in wholes(build("none")[0].blocks).items()
-    }
-    load_distributed(folder, model.blocks)
-    right = all(torch.equal(value, expected[name]) for name, value in wholes(model).items())
-    train(model, optimizer, Data(), 1)
-    return right
-
-
-def test_a_part_of_a_model_takes_the_weights_of_a_model(tmp_path: Path) -> None:
-    run_on_ranks(lambda: save_distributed(tmp_path, build("fsdp2")[0].blocks, step=1).wait())
-    assert load_a_part(tmp_path)
-    assert all(run_on_ranks(load_a_part, tmp_path, world_size=3))
 
 
 def load_other_dtypes(folder: Path) -> tuple[str | None, bool]:

@@ -184,22 +184,6 @@ def test_two_optimizers_with_empty_groups_go_on_under_any_wrapper(steps: int, tm
         assert [name for name, is_right in right.items() if not is_right] == []
 
 
-def test_one_optimizer_goes_where_one_was_saved_as_a_list_and_none_where_none_was(tmp_path: Path) -> None:
-    model, optimizer = build("none")
-    train(model, optimizer, Data(), 1)
-    save_distributed(tmp_path / "list", model, [optimizer], step=1)
-    save_distributed(tmp_path / "one", model, optimizer, step=1)
-    save_distributed(tmp_path / "none", model, [], step=1)
-    for given in (None, optimizer, [optimizer]):
-        load_distributed(tmp_path / "list", model, given)
-        load_distributed(tmp_path / "one", model, given)
-    load_distributed(tmp_path / "none", model)
-    with pytest.raises(
-        CheckpointError, match=r"groups of \[12, 1\] parameters, found \[\] in the checkpoint"
-    ):
-        load_distributed(tmp_path / "none", model, optimizer)
-
-
 # ---- other optimizers --------------------------------------------------------------------------------------
 
 

@@ -155,21 +155,6 @@ def test_a_rank_that_does_not_come_or_comes_late_is_named_and_the_next_save_is_w
     only(tmp_path, 0, 4)
 
 
-def test_a_load_on_one_rank_only_names_the_missing_rank(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    def alone(folder: Path) -> Outcome:
-        model, optimizer = build("fsdp2")
-        before = fingerprint(model, optimizer)
-        found = Outcome(None, 0.0)
-        if rank() == 0:
-            found = outcome(lambda: load_distributed(folder, model, optimizer, wait_s=WAIT_S))
-        assert fingerprint(model, optimizer) == before
-        return found
-
-    told(
-        two_ranks(alone, tmp_path)[:1], "^load_distributed: .* found only rank 0 after 0.5 s; missing: rank 1"
-    )
-
-
 # ---- a failure on one rank ---------------------------------------------------------------------------------
 
 
@@ -598,39 +583,6 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"step-1: expected a directory .*found a checkpoint"):
             call()
     verify_checkpoint(tmp_path)
-
-
-def test_the_program_may_have_a_default_device(tmp_path: Path) -> None:
-    """On which nothing of the checkpoint is to be made."""
-    model = nn.Linear(2, 2)
-    for asynchronous in (False, True):
-        with torch.device("meta"):
-            saved = save_distributed(
-                tmp_path, model, step=1, state={"x": model.bias}, asynchronous=asynchronous
-            )
-            saved.wait()
-            assert torch.equal(load_distributed(tmp_path, model)["x"], model.bias)
-
-
-def test_links_to_directories_are_followed_and_none_is_written_or_deleted_through(tmp_path: Path) -> None:
-    model, home, far = nn.Linear(2, 2), tmp_path / "run", tmp_path / "far"
-    save_distributed(far, model, step=1)
-    home.symlink_to(far)
-    save_distributed(home, model, step=2)
-    moved = (far / "000001-step-1").rename(tmp_path / "moved")  # to another disk, say
-    (far / "000001-step-1").symlink_to(moved)
-    assert load_distributed(home, model, step=1)["step"] == 1
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "file").touch()
-    (home / ".saving-0-000009-step-9").symlink_to(precious)
-    save_distributed(home, model, step=3, keep=1)
-    assert load_distributed(home, model)["step"] == 3
-    assert list(checkpoints(home)) == [3]
-    assert [(precious / "file").exists(), (moved / "manifest.json").exists()] == [True, True]
-    (home / ".saving-lock").symlink_to(precious / "file")
-    with pytest.raises(CheckpointError, match=r"/run.*symbolic links"):
-        save_distributed(home, model, step=4)
 
 
 # ---- which are kept ----------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_utils import CheckpointError, load_pretrained, run_on_ranks
 from tests.checkpoints import WORDS, Block, Net, outcome
@@ -146,14 +145,6 @@ def hybrid(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def over_tensor_parallelism() -> nn.Sequential:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    return model
-
-
 def run_all(folders: dict[str, Path], enough: bool) -> dict[str, Any]:
     rank = dist.get_rank()
     result: dict[str, Any] = {}
@@ -179,9 +170,6 @@ def run_all(folders: dict[str, Path], enough: bool) -> dict[str, Any]:
     result["untouched"] = all(
         torch.equal(a, b.to_local()) for a, b in zip(before, real.parameters(), strict=True)
     )
-    both = over_tensor_parallelism()
-    load_pretrained(folders["one layer"], both, cast=True)
-    result["over tensor parallelism"] = both[0].weight.to_local()
     folders["trap"] = folders["net"]
     error("trap", trap := fully_shard(on_meta(Block)))
     result["still on meta"] = {t.device.type for t in (*trap.parameters(), *trap.buffers())} == {"meta"}
@@ -254,12 +242,6 @@ def test_another_model_is_told_by_name_on_all_ranks(by_rank: list[dict[str, Any]
     assert "partly" not in text
 
 
-def test_rows_that_tensor_parallelism_has_cut_before_are_loaded(by_rank: list[dict[str, Any]]) -> None:
-    rows = torch.arange(WIDTH).unsqueeze(1) % 64 + torch.arange(WIDTH) % 64
-    parts = torch.cat([rank["over tensor parallelism"] for rank in by_rank])
-    assert torch.equal(parts, rows.float())
-
-
 def test_a_file_that_was_cut_short_is_told_on_all_ranks(by_rank: list[dict[str, Any]]) -> None:
     text = same_error(by_rank, "cut short")
     assert "b.safetensors: expected a safetensors file, found 400 bytes" in text
@@ -294,13 +276,6 @@ def test_after_an_error_a_model_on_meta_has_no_memory(by_rank: list[dict[str, An
 
 
 # ---- in one process ---------------------------------------------------------------------------------
-
-
-def test_a_reset_that_does_nothing_does_not_pass_for_one(tmp_path: Path) -> None:
-    model = on_meta()
-    model.blocks[0].reset_parameters = lambda: None  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match=r"blocks\.0\.cache of Resets\. Give the module"):
-        load_pretrained(write_net(tmp_path / "net"), model)
 
 
 @pytest.mark.parametrize("how", ["to_empty", "as built"])
@@ -341,13 +316,6 @@ def test_tied_weights_may_be_there_twice_if_they_are_equal(tmp_path: Path, equal
         with pytest.raises(CheckpointError, match=r"expected head\.weight to equal embed\.weight"):
             load_pretrained(folder, model)
         assert all(torch.equal(one, before[name]) for name, one in state_of(model).items())
-
-
-def test_a_device_that_is_not_there_is_told(tmp_path: Path) -> None:
-    model = on_meta()
-    with pytest.raises(CheckpointError, match="magic"):
-        load_pretrained(write_net(tmp_path / "net"), model, device="magic")
-    assert model.embed.weight.is_meta
 
 
 def test_ignore_leaves_aside_what_the_model_does_not_want(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Values that are not tensors, as JSON: what is decoded has the type and every bit of what was encoded.
+"""Encode values that are not tensors as JSON, such that decoding gives the same type and every bit.
 
 None, bool, int, str, list and finite floats are themselves in JSON, and so is a dict whose keys are all
 strings. All else is an object {"!": kind, "value": ...}.
@@ -9,7 +9,7 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,24 +39,28 @@ def _unpack_array(packed: list[Any]) -> Any:
     return flat[0] if shape is None else flat.reshape(shape).copy()
 
 
+def _pack_floats(*values: float) -> str:
+    return struct.pack(f">{len(values)}d", *values).hex()
+
+
+def _unpack_floats(text: str) -> tuple[float, ...]:
+    return struct.unpack(f">{len(text) // 16}d", bytes.fromhex(text))
+
+
+def _pack_bytes(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
 # Other types, with how they are written to JSON and read from it.
 _ATOMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "float": (
-        float,
-        lambda value: struct.pack(">d", value).hex(),
-        lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
-    ),
+    "float": (float, _pack_floats, lambda text: _unpack_floats(text)[0]),
     "complex": (
         complex,
-        lambda value: struct.pack(">dd", value.real, value.imag).hex(),
-        lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
+        lambda value: _pack_floats(value.real, value.imag),
+        lambda text: complex(*_unpack_floats(text)),
     ),
-    "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    "bytearray": (
-        bytearray,
-        lambda value: base64.b64encode(value).decode(),
-        lambda text: bytearray(base64.b64decode(text)),
-    ),
+    "bytes": (bytes, _pack_bytes, base64.b64decode),
+    "bytearray": (bytearray, _pack_bytes, lambda text: bytearray(base64.b64decode(text))),
     "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), DTYPES.__getitem__),
     "device": (torch.device, str, torch.device),
     "numpy": (np.ndarray, _pack_array, _unpack_array),
@@ -68,8 +72,6 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     """Encode a value for json.dumps.
 
     Args:
-        value: None, numbers, strings, bytes, lists, tuples, sets, dicts, torch's dtypes, sizes and devices,
-            NumPy's numbers and small arrays of numbers, in any combination.
         where: names the value, for errors and for its tensors.
         tensors: takes the tensors in the value, by the key under which they are to be stored: `where`, and
             the path to the tensor in the value.
@@ -87,7 +89,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if kind in _CONTAINERS.values():
         if isinstance(value, dict):
             parts = [
-                [encode(key, f"{where}, a key"), encode(part, f"{where}.{key}", tensors)]
+                [encode(key, f"{where}, a key", tensors), encode(part, f"{where}.{key}", tensors)]
                 for key, part in value.items()
             ]
         else:
@@ -95,7 +97,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         if kind in (set, frozenset):  # the order of a set differs between processes
             parts.sort(key=json.dumps)
         return {_KIND: kind.__name__, "value": parts}
-    if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and tensors is not None:
+    if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
         if where in tensors:
             raise CheckpointError(f"{where}: expected one tensor of this name, found two")
         tensors[where] = value.detach()
@@ -114,14 +116,10 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Decode what encode() has made.
-
-    Args:
-        tensor: returns what to put in the place of a tensor, by its key.
-    """
+    """Decode what encode() has made, with tensor(key) in the place of each tensor."""
     if isinstance(value, list):
         return [decode(part, tensor) for part in value]
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return value
     if _KIND not in value:
         return {key: decode(part, tensor) for key, part in value.items()}

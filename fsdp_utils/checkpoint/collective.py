@@ -71,24 +71,19 @@ def collective_call(
         yield ranks
 
 
-def named_values(state: Any) -> dict[str, Any]:
-    """Return what was given as `state=` or `per_rank=`, {} for None.
-
-    Raises:
-        CheckpointError: it is no mapping from names, or holds a model in FSDP1, whose state_dict() is a
-            collective.
-    """
+def named_values(state: Any, argument: str) -> dict[str, Any]:
+    """Return what was given as `state=` or `per_rank=`, the argument, {} for None."""
     if state is not None and not (
         isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
     ):
         raise CheckpointError(
-            'expected state to be a mapping from names to values, such as {"epoch": 3}, found a '
+            f'expected {argument} to be a mapping from names to values, such as {{"epoch": 3}}, found a '
             f"{type(state).__name__} {state!r:.80}"
         )
     for name, value in (state or {}).items():
         if isinstance(value, nn.Module) and has_fsdp1(value):
             raise CheckpointError(
-                f"state {name!r}: expected an object whose state_dict() involves no other rank, found a "
+                f"{argument} {name!r}: expected an object whose state_dict() involves no other rank, found a "
                 "model in FSDP1. Save it as a model, in a directory of its own, or use FSDP2 (fully_shard)"
             )
     return dict(state or {})
@@ -100,11 +95,7 @@ def is_int(value: object) -> bool:
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Check that optimizers are over the model's parameters, each over others, and have no other state.
-
-    Raises:
-        CheckpointError: they are not; says what to do.
-    """
+    """Check that optimizers are over the model's parameters, each over others, and have no other state."""
     names = parameter_names(model)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -132,11 +123,7 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
 
 
 def _check_fsdp1(model: nn.Module) -> None:
-    """Refuse what FSDP1's state dict loses.
-
-    Raises:
-        CheckpointError: DDP or tensor parallelism inside of it.
-    """
+    """Refuse what FSDP1's state dict loses: DDP or tensor parallelism inside of it."""
     for unit in (module for module in model.modules() if isinstance(module, FSDP1)):
         handle = fsdp1_handle(unit)
         tensor_parallel = handle is not None and any(Flat(handle.flat_param).extensions)

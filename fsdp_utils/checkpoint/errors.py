@@ -1,4 +1,4 @@
-"""CheckpointError, which everything in this package raises, and the two kinds that a program can react to."""
+"""The errors of checkpoints: CheckpointError, and the two kinds that a program can react to."""
 
 
 class CheckpointError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Files that other programs may be using too: read, write, hash and lock them."""
+"""Read, write, hash and lock files that other programs may be using too."""
 
 import fcntl
 import io
@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
 
-# Bytes that are read or written and then hashed: few enough to stay in the processor's cache in between.
+# Bytes that are written or read and then hashed: few enough to stay in the processor's cache in between.
 _BLOCK = 1 << 17
 _SYNC_BYTES = 1 << 26  # after so many the disk begins to write
 _ADVICE: int | None = getattr(os, "POSIX_FADV_DONTNEED", None)  # Linux has it, macOS has not
@@ -42,11 +42,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def doing(what: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError: expected to be able to do something with a path.
-
-    Raises:
-        CheckpointDamagedError: what should be read is not there.
-    """
+    """Turn an OSError into a CheckpointError: expected to be able to do something with a path."""
     try:
         yield
     except OSError as error:
@@ -62,11 +58,7 @@ def doing(what: str, path: Path) -> Iterator[None]:
 
 
 def open_file(path: Path) -> io.FileIO:
-    """Open a file for reading, without a buffer.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be read.
-    """
+    """Open a file for reading, without a buffer."""
     with doing("read", path):
         if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
             raise CheckpointDamagedError(f"{path}: expected a file, found a directory, a pipe or a device")
@@ -74,11 +66,7 @@ def open_file(path: Path) -> io.FileIO:
 
 
 def fill(target: memoryview, file: io.FileIO, begin: int, path: Path) -> None:
-    """Read the bytes of an open file from `begin` on, until the target is full.
-
-    Raises:
-        CheckpointError: the file ends before, or cannot be read.
-    """
+    """Read the bytes of an open file from `begin` on, until the target is full."""
     with doing("read", path):
         file.seek(begin)
         while target:
@@ -100,11 +88,7 @@ def hash_file(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it is something else.
-    """
+    """Read a JSON file."""
     with open_file(path) as file, doing("read", path):
         content = file.readall()
     try:
@@ -117,18 +101,10 @@ def read_json(path: Path) -> Any:
 
 
 class HashedFile:
-    """A new file that knows the BLAKE3 of what is written to it, and is on disk when it is finished.
+    """A new file that hashes what is written to it, and is durable when it is finished."""
 
-    Args:
-        path: of a file that is not there yet.
-        size: bytes that will be written. The disk has to have room for them.
-
-    Raises:
-        CheckpointError: the file cannot be written, from any method; names the file.
-    """
-
-    def __init__(self, path: Path, size: int) -> None:
-        self._path, self._size, self._hash, self._bytes, self._begun = path, size, blake3(), 0, 0
+    def __init__(self, path: Path) -> None:
+        self._path, self._hash, self._bytes, self._begun = path, blake3(), 0, 0
         with doing("write", path):
             self._file = path.open("xb", buffering=0)
 
@@ -141,8 +117,6 @@ class HashedFile:
     def write(self, data: memoryview | bytes) -> None:
         left = memoryview(data).cast("B")
         with doing("write", self._path):
-            if not self._bytes and self._size and _ADVICE is not None:
-                os.posix_fallocate(self._file.fileno(), 0, self._size)
             while left:
                 count = self._file.write(left[:_BLOCK])
                 self._hash.update(left[:count])
@@ -161,12 +135,8 @@ class HashedFile:
 
 
 def write_file(path: Path, content: bytes) -> dict[str, Any]:
-    """Write a new file durably, and return {"bytes": length, "blake3": hex digits}.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    with HashedFile(path, len(content)) as file:
+    """Write a new file durably, and return {"bytes": length, "blake3": hex digits}."""
+    with HashedFile(path) as file:
         file.write(content)
         return file.finish()
 
@@ -180,24 +150,16 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-class LockTaken(RuntimeError):
-    """Another program holds the lock. The text names it as far as it is known."""
-
-
 class Lock:
-    """A lock between programs, held until release() or until this process ends, whatever ends it.
+    """A lock between programs, held until release() or the end of this process; forks do not hold it.
 
     It holds between hosts too, where the shared file system has locks (NFS and Lustre as most are mounted).
-
-    Args:
-        path: of a file that is there as long as the lock is held.
-        wait_s: how long to wait for another program that holds it.
 
     Attributes:
         held: False where the file system has no locks; then nothing keeps others out.
 
     Raises:
-        LockTaken: another program holds it.
+        CheckpointError: another program holds it after wait_s seconds; names it.
         OSError: the file cannot be made, or is a symbolic link.
     """
 
@@ -205,50 +167,35 @@ class Lock:
         self._path, self.held = path, False
         limit = time.monotonic() + wait_s
         while not self._take():
-            if time.monotonic() > limit:
-                with self.file:
-                    owner = os.pread(self.file.fileno(), 200, 0).decode(errors="replace")
-                raise LockTaken(owner or "another program")
-            self.file.close()
+            with self._file:
+                if time.monotonic() > limit:
+                    owner = os.pread(self._file.fileno(), 200, 0).decode(errors="replace")
+                    raise CheckpointError(
+                        f"{path.parent}: expected to be the only program that saves there, found "
+                        f"{owner or 'another program'}, which is saving now. Give each training a directory "
+                        "of its own"
+                    )
             time.sleep(0.05)
-        _held.add(self)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError):  # a full disk; the lock holds without its owner's name
-            self.file.truncate(0)
-            self.file.write(f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode())
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode())
 
     def _take(self) -> bool:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        self.file = io.FileIO(os.open(self._path, flags, 0o666), "r+b")
+        self._file = io.FileIO(os.open(self._path, flags, 0o666), "r+b")
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.held = True
         except (BlockingIOError, PermissionError):
             return False
         except OSError:  # the file system has no locks
             return True
-        with suppress(FileNotFoundError):  # its holder has just deleted it
-            return os.path.samestat(self._path.lstat(), os.fstat(self.file.fileno()))
+        with suppress(FileNotFoundError):  # its holder has deleted it meanwhile
+            return os.path.samestat(self._path.lstat(), os.fstat(self._file.fileno()))
         return False
 
     def release(self) -> None:
-        if self not in _held:  # this process is a fork of the owner
-            return
-        _held.discard(self)
         with suppress(OSError):
             self._path.unlink()
-        with suppress(OSError):  # at once, also where a forked child still has the file open
-            fcntl.flock(self.file, fcntl.LOCK_UN)
-        self.file.close()
-
-
-_held: set[Lock] = set()
-
-
-def _close_in_fork() -> None:
-    """Close the parent's locks in a fork, which would keep them after the parent's death."""
-    while _held:
-        _held.pop().file.close()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)
+        self._file.close()

@@ -14,10 +14,8 @@ from fsdp_utils.checkpoint.codec import decode
 from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path, read_json
-from fsdp_utils.checkpoint.folder import MANIFEST, find, read_manifest
+from fsdp_utils.checkpoint.folder import MANIFEST, check_files, find, read_manifest
 from fsdp_utils.checkpoint.restore import (
-    Matched,
-    SavedOptimizers,
     Targets,
     match_model,
     match_optimizers,
@@ -34,12 +32,10 @@ from fsdp_utils.checkpoint.state import (
     unwrapped,
     without_unsharded_wrappers,
 )
-from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors, share
-from fsdp_utils.checkpoint.verify import check_hashes, check_sizes
+from fsdp_utils.checkpoint.tensor_files import open_tensors, share
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
 from fsdp_utils.sharding.unsaved_buffers import warning_of
 
-Values = dict[str, Any]  # by name
 _NOT_STRICT = "strict=False loads what both have, and returns the names of the rest"
 
 
@@ -101,20 +97,17 @@ def load_distributed(
             those of the saved model: to_empty() leaves them uninitialised.
         optimizer: as many as were saved, each of a related class, such as Adam and AdamW, over the same
             parameters in the same groups; their order and names may be others. Their settings (lr, betas,
-            weight_decay and all else in param_groups) become those that were saved, as with
-            Optimizer.load_state_dict(): change a setting after loading. None leaves what was saved aside.
+            weight_decay and all else in param_groups) become those that were saved: change a setting after
+            loading. None leaves what was saved aside.
         step: of which step; "latest" is the checkpoint that was saved last.
         state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
             after the model and the optimizer. The dict that is returned holds what they were given, too.
-        strict: False loads what the model and the checkpoint both have, and leaves the rest of the model as
-            it is; the result says what that was. What both have must have the same shape, and an optimizer
-            has to match all the same.
+        strict: False loads what the model and the checkpoint both have, in the same shapes, and leaves the
+            rest of the model as it is. An optimizer has to match all the same.
         ignore_frozen_params: leave parameters of the model that need no gradient as they are, whether or not
             they are in the checkpoint.
         cast: convert to the model's dtypes where they differ from the saved ones.
-        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
-            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
-            than the others to read or write its part.
+        wait_s: as for save_distributed, in seconds.
 
     Returns:
         The state that was saved, and "step", in a LoadedState, which also names what of the model was not
@@ -156,30 +149,24 @@ def load_distributed(
         checkpoint = ranks.first(lambda: find(directory, step))
         manifest = ranks.each(lambda: _read_manifest(checkpoint))
         ranks.same("checkpoint", {str(checkpoint / MANIFEST): fingerprint([json.dumps(manifest)])})
-
-        def check_files() -> None:
-            """What is read after that is what was saved: nothing else looks for damage."""
-            check_sizes(checkpoint, manifest)
-            sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-            mine = share(sizes, ranks.rank, ranks.world_size)
-            check_hashes(checkpoint, manifest, mine, threads=ranks.threads())
-
-        ranks.each(check_files)
+        # What is read after that is what was saved: nothing else looks for damage.
+        sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+        mine = share(sizes, ranks.rank, ranks.world_size)
+        ranks.each(lambda: check_files(checkpoint, manifest, mine, threads=ranks.threads()))
         held = ranks.each(lambda: Held.of(model))
 
-        def match() -> tuple[StoredTensors, Matched, Targets, SavedOptimizers, Values, Values]:
-            stored = open_tensors(checkpoint, manifest)
+        def match() -> tuple[Any, ...]:
+            stored, tied = open_tensors(checkpoint, manifest), manifest["tied"]
             _check_meta(held.of_model())
-            of_model = [key for key in stored.specs if key.startswith(MODEL)]
-            found = {key.removeprefix(MODEL): stored.specs[key] for key in of_model}
-            found |= {alias: found[name] for alias, name in manifest["tied"].items()}
+            found = {k.removeprefix(MODEL): spec for k, spec in stored.specs.items() if k.startswith(MODEL)}
+            found |= {alias: found[name] for alias, name in tied.items()}
             matched = match_model(
                 held, found, str(checkpoint), _NOT_STRICT, cast=cast, strict=strict, ignored=ignored
             )
             plain = read_json(checkpoint / STATE_FILE)
             targets = Targets(held, stored.specs, plain["dims"])
             for name, names in matched.stored.items():
-                first, *others = {manifest["tied"].get(one, one) for one in names}
+                first, *others = {tied.get(one, one) for one in names}
                 if others:
                     raise CheckpointError(
                         f"{name}: expected one tensor under all of its names {names} (tied in the model), "
@@ -196,7 +183,8 @@ def load_distributed(
             values = decode(plain["state"], targets.of_state)
             values |= _own_values(checkpoint, manifest, ranks, targets.full)
             _check_objects(objects, values)
-            return stored, matched, targets, saved, {n: one for n, one in extra.items() if n in own}, values
+            extra = {name: one for name, one in extra.items() if name in own}
+            return stored, matched, targets, saved, extra, values
 
         stored, matched, targets, saved, extra, values = ranks.each(match)
         held.leave_out(matched.missing)
@@ -211,13 +199,9 @@ def load_distributed(
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the state that was saved, without a model; a tensor in it is a Spec.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Read the state that was saved, without a model; a tensor in it is a Spec."""
     manifest = read_manifest(checkpoint)
-    check_hashes(checkpoint, manifest, [STATE_FILE])
+    check_files(checkpoint, manifest, [STATE_FILE])
     specs = open_tensors(checkpoint, manifest).specs
     return decode(read_json(checkpoint / STATE_FILE)["state"], specs.__getitem__)
 
@@ -281,12 +265,11 @@ def _check_objects(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None
 
 
 def _load_objects(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    name = ""
-    try:
-        for name, value in objects.items():
+    for name, value in objects.items():
+        try:
             value.load_state_dict(saved[name])
-    except Exception as error:
-        raise CheckpointError(
-            f"state {name!r}: load_state_dict() of {type(objects[name]).__name__} failed: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        except Exception as error:  # noqa: PERF203
+            raise CheckpointError(
+                f"state {name!r}: load_state_dict() of {type(value).__name__} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error

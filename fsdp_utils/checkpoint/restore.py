@@ -52,7 +52,6 @@ def match_model(
     """Match the tensors of a model with stored ones, and check that they are alike.
 
     Args:
-        held: of the model.
         found: the stored tensors, by all their names.
         where: they are, for the error.
         remedy: for what only one of the two has.
@@ -71,8 +70,7 @@ def match_model(
     unexpected = [name for name in found if name in ignored or held.first_name(name) not in own]
     problems: dict[str, list[str]] = {}  # the names that have it, by problem
     for name, (first, *_) in stored.items():
-        shape, dtype = list(own[name].shape), own[name].dtype
-        there = found[first]
+        shape, dtype, there = list(own[name].shape), own[name].dtype, found[first]
         if list(there.shape) != shape:
             problem = f"expected shape {shape} (the model's), found {list(there.shape)}"
             problems.setdefault(problem, []).append(name)
@@ -80,15 +78,11 @@ def match_model(
             problem = f"expected {dtype} (the model's), found {there.dtype}; cast=True converts them"
             problems.setdefault(problem, []).append(name)
     if strict or not stored:
-        absent = {
-            f"expected by the model, found nothing; {remedy}": [
-                name for name in missing if name not in ignored
-            ],
-            f"expected by nothing in the model, found; {remedy}": [
-                name for name in unexpected if name not in ignored
-            ],
-        }
-        problems |= {problem: names for problem, names in absent.items() if names}
+        for problem, names in (
+            (f"expected by the model, found nothing; {remedy}", missing),
+            (f"expected by nothing in the model, found; {remedy}", unexpected),
+        ):
+            problems |= {problem: left} if (left := [name for name in names if name not in ignored]) else {}
     if problems:
         lines = [f"{_some(names)}: {problem}" for problem, names in problems.items()]
         more = [f"... and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
@@ -105,10 +99,9 @@ def _some(names: list[str]) -> str:
 
 
 class Targets(list[tuple[str, Tensor]]):
-    """The tensors to fill, with their keys; what codec.decode() asks for is allocated, in the stored dtype.
+    """The tensors to fill, with their keys; codec.decode() has its methods allocate what it asks for.
 
     Args:
-        held: of the model.
         specs: of the stored tensors, by key.
         dims: of the DTensors in the user's state, as Held.plain has them.
     """
@@ -142,9 +135,8 @@ class Targets(list[tuple[str, Tensor]]):
             sharded = [dim for dim in dims if dim is not None][-mesh.ndim :]
             dims = [None] * (mesh.ndim - len(sharded)) + sharded
         placements: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in dims]
-        return self._add(
-            key, empty_dtensor(spec.shape, dtype=spec.dtype, device_mesh=mesh, placements=placements)
-        )
+        new = empty_dtensor(spec.shape, dtype=spec.dtype, device_mesh=mesh, placements=placements)
+        return self._add(key, new)
 
     def of_parameter(self, key: str, param: Tensor, own: Mapping[str, Any]) -> Tensor:
         """Find or allocate a tensor of an optimizer's state, sharded as its parameter is.
@@ -188,7 +180,7 @@ def _address(tensor: Any) -> int:
 
 
 class SavedOptimizers(NamedTuple):
-    """What a checkpoint holds of the optimizers."""
+    """The optimizers of a checkpoint."""
 
     settings: list[dict[str, Any]]  # of all groups of the optimizers here, in their order
     state: dict[str, dict[str, Any]]  # by name of the parameter
@@ -204,7 +196,6 @@ def match_optimizers(
     """Find what was saved of each group of parameters, by the names of the parameters, and check it.
 
     Args:
-        held: of the model.
         plain: as Held has it, of the checkpoint.
         targets: takes the tensors of the optimizers' state.
 
@@ -274,13 +265,10 @@ def _check_cuts(held: Held, model: nn.Module, state: Mapping[str, Mapping[str, A
 
 
 def put_back_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: SavedOptimizers) -> None:
-    """Restore each optimizer by its load_state_dict(). A collective under FSDP1.
+    """Restore each optimizer by its load_state_dict(), from filled tensors. A collective under FSDP1.
 
     torch's set_optimizer_state_dict() would do that too, but takes a step where there is no state yet, mixes
     the groups up where one of them is empty, and refuses an FSDP1 unit inside of activation checkpointing.
-
-    Args:
-        saved: from match_optimizers(), with filled tensors.
     """
     names, settings = parameter_names(model), iter(saved.settings)
     for optimizer in optimizers:
@@ -299,9 +287,9 @@ def put_back_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved
         else:
             found = {number: saved.state.get(names[param][0]) for param, number in numbers.items()}
             state = {number: entries for number, entries in found.items() if entries}
-        # torch's load_state_dict() takes apart what is no tensor, and converts dtypes to the parameter's.
         given = state
         if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+            # which takes apart what is no tensor, and drops imaginary parts
             given = {
                 number: {
                     what: value
@@ -314,9 +302,8 @@ def put_back_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved
         for number, entries in state.items():
             own = optimizer.state[params[number]]
             for what, value in entries.items():
-                if what not in given[number] or getattr(own.get(what), "dtype", None) != getattr(
-                    value, "dtype", None
-                ):
+                converted = getattr(own.get(what), "dtype", None) != getattr(value, "dtype", None)
+                if what not in given[number] or converted:  # to the dtype of the parameter
                     own[what] = value.to(params[number].device) if isinstance(value, Tensor) else value
 
 

@@ -77,10 +77,9 @@ def save_distributed(
         optimizer: one, or several over different parameters, as a sequence or the values of a mapping; they
             are told apart by their parameters, not by order or name. Left out of the checkpoint when None.
         step: number of the training step.
-        state: what else training needs to go on, by name, equal on all ranks: plain values and tensors, such
-            as an average of the weights, and objects with state_dict() and load_state_dict() (schedulers,
-            gradient scalers), of which the state_dict() is saved. DTensors in it are stored sharded (see
-            load_distributed).
+        state: what else training needs to go on, by name, equal on all ranks: plain values and tensors
+            (DTensors are stored sharded), and objects with state_dict() and load_state_dict() (schedulers,
+            gradient scalers), of which the state_dict() is saved.
         per_rank: what differs between ranks, by name: the state of random number generators, the position in
             this rank's data. Each rank's value comes back to it. A buffer of the model that differs is to be
             given under its name, and copied back after loading; the model's part of the checkpoint has rank
@@ -92,8 +91,7 @@ def save_distributed(
             in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
             second copy of this rank's shard, and keeps it for the next save.
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
-            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
-            than the others to read or write its part.
+            the model's own groups. One rank may take an hour longer than the others to write its part.
 
     Returns:
         The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.
@@ -121,8 +119,8 @@ def save_distributed(
             raise CheckpointError(
                 f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
             )
-        of_all.update(_values(state))
-        of_rank.update(_values(per_rank))
+        of_all.update(_values(state, "state"))
+        of_rank.update(_values(per_rank, "per_rank"))
         if twice := of_all.keys() & of_rank.keys():
             raise CheckpointError(f"expected each name once, found {sorted(twice)} in state and in per_rank")
         ignored.extend(frozen_names(model) if ignore_frozen_params else [])
@@ -210,16 +208,16 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def _values(given: Any) -> dict[str, Any]:
+def _values(given: Any, argument: str) -> dict[str, Any]:
     """Return state= or per_rank= by name, with the state_dict() of objects that have one."""
-    found = named_values(given)
+    found = named_values(given, argument)
     for name, value in found.items():
         if isinstance(value, Stateful):
             try:
                 found[name] = value.state_dict()
             except Exception as error:
                 raise CheckpointError(
-                    f"state {name!r}: state_dict() of {type(value).__name__} failed: "
+                    f"{argument} {name!r}: state_dict() of {type(value).__name__} failed: "
                     f"{type(error).__name__}: {error}"
                 ) from error
     return found
@@ -264,17 +262,16 @@ def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection
         cure=". Only DTensors are saved by parts; what is to differ goes into per_rank=",
     )
     if differ := differing(copies, ranks):
-        # raised on every rank alike
-        ranks.each(lambda: _refuse(in_words(differ)))
+        ranks.each(lambda: _refuse(in_words(differ)))  # raises on every rank alike
 
 
 def _refuse(differences: str) -> None:
     raise CheckpointError(
-        "expected the same values on all ranks that hold a copy of a parameter, a buffer or a DTensor's "
-        f"part in the state, found that {differences}. check_sharding(model, optimizer) looks for the cause; "
-        "torch.distributed.broadcast makes them equal. A buffer that is to differ, such as a running mean, "
-        "can be given as per_rank={name: buffer}. If each rank has experts of its own, make them one DTensor "
-        "over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"
+        "expected the same values on all ranks that hold a copy of a parameter, a buffer or a DTensor's part "
+        f"in the state, found that {differences}. check_sharding(model, optimizer) looks for the cause; "
+        "torch.distributed.broadcast makes them equal. A buffer that is to differ can be given as "
+        "per_rank={name: buffer}. If each rank has experts of its own, make them one DTensor over their "
+        "mesh: DTensor.from_local(own, mesh, [Shard(0)])"
     )
 
 
@@ -300,10 +297,8 @@ def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str
         values |= {f"{OPTIMIZER}param_groups[{index}][{name!r}]": value for name, value in settings}
     for name, entries in plain["optimizer"].items():
         values |= {f"{OPTIMIZER}{name}.{what}": value for what, value in entries.items()}
-    found = {}
-    for name, value in values.items():
-        text = json.dumps(value)
-        found[name] = text if len(text) < 80 else fingerprint([text])
+    texts = {name: json.dumps(value) for name, value in values.items()}
+    found = {name: text if len(text) < 80 else fingerprint([text]) for name, text in texts.items()}
     sharded = {name for name, one in held.of_model().items() if isinstance(one, DTensor)}
     of_ddp = tuple(f"{OPTIMIZER}{name}." for name in plain["optimizer"].keys() - sharded)
     may_differ = tuple(f"{EXTRA}{name}." for name in ignored)

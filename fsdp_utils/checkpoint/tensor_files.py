@@ -59,7 +59,7 @@ _PIECE_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor is: its dtype, and its full shape."""
+    """The dtype and the full shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -94,19 +94,10 @@ def write_tensors(
 
     A chunk that several ranks hold is written by one of them: of a DTensor, by the rank whose coordinates on
     the replicated dimensions of the mesh are 0; plain tensors are spread over the ranks by their sizes. So
-    all ranks have to pass the same plain tensors. Memory: a copy of at most 16 MiB of a tensor on a GPU.
-
-    Args:
-        path: of the new file.
-        tensors: by key; DTensors and plain tensors.
-        only_here: keys of plain tensors that no other rank passes. This rank writes them.
+    all ranks have to pass the same plain tensors, but for those in only_here, which this rank writes.
 
     Returns:
-        {"bytes": length, "blake3": hex digits} of the file; None if this rank has nothing to write, and then
-        there is no file.
-
-    Raises:
-        CheckpointError: the file cannot be written; names it.
+        {"bytes": length, "blake3": hex digits} of the file; None, and no file, if there is nothing to write.
     """
     own = {key for key, one in tensors.items() if isinstance(one, DTensor) and _is_writer(one)}
     plain = {key: one.nbytes for key, one in tensors.items() if not isinstance(one, DTensor)}
@@ -118,13 +109,9 @@ def write_tensors(
     # Each begins at a multiple of its itemsize.
     ordered = sorted(parts, key=lambda key: -tensors[key].dtype.itemsize)
     sharding = {key: {_OFFSETS: parts[key][0]} for key in ordered}
-    header = pack_header(
-        {key: Spec(tensors[key].dtype, tuple(parts[key][1].shape)) for key in ordered},
-        {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)},
-    )
-    size = len(header) + sum(part.nbytes for _, part in parts.values())
-    with torch.no_grad(), HashedFile(path, size) as file:
-        file.write(header)
+    specs = {key: Spec(tensors[key].dtype, tuple(parts[key][1].shape)) for key in ordered}
+    with torch.no_grad(), HashedFile(path) as file:
+        file.write(pack_header(specs, {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}))
         for key in ordered:
             for piece in _pieces(parts[key][1]):
                 file.write(view(piece))
@@ -157,7 +144,7 @@ def _is_writer(tensor: DTensor) -> bool:
 
 
 def held_part(key: str, tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Return the part of a tensor that this rank holds, and its offsets in it, by dimension.
+    """Return the offsets of the part of a tensor that this rank holds, by dimension, and the part.
 
     Raises:
         CheckpointError: the part is a summand (Partial), or not contiguous in the tensor.
@@ -180,12 +167,7 @@ def held_part(key: str, tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
 
 
 def check_storable(key: str, tensor: Tensor) -> None:
-    """Check that a tensor can be stored.
-
-    Raises:
-        CheckpointError: its dtype has no name in safetensors; it is Partial, or not contiguous; or it is on
-            meta, sparse, freed or a container of other tensors. Names it.
-    """
+    """Refuse a tensor whose values cannot be written: other dtypes, Partial, on meta, sparse, freed."""
     _, part = held_part(key, tensor)
     if isinstance(tensor, DTensor) and dist.get_rank() == 0 and tensor.device_mesh.get_coordinate() is None:
         raise CheckpointError(f"{key}: expected a DTensor over a mesh that rank 0 is in, found none")
@@ -198,12 +180,7 @@ def check_storable(key: str, tensor: Tensor) -> None:
 
 
 def pack_header(specs: Mapping[str, Spec], about: Mapping[str, str]) -> bytes:
-    """Pack the header of a file that holds tensors one after the other, with its length before it.
-
-    Args:
-        specs: of the tensors, in their order, by name; of dtypes that NAMES has.
-        about: metadata of the file.
-    """
+    """Pack the header, with its length, of a file that holds these tensors one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
     for name, spec in specs.items():
@@ -235,10 +212,9 @@ def open_tensors(checkpoint: Path, manifest: Mapping[str, Any]) -> "StoredTensor
 
 
 class StoredTensors:
-    """The tensors in some safetensors files.
+    """The tensors in some safetensors files, whose headers are read.
 
     Args:
-        paths: of the files, whose headers are read.
         specs: of all tensors, by key. None: each file holds full tensors.
 
     Attributes:
@@ -256,27 +232,21 @@ class StoredTensors:
                 self.chunks.setdefault(key, []).append(chunk)
         self.specs = specs or {key: Spec(one.dtype, one.shape) for key, (one, *_) in self.chunks.items()}
         for key, spec in self.specs.items():
-            chunks = self.chunks.get(key, [])
-            if sum(prod(one.shape) for one in chunks) != prod(spec.shape):
-                where = ", ".join(str(one.path) for one in chunks[:3]) or "no file"
+            shapes = [one.shape for one in self.chunks.get(key, [])]
+            if sum(map(prod, shapes)) != prod(spec.shape):
                 raise CheckpointDamagedError(
-                    f"expected {prod(spec.shape)} elements of {key}, each once, found "
-                    f"{[list(one.shape) for one in chunks[:8]]} in {where}"
+                    f"{key}: expected {prod(spec.shape)} elements in the files, found {shapes[:8]}"
                 )
 
     def read_into(self, targets: Iterable[tuple[str, Tensor]], *, threads: int = 1) -> None:
         """Fill tensors in place: plain tensors whole, DTensors with this rank's part.
 
-        Memory: the bytes go straight into the tensors, but for those with another dtype, on a GPU or cut
-        along another dimension. For these, each thread has a buffer of 16 MiB, or of one row of the chunk.
+        The bytes go straight into the tensors, but for those with another dtype, on a GPU or cut along
+        another dimension. For these, each thread has a buffer of 16 MiB, or of one row of the chunk.
 
         Args:
-            targets: tensors of the stored shapes, with their keys. They may have other dtypes than the stored
-                ones, and be sharded in another way.
+            targets: tensors of the stored shapes, in any dtype and sharding, with their keys.
             threads: how many files to read at a time.
-
-        Raises:
-            CheckpointError: a file cannot be read.
         """
         copies: dict[Path, list[_Copy]] = {}
         for key, tensor in targets:
@@ -296,11 +266,7 @@ class StoredTensors:
             list(pool.map(read_file, copies))  # raises the first error
 
     def read_whole(self, key: str) -> Tensor:
-        """Read one of the tensors, whole, into CPU memory.
-
-        Raises:
-            CheckpointError: its files cannot be read.
-        """
+        """Read one of the tensors, whole, into CPU memory."""
         spec = self.specs[key]
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         self.read_into([(key, tensor)])
@@ -322,7 +288,7 @@ class StoredTensors:
 
 
 class _Copy(NamedTuple):
-    """Something to be copied from a chunk into a part of a tensor."""
+    """A region of a chunk, and the part of a tensor that takes it."""
 
     chunk: Chunk
     offsets: tuple[int, ...]  # in the chunk, by dimension
@@ -360,11 +326,7 @@ def _read(copy: _Copy, file: FileIO, buffer: Tensor) -> None:
 
 
 def _read_header(path: Path) -> dict[str, Chunk]:
-    """Read which chunks are in a file, by key. Their bytes fill the file without holes and without overlap.
-
-    Raises:
-        CheckpointDamagedError: it is missing, cut short, or no such file.
-    """
+    """Read which chunks are in a file, by key. Their bytes fill the file without holes or overlap."""
     with open_file(path) as file:
         size = path.stat().st_size
         start = file.read(_LENGTH.size).ljust(_LENGTH.size, b"\xff")
@@ -374,18 +336,18 @@ def _read_header(path: Path) -> dict[str, Chunk]:
         header = json.loads(text)
         about = header.pop("__metadata__", {})
         sharding = json.loads(about[_SHARDING]) if _SHARDING in about else {}
-        end, chunks = _LENGTH.size + length, {}
+        end, chunks = 0, {}
         for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             shape, dtype = tuple(entry["shape"]), _DTYPE_OF[entry["dtype"]]
+            first, last = entry["data_offsets"]
             offsets = sharding[key][_OFFSETS] if sharding else (0,) * len(shape)
-            chunks[key] = Chunk(path, end, dtype, tuple(offsets), shape)
-            first, last = (_LENGTH.size + length + offset for offset in entry["data_offsets"])
-            sizes = len(shape) <= _MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
+            sizes = len(shape) <= _MOST_DIMS and all(type(one) is int and one >= 0 for one in shape)
             if not sizes or first != end or last - first != prod(shape) * dtype.itemsize:
-                raise ValueError(f"bytes {entry['data_offsets']} for {key:.200} as {dtype} {list(shape)}")
+                raise ValueError(f"bytes {entry['data_offsets']} for {key:.200} as {dtype} {list(shape)[:9]}")
+            chunks[key] = Chunk(path, _LENGTH.size + length + first, dtype, tuple(offsets), shape)
             end = last
-        if end != size:
-            raise ValueError(f"{end} bytes, where the file has {size}")
+        if _LENGTH.size + length + end != size:
+            raise ValueError(f"{_LENGTH.size + length + end} bytes, where the file has {size}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamagedError(
             f"{path}: expected a safetensors file, found {size} bytes that are none (cut short, or a pointer "

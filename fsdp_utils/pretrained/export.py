@@ -11,10 +11,9 @@ from typing import Any
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import HashedFile, doing, local_path, sync_directory, write_file
-from fsdp_utils.checkpoint.folder import abandon, begin, find, read_manifest
+from fsdp_utils.checkpoint.folder import abandon, begin, find, read_manifest, verify_checkpoint
 from fsdp_utils.checkpoint.state import MODEL
 from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors, pack_header
-from fsdp_utils.checkpoint.verify import verify_checkpoint
 from fsdp_utils.pretrained.reading import INDEX, ONE_FILE
 from fsdp_utils.sharding.local_part import view
 
@@ -177,7 +176,7 @@ def _write_parts(folder: Path, keys: Keys, stored: StoredTensors, limit: int) ->
 def _write(path: Path, keys: Keys, stored: StoredTensors) -> None:
     specs = {name: stored.specs[key] for name, key in keys.items()}
     header = pack_header(specs, {})
-    with HashedFile(path, len(header) + sum(spec.nbytes for spec in specs.values())) as file:
+    with HashedFile(path) as file:
         file.write(header)
         for key in keys.values():
             tensor = stored.read_whole(key)
