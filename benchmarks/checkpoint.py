@@ -7,8 +7,8 @@ turn by `save_distributed` and `load_distributed` (hashes taken and compared), b
 and written and read as raw bytes. Before it counts as saved, everything is on the disk: DCP's writer calls
 fsync by default (sync_files=True), and the raw write is given one. The peers' times leave out what a program
 adds to them, get_state_dict and set_state_dict; ours contain it. All load into tensors that are there
-already, from the page cache: it was just written. Times are of the slowest rank, from a barrier on. Ratios are medians over the
-rounds, each round with its own peer.
+already, from the page cache: it was just written. Times are of the slowest rank, from a barrier on. Ratios
+are medians over the rounds, each round with its own peer.
 
 Then: how long save_distributed(asynchronous=True) keeps the training waiting, and the peak host memory of a
 synchronous save and a load, each round in new processes.

@@ -186,7 +186,7 @@ def save_other_extra_state(folder: Path) -> dict[str, str | None]:
 
 def test_what_a_model_adds_is_the_same_on_all_ranks_or_given_as_per_rank(tmp_path: Path) -> None:
     told = run_on_ranks(save_other_extra_state, tmp_path)
-    words = ("_extra_state on all ranks", "rank 1", "goes into per_rank=")
+    words = ("_extra_state", "on all ranks", "rank 1", "goes into per_rank=")
     assert_told(told, dict.fromkeys(("number", "tensor", "nested"), words))
 
 

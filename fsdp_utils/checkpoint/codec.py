@@ -69,16 +69,7 @@ _NAMES = {kind: name for name, (kind, *_) in _ATOMS.items()}
 
 
 def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """Encode a value for json.dumps.
-
-    Args:
-        where: names the value, for errors and for its tensors.
-        tensors: takes the tensors in the value, by the key under which they are to be stored: `where`, and
-            the path to the tensor in the value.
-
-    Raises:
-        CheckpointError: it cannot be read back as it is; names the place.
-    """
+    """Encode a value for json.dumps; puts the tensors in it into `tensors`, by the path to them."""
     kind: Any = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value

@@ -34,12 +34,6 @@ def collective_call(
     """Wait for a save in flight and for all ranks, which must want the same of the same model.
 
     Inside, a rank waits at most wait_s for another one in a gloo collective of the model's groups.
-
-    Args:
-        facts: what else must be the same on all ranks; may raise what is wrong with this rank's arguments.
-
-    Raises:
-        CheckpointError: the same on every rank, whatever goes wrong on one.
     """
 
     def all_facts() -> dict[str, Any]:

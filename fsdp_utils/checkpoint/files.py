@@ -25,11 +25,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[:/]|.*://", re.DOTALL)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a file or directory of a file system that is mounted here.
-
-    Raises:
-        CheckpointError: it is a URL, a Path that was made of one, or begins with ~.
-    """
+    """Return the absolute path of a file or directory of a file system that is mounted here."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or not text or text.startswith("~") or _URL.match(text):
         raise CheckpointError(
@@ -154,13 +150,6 @@ class Lock:
     """A lock between programs, held until release() or the end of this process; forks do not hold it.
 
     It holds between hosts too, where the shared file system has locks (NFS and Lustre as most are mounted).
-
-    Attributes:
-        held: False where the file system has no locks; then nothing keeps others out.
-
-    Raises:
-        CheckpointError: another program holds it after wait_s seconds; names it.
-        OSError: the file cannot be made, or is a symbolic link.
     """
 
     def __init__(self, path: Path, *, wait_s: float) -> None:

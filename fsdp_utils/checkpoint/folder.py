@@ -86,12 +86,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def find(directory: str | os.PathLike[str], step: int | str = "latest") -> Path:
-    """Find the checkpoint of a step, or the one saved last; a checkpoint's own path is the latest.
-
-    Raises:
-        CheckpointNotFoundError: there is none; names the steps that are there.
-        CheckpointError: the directory cannot be listed, or is a URL.
-    """
+    """Find the checkpoint of a step, or the one saved last; a checkpoint's own path is the latest."""
     home = local_path(directory)
     is_one = os.path.lexists(home / MANIFEST) or (_NAME.fullmatch(home.name) and home.is_dir())
     if step == "latest" and is_one:
@@ -108,11 +103,7 @@ def find(directory: str | os.PathLike[str], step: int | str = "latest") -> Path:
 
 
 def every(directory: str | os.PathLike[str]) -> list[Path]:
-    """List all checkpoints in a directory, also two of one step; or the path itself, if it is a checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-    """
+    """List all checkpoints in a directory, also two of one step; or the path itself, if it is one."""
     home = local_path(directory)
     return [home] if find(home) == home else [one.path for one in _committed(home)]
 
@@ -124,12 +115,6 @@ def begin(home: Path, step: int) -> tuple[Path, Path]:
     """Make a new folder to save into, and choose the name that will commit it.
 
     Nobody else can save into the same directory until commit() or abandon(), or until this process ends.
-
-    Returns:
-        The folder to write into, and the path that it will have.
-
-    Raises:
-        CheckpointError: another program is saving there, or the directory cannot be made, written or listed.
     """
     if os.path.lexists(home / MANIFEST):
         raise CheckpointError(
@@ -203,11 +188,7 @@ def _hash(content: Any) -> str:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint, and compare it with its hash.
-
-    Raises:
-        CheckpointError: it is missing or damaged, cannot be read, or has another format.
-    """
+    """Read the manifest of a checkpoint, and compare it with its hash."""
     path = checkpoint / MANIFEST
     content = read_json(path)
     expected = content.pop("blake3", None) if isinstance(content, dict) else None
@@ -241,11 +222,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> None:
 def check_files(
     checkpoint: Path, manifest: Mapping[str, Any], names: Iterable[str], *, threads: int = 1
 ) -> None:
-    """Compare all names and sizes, and the hashes of the files named, with a checkpoint's manifest.
-
-    Raises:
-        CheckpointError: names the file, what was expected and what was found.
-    """
+    """Compare all names and sizes, and the hashes of the files named, with a checkpoint's manifest."""
     files = manifest["files"]
     with doing("read", checkpoint):
         there = {path.name: path for path in checkpoint.iterdir() if path.name != MANIFEST}

@@ -49,19 +49,7 @@ def match_model(
     strict: bool = True,
     ignored: Collection[str] = (),
 ) -> Matched:
-    """Match the tensors of a model with stored ones, and check that they are alike.
-
-    Args:
-        found: the stored tensors, by all their names.
-        where: they are, for the error.
-        remedy: for what only one of the two has.
-        cast: another dtype is no mistake.
-        strict: False if what only one of the two has is no mistake.
-        ignored: names that are not to be loaded.
-
-    Raises:
-        CheckpointError: with the first few differences.
-    """
+    """Match the tensors of a model with stored ones, and check that they are alike."""
     own, stored = held.of_model(), {}
     for name in found:
         if name not in ignored and held.first_name(name) in own:
@@ -99,12 +87,7 @@ def _some(names: list[str]) -> str:
 
 
 class Targets(list[tuple[str, Tensor]]):
-    """The tensors to fill, with their keys; codec.decode() has its methods allocate what it asks for.
-
-    Args:
-        specs: of the stored tensors, by key.
-        dims: of the DTensors in the user's state, as Held.plain has them.
-    """
+    """The tensors to fill, with their keys; codec.decode() has its methods allocate what it asks for."""
 
     def __init__(self, held: Held, specs: Mapping[str, Spec], dims: Mapping[str, list[int | None]]) -> None:
         self._specs, self._dims = specs, dims
@@ -143,9 +126,6 @@ class Targets(list[tuple[str, Tensor]]):
 
         Where the optimizer has such a tensor already it is that one: a second copy of the state takes memory,
         and getting it from the system takes longer than filling it.
-
-        Args:
-            own: what the optimizer holds of the parameter.
         """
         spec, there = self._specs[key], own.get(key.rpartition(".")[2])
         if tuple(param.shape) != spec.shape:
@@ -193,15 +173,7 @@ def match_optimizers(
     plain: Mapping[str, Any],
     targets: Targets,
 ) -> SavedOptimizers:
-    """Find what was saved of each group of parameters, by the names of the parameters, and check it.
-
-    Args:
-        plain: as Held has it, of the checkpoint.
-        targets: takes the tensors of the optimizers' state.
-
-    Raises:
-        CheckpointError: there is none, or it is of others.
-    """
+    """Find what was saved of each group of parameters, by the names of the parameters, and check it."""
     if not optimizers:
         return SavedOptimizers([], {})
     names = parameter_names(model)
@@ -311,11 +283,7 @@ def put_back_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved
 
 
 def put_back_model(model: nn.Module, held: Held, extra: Mapping[str, Any]) -> None:
-    """Restore the model from what Held.of() took of it, whose tensors were filled. A collective under FSDP1.
-
-    Args:
-        extra: what the model has besides tensors, by name.
-    """
+    """Restore the model from what Held.of() took of it, with filled tensors. A collective under FSDP1."""
     own = {
         _address(tensor)
         for tensor in (*model.parameters(), *model.buffers())

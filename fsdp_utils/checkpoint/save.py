@@ -243,12 +243,6 @@ def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection
 
     One rank's values are stored, so those of the others would be lost without an error: of replicas that have
     drifted apart, of experts that ranks hold under the same names, of running means.
-
-    Args:
-        ignored: names in the model of what may differ.
-
-    Raises:
-        CheckpointError: something differs; names a few. The same on every rank.
     """
     if not ranks.distributed:
         return
@@ -317,11 +311,7 @@ def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """Describe the model for the manifest: its class, its configuration, the buffers that are not saved.
-
-    Where the model has no configuration, "parts" has those of its children, such as the transformers model
-    of a LightningModule, by their names.
-    """
+    """Describe the model for the manifest, or its "parts" where it has no configuration itself."""
     module = unwrapped(model)
     name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
     about = {"model": name, "unsaved_buffers": samples(module), **_configuration(module)}

@@ -1,8 +1,4 @@
-"""Collect what a checkpoint holds of a model, optimizers and the user's state: tensors by key, and the rest.
-
-torch.distributed.checkpoint.state_dict gives the model's tensors: under names that do not depend on the
-wrapper (FSDP1, FSDP2, DDP, torch.compile), and sharded as the model is.
-"""
+"""Collect a model, its optimizers and the user's state: tensors by key, and the rest as JSON."""
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,13 +32,12 @@ Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 
 @dataclass
 class Held:
-    """The tensors of a model, its optimizers and the user's state by key, and all that is no tensor as JSON.
+    """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it.
 
-    The tensors share the model's memory where they can. `plain` holds values as codec.encode() makes them:
-    "extra" (what the model's state dict has besides tensors, by name), "groups" (of each group of parameters
-    of the optimizers its "classes", "params" by name and "settings"), "optimizer" (their state, by name of
-    the parameter), "state", and "dims" (by key of each DTensor in the state the dimension that each dimension
-    of its mesh shards, None where it is replicated).
+    `plain` has "extra" (the model's state dict besides tensors, by name), "groups" (of each group of
+    parameters its "classes", "params" by name and "settings"), "optimizer" (their state, by name of the
+    parameter), "state", and "dims" (by key of each DTensor in the state the dimension that each dimension of
+    its mesh shards, None where it is replicated).
     """
 
     tensors: dict[str, Tensor]
@@ -55,11 +50,7 @@ class Held:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Held":
-        """Collect what a model holds. A collective under FSDP1.
-
-        Raises:
-            CheckpointError: something cannot be saved; names it.
-        """
+        """Collect a model's state dict, under names without wrappers. A collective under FSDP1."""
         with quiet():
             found = get_model_state_dict(model)
         tied = tied_names(model)
@@ -99,11 +90,7 @@ class Held:
         self.plain["optimizer"] = encode(state, OPTIMIZER[:-1], self.tensors)
 
     def add_state(self, values: Mapping[str, Any]) -> None:
-        """Add the user's state: plain values and tensors, by name.
-
-        Raises:
-            CheckpointError: a value cannot be saved; names it.
-        """
+        """Add the user's state: plain values and tensors, by name."""
         tensors: dict[str, Tensor] = {}
         self.plain["state"] = encode(dict(values), STATE[:-1], tensors)
         for key, tensor in tensors.items():
@@ -204,10 +191,7 @@ def in_parts(model: nn.Module) -> Iterator[None]:
 
 
 def _inner(module: object) -> tuple[str, nn.Module] | None:
-    """The module inside of a wrapper, under the name that it has there; None if this is no wrapper.
-
-    Wrappers are DDP, FSDP1, activation checkpointing, torch.compile and Lightning Fabric's.
-    """
+    """The module inside of a wrapper (DDP, FSDP1, checkpointing, compile, Fabric), with its name there."""
     if isinstance(module, DistributedDataParallel | nn.DataParallel):
         return "module", module.module
     # A module that holds more than one is no wrapper. Fabric's has the model under a second name.
@@ -219,10 +203,7 @@ def _inner(module: object) -> tuple[str, nn.Module] | None:
 
 
 def without_unsharded_wrappers(model: nn.Module) -> nn.Module:
-    """Strip the wrappers around a model that shard nothing.
-
-    What is inside has the same names, whichever of them are around it and in which order.
-    """
+    """Strip the wrappers around a model that shard nothing."""
     while not isinstance(model, FSDP1 | FSDPModule) and (inner := _inner(model)) is not None:
         model = inner[1]
     return model

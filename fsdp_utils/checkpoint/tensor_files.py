@@ -95,9 +95,6 @@ def write_tensors(
     A chunk that several ranks hold is written by one of them: of a DTensor, by the rank whose coordinates on
     the replicated dimensions of the mesh are 0; plain tensors are spread over the ranks by their sizes. So
     all ranks have to pass the same plain tensors, but for those in only_here, which this rank writes.
-
-    Returns:
-        {"bytes": length, "blake3": hex digits} of the file; None, and no file, if there is nothing to write.
     """
     own = {key for key, one in tensors.items() if isinstance(one, DTensor) and _is_writer(one)}
     plain = {key: one.nbytes for key, one in tensors.items() if not isinstance(one, DTensor)}
@@ -144,11 +141,7 @@ def _is_writer(tensor: DTensor) -> bool:
 
 
 def held_part(key: str, tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Return the offsets of the part of a tensor that this rank holds, by dimension, and the part.
-
-    Raises:
-        CheckpointError: the part is a summand (Partial), or not contiguous in the tensor.
-    """
+    """Return the offsets of the part of a tensor that this rank holds, by dimension, and the part."""
     if isinstance(tensor, DTensor):
         dims = [getattr(placement, "dim", None) for placement in tensor.placements]
         for index, placement in enumerate(tensor.placements):
@@ -212,18 +205,7 @@ def open_tensors(checkpoint: Path, manifest: Mapping[str, Any]) -> "StoredTensor
 
 
 class StoredTensors:
-    """The tensors in some safetensors files, whose headers are read.
-
-    Args:
-        specs: of all tensors, by key. None: each file holds full tensors.
-
-    Attributes:
-        chunks: of every tensor, by key.
-        specs: dtype and full shape of every tensor, by key.
-
-    Raises:
-        CheckpointDamagedError: a file is missing or damaged, or the chunks do not make up the tensors.
-    """
+    """The tensors in some safetensors files, whose headers are read."""
 
     def __init__(self, paths: Iterable[Path], specs: dict[str, Spec] | None = None) -> None:
         self.chunks: dict[str, list[Chunk]] = {}
@@ -243,10 +225,6 @@ class StoredTensors:
 
         The bytes go straight into the tensors, but for those with another dtype, on a GPU or cut along
         another dimension. For these, each thread has a buffer of 16 MiB, or of one row of the chunk.
-
-        Args:
-            targets: tensors of the stored shapes, in any dtype and sharding, with their keys.
-            threads: how many files to read at a time.
         """
         copies: dict[Path, list[_Copy]] = {}
         for key, tensor in targets:

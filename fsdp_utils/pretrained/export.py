@@ -34,11 +34,9 @@ def export_safetensors(
     """Write the model of a checkpoint as safetensors, in one process that holds one tensor at a time.
 
     The folder gets model.safetensors, or several numbered files and model.safetensors.index.json. The
-    config.json of a transformers model is written too: it was saved with the checkpoint. Add the tokenizer
-    with `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again.
-    The checkpoint is verified first. All files are complete before the first one gets its name. Readers look
-    for the last one first, which is deleted before: after a crash they find the old model, the new one, or
-    none.
+    config.json of a transformers model is written too. Add the tokenizer with
+    `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again. The
+    checkpoint is verified first. After a crash a reader finds the old model, the new one, or none.
 
     Args:
         checkpoint: of save_distributed, or a directory of such checkpoints (then the last one is taken).
@@ -100,11 +98,7 @@ def export_safetensors(
 def _model_in(
     source: Path, manifest: dict[str, Any], prefix: str
 ) -> tuple[Keys, dict[str, Any] | None, dict[str, Any]]:
-    """Return the tensors of the model under all their names, its configuration, and those of its adapters.
-
-    Raises:
-        CheckpointError: no tensor has such a name.
-    """
+    """Return the tensors of the model under all their names, its configuration, and those of its adapters."""
     names = {key.removeprefix(MODEL): key for key in manifest["tensors"] if key.startswith(MODEL)}
     names |= {alias: names[first] for alias, first in manifest["tied"].items()}
     keys = {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
@@ -118,11 +112,7 @@ def _model_in(
 
 
 def _adapter_in(source: Path, keys: Keys, adapters: dict[str, Any]) -> tuple[Keys, dict[str, Any]]:
-    """Return the tensors of the one LoRA adapter, under the names that peft reads, and its configuration.
-
-    Raises:
-        CheckpointError: there is none, several, or an adapter that is more than matrices beside the weights.
-    """
+    """Return the tensors of the one LoRA adapter, under the names that peft reads, and its configuration."""
     kinds = {name: str(config.get("peft_type")) for name, config in adapters.items()}
     if list(kinds.values()) != ["LORA"]:
         raise CheckpointError(

@@ -7,13 +7,13 @@ without a warning, ignores what the model does not want, and torch 2.6 does not 
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_utils.checkpoint.collective import TRANSFER_LIMIT_S
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path
 from fsdp_utils.checkpoint.restore import match_model
@@ -25,7 +25,6 @@ from fsdp_utils.pretrained.reading import open_folder
 from fsdp_utils.sharding.local_part import local
 
 _SHOWN = 3  # problems of a kind in one error
-_READ_S = 3600.0  # that one rank may take longer than the others to read its part
 
 
 def load_pretrained(
@@ -33,7 +32,6 @@ def load_pretrained(
     model: nn.Module,
     *,
     cast: bool = False,
-    ignore: Iterable[str] = (),
     device: torch.device | str | None = None,
     wait_s: float = WAIT_S,
 ) -> None:
@@ -41,9 +39,7 @@ def load_pretrained(
 
     Call it on every rank. Each reads its own part of each tensor, straight into its shard; in addition it
     holds at most 16 MiB, or one row of a tensor. So build the model under `torch.device("meta")`, wrap it
-    with fully_shard, and call this instead of to_empty. Before the model is changed, all ranks check the
-    names, shapes, dtypes and placements of its tensors, the device, that tied weights are equal if the folder
-    has them under several names, and that there is a value for every buffer.
+    with fully_shard, and call this instead of to_empty. All checks come before the model is changed.
 
     The format has no hashes: a file that was cut short is noticed, a changed byte is not.
 
@@ -57,7 +53,6 @@ def load_pretrained(
             reset_parameters() of their module. Otherwise they stay as they are; a warning names those for
             which that computation gives other values, as to_empty leaves them uninitialised.
         cast: convert to the model's dtypes where they differ from the files'.
-        ignore: patterns such as "lm_head.*" of names in the files that the model does not want.
         device: where to put what is on meta. None is the device of the model's mesh; "cpu" is needed for
             CPUOffloadPolicy on GPUs.
         wait_s: seconds to wait for all ranks to enter.
@@ -72,7 +67,6 @@ def load_pretrained(
         shard(model)
         load_pretrained("exported", model)
     """
-    patterns = [ignore] if isinstance(ignore, str) else list(ignore)
     opened: list[tuple[StoredTensors, torch.device]] = []
 
     def facts() -> dict[str, Any]:
@@ -86,7 +80,7 @@ def load_pretrained(
         stored = open_folder(local_path(folder))
         opened.append((stored, place))
         content, own = _fingerprint(stored.specs), _fingerprint(dict(model.named_parameters()))
-        return {"content of the folder": content, "model": own, "cast": cast, "ignore": patterns}
+        return {"content of the folder": content, "model": own, "cast": cast}
 
     ranks = agree(
         "load_pretrained",
@@ -94,7 +88,7 @@ def load_pretrained(
         error=CheckpointError,
         topic="pretrained",
         wait_s=wait_s,
-        collective_s=_READ_S,
+        collective_s=TRANSFER_LIMIT_S,
     )
     with ranks.guard():
         ((stored, place),) = opened
@@ -104,16 +98,8 @@ def load_pretrained(
             own = held.of_model()
             for name, tensor in own.items():
                 held_part(name, tensor)
-            strange = [name for name in stored.specs if held.first_name(name) not in own]
-            ignored = {name for name in strange if any(fnmatchcase(name, pattern) for pattern in patterns)}
-            names = match_model(
-                held,
-                stored.specs,
-                str(folder),
-                "ignore= leaves names of the files aside",
-                cast=cast,
-                ignored=ignored,
-            ).stored
+            remedy = "build the model that was saved there"
+            names = match_model(held, stored.specs, str(folder), remedy, cast=cast).stored
             _check_ties(stored, own, names, place)
             return names, *compute_buffers(model, place)
 
@@ -146,11 +132,7 @@ def _fingerprint(tensors: Mapping[str, Any]) -> str:
 def _check_ties(
     stored: StoredTensors, own: dict[str, Tensor], names: dict[str, list[str]], device: torch.device
 ) -> None:
-    """Compare this rank's part of what is in the files under several names, one tensor at a time.
-
-    Raises:
-        CheckpointError: a file cannot be read, or tied tensors are not equal in the files.
-    """
+    """Compare this rank's part of what is in the files under several names, one tensor at a time."""
     for key, (first, *others) in names.items():
         for name in others:
             pair = [torch.empty_like(own[key], device=device) for _ in range(2)]

@@ -10,11 +10,7 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_folder(folder: Path) -> StoredTensors:
-    """Read the headers of a folder's files.
-
-    Raises:
-        CheckpointError: there is no such folder, it has no safetensors, or a file is damaged.
-    """
+    """Read the headers of a folder's files."""
     if (folder / ONE_FILE).exists():  # transformers, too, ignores an index then
         return StoredTensors([folder / ONE_FILE])
     if not (folder / INDEX).exists():
