@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -240,6 +240,33 @@ def test_a_failure_on_one_rank_is_told_by_all(two_ranks: TwoRanks, tmp_path: Pat
             told([one[f"{name}, {asynchronous}"] for one in (first, second)], text)
     told([first["state"], second["state"]], "rank 1: .*KeyError: 'no such entry'")
     only(tmp_path, *range(len(FAILURES) + 1))
+
+
+# ---- what ranks send each other ----------------------------------------------------------------------------
+
+
+def count_object_collectives(folder: Path) -> int:
+    """Of the second save; the first one connects the ranks."""
+    model, optimizer = build("fsdp2")
+    train(model, optimizer, Data(), 1)
+    save_distributed(folder, model, optimizer, step=1)
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        call = getattr(dist, name)
+        return lambda *args, **options: (calls.append(name), call(*args, **options))[1]
+
+    names = [name for name in dir(dist) if "object" in name and callable(getattr(dist, name))]
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(patched(dist, name, counted(name)))
+        save_distributed(folder, model, optimizer, step=2, state={"epoch": 1}, per_rank={"own": rank()})
+    return len(calls)
+
+
+def test_a_save_needs_at_most_four_object_collectives(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    first, second = two_ranks(count_object_collectives, tmp_path)
+    assert 0 < first == second <= 4
 
 
 # ---- asynchronous saves ------------------------------------------------------------------------------------

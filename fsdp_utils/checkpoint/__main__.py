@@ -20,7 +20,7 @@ from fsdp_utils.checkpoint.files import doing
 from fsdp_utils.checkpoint.folder import every, find, read_manifest, verify_checkpoint
 from fsdp_utils.checkpoint.tensor_files import StoredTensors
 from fsdp_utils.pretrained.export import ADAPTER_FILE, export_safetensors
-from fsdp_utils.pretrained.reading import open_folder
+from fsdp_utils.pretrained.loading import open_folder
 
 _ABOUT = ("step", "saved_at", "world_size", "model", "optimizer")
 

@@ -14,7 +14,7 @@ from fsdp_utils.checkpoint.files import HashedFile, doing, local_path, sync_dire
 from fsdp_utils.checkpoint.folder import abandon, begin, find, read_manifest, verify_checkpoint
 from fsdp_utils.checkpoint.state import MODEL
 from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors, pack_header
-from fsdp_utils.pretrained.reading import INDEX, ONE_FILE
+from fsdp_utils.pretrained.loading import INDEX, ONE_FILE
 from fsdp_utils.sharding.local_part import view
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

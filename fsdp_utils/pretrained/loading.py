@@ -8,22 +8,23 @@ without a warning, ignores what the model does not want, and torch 2.6 does not 
 import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_utils.checkpoint.collective import TRANSFER_LIMIT_S
-from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.files import local_path
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from fsdp_utils.checkpoint.files import local_path, read_json
 from fsdp_utils.checkpoint.restore import match_model
 from fsdp_utils.checkpoint.state import Held, has_fsdp1
 from fsdp_utils.checkpoint.tensor_files import StoredTensors, held_part
-from fsdp_utils.distributed.agreement import WAIT_S, agree, fingerprint
+from fsdp_utils.distributed.agreement import agree, fingerprint
 from fsdp_utils.pretrained.meta_init import Buffer, compute_buffers, device_of, materialise
-from fsdp_utils.pretrained.reading import open_folder
 from fsdp_utils.sharding.local_part import local
 
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 3  # problems of a kind in one error
 
 
@@ -33,7 +34,6 @@ def load_pretrained(
     *,
     cast: bool = False,
     device: torch.device | str | None = None,
-    wait_s: float = WAIT_S,
 ) -> None:
     """Load a folder of safetensors into a model that may be sharded, and may still be on the meta device.
 
@@ -55,7 +55,6 @@ def load_pretrained(
         cast: convert to the model's dtypes where they differ from the files'.
         device: where to put what is on meta. None is the device of the model's mesh; "cpu" is needed for
             CPUOffloadPolicy on GPUs.
-        wait_s: seconds to wait for all ranks to enter.
 
     Raises:
         CheckpointError: the same on every rank. The model is as it was, unless it says otherwise.
@@ -87,7 +86,6 @@ def load_pretrained(
         facts,
         error=CheckpointError,
         topic="pretrained",
-        wait_s=wait_s,
         collective_s=TRANSFER_LIMIT_S,
     )
     with ranks.guard():
@@ -142,3 +140,25 @@ def _check_ties(
                     f"{stored.chunks[name][0].path}: expected {name} to equal {first} (they are tied in the "
                     "model), found another tensor. Build the model without tying them"
                 )
+
+
+def open_folder(folder: Path) -> StoredTensors:
+    """Read the headers of a folder's files."""
+    if (folder / ONE_FILE).exists():  # transformers, too, ignores an index then
+        return StoredTensors([folder / ONE_FILE])
+    if not (folder / INDEX).exists():
+        there = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else "no folder"
+        raise CheckpointError(
+            f"{folder}: expected a folder with {ONE_FILE}, or with {INDEX} and the files it names, found "
+            f"{there or 'an empty one'}. Give the folder itself, downloaded; save_pretrained() "
+            "of transformers and export_safetensors() write such folders"
+        )
+    try:
+        files = set(read_json(folder / INDEX)["weight_map"].values())
+        if elsewhere := [name for name in files if not name or Path(name).name != name or "\0" in name]:
+            raise ValueError(f"{elsewhere[0]!r}, which is not in the folder")
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise CheckpointDamagedError(
+            f"{folder / INDEX}: expected the files by tensor under 'weight_map', found {error!r:.100}"
+        ) from error
+    return StoredTensors([folder / file for file in sorted(files)])
