@@ -153,7 +153,7 @@ class Lock:
     """
 
     def __init__(self, path: Path, *, wait_s: float) -> None:
-        self._path, self.held = path, False
+        self._path, self._owner, self.held = path, os.getpid(), False
         limit = time.monotonic() + wait_s
         while not self._take():
             with self._file:
@@ -185,6 +185,7 @@ class Lock:
         return False
 
     def release(self) -> None:
-        with suppress(OSError):
-            self._path.unlink()
+        if self._owner == os.getpid():  # not in a fork, which holds nothing
+            with suppress(OSError):
+                self._path.unlink()
         self._file.close()
