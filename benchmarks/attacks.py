@@ -10,6 +10,7 @@ silently wrong. The peer is plain DCP on a flip in its own files. Exits with 1 i
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -217,6 +218,7 @@ def in_a_child(attack: Attack, folder: Path, seed: str) -> Outcome:
 
     def work() -> None:
         torch.set_num_threads(1)
+        logging.disable()  # plain DCP logs every error
         os.setsid()
         try:
             theirs.send(attack(folder, random.Random(seed)))
