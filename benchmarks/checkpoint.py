@@ -4,12 +4,11 @@
 
 A state of so many GiB, float32 parameters and AdamW's state sharded by fully_shard, is saved and loaded in
 turn by `save_distributed` and `load_distributed` (hashes taken and compared), by plain dcp.save and dcp.load,
-by torch.save and torch.load (each rank its own shard), and written and read as raw bytes. Before it counts as
-saved, everything is on the disk in all four: DCP's writer calls fsync by default (sync_files=True), and
-torch.save and the raw write are given one. The peers' times leave out what a program adds to them,
-get_state_dict and set_state_dict; ours contain it. All load into tensors that are there already, from the
-page cache: it was just written. Times are of the slowest rank, from a barrier on. Ratios are medians over the
-rounds, each round with its own peer.
+and written and read as raw bytes. Before it counts as saved, everything is on the disk: DCP's writer calls
+fsync by default (sync_files=True), and the raw write is given one. The peers' times leave out what a program
+adds to them, get_state_dict and set_state_dict; ours contain it. All load into tensors that are there
+already, from the page cache: it was just written. Times are of the slowest rank, from a barrier on. Ratios
+are medians over the rounds, each round with its own peer.
 
 Then: how long save_distributed(asynchronous=True) keeps the training waiting, and the peak host memory of a
 synchronous save and a load, each round in new processes.
@@ -50,7 +49,7 @@ WIDTH = 2048  # a layer has 16 MiB of parameters
 SAVE_RATIO, LOAD_RATIO, BLOCKED, FIRST, MEMORY = 1.05, 1.2, 0.10, 0.25, 1.0  # the limits
 LIMIT_S = 1200.0  # of one call of run_on_ranks
 
-WAYS = ("ours", "plain DCP", "torch.save", "raw bytes")
+WAYS = ("ours", "plain DCP", "raw bytes")
 
 
 def build(gib: float) -> tuple[nn.Module, Optimizer]:
@@ -94,15 +93,12 @@ def timed(call: Callable[[], Any]) -> float:
 # ---- the ways of saving and loading ------------------------------------------------------------------
 
 
-def durably(path: Path, write: Callable[[Any], object]) -> None:
+def write_raw(path: Path, tensors: list[Tensor]) -> None:
     with path.open("wb") as file:
-        write(file)
+        for tensor in tensors:
+            file.write(view(tensor))
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_raw(path: Path, tensors: list[Tensor]) -> None:
-    durably(path, lambda file: [file.write(view(tensor)) for tensor in tensors])
 
 
 def read_raw(path: Path, tensors: list[Tensor]) -> None:
@@ -124,9 +120,6 @@ def one_round(way: str, folder: Path, model: nn.Module, optimizer: Optimizer) ->
         state = {"model": parts[0], "optimizer": parts[1]}
         save = timed(lambda: dcp.save(state, checkpoint_id=folder))
         return save, timed(lambda: dcp.load(state, checkpoint_id=folder))
-    if way == "torch.save":
-        save = timed(lambda: durably(own, lambda file: torch.save(shard, file)))
-        return save, timed(lambda: torch.load(own, weights_only=True))
     save = timed(lambda: write_raw(own, shard))
     return save, timed(lambda: read_raw(own, shard))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -63,11 +64,15 @@ VALUES: dict[str, Any] = {
     "generators": [random.getstate(), np.random.RandomState(3).get_state(), torch.get_rng_state()],
     "numpy's generator": np.random.default_rng(5).bit_generator.state,
 }
-REAL = (torch.bool, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float64)
-OTHERS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128)
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+)
 COMPLEX = torch.tensor([1 + 2j, -3 - 0j])
 TENSORS: dict[str, Tensor] = {
-    **{str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in REAL + OTHERS},
+    **{str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES},
     "conjugated": COMPLEX.conj(),
     "negative": COMPLEX.conj().imag,
     "one number": torch.tensor(-0.0),
@@ -104,7 +109,10 @@ def test_values_and_tensors_come_back_with_every_bit(tmp_path: Path) -> None:
     held = {**VALUES, **TENSORS, "objects": [{"deep": [TENSORS, (torch.ones(1),)]}]}
     optimizers[0].state[model.param] = held
     optimizers[0].param_groups[0]["note"] = VALUES
-    save_distributed(tmp_path, model, optimizers[0], step=1, state=held, per_rank={"own": held})
+    save = save_distributed(tmp_path, model, optimizers[0], step=1, state=held, per_rank={"own": held})
+    with safe_open(save.wait() / "rank-00000.safetensors", "pt") as file:  # a plain reader
+        for name, tensor in TENSORS.items():
+            assert same(file.get_tensor(f"state.{name}"), tensor), name
     found = load_distributed(tmp_path, into, optimizers[1])
     for name, value in held.items():
         assert same(found[name], value), name
@@ -138,16 +146,17 @@ endless.append(endless)
 ONE = torch.ones(1)
 SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([ONE]), 2)
 UNSAVABLE: dict[str, tuple[Any, str]] = {
-    "an object": (Custom(), r"x: expected tensors.*found \S+\.Custom.* Save what it consists of"),
+    "an object": (Custom(), r"x: expected full tensors.*found a \S+\.Custom.* Save what it consists of"),
     "deep": ({"a": [1, (Custom(),)]}, r"x\.a\.1\.0: .*Custom"),
-    "with a state": ([SCHEDULER], r"x\.0: .*StepLR.*Save its \.state_dict\(\)"),
-    "no dict": ({"x": defaultdict(list)}, r"x\.x: .*defaultdict.*Save dict\(value\)"),
-    "named tuple": (Pair(1, 2), r"x: .*Pair.*Save its \._asdict\(\)"),
+    "with a state": ([SCHEDULER], r"x\.0: .*StepLR.*such as its \.state_dict\(\)"),
+    "no dict": ({"x": defaultdict(list)}, r"x\.x: .*defaultdict.*such as .*dict\(it\)"),
+    "named tuple": (Pair(1, 2), r"x: .*Pair"),
     "generator": (torch.Generator(), r"x: .*Generator"),
     "kind of text": (Text("a"), r"x: .*Text"),
     "array of objects": (np.array([None]), r"x: .*numpy\.ndarray"),
-    "large array": (np.ones(1 << 18), r"x: .*numpy\.ndarray.*Save torch\.from_numpy\(array\)"),
-    "itself": (endless, r"x\S*: expected values that do not contain themselves"),
+    "large array": (np.ones(1 << 18), r"x: .*numpy\.ndarray.*torch\.from_numpy\(it\)"),
+    "itself": (endless, "RecursionError: maximum recursion depth"),
+    "complex128": (torch.ones(2, dtype=torch.complex128), r"x: .*found a Tensor of torch\.complex128"),
     "sparse": (torch.eye(2).to_sparse(), r"x: "),
     "on meta": (torch.ones(2, device="meta"), r"x: "),
     "fails": (Broken(), r"'x': state_dict\(\) of Broken failed: RuntimeError: no state here"),
@@ -165,23 +174,6 @@ def test_what_could_not_be_read_back_is_refused_by_name(name: str, tmp_path: Pat
     assert not list(tmp_path.glob("*-step-*"))
 
 
-def test_what_a_model_adds_and_nobody_could_load_is_refused(tmp_path: Path) -> None:
-    model = Buffers(filled=True)
-    model.extra = {"a": Custom()}
-    with pytest.raises(
-        CheckpointError, match=r"model\._extra_state.*\.a: expected tensors.*found \S+\.Custom"
-    ):
-        save_distributed(tmp_path, model, step=1)
-
-
-def test_what_a_model_adds_comes_back_in_place_of_what_it_has(tmp_path: Path) -> None:
-    model, into = Buffers(filled=False), Buffers(filled=False)
-    model.extra, into.extra = {"a": [torch.ones(3)], "b": ONE}, {"a": [torch.zeros(3)], "c": ONE}
-    save_distributed(tmp_path, model, step=1)
-    load_distributed(tmp_path, into)
-    assert same(into.extra, model.extra)
-
-
 def save_other_extra_state(folder: Path) -> dict[str, str | None]:
     told = {}
     for name, extra in {"number": rank(), "tensor": ONE * rank(), "nested": {"a": ONE * rank()}}.items():
@@ -194,7 +186,7 @@ def save_other_extra_state(folder: Path) -> dict[str, str | None]:
 
 def test_what_a_model_adds_is_the_same_on_all_ranks_or_given_as_per_rank(tmp_path: Path) -> None:
     told = run_on_ranks(save_other_extra_state, tmp_path)
-    words = ("the same _extra_state on all ranks", "rank 1", "goes into per_rank=")
+    words = ("_extra_state", "on all ranks", "rank 1", "goes into per_rank=")
     assert_told(told, dict.fromkeys(("number", "tensor", "nested"), words))
 
 
@@ -229,7 +221,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     *(({"step": 1, "keep": keep}, KEEP) for keep in (True, 0, 2.0)),
     *(({"step": 1, name: [("a", 1)]}, MAPPING) for name in ("state", "per_rank")),
     *(({"step": 1, "wait_s": s}, "expected wait_s in seconds") for s in (float("nan"), -1, None, "1")),
-    ({"step": 1, "state": {1: 2}}, r"found the names \[1\]"),
+    ({"step": 1, "state": {1: 2}}, r"found a dict \{1: 2\}"),
     ({"step": 1, "state": {"x": 1}, "per_rank": {"x": 2}}, r"found \['x'\] in state and in per_rank"),
 ]
 
@@ -239,13 +231,6 @@ def test_other_arguments_are_refused(options: dict[str, Any], words: str, tmp_pa
     with pytest.raises(CheckpointError, match=words):
         save_distributed(tmp_path, nn.Linear(2, 2), **options)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("step", [True, 1.0, "1", None])
-def test_a_loaded_step_is_a_whole_number_or_latest(step: Any, tmp_path: Path) -> None:
-    save_distributed(tmp_path, nn.Linear(2, 2), step=1)
-    with pytest.raises(CheckpointError, match='expected step to be a whole number or "latest", found'):
-        load_distributed(tmp_path, nn.Linear(2, 2), step=step)
 
 
 def test_a_name_may_be_that_of_an_argument_or_none_in_python(tmp_path: Path) -> None:
@@ -312,7 +297,7 @@ def load_on_others(folder: Path) -> None:
     model, optimizer, scheduler = with_objects(1)
     before = wholes(model, optimizer)
     error = outcome(lambda: load_distributed(folder, model, optimizer, state={"data": Loader()})).error
-    assert "state 'data': expected one value, found one for each of 2 ranks" in str(error)
+    assert "state 'data': expected one state in the checkpoint, found one of each rank" in str(error)
     assert all(torch.equal(value, before[name]) for name, value in wholes(model, optimizer).items())
     found = load_distributed(folder, model, optimizer, state={"scheduler": scheduler})
     assert scheduler.last_epoch == 4
@@ -371,11 +356,14 @@ def test_what_cannot_be_saved_or_loaded_is_the_same_error_on_all_ranks(tmp_path:
         "sharded": ("state.b", "rank 1"),
         "names": ("names in state", "on all ranks"),
         "broken": ("rank 1", "no state here"),
-        "partial": ("state.b.0: expected a DTensor with placements Shard and Replicate, found",),
-        "parts": ("state.average.", "found a ShardedTensor of FSDP1"),
+        "partial": ("state.b.0: expected one contiguous part of the tensor on each rank, found P(sum)",),
+        "parts": ("state.average.", "found a torch.distributed._shard.sharded_tensor"),
         "model": ("state 'average': expected an object whose state_dict() involves no other rank",),
         "own part": ("per_rank.", "b: expected a tensor of this rank, found a DTensor"),
-        "missing": ("state 'scheduler': expected in the checkpoint, which holds ['data']",),
+        "missing": (
+            "state 'scheduler': expected one state in the checkpoint, found none",
+            "has ['data']",
+        ),
         "plain": ("state 'data': expected an object with state_dict() and load_state_dict(), found a dict",),
         "pairs": (MAPPING, "found a list"),
         "differs": ("expected the same state on all ranks",),

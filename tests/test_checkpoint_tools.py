@@ -3,7 +3,6 @@
 import json
 import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils import export_safetensors, run_on_ranks, save_distributed
-from fsdp_utils.checkpoint import CheckpointError
 from tests.checkpoints import Data, build, train, wholes
 
 
@@ -171,13 +169,6 @@ def test_what_is_wrong_ends_with_1_and_one_line(run: Path, tmp_path: Path, comma
     assert not (tmp_path / "out").exists()
 
 
-def test_the_commands_run_as_a_program(run: Path, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "fsdp_utils", "checkpoint", "export", run, tmp_path / "out"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
 # ---- export ------------------------------------------------------------------------------------------------
 
 
@@ -206,20 +197,6 @@ def test_large_models_are_cut_into_files_with_an_index(
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / file, "pt") as opened:
             assert name in opened.keys()  # noqa: SIM118 (it is no dict)
-
-
-def test_a_dtype_that_safetensors_does_not_have_and_sizes_of_no_file_are_named(
-    run: Path, tmp_path: Path
-) -> None:
-    model = nn.Module()
-    model.register_buffer("spectrum", torch.ones(2, dtype=torch.complex128))
-    save_distributed(tmp_path / "run", model, step=1)
-    with pytest.raises(CheckpointError, match=r"found \{'spectrum': torch\.complex128\}"):
-        export_safetensors(tmp_path / "run", tmp_path / "out")
-    for size in (-1, 0, float("nan"), float("inf")):
-        with pytest.raises(CheckpointError, match="expected shard_gib to be above 0"):
-            export_safetensors(run, tmp_path / "out", shard_gib=size)
-    assert not list(tmp_path.glob("out/*"))
 
 
 def small_transformers() -> dict[str, Callable[[], Any]]:

@@ -54,7 +54,6 @@ ALONE = {
 GOES_ON = {
     "CheckpointDamagedError": "save_distributed",
     "CheckpointError": "save_distributed",
-    "CheckpointMismatchError": "save_distributed",
     "LoadedState": "save_distributed",
     "Replay": "record_collectives",
     "checkpoints": "save_distributed",
@@ -274,7 +273,6 @@ for file in Path("run").rglob("rank-*.safetensors"):
 FAULTS = {
     "CheckpointDamagedError": _CUT,
     "CheckpointError": _CUT,
-    "CheckpointMismatchError": "optimizer = torch.optim.SGD(model.parameters())",
 }
 
 

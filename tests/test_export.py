@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdp_utils import CheckpointError, export_safetensors, load_pretrained, save_distributed, shard
-from fsdp_utils.checkpoint.__main__ import main
 from fsdp_utils.integrations.transformers import CheckpointCallback
 from tests.sharded import HandWritten, TwoRanks
 from tests.trainers import llama, trainer_of
@@ -110,42 +109,6 @@ def test_adapters_that_a_trainer_saved_without_their_base_are_resumed_and_export
     export_safetensors(tmp_path / "run", tmp_path / "alone", adapter_only=True)
     with_peft = peft.PeftModel.from_pretrained(base_of("plain"), tmp_path / "alone")
     torch.testing.assert_close(logits(with_peft), expected)
-
-
-def test_the_command_exports_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_distributed(tmp_path / "run", lora_of("plain"), step=1)
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--adapter-only"]) == 0
-    assert "out: 8 tensors" in capsys.readouterr().out
-    assert (tmp_path / "out" / "adapter_config.json").exists()
-
-
-@pytest.mark.filterwarnings(
-    "ignore:Model with `tie_word_embeddings=True`", "ignore:Model has .tie_word_embeddings"
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target_modules": ["embed_tokens"]},
-        {"target_modules": ["lm_head"]},
-        {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]},
-        {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    ],
-)
-def test_adapters_of_tied_weights_are_exported_as_trained(options: dict[str, Any], tmp_path: Path) -> None:
-    def base() -> nn.Module:
-        config = llama().config
-        config.tie_word_embeddings = True  # type: ignore[union-attr]
-        torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(config)  # type: ignore[arg-type]
-
-    model = peft.get_peft_model(base(), peft.LoraConfig(r=2, **options))  # type: ignore[arg-type]
-    for param in model.parameters():
-        if param.requires_grad:
-            nn.init.normal_(param)
-    save_distributed(tmp_path / "run", model, step=1)
-    export_safetensors(tmp_path / "run", tmp_path / "alone", adapter_only=True)
-    with_peft = peft.PeftModel.from_pretrained(base(), tmp_path / "alone")  # type: ignore[arg-type]
-    torch.testing.assert_close(logits(with_peft), logits(model))
 
 
 @pytest.mark.parametrize(

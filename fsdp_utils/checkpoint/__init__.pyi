@@ -1,11 +1,10 @@
 from fsdp_utils.checkpoint.asynchronous import Save as Save
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError as CheckpointDamagedError
 from fsdp_utils.checkpoint.errors import CheckpointError as CheckpointError
-from fsdp_utils.checkpoint.errors import CheckpointMismatchError as CheckpointMismatchError
 from fsdp_utils.checkpoint.errors import CheckpointNotFoundError as CheckpointNotFoundError
 from fsdp_utils.checkpoint.folder import checkpoints as checkpoints
+from fsdp_utils.checkpoint.folder import verify_checkpoint as verify_checkpoint
 from fsdp_utils.checkpoint.load import LoadedState as LoadedState
 from fsdp_utils.checkpoint.load import PerRank as PerRank
 from fsdp_utils.checkpoint.load import load_distributed as load_distributed
 from fsdp_utils.checkpoint.save import save_distributed as save_distributed
-from fsdp_utils.checkpoint.verify import verify_checkpoint as verify_checkpoint

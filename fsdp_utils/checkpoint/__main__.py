@@ -16,12 +16,11 @@ from pathlib import Path
 from fsdp_utils._commands import new_parser, run
 from fsdp_utils.checkpoint.codec import DTYPES
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.files import readable
-from fsdp_utils.checkpoint.folder import every, find, read_manifest
+from fsdp_utils.checkpoint.files import doing
+from fsdp_utils.checkpoint.folder import every, find, read_manifest, verify_checkpoint
 from fsdp_utils.checkpoint.tensor_files import StoredTensors
-from fsdp_utils.checkpoint.verify import verify_checkpoint
 from fsdp_utils.pretrained.export import ADAPTER_FILE, export_safetensors
-from fsdp_utils.pretrained.reading import open_folder
+from fsdp_utils.pretrained.loading import open_folder
 
 _ABOUT = ("step", "saved_at", "world_size", "model", "optimizer")
 
@@ -48,18 +47,27 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--adapter-only", action="store_true", help="the LoRA adapter, for peft")
     options = parser.parse_args(arguments)
     try:
-        with readable(options.checkpoint):
+        with doing("read", options.checkpoint):
             if getattr(options, "step", None) is not None:
                 options.checkpoint = find(options.checkpoint, options.step)
-            options.run(options)
+            about, lines, problem = options.run(options)
     except CheckpointError as error:
-        print(f"CheckpointError: {error}", file=sys.stderr)
-        return 1
-    return 0
+        about, lines, problem = {}, [], error
+    if options.json and about:
+        print(json.dumps(about))
+    else:
+        print(*lines, sep="\n", end="\n" * bool(lines))
+    if problem is not None:
+        print(f"CheckpointError: {problem}", file=sys.stderr)
+    return int(problem is not None)
 
 
-def _list(options: argparse.Namespace) -> None:
-    found, problems = [], []
+# Each command returns its result for --json, the lines to print without, and a problem or None.
+_Said = tuple[dict[str, object], list[str], CheckpointError | None]
+
+
+def _list(options: argparse.Namespace) -> _Said:
+    found, lines, problem = [], [], None
     for path in every(options.checkpoint):
         about = {"checkpoint": str(path), "bytes": _bytes_of(path)}
         try:
@@ -67,61 +75,46 @@ def _list(options: argparse.Namespace) -> None:
             about |= {key: manifest[key] for key in _ABOUT}
         except CheckpointError as error:
             about["problem"] = str(error)
-            problems.append(error)
+            problem = problem or error
         found.append(about)
-    if options.json:
-        print(json.dumps({"checkpoints": found}))
-    else:
-        for about in found:
-            step, ranks, saved = (about.get(key) for key in ("step", "world_size", "saved_at"))
-            text = (
-                f"step {'?' if step is None else step:>8}  {saved or 'damaged':<26}  {ranks or '?':>4} ranks"
-            )
-            print(f"{text}  {_size(about['bytes']):>11}  {about['checkpoint']}")
-    if problems:
-        raise problems[0]
+        step, ranks, saved = (about.get(key, "?") for key in ("step", "world_size", "saved_at"))
+        saved = "damaged" if "problem" in about else saved
+        lines.append(f"step {step:>8}  {saved:<26}  {ranks:>4} ranks  {_size(about['bytes']):>11}  {path}")
+    return {"checkpoints": found}, lines, problem
 
 
-def _inspect(options: argparse.Namespace) -> None:
+def _inspect(options: argparse.Namespace) -> _Said:
     path = find(options.checkpoint)
     manifest = read_manifest(path)
     tied = ", ".join(f"{alias} = {name}" for alias, name in manifest["tied"].items())
     about = {"checkpoint": str(path)} | {key: manifest[key] for key in (*_ABOUT, "torch")}
     about |= {"tied": tied or "nothing", "files": len(manifest["files"]) + 1}
-    if options.json:
-        print(json.dumps(about | {"tensors": manifest["tensors"]}))
-        return
-    rows, total = [], 0
-    for key, entry in manifest["tensors"].items():
+    tensors, total, lines = manifest["tensors"], 0, []
+    width = max(map(len, tensors), default=0)
+    for key, entry in tensors.items():
         size = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
         total += size
-        rows.append([key, entry["dtype"], " x ".join(map(str, entry["shape"])) or "-", _size(size)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, dtype, shape, size in rows:
-        print(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:>{widths[2]}}  {size:>11}")
-    print()
-    for key, value in {**about, "tensors": f"{len(rows)} of {_size(total)}"}.items():
-        print(f"{key + ':':<15}{value}")
+        shape = " x ".join(map(str, entry["shape"])) or "-"
+        lines.append(f"{key:<{width}}  {entry['dtype']:<13}  {shape:>20}  {_size(size):>11}")
+    summary = {**about, "tensors": f"{len(tensors)} of {_size(total)}"}
+    lines += ["", *(f"{key + ':':<15}{value}" for key, value in summary.items())]
+    return {**about, "tensors": tensors}, lines, None
 
 
-def _verify(options: argparse.Namespace) -> None:
+def _verify(options: argparse.Namespace) -> _Said:
     verify_checkpoint(options.checkpoint)
     count = sum(map(_bytes_of, every(options.checkpoint)))
-    if options.json:
-        print(json.dumps({"checkpoint": str(options.checkpoint), "bytes": count, "whole": True}))
-    else:
-        print(f"{options.checkpoint}: every byte is what was saved ({_size(count)})")
+    line = f"{options.checkpoint}: every byte is what was saved ({_size(count)})"
+    return {"checkpoint": str(options.checkpoint), "bytes": count, "whole": True}, [line], None
 
 
-def _export(options: argparse.Namespace) -> None:
+def _export(options: argparse.Namespace) -> _Said:
     settings = {name: getattr(options, name) for name in ("shard_gib", "prefix", "adapter_only")}
     out = export_safetensors(options.checkpoint, options.out_dir, **settings)
-    written = StoredTensors(out, [out / ADAPTER_FILE]) if options.adapter_only else open_folder(out)
+    written = StoredTensors([out / ADAPTER_FILE]) if options.adapter_only else open_folder(out)
     count, size = len(written.specs), sum(spec.nbytes for spec in written.specs.values())
-    if options.json:
-        print(json.dumps({"out_dir": str(options.out_dir), "tensors": count, "bytes": size}))
-    else:
-        print(f"{options.out_dir}: {count} tensors, {_size(size)}")
+    about = {"out_dir": str(options.out_dir), "tensors": count, "bytes": size}
+    return about, [f"{options.out_dir}: {count} tensors, {_size(size)}"], None
 
 
 def _bytes_of(path: Path) -> int:

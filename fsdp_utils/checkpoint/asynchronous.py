@@ -21,13 +21,7 @@ _ALIGNED = 64  # each copy begins at a multiple of so many bytes
 
 
 def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors, sharded alike, to CPU memory that training does not touch.
-
-    The copies are overwritten by the next call.
-
-    Memory: the bytes of the rank's shards. For tensors on a GPU the memory is pinned, which PyTorch rounds up
-    to a power of two.
-    """
+    """Copy tensors to CPU memory that the next call overwrites; pinned, if they are on a GPU."""
     global _memory
     parts = {key: local(tensor.detach()) for key, tensor in tensors.items()}
     ends = list(accumulate((-(-part.nbytes // _ALIGNED) * _ALIGNED for part in parts.values()), initial=0))
@@ -116,11 +110,7 @@ _in_flight: Save | None = None
 
 
 def wait_for_save_in_flight() -> None:
-    """Wait for the save in flight, if there is one.
-
-    Raises:
-        CheckpointError: it was not saved.
-    """
+    """Wait for the save in flight, if there is one; raise its error."""
     if _in_flight is not None:
         try:
             _in_flight.wait()

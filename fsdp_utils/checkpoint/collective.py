@@ -15,7 +15,6 @@ from fsdp_utils.checkpoint.asynchronous import wait_for_save_in_flight
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.state import has_fsdp1, optimizer_classes, parameter_names
 from fsdp_utils.distributed.agreement import Ranks, agree, fingerprint
-from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle
 from fsdp_utils.torch_internals.groups import gloo_timeout, process_groups, set_gloo_timeout
 
@@ -35,21 +34,13 @@ def collective_call(
     """Wait for a save in flight and for all ranks, which must want the same of the same model.
 
     Inside, a rank waits at most wait_s for another one in a gloo collective of the model's groups.
-
-    Args:
-        facts: what else must be the same on all ranks; may raise what is wrong with this rank's arguments.
-
-    Raises:
-        CheckpointError: the same on every rank, whatever goes wrong on one.
     """
 
     def all_facts() -> dict[str, Any]:
         if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":
-            raise CheckpointError(
-                "expected a process group whose ranks exist, found a fake one. Save and load without it, or "
-                "on real ranks"
-            )
+            raise CheckpointError("expected a process group whose ranks exist, found a fake one")
         wait_for_save_in_flight()
+        _check_fsdp1(model)
         _check_optimizers(model, optimizers)
         flat = has_fsdp1(model)  # its parameters are pieces, of other shapes on other ranks
         tensors = (*model.named_parameters(), *model.named_buffers())
@@ -75,26 +66,21 @@ def collective_call(
 
 
 def named_values(state: Any, argument: str) -> dict[str, Any]:
-    """Return what was given as `state=` or `per_rank=`, the argument, {} for None.
-
-    Raises:
-        CheckpointError: it is no mapping from names, or holds a model in FSDP1, whose state_dict() is a
-            collective.
-    """
-    if state is None:
-        return {}
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        found = f"the names {list(state)[:5]}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+    """Return what was given as `state=` or `per_rank=`, the argument, {} for None."""
+    if state is not None and not (
+        isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
+    ):
         raise CheckpointError(
-            f'expected {argument} to be a mapping from names to values, such as {{"epoch": 3}}, found {found}'
+            f'expected {argument} to be a mapping from names to values, such as {{"epoch": 3}}, found a '
+            f"{type(state).__name__} {state!r:.80}"
         )
-    for name, value in state.items():
+    for name, value in (state or {}).items():
         if isinstance(value, nn.Module) and has_fsdp1(value):
             raise CheckpointError(
                 f"{argument} {name!r}: expected an object whose state_dict() involves no other rank, found a "
                 "model in FSDP1. Save it as a model, in a directory of its own, or use FSDP2 (fully_shard)"
             )
-    return dict(state)
+    return dict(state or {})
 
 
 def is_int(value: object) -> bool:
@@ -103,83 +89,54 @@ def is_int(value: object) -> bool:
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Check that optimizers are over the model's parameters, and that their state can be saved.
-
-    Raises:
-        CheckpointError: they are not; says what to do.
-    """
-    _check_fsdp1(model, bool(optimizers))
+    """Check that optimizers are over the model's parameters, each over others, and have no other state."""
+    names = parameter_names(model)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise CheckpointError(
                 "expected a torch.optim.Optimizer, a sequence or mapping of several, or None, found "
                 f"{type(optimizer).__name__}"
             )
-    for optimizer in optimizers:
         if more := sorted(optimizer.state_dict().keys() - {"state", "param_groups"}):
             raise CheckpointError(
                 f"expected an optimizer with a state and param_groups, found {more} in the state_dict() of "
                 f"{type(optimizer).__name__}, too. Save those as state, such as state={{{more[0]!r}: ...}}"
             )
-    names = parameter_names(model)
-    params = [param for one in optimizers for group in one.param_groups for param in group["params"]]
-    strangers = [param for param in params if param not in names]
-    if strangers:
-        raise CheckpointError(
-            f"expected an optimizer over the model's parameters, found {len(strangers)} of others, such as "
-            f"one of shape {list(strangers[0].shape)}. Make the optimizer after the model is wrapped"
-        )
-    twice = next((param for param, count in Counter(params).items() if count > 1), None)
-    if twice is not None:
-        raise CheckpointError(
-            f"expected each parameter in one optimizer, found {names[twice][0]!r} in two: their states would "
-            "have the same name. Save one of them as state, such as state={'second': second}"
-        )
+    params = Counter(param for one in optimizers for group in one.param_groups for param in group["params"])
+    for param, count in params.items():
+        if param not in names:
+            raise CheckpointError(
+                "expected an optimizer over the model's parameters, found one of others, such as one of "
+                f"shape {list(param.shape)}. Make the optimizer after the model is wrapped"
+            )
+        if count > 1:
+            raise CheckpointError(
+                f"expected each parameter in one optimizer, found {names[param][0]!r} in two. Save the "
+                "state_dict() of one of them as state"
+            )
 
 
-def _check_fsdp1(model: nn.Module, with_optimizer: bool) -> None:
-    """Refuse what FSDP1's state dict loses.
-
-    Raises:
-        CheckpointError: DDP inside of it; or tensor parallelism, in uneven parts or with an optimizer.
-    """
+def _check_fsdp1(model: nn.Module) -> None:
+    """Refuse what FSDP1's state dict loses: DDP or tensor parallelism inside of it."""
     for unit in (module for module in model.modules() if isinstance(module, FSDP1)):
-        if ddp := [name for name, one in unit.named_modules() if isinstance(one, DistributedDataParallel)]:
+        handle = fsdp1_handle(unit)
+        tensor_parallel = handle is not None and any(Flat(handle.flat_param).extensions)
+        if tensor_parallel or any(isinstance(one, DistributedDataParallel) for one in unit.modules()):
             raise CheckpointError(
-                f"expected no DDP inside of FSDP1, found {plain_name(ddp[0])!r}, of which FSDP1's state dict "
-                "loses the parameters. Wrap it in FSDP1 with ShardingStrategy.NO_SHARD instead"
+                "expected FSDP1 around parameters that nothing else wraps, found "
+                f"{'tensor-parallel ones' if tensor_parallel else 'DDP'} inside of it, which FSDP1's state "
+                "dict loses. Use FSDP2 (fully_shard), or FSDP1 alone"
             )
-        if (handle := fsdp1_handle(unit)) is None:
-            continue
-        flat = Flat(handle.flat_param)
-        parts = [pair for pair in zip(flat.names, flat.extensions, strict=True) if pair[1] is not None]
-        if parts and with_optimizer:
-            raise CheckpointError(
-                "expected FSDP1 around parameters that nothing else shards, found tensor-parallel ones: "
-                "FSDP1 gives the optimizer's state of only one part of each. Use FSDP2 (fully_shard), or "
-                "save without the optimizer"
-            )
-        for name, spec in parts:
-            for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
-                if placement.is_shard() and spec.shape[placement.dim] % size:
-                    raise CheckpointError(
-                        "expected tensor-parallel parameters inside of FSDP1 to be cut into equal parts, "
-                        f"found {plain_name(name)!r} {list(spec.shape)} cut into {size} along dimension "
-                        f"{placement.dim}: FSDP1's state dict sends parts of wrong sizes. Use FSDP2 "
-                        "(fully_shard)"
-                    )
 
 
 @contextmanager
 def _limited(ranks: Ranks, seconds: float) -> Iterator[None]:
     """Limit how long a rank waits for another one in a gloo collective of the program's own groups.
 
-    FSDP1 gathers its state over the groups that the training uses, and replicas are broadcast over those of
-    their mesh. A rank that fails before such a collective would leave the others in it until the group's
-    timeout: half an hour with gloo. A group whose collective has run out of time cannot be used any more.
-
-    NCCL's groups keep their own timeout (10 minutes by default): when it is over, NCCL's watchdog ends the
-    process, and a large job may need long for the first collective of a group.
+    FSDP1 gathers its state over the groups that the training uses. A rank that fails before such a collective
+    would leave the others in it until the group's timeout: half an hour with gloo. A group whose collective
+    has run out of time cannot be used any more. NCCL's groups keep their own timeout (10 minutes by default):
+    when it is over, NCCL's watchdog ends the process.
     """
     groups = process_groups() if dist.is_available() and dist.is_initialized() else []
     limits = {group: gloo_timeout(group) for group in groups if group is not ranks.group}

@@ -1,12 +1,11 @@
-"""CheckpointError, which everything in this package raises, and its kinds."""
+"""The errors of checkpoints: CheckpointError, and the two kinds that a program can react to."""
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved or loaded: says where, what was expected and what was found.
 
     It has the same text and the same class on every rank. After a failed load the model and the optimizer are
-    as they were, unless the text says otherwise. Its subclasses name the usual causes:
-    CheckpointNotFoundError, CheckpointDamagedError, CheckpointMismatchError.
+    as they were, unless the text says otherwise.
 
     Example::
 
@@ -40,16 +39,4 @@ class CheckpointDamagedError(CheckpointError):
                 break
             except CheckpointDamagedError as error:
                 print(f"step {step} is damaged: {error}")
-    """
-
-
-class CheckpointMismatchError(CheckpointError):
-    """The checkpoint is of another model, of other optimizers, or without a state that was asked for.
-
-    Example::
-
-        try:
-            load_distributed("run", model, optimizer)
-        except CheckpointMismatchError:  # of another optimizer
-            load_distributed("run", model)
     """

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: begin, commit, list, find and delete them, and read their manifests.
+"""Folders of checkpoints: begin, commit, list, find, verify and delete them.
 
 A checkpoint is committed by renaming its folder, when all its files and then its manifest are on disk.
 Folders that are being saved or deleted have names that begin with a dot, and a lock keeps other programs out.
@@ -10,6 +10,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,23 +20,19 @@ from blake3 import blake3
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from fsdp_utils.checkpoint.files import (
     Lock,
-    LockTaken,
-    interpreted,
+    doing,
+    hash_file,
     local_path,
     read_json,
     sync_directory,
-    writable,
     write_file,
 )
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# of a manifest, besides those that read_manifest looks into
-_PARTS = ("saved_at", "torch", "model", "optimizer", "tied", "tensors", "files")
 _LOCK, _SAVING, _DELETING = ".saving-lock", ".saving-", ".deleting-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
-# For a program before this one that is about to end; its workers keep its lock for up to 5 s after its death.
-_LOCK_WAIT_S = 10.0
+_LOCK_WAIT_S = 10.0  # for a program before this one that is about to end
 
 # on the folders that this process saves into now; only rank 0 holds one
 _locks: dict[Path, Lock] = {}
@@ -49,18 +47,13 @@ class _Committed(NamedTuple):
 def _committed(directory: Path) -> list[_Committed]:
     """List the committed checkpoints in the order in which they were saved.
 
-    Raises:
-        CheckpointError: the directory is there and cannot be listed. To take that for an empty one would let
-            the next save begin again at commit 1.
+    A listing that fails is an error: taken for an empty one, the next save would begin again at commit 1.
     """
-    try:
-        paths = list(directory.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"{directory}: expected to be able to list the checkpoints in it, found {error.strerror or error}"
-        ) from error
+    with doing("list", directory):
+        try:
+            paths = list(directory.iterdir())
+        except FileNotFoundError:
+            return []
     found = [(_NAME.fullmatch(path.name), path) for path in paths]
     return sorted(_Committed(int(match[1]), int(match[2]), path) for match, path in found if match)
 
@@ -93,15 +86,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def find(directory: str | os.PathLike[str], step: int | str = "latest") -> Path:
-    """Find the checkpoint of a step, or the one saved last for "latest".
-
-    Args:
-        directory: as for save_distributed; or a checkpoint itself, which is the latest.
-
-    Raises:
-        CheckpointNotFoundError: there is none; names the steps that are there.
-        CheckpointError: the directory cannot be listed, or is a URL.
-    """
+    """Find the checkpoint of a step, or the one saved last; a checkpoint's own path is the latest."""
     home = local_path(directory)
     is_one = os.path.lexists(home / MANIFEST) or (_NAME.fullmatch(home.name) and home.is_dir())
     if step == "latest" and is_one:
@@ -118,12 +103,7 @@ def find(directory: str | os.PathLike[str], step: int | str = "latest") -> Path:
 
 
 def every(directory: str | os.PathLike[str]) -> list[Path]:
-    """List all checkpoints in a directory, also two of one step; or the path itself, if it is a checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        CheckpointError: the directory cannot be listed, or is a URL.
-    """
+    """List all checkpoints in a directory, also two of one step; or the path itself, if it is one."""
     home = local_path(directory)
     return [home] if find(home) == home else [one.path for one in _committed(home)]
 
@@ -135,31 +115,19 @@ def begin(home: Path, step: int) -> tuple[Path, Path]:
     """Make a new folder to save into, and choose the name that will commit it.
 
     Nobody else can save into the same directory until commit() or abandon(), or until this process ends.
-
-    Args:
-        home: the directory of all checkpoints; made if it is not there.
-
-    Returns:
-        The folder to write into, and the path that it will have.
-
-    Raises:
-        CheckpointError: another program is saving there, or the directory cannot be made, written or listed.
     """
     if os.path.lexists(home / MANIFEST):
         raise CheckpointError(
             f"{home}: expected a directory to write into, found a checkpoint, which another file would "
             f"damage. Give the directory that it is in, {home.parent}, or another one"
         )
-    with writable(home):
-        _make(home)
+    with doing("create", home):
+        for path in reversed([path for path in (home, *home.parents) if not path.is_dir()]):
+            path.mkdir(exist_ok=True)
+            sync_directory(path.parent)
+    with doing("write", home):
         _release(home)  # of a save of this process that failed before anybody could abandon it
-        try:
-            lock = _locks[home] = Lock(home / _LOCK, wait_s=_LOCK_WAIT_S)
-        except LockTaken as error:
-            raise CheckpointError(
-                f"{home}: expected to be the only program that saves there, found {error}, which is saving "
-                "now. Give each training a directory of its own"
-            ) from error
+        lock = _locks[home] = Lock(home / _LOCK, wait_s=_LOCK_WAIT_S)
         try:
             number = max((one.commit for one in _committed(home)), default=0) + 1
             for leftover in home.glob(".*-step-*"):  # of saves and deletions that were cut short
@@ -175,13 +143,13 @@ def begin(home: Path, step: int) -> tuple[Path, Path]:
 
 
 def commit(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, make the checkpoint the latest one, durably, and let other programs save there.
-
-    Raises:
-        CheckpointError: that cannot be written; the checkpoint is not there.
-    """
-    write_file(unfinished / MANIFEST, _with_hash({"format": FORMAT, **manifest}))
-    with writable(final):
+    """Write the manifest, make the checkpoint the latest one, durably, and let other programs save there."""
+    content = {"format": FORMAT, **manifest}
+    # One line for each part: it can be read with `head` and `diff`.
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    text = "{\n" + ",\n".join([*lines, f'"blake3": "{_hash(content)}"']) + "\n}\n"
+    write_file(unfinished / MANIFEST, text.encode())
+    with doing("write", final):
         sync_directory(unfinished)
         unfinished.rename(final)
         sync_directory(final.parent)
@@ -195,42 +163,16 @@ def abandon(unfinished: Path) -> None:
 
 
 def keep_last(home: Path, keep: int) -> None:
-    """Delete all but the last checkpoints. Each is renamed first, so that none is found half deleted.
-
-    Raises:
-        CheckpointError: one cannot be deleted.
-    """
+    """Delete all but the last checkpoints. Each is renamed first, so that none is found half deleted."""
     for one in _committed(home)[:-keep]:
         doomed = home / f"{_DELETING}{one.path.name}"
-        try:
-            one.path.rename(doomed)
-            sync_directory(home)
-            doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
-        except FileNotFoundError:
-            continue  # another program, which saves there now, deletes it too
-        except OSError as error:
-            raise CheckpointError(
-                f"{one.path}: expected to be able to delete it, with all but the last {keep}, found "
-                f"{error.strerror or error}. The last ones are complete"
-            ) from error
-
-
-def _make(home: Path) -> None:
-    """Make a directory and its parents, durably.
-
-    Raises:
-        CheckpointError: names the first one that cannot be made.
-    """
-    missing = [path for path in (home, *home.parents) if not path.is_dir()]
-    try:
-        for path in reversed(missing):
-            path.mkdir(exist_ok=True)
-            sync_directory(path.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{home}: expected to be able to create {missing[-1]}, found {error.strerror or error}: its file "
-            "system is read-only, full or no place for files, or something else has that name"
-        ) from error
+        with doing("delete", one.path):
+            try:
+                one.path.rename(doomed)
+                sync_directory(home)
+                doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
+            except FileNotFoundError:
+                continue  # another program, which saves there now, deletes it too
 
 
 def _release(home: Path) -> None:
@@ -238,41 +180,65 @@ def _release(home: Path) -> None:
         lock.release()
 
 
-# ---- the manifest ------------------------------------------------------------------------------------
+# ---- verifying ---------------------------------------------------------------------------------------
 
 
-def _with_hash(content: dict[str, Any]) -> bytes:
-    """Write a manifest as JSON with one line for each part: it can be read with `head` and `diff`."""
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-    return ("{\n" + ",\n".join([*lines, f'"blake3": "{_hash(content)}"']) + "\n}\n").encode()
-
-
-def _hash(content: dict[str, Any]) -> str:
+def _hash(content: Any) -> str:
     return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint: its hash is right, and each of its parts is there.
+    """Read the manifest of a checkpoint, and compare it with its hash."""
+    path = checkpoint / MANIFEST
+    content = read_json(path)
+    expected = content.pop("blake3", None) if isinstance(content, dict) else None
+    if (found := _hash(content)) != expected:
+        raise CheckpointDamagedError(
+            f"{path}: expected a manifest with blake3 {expected!s:.80}, found {found}"
+        )
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{path}: expected format {FORMAT}, found {content['format']!r:.80}")
+    return content
 
-    What uses an entry of a part does so within interpreted(): a forged manifest has a right hash.
+
+def verify_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Verify that every byte is what was saved. Call it on one rank, or use the command line.
+
+    Args:
+        path: a checkpoint of save_distributed, or a directory of such checkpoints, of which all are verified.
 
     Raises:
-        CheckpointDamagedError: it is missing or damaged.
-        CheckpointError: it cannot be read, or has another format.
+        CheckpointError: names the file, what was expected and what was found.
+
+    Example::
+
+        verify_checkpoint("run")  # all checkpoints in the directory
     """
-    path = checkpoint / MANIFEST
-    with interpreted(path):
-        content = read_json(path)
-        expected, found = content.pop("blake3"), _hash(content)
-        if found != expected:
+    for checkpoint in every(path):
+        manifest = read_manifest(checkpoint)
+        check_files(checkpoint, manifest, manifest["files"], threads=os.cpu_count() or 1)
+
+
+def check_files(
+    checkpoint: Path, manifest: Mapping[str, Any], names: Iterable[str], *, threads: int = 1
+) -> None:
+    """Compare all names and sizes, and the hashes of the files named, with a checkpoint's manifest."""
+    files = manifest["files"]
+    with doing("read", checkpoint):
+        there = {path.name: path for path in checkpoint.iterdir() if path.name != MANIFEST}
+        sizes = {name: path.stat().st_size for name, path in there.items() if path.is_file()}
+    for name in sorted(files.keys() | there.keys()):
+        expected = f"{files[name]['bytes']} bytes" if name in files else "no file of that name"
+        found = f"{sizes[name]} bytes" if name in sizes else "no file of that name"
+        if found != expected or (name in there and name not in sizes):
+            raise CheckpointDamagedError(f"{checkpoint / name}: expected {expected}, found {found}")
+
+    def check(name: str) -> None:
+        if (found := hash_file(checkpoint / name)) != files[name]["blake3"]:
             raise CheckpointDamagedError(
-                f"{path}: expected a manifest with blake3 {expected!s:.80}, found {found}"
+                f"{checkpoint / name}: expected blake3 {files[name]['blake3']}, found {found}: it is not "
+                "what was saved (a damaged disk or copy, or a file of another checkpoint)"
             )
-        if content["format"] != FORMAT:
-            raise CheckpointError(f"{path}: expected format {FORMAT}, found {content['format']!r:.80}")
-        step, world_size = content["step"], content["world_size"]
-        if type(step) is not int or step < 0 or world_size < 1:
-            raise ValueError(f"step {step!r:.80} of {world_size!r:.80} ranks")
-        if missing := [part for part in _PARTS if part not in content]:
-            raise ValueError(f"nothing under {missing}")
-    return content
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(check, names))  # raises the first error

@@ -3,28 +3,26 @@
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp_utils.checkpoint.codec import decode, read_values
+from fsdp_utils.checkpoint.codec import decode
 from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
-from fsdp_utils.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from fsdp_utils.checkpoint.files import interpreted, local_path, read_json
-from fsdp_utils.checkpoint.folder import MANIFEST, find, read_manifest
+from fsdp_utils.checkpoint.errors import CheckpointError
+from fsdp_utils.checkpoint.files import local_path, read_json
+from fsdp_utils.checkpoint.folder import MANIFEST, check_files, find, read_manifest
 from fsdp_utils.checkpoint.restore import (
-    Buffers,
-    NotLoaded,
-    SavedOptimizer,
-    check_model,
+    Targets,
+    match_model,
     match_optimizers,
     put_back_model,
     put_back_optimizers,
 )
-from fsdp_utils.checkpoint.save import STATE_FILE
+from fsdp_utils.checkpoint.save import STATE_FILE, rank_file
 from fsdp_utils.checkpoint.state import (
     MODEL,
     Held,
@@ -34,10 +32,11 @@ from fsdp_utils.checkpoint.state import (
     unwrapped,
     without_unsharded_wrappers,
 )
-from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors, share
-from fsdp_utils.checkpoint.verify import check_files, check_hashes, check_tensors
+from fsdp_utils.checkpoint.tensor_files import open_tensors, share
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
 from fsdp_utils.sharding.unsaved_buffers import warning_of
+
+_NOT_STRICT = "strict=False loads what both have, and returns the names of the rest"
 
 
 class PerRank(list[Any]):
@@ -85,7 +84,6 @@ def load_distributed(
     strict: bool = True,
     ignore_frozen_params: bool = False,
     cast: bool = False,
-    verify: bool = True,
     wait_s: float = WAIT_S,
 ) -> "LoadedState":
     """Load what save_distributed saved, on any number of ranks, into any wrapper of the same model.
@@ -99,22 +97,17 @@ def load_distributed(
             those of the saved model: to_empty() leaves them uninitialised.
         optimizer: as many as were saved, each of a related class, such as Adam and AdamW, over the same
             parameters in the same groups; their order and names may be others. Their settings (lr, betas,
-            weight_decay and all else in param_groups) become those that were saved, as with
-            Optimizer.load_state_dict(): change a setting after loading. None leaves what was saved aside.
+            weight_decay and all else in param_groups) become those that were saved: change a setting after
+            loading. None leaves what was saved aside.
         step: of which step; "latest" is the checkpoint that was saved last.
         state: objects by the name under which they were saved, to be loaded in place by load_state_dict(),
             after the model and the optimizer. The dict that is returned holds what they were given, too.
-        strict: False loads what the model and the checkpoint both have, and leaves the rest of the model as
-            it is; the result says what that was. What both have must have the same shape, and an optimizer
-            has to match all the same.
+        strict: False loads what the model and the checkpoint both have, in the same shapes, and leaves the
+            rest of the model as it is. An optimizer has to match all the same.
         ignore_frozen_params: leave parameters of the model that need no gradient as they are, whether or not
             they are in the checkpoint.
         cast: convert to the model's dtypes where they differ from the saved ones.
-        verify: False puts the comparison of the files with their hashes off (for `verify_checkpoint`). Their
-            sizes, and all names, shapes and dtypes, are compared in any case.
-        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
-            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
-            than the others to read or write its part.
+        wait_s: as for save_distributed, in seconds.
 
     Returns:
         The state that was saved, and "step", in a LoadedState, which also names what of the model was not
@@ -147,10 +140,8 @@ def load_distributed(
             "directory": str(local_path(directory)),
             "step": step,
             "strict": strict,
-            "ignore_frozen_params": ignore_frozen_params,
-            "frozen parameters": fingerprint(ignored),
+            "frozen parameters that are left out": fingerprint(ignored),
             "cast": cast,
-            "verify": verify,
             "state": sorted(objects),
         }
 
@@ -158,68 +149,61 @@ def load_distributed(
         checkpoint = ranks.first(lambda: find(directory, step))
         manifest = ranks.each(lambda: _read_manifest(checkpoint))
         ranks.same("checkpoint", {str(checkpoint / MANIFEST): fingerprint([json.dumps(manifest)])})
+        # What is read after that is what was saved: nothing else looks for damage.
+        sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+        mine = share(sizes, ranks.rank, ranks.world_size)
+        ranks.each(lambda: check_files(checkpoint, manifest, mine, threads=ranks.threads()))
         held = ranks.each(lambda: Held.of(model))
 
-        def check() -> tuple[StoredTensors, NotLoaded]:
-            with interpreted(checkpoint / MANIFEST):
-                check_files(checkpoint, manifest)
-                stored = open_tensors(checkpoint, manifest)
-                check_tensors(checkpoint, manifest, stored)
-                left = check_model(
-                    model, held, stored.specs, manifest["tied"], cast=cast, strict=strict, ignored=ignored
-                )
-                if verify:
-                    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-                    mine = share(sizes, ranks.rank, ranks.world_size)
-                    check_hashes(checkpoint, manifest, mine, threads=ranks.threads())
-            return stored, left
-
-        stored, left = ranks.each(check)
-
-        def prepare() -> tuple[Buffers, dict[str, Any], list[SavedOptimizer], dict[str, Any]]:
-            with interpreted(checkpoint / STATE_FILE):
-                plain = read_json(checkpoint / STATE_FILE)
-                buffers = Buffers(held, model, optimizers, stored.specs, plain["dims"])
-                saved = match_optimizers(held, model, optimizers, plain["optimizers"], buffers)
-                extra = decode(plain["extra"], buffers)
-                own = held.plain["extra"].keys()
-                if strict and own != extra.keys():
-                    raise CheckpointMismatchError(
-                        f"expected the model's state besides tensors to have {sorted(own)[:5]}, found "
-                        f"{sorted(extra)[:5]} in the checkpoint. strict=False loads what both have"
+        def match() -> tuple[Any, ...]:
+            stored, tied = open_tensors(checkpoint, manifest), manifest["tied"]
+            _check_meta(held.of_model())
+            found = {k.removeprefix(MODEL): spec for k, spec in stored.specs.items() if k.startswith(MODEL)}
+            found |= {alias: found[name] for alias, name in tied.items()}
+            matched = match_model(
+                held, found, str(checkpoint), _NOT_STRICT, cast=cast, strict=strict, ignored=ignored
+            )
+            plain = read_json(checkpoint / STATE_FILE)
+            targets = Targets(held, stored.specs, plain["dims"])
+            for name, names in matched.stored.items():
+                first, *others = {tied.get(one, one) for one in names}
+                if others:
+                    raise CheckpointError(
+                        f"{name}: expected one tensor under all of its names {names} (tied in the model), "
+                        "found several in the checkpoint"
                     )
-                extra = {name: value for name, value in extra.items() if name in own}
-                values = decode(plain["state"], buffers)
-                values |= _own_values(checkpoint, manifest, ranks, buffers)
+                targets.append((MODEL + first, held.tensors[MODEL + name]))
+            saved = match_optimizers(held, model, optimizers, plain, targets)
+            extra, own = decode(plain["extra"], targets.full), held.plain["extra"].keys()
+            if strict and own != extra.keys():
+                raise CheckpointError(
+                    f"expected the model's state besides tensors to have {sorted(own)[:5]}, found "
+                    f"{sorted(extra)[:5]} in the checkpoint; {_NOT_STRICT}"
+                )
+            values = decode(plain["state"], targets.of_state)
+            values |= _own_values(checkpoint, manifest, ranks, targets.full)
             _check_objects(objects, values)
-            held.leave_out(left.missing_keys)
-            # not the tensors of the model's own extra state, in whose place come those of the checkpoint
-            buffers |= {MODEL + name: tensor for name, tensor in held.of_model().items()}
-            return buffers, extra, saved, values
+            extra = {name: one for name, one in extra.items() if name in own}
+            return stored, matched, targets, saved, extra, values
 
-        buffers, extra, saved, values = ranks.each(prepare)
+        stored, matched, targets, saved, extra, values = ranks.each(match)
+        held.leave_out(matched.missing)
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
-        ranks.each(lambda: stored.read_into(buffers, threads=ranks.threads()))
+        ranks.each(lambda: stored.read_into(targets, threads=ranks.threads()))
         put_back_model(model, held, extra)
-        put_back_optimizers(held, model, optimizers, saved)
+        put_back_optimizers(model, optimizers, saved)
         ranks.each(lambda: _load_objects(objects, values))
-    if text := warning_of(unwrapped(model), manifest.get("unsaved_buffers")):
+    if text := warning_of(unwrapped(model), manifest["unsaved_buffers"]):
         warnings.warn(f"load_distributed: {text}", stacklevel=2)
-    return LoadedState({"step": manifest["step"], **values}, *left)
+    return LoadedState({"step": manifest["step"], **values}, matched.missing, matched.unexpected)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the state that was saved, without a model; a tensor in it is a Spec.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Read the state that was saved, without a model; a tensor in it is a Spec."""
     manifest = read_manifest(checkpoint)
-    with interpreted(checkpoint / MANIFEST):
-        check_hashes(checkpoint, manifest, [STATE_FILE])
-        stored = open_tensors(checkpoint, manifest)
-    with interpreted(checkpoint / STATE_FILE):
-        return decode(read_json(checkpoint / STATE_FILE)["state"], stored.specs)
+    check_files(checkpoint, manifest, [STATE_FILE])
+    specs = open_tensors(checkpoint, manifest).specs
+    return decode(read_json(checkpoint / STATE_FILE)["state"], specs.__getitem__)
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -231,12 +215,23 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     return read_manifest(checkpoint)
 
 
-def _own_values(checkpoint: Path, manifest: dict[str, Any], ranks: Ranks, buffers: Buffers) -> dict[str, Any]:
-    """What was given as per_rank=: this rank's, or that of all ranks where there are others now."""
+def _check_meta(own: Mapping[str, Tensor]) -> None:
+    if on_meta := [name for name, tensor in own.items() if tensor.is_meta]:
+        raise CheckpointError(
+            f"expected a model with memory, found {on_meta[0]!r} on the meta device. load_pretrained(folder, "
+            "model) gives it memory and values, and computes the buffers that no checkpoint holds, which "
+            "to_empty() leaves uninitialised; export_safetensors makes a folder of a checkpoint"
+        )
+
+
+def _own_values(
+    checkpoint: Path, manifest: Mapping[str, Any], ranks: Ranks, tensor: Callable[[str], Tensor]
+) -> dict[str, Any]:
+    """Read what was given as per_rank=: this rank's, or that of all ranks where there are others now."""
 
     def of(rank: int) -> dict[str, Any]:
-        name = f"rank-{rank:05d}.json"
-        return read_values(checkpoint / name, buffers) if name in manifest["files"] else {}
+        name = rank_file(rank)
+        return decode(read_json(checkpoint / name), tensor) if name in manifest["files"] else {}
 
     if manifest["world_size"] == ranks.world_size:
         return of(ranks.rank)
@@ -261,26 +256,20 @@ def _objects(state: Any) -> dict[str, Any]:
 def _check_objects(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Check before anything is loaded that the checkpoint holds a state for each object."""
     for name in objects:
-        if name not in saved:
-            raise CheckpointMismatchError(
-                f"state {name!r}: expected in the checkpoint, which holds {sorted(saved)[:10]}. Leave it out "
-                "of state= if it is to start anew"
-            )
-        if isinstance(saved[name], PerRank):
-            raise CheckpointMismatchError(
-                f"state {name!r}: expected one value, found one for each of {len(saved[name])} ranks, which "
-                "are not as many as now. Leave it out of state=, and decide which rank goes on from which of "
-                "the values in the dict that is returned"
+        if name not in saved or isinstance(saved[name], PerRank):
+            found = "one of each rank, which were not as many as now" if name in saved else "none"
+            raise CheckpointError(
+                f"state {name!r}: expected one state in the checkpoint, found {found}. Leave it out of "
+                f"state=; the dict that is returned has {sorted(saved)[:10]}"
             )
 
 
 def _load_objects(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    name = ""
-    try:
-        for name, value in objects.items():
+    for name, value in objects.items():
+        try:
             value.load_state_dict(saved[name])
-    except Exception as error:
-        raise CheckpointError(
-            f"state {name!r}: load_state_dict() of {type(objects[name]).__name__} failed: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        except Exception as error:  # noqa: PERF203
+            raise CheckpointError(
+                f"state {name!r}: load_state_dict() of {type(value).__name__} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error

@@ -1,24 +1,23 @@
 """Check a checkpoint against a model and its optimizers before anything is changed; put the values back."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.codec import decode
-from fsdp_utils.checkpoint.errors import CheckpointMismatchError
+from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.state import (
     MODEL,
-    OPTIMIZER,
     Held,
     has_fsdp1,
+    in_parts,
     optimizer_classes,
     parameter_names,
     quiet,
@@ -26,201 +25,144 @@ from fsdp_utils.checkpoint.state import (
 from fsdp_utils.checkpoint.tensor_files import Spec
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.sharding.unsaved_buffers import unsaved
 from fsdp_utils.torch_internals.fsdp import fsdp1_handle
 from fsdp_utils.torch_internals.names import get_param_to_fqns
-
-Specs = Mapping[str, Spec]  # of tensors in a checkpoint, by key
 
 _SHOWN = 5  # problems in one error
 
 
-class NotLoaded(NamedTuple):
-    """What a load leaves as it is, by name."""
+class Matched(NamedTuple):
+    """Which tensors of a model are stored, and which names only one of the two has."""
 
-    missing_keys: list[str]  # in the model
-    unexpected_keys: list[str]  # in the checkpoint
+    stored: dict[str, list[str]]  # by name in the model, the names under which it is stored
+    missing: list[str]  # in the model
+    unexpected: list[str]  # in the store
 
 
-def check_model(
-    model: nn.Module,
+def match_model(
     held: Held,
-    specs: Specs,
-    tied: Mapping[str, str],
+    found: Mapping[str, Spec],
+    where: str,
+    remedy: str,
     *,
-    cast: bool,
-    strict: bool,
-    ignored: Collection[str],
-) -> NotLoaded:
-    """Check that the checkpoint holds exactly this model.
-
-    Args:
-        held: of the model.
-        tied: further names of tied parameters in the checkpoint, with their first names.
-        cast: another dtype is no mistake.
-        strict: False if what only one of the two has is no mistake.
-        ignored: names in the model that are not to be loaded.
-
-    Returns:
-        What will not be loaded.
-
-    Raises:
-        CheckpointMismatchError: with the first few differences.
-    """
-    found = {key.removeprefix(MODEL): spec for key, spec in specs.items() if key.startswith(MODEL)}
-    found |= {alias: found[name] for alias, name in tied.items()}
-    own, ignored = held.of_model(), set(ignored)
-    both = {name: tensor for name, tensor in own.items() if name in found and name not in ignored}
-    missing = [name for name in own if name not in both]
-    unexpected, two = [], []
+    cast: bool = False,
+    strict: bool = True,
+    ignored: Collection[str] = (),
+) -> Matched:
+    """Match the tensors of a model with stored ones, and check that they are alike."""
+    own, stored = held.of_model(), {}
     for name in found:
-        first = held.first_name(name)
-        if name in ignored or (first not in own and name not in held.tied) or first not in found:
-            unexpected.append(name)
-        elif tied.get(name, name) != tied.get(first, first):
-            two.append(
-                f"{MODEL}{name}: expected one tensor under this name and {first!r} (tied in the model), "
-                "found two in the checkpoint"
-            )
-    problems = [
-        f"{MODEL}{name}: expected shape {list(tensor.shape)} (the model's), found {list(found[name].shape)} "
-        "in the checkpoint"
-        for name, tensor in both.items()
-        if found[name].shape != tensor.shape
-    ]
-    if strict:
-        problems += [
-            f"{MODEL}{name}: expected by the model, found nothing in the checkpoint"
-            for name in missing
-            if name not in ignored
-        ]
-        problems += [
-            f"{MODEL}{name}: in the checkpoint, expected by nothing in the model"
-            for name in unexpected
-            if name not in ignored
-        ]
-    problems += two
-    others: dict[str, list[str]] = {}
-    for name, tensor in both.items():
-        if found[name].dtype != tensor.dtype:
-            kind = f"expected {tensor.dtype} (the model's), found {found[name].dtype} in the checkpoint"
-            others.setdefault(kind, []).append(name)
-    if others and not cast:
-        kinds = [f"{MODEL}{first}{_more(names)}: {kind}" for kind, (first, *names) in others.items()]
-        problems.append(f"{'; '.join(kinds)}; cast=True converts them")
-    if not problems and found and own and not both:
-        problems.append(
-            f"expected at least one tensor to load, found none: the model has {missing[:3]}, the checkpoint "
-            f"{list(found)[:3]}"
-        )
-    if on_meta := [name for name, tensor in both.items() if tensor.is_meta]:
-        buffers = ", ".join([name for name, _ in unsaved(model)][:5]) or "none here"
-        problems.insert(
-            0,
-            f"{MODEL}{on_meta[0]}{_more(on_meta[1:])}: on the meta device. "
-            "load_pretrained(folder, model) gives it memory and values, and computes the buffers that no "
-            f"checkpoint holds ({buffers}), which to_empty() leaves uninitialised; export_safetensors makes "
-            "a folder of a checkpoint",
-        )
+        if name not in ignored and held.first_name(name) in own:
+            stored.setdefault(held.first_name(name), []).append(name)
+    missing = [name for name in own if name not in stored]
+    unexpected = [name for name in found if name in ignored or held.first_name(name) not in own]
+    problems: dict[str, list[str]] = {}  # the names that have it, by problem
+    for name, (first, *_) in stored.items():
+        shape, dtype, there = list(own[name].shape), own[name].dtype, found[first]
+        if list(there.shape) != shape:
+            problem = f"expected shape {shape} (the model's), found {list(there.shape)}"
+            problems.setdefault(problem, []).append(name)
+        if there.dtype != dtype and not cast:
+            problem = f"expected {dtype} (the model's), found {there.dtype}; cast=True converts them"
+            problems.setdefault(problem, []).append(name)
+    if strict or not stored:
+        for problem, names in (
+            (f"expected by the model, found nothing; {remedy}", missing),
+            (f"expected by nothing in the model, found; {remedy}", unexpected),
+        ):
+            problems |= {problem: left} if (left := [name for name in names if name not in ignored]) else {}
     if problems:
-        shown = problems[:_SHOWN] + [f"... and {len(problems) - _SHOWN} more"] * (len(problems) > _SHOWN)
-        if strict and (missing or unexpected):
-            shown.append("strict=False loads what both have, and returns the names of the rest")
-        raise CheckpointMismatchError("the checkpoint is of another model:\n  " + "\n  ".join(shown))
-    return NotLoaded(missing, unexpected)
+        lines = [f"{_some(names)}: {problem}" for problem, names in problems.items()]
+        more = [f"... and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
+        text = "\n  ".join([*lines[:_SHOWN], *more])
+        raise CheckpointError(f"{where} is of another model:\n  {text}")
+    return Matched(stored, missing, unexpected)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # ---- where to read to --------------------------------------------------------------------------------
 
 
-class Buffers(dict[str, Tensor]):
-    """The tensors to fill, by key; what codec.decode() asks for is allocated, in the checkpoint's dtype.
+class Targets(list[tuple[str, Tensor]]):
+    """The tensors to fill, with their keys; codec.decode() has its methods allocate what it asks for."""
 
-    An optimizer's state is sharded as its parameter is. Where the optimizer has such a tensor already it is
-    that one: a second copy of the state takes memory, and getting it from the system takes longer than
-    filling it. An optimizer with a state_dict() of its own may hold something else under the same name.
-
-    A DTensor of the user's state that has the name and shape of a parameter, as an average of the weights
-    has, is sharded as that is. Another one is sharded over the model's mesh along the dimensions that it was
-    before, as many as the mesh has; or it is full, where the model has no mesh.
-
-    Args:
-        held: of the model.
-        dims: of the DTensors in the user's state, as Held.plain has them.
-    """
-
-    def __init__(
-        self,
-        held: Held,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        specs: Specs,
-        dims: Mapping[str, list[int | None]],
-    ) -> None:
-        self.param: Tensor | None = None  # of which the state is decoded
+    def __init__(self, held: Held, specs: Mapping[str, Spec], dims: Mapping[str, list[int | None]]) -> None:
         self._specs, self._dims = specs, dims
         self._params = {name: one for name, one in held.of_model().items() if isinstance(one, DTensor)}
-        as_they_are = [one for one in optimizers if type(one).state_dict is Optimizer.state_dict]
-        self._own = {
-            f"{OPTIMIZER}{names[0]}.{what}": value
-            for param, names in parameter_names(model).items()
-            for one in (() if has_fsdp1(model) else as_they_are)
-            for what, value in (one.state[param].items() if param in one.state else ())
-            if isinstance(value, Tensor) and value.dim()  # one number may be shared by several parameters
-        }
         self._taken = {_address(tensor) for tensor in held.tensors.values()}
 
-    def __missing__(self, key: str) -> Tensor:
-        dtype, shape = self._specs[key].dtype, torch.Size(self._specs[key].shape)
-        if self.param is not None:
-            self[key] = self._of_optimizer(key, self.param, dtype, shape)
-        elif key in self._dims:
-            self[key] = self._of_state(key, dtype, shape)
-        else:
-            self[key] = torch.empty(shape, dtype=dtype, device="cpu")
-        return self[key]
+    def full(self, key: str) -> Tensor:
+        """Allocate a full tensor in CPU memory."""
+        spec = self._specs[key]
+        return self._add(key, torch.empty(spec.shape, dtype=spec.dtype, device="cpu"))
 
-    def _of_optimizer(self, key: str, param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        own = self._own.get(key)
-        if (
-            own is not None
-            and (own.dtype, own.shape, own.device) == (dtype, shape, param.device)
-            and _sharding(own) == _sharding(param)
-            and _address(own) not in self._taken
-        ):
-            self._taken.add(_address(own))
-            return own
-        if param.shape == shape:
-            return torch.empty_like(param, dtype=dtype, requires_grad=False)
-        return torch.empty(shape, dtype=dtype, device=param.device if shape else "cpu")
+    def of_state(self, key: str) -> Tensor:
+        """Allocate a tensor of the user's state.
 
-    def _of_state(self, key: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        parts, dims = key.split("."), self._dims[key]
+        A DTensor that has the name and shape of a parameter, as an average of the weights has, is sharded as
+        that is. Another one is sharded over the model's mesh along the dimensions that it was before, as many
+        as the mesh has; or it is full, where the model has no mesh.
+        """
+        mesh = next((param.device_mesh for param in self._params.values()), None)
+        if key not in self._dims or mesh is None:
+            return self.full(key)
+        spec, parts, dims = self._specs[key], key.split("."), self._dims[key]
         for start in range(1, len(parts)):  # the longest name first; AveragedModel's begin with "module."
             param = self._params.get(plain_name(*parts[start:]))
-            if param is not None and param.shape == shape:
-                return torch.empty_like(param, dtype=dtype, requires_grad=False)
-        mesh = next((param.device_mesh for param in self._params.values()), None)
-        if mesh is None:
-            return torch.empty(shape, dtype=dtype, device="cpu")
+            if param is not None and tuple(param.shape) == spec.shape:
+                return self._add(key, torch.empty_like(param, dtype=spec.dtype, requires_grad=False))
         if len(dims) != mesh.ndim:
             sharded = [dim for dim in dims if dim is not None][-mesh.ndim :]
             dims = [None] * (mesh.ndim - len(sharded)) + sharded
         placements: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in dims]
-        return empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+        new = empty_dtensor(spec.shape, dtype=spec.dtype, device_mesh=mesh, placements=placements)
+        return self._add(key, new)
+
+    def of_parameter(self, key: str, param: Tensor, own: Mapping[str, Any]) -> Tensor:
+        """Find or allocate a tensor of an optimizer's state, sharded as its parameter is.
+
+        Where the optimizer has such a tensor already it is that one: a second copy of the state takes memory,
+        and getting it from the system takes longer than filling it.
+        """
+        spec, there = self._specs[key], own.get(key.rpartition(".")[2])
+        if tuple(param.shape) != spec.shape:
+            device = param.device if spec.shape else "cpu"
+            return self._add(key, torch.empty(spec.shape, dtype=spec.dtype, device=device))
+        alike = (
+            isinstance(there, Tensor)
+            and there.dim()  # one number may be shared by several parameters
+            and (there.dtype, there.shape, there.device) == (spec.dtype, param.shape, param.device)
+            and _sharding(there) == _sharding(param)
+            and _address(there) not in self._taken
+        )
+        if not alike:
+            return self._add(key, torch.empty_like(param, dtype=spec.dtype, requires_grad=False))
+        self._taken.add(_address(there))
+        return self._add(key, there)
+
+    def _add(self, key: str, tensor: Any) -> Tensor:
+        self.append((key, tensor))
+        return tensor
 
 
-def _more(names: list[str]) -> str:
-    return f" and {len(names)} more" if names else ""
+def _sharding(tensor: Tensor) -> object:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def _address(tensor: Any) -> int:
+    return local(tensor).data_ptr()
 
 
 # ---- optimizers --------------------------------------------------------------------------------------
 
 
-class SavedOptimizer(NamedTuple):
-    """What a checkpoint holds of an optimizer."""
+class SavedOptimizers(NamedTuple):
+    """The optimizers of a checkpoint."""
 
-    groups: list[dict[str, Any]]  # param_groups, with names under "params"
+    settings: list[dict[str, Any]]  # of all groups of the optimizers here, in their order
     state: dict[str, dict[str, Any]]  # by name of the parameter
 
 
@@ -228,175 +170,120 @@ def match_optimizers(
     held: Held,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    plain: list[dict[str, Any]],
-    buffers: Buffers,
-) -> list[SavedOptimizer]:
-    """Find what was saved of each optimizer, by its parameters, and check it.
-
-    Args:
-        held: of the model.
-        plain: of the optimizers, as Held has it.
-        buffers: takes the tensors of the optimizers' state.
-
-    Raises:
-        CheckpointMismatchError: there is none, or it is of others.
-    """
+    plain: Mapping[str, Any],
+    targets: Targets,
+) -> SavedOptimizers:
+    """Find what was saved of each group of parameters, by the names of the parameters, and check it."""
     if not optimizers:
-        return []
-    if not plain:
-        raise CheckpointMismatchError(
-            "expected the state of an optimizer, found none: the checkpoint was saved without one. "
-            "Load without the optimizer if it is to start anew."
-        )
-    if len(plain) != len(optimizers):
-        own = ", ".join(optimizer_classes(one)[0] for one in optimizers[:5])
-        raise CheckpointMismatchError(
-            f"expected the state of {len(optimizers)} optimizers ({own}{', ...' * (len(optimizers) > 5)}), "
-            f"found that of {len(plain)} in the checkpoint. Give as many as were saved, in any order, or "
-            "none if they are to start anew."
-        )
+        return SavedOptimizers([], {})
     names = parameter_names(model)
-
-    def by_names(groups: Iterable[Iterable[str]]) -> list[list[str]]:
-        return sorted(sorted(map(held.first_name, group)) for group in groups)
-
     here = [
-        by_names([name for param in group["params"] for name in names[param]] for group in one.param_groups)
+        (
+            optimizer_classes(one),
+            sorted(held.first_name(name) for param in group["params"] for name in names[param]),
+        )
         for one in optimizers
+        for group in one.param_groups
     ]
-    all_groups = [decode(one["groups"], buffers) for one in plain]
-    there = [by_names(group["params"] for group in groups) for groups in all_groups]
-    found, left = [], list(range(len(plain)))
-    for optimizer, own in zip(optimizers, here, strict=True):
-        # of the same groups, else of the same parameters, else another one, which the error names
-        alike = [number for number in left if there[number] == own]
-        alike += [number for number in left if set().union(*there[number]) == set().union(*own)]
-        number = (alike or left)[0]
-        left.remove(number)
-        one = plain[number]
-        _check_optimizer(optimizer, own, one["classes"], there[number], map(held.first_name, one["state"]))
-        state = {}
-        for name, entries in one["state"].items():
-            buffers.param = held.tensors[MODEL + held.first_name(name)]
-            state[held.first_name(name)] = decode(entries, buffers)
-        found.append(SavedOptimizer(all_groups[number], state))
-    buffers.param = None
-    _check_cuts(held, model, found)
-    return found
-
-
-def _check_optimizer(
-    optimizer: Optimizer,
-    own: list[list[str]],
-    classes: list[str],
-    found: list[list[str]],
-    with_state: Iterable[str],
-) -> None:
-    """Check that what was saved is of a related class, over the same parameters in the same groups."""
-    kind = optimizer_classes(optimizer)
-    if not set(classes) & set(kind):
-        raise CheckpointMismatchError(
-            f"expected the state of {kind[0]}, found that of {classes[0]}, which {kind[0]} cannot go on "
-            f"from. Load into {classes[0]}, or without the optimizer if it is to start anew."
+    left = [decode(group, targets.full) for group in plain["groups"]]
+    there = [sorted(map(held.first_name, group["params"])) for group in left]
+    if sorted(params for _, params in here) != sorted(there):
+        own, saved = {name for _, some in here for name in some}, {name for some in there for name in some}
+        raise CheckpointError(
+            f"expected optimizers with groups of {[len(params) for _, params in here]} parameters, found "
+            f"{[len(params) for params in there]} in the checkpoint; only here: {sorted(own - saved)[:3]}; "
+            f"only in the checkpoint: {sorted(saved - own)[:3]}. Give the optimizers that were saved, in any "
+            "order, or none if they are to start anew"
         )
-    here, there = set().union(*own), set().union(*found)
-    if own != found:
-        raise CheckpointMismatchError(
-            f"expected an optimizer with parameter groups of {[len(group) for group in own]} parameters, "
-            f"found {[len(group) for group in found]} in the checkpoint"
-            + (f"; only here: {sorted(here - there)[:3]}" if here - there else "")
-            + (f"; only in the checkpoint: {sorted(there - here)[:3]}" if there - here else "")
-        )
-    if unknown := set(with_state) - here:
-        raise CheckpointMismatchError(
-            f"expected the optimizer's state of parameters in its groups, found that of {sorted(unknown)[:3]}"
-        )
+    settings = []
+    for classes, params in here:
+        alike = [index for index, group in enumerate(there) if group == params]
+        related = [index for index in alike if set(left[index]["classes"]) & set(classes)]
+        if not related:
+            raise CheckpointError(
+                f"expected the state of {classes[0]}, found that of {left[alike[0]]['classes'][0]}, which "
+                f"{classes[0]} cannot go on from. Load into that class, or without the optimizer if it is to "
+                "start anew"
+            )
+        # Of groups without parameters, the first one that is left.
+        settings.append(left.pop(related[0])["settings"])
+        there.pop(related[0])
+    held_by = {
+        names[param][0]: one.state[param] for one in optimizers for param in names if param in one.state
+    }
+    fsdp1 = has_fsdp1(model)
+    state: dict[str, dict[str, Any]] = {}
+    for name, entries in plain["optimizer"].items():
+        first = held.first_name(name)
+        param, own = held.tensors[MODEL + first], {} if fsdp1 else held_by.get(first, {})
+        state[first] = decode(entries, lambda key, p=param, o=own: targets.of_parameter(key, p, o))
+    _check_cuts(held, model, state)
+    return SavedOptimizers(settings, state)
 
 
-def _check_cuts(held: Held, model: nn.Module, found: Iterable[SavedOptimizer]) -> None:
+def _check_cuts(held: Held, model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse a state of another shape than its parameter, as Adafactor's, which FSDP1 would cut wrongly."""
-    units = [module for module in model.modules() if isinstance(module, FSDP1)]
-    if not any(handle.uses_sharded_strategy for unit in units if (handle := fsdp1_handle(unit)) is not None):
+    handles = [fsdp1_handle(module) for module in model.modules() if isinstance(module, FSDP1)]
+    if not any(handle is not None and handle.uses_sharded_strategy for handle in handles):
         return
-    for name, entries in (item for one in found for item in one.state.items()):
+    for name, entries in state.items():
         shape = held.tensors[MODEL + name].shape
         for what, value in entries.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != shape:
-                raise CheckpointMismatchError(
-                    f"optimizer state {what!r} of {name}: expected {shape.numel()} elements, one for each of "
-                    f"the parameter, which FSDP1 can cut, found {list(value.shape)}. Load it into FSDP2, DDP "
-                    "or no wrapper"
+                raise CheckpointError(
+                    f"optimizer state {what!r} of {name}: expected shape {list(shape)}, the parameter's, "
+                    f"which FSDP1 can cut, found {list(value.shape)}. Load it into FSDP2, DDP or no wrapper"
                 )
 
 
-def put_back_optimizers(
-    held: Held, model: nn.Module, optimizers: Sequence[Optimizer], found: Sequence[SavedOptimizer]
-) -> None:
-    """Restore each optimizer by its load_state_dict(). A collective under FSDP1.
+def put_back_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: SavedOptimizers) -> None:
+    """Restore each optimizer by its load_state_dict(), from filled tensors. A collective under FSDP1.
 
     torch's set_optimizer_state_dict() would do that too, but takes a step where there is no state yet, mixes
     the groups up where one of them is empty, and refuses an FSDP1 unit inside of activation checkpointing.
-
-    Args:
-        found: from match_optimizers(), with filled tensors.
     """
-    names = parameter_names(model)
-    by_name = {name: param for param, some in names.items() for name in some}
-    for optimizer, saved in zip(optimizers, found, strict=True):
+    names, settings = parameter_names(model), iter(saved.settings)
+    for optimizer in optimizers:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(params)}
+        groups = [
+            {**next(settings), "params": [numbers[param] for param in group["params"]]}
+            for group in optimizer.param_groups
+        ]
         if has_fsdp1(model):
-            state = _flattened(model, optimizer, saved.state)
+            fqns = [some for param, some in get_param_to_fqns(model).items() if param in numbers]
+            stored = {plain_name(fqn): fqn for some in fqns for fqn in some}
+            state: Any = {stored[name]: entries for name, entries in saved.state.items() if name in stored}
+            with in_parts(model):
+                state = FSDP1.optim_state_dict_to_load(model, optimizer, {"state": state})["state"]
         else:
-            state = {numbers[by_name[name]]: entries for name, entries in saved.state.items()}
-        of_parameter = {held.first_name(name): group for group in saved.groups for name in group["params"]}
-        empty = (group for group in saved.groups if not group["params"])
-        groups = []
-        for own in optimizer.param_groups:
-            group = of_parameter[names[own["params"][0]][0]] if own["params"] else next(empty)
-            # The names of the parameters are this optimizer's own, in its order and of its wrapper.
-            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({**settings, "params": [numbers[param] for param in own["params"]]})
-        # torch's load_state_dict() takes apart what is no tensor, and converts dtypes to the parameter's.
-        is_torchs = type(optimizer).load_state_dict is Optimizer.load_state_dict
-        given = {
-            number: {
-                what: value
-                for what, value in entries.items()
-                if not is_torchs
-                or (isinstance(value, Tensor) and value.is_complex() == params[number].is_complex())
+            found = {number: saved.state.get(names[param][0]) for param, number in numbers.items()}
+            state = {number: entries for number, entries in found.items() if entries}
+        given = state
+        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+            # which takes apart what is no tensor, and drops imaginary parts
+            given = {
+                number: {
+                    what: value
+                    for what, value in entries.items()
+                    if isinstance(value, Tensor) and value.is_complex() == params[number].is_complex()
+                }
+                for number, entries in state.items()
             }
-            for number, entries in state.items()
-        }
         optimizer.load_state_dict({"state": given, "param_groups": groups})
         for number, entries in state.items():
             own = optimizer.state[params[number]]
             for what, value in entries.items():
-                there = own.get(what)
-                tensors = isinstance(value, Tensor) and isinstance(there, Tensor)
-                if what not in given[number] or (tensors and there.dtype != value.dtype):
+                converted = getattr(own.get(what), "dtype", None) != getattr(value, "dtype", None)
+                if what not in given[number] or converted:  # to the dtype of the parameter
                     own[what] = value.to(params[number].device) if isinstance(value, Tensor) else value
-
-
-def _flattened(
-    model: nn.Module, optimizer: Optimizer, entries: Mapping[str, dict[str, Any]]
-) -> dict[int, dict[str, Any]]:
-    """Cut the state to this rank's parts of FSDP1's flat parameters; by number in the optimizer."""
-    fsdp1_names = [name for names in get_param_to_fqns(model).values() for name in names]
-    state = {name: entries[plain_name(name)] for name in fsdp1_names if plain_name(name) in entries}
-    with quiet(), FSDP1.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        return FSDP1.optim_state_dict_to_load(model, optimizer, {"state": state})["state"]
 
 
 # ---- the model ---------------------------------------------------------------------------------------
 
 
 def put_back_model(model: nn.Module, held: Held, extra: Mapping[str, Any]) -> None:
-    """Restore the model from what Held.of() took of it, whose tensors were filled. A collective under FSDP1.
-
-    Args:
-        extra: what the model has besides tensors, by name.
-    """
+    """Restore the model from what Held.of() took of it, with filled tensors. A collective under FSDP1."""
     own = {
         _address(tensor)
         for tensor in (*model.parameters(), *model.buffers())
@@ -409,11 +296,3 @@ def put_back_model(model: nn.Module, held: Held, extra: Mapping[str, Any]) -> No
     state.update({raw[alias]: state[raw[name]] for alias, name in held.tied.items()})
     with quiet():
         set_model_state_dict(model, state)
-
-
-def _sharding(tensor: Tensor) -> object:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-
-
-def _address(tensor: Tensor) -> int:
-    return local(tensor).data_ptr()

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
-from fsdp_utils.checkpoint.codec import encode_named
+from fsdp_utils.checkpoint.codec import encode
 from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path, write_file
@@ -26,7 +25,6 @@ from fsdp_utils.checkpoint.state import (
     MODEL,
     OPTIMIZER,
     PER_RANK,
-    STATE,
     Held,
     Optimizers,
     frozen_names,
@@ -36,20 +34,16 @@ from fsdp_utils.checkpoint.state import (
     unwrapped,
     without_unsharded_wrappers,
 )
-from fsdp_utils.checkpoint.tensor_files import write_tensors
-from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint, rank_names
+from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
+from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
 from fsdp_utils.sharding.copies import (
-    broadcast,
     buffer_copies,
     differing,
     digest,
     dtensor_copies,
     in_words,
-    inventory,
     parameter_copies,
-    state_copies,
 )
-from fsdp_utils.sharding.local_part import is_readable
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.unsaved_buffers import samples, unsaved
 
@@ -69,7 +63,6 @@ def save_distributed(
     keep: int | None = None,
     ignore_frozen_params: bool = False,
     asynchronous: bool = False,
-    sync_replicas: bool = False,
     wait_s: float = WAIT_S,
 ) -> Save:
     """Save a sharded training state such that it is there completely, or not at all.
@@ -84,10 +77,9 @@ def save_distributed(
         optimizer: one, or several over different parameters, as a sequence or the values of a mapping; they
             are told apart by their parameters, not by order or name. Left out of the checkpoint when None.
         step: number of the training step.
-        state: what else training needs to go on, by name, equal on all ranks: plain values and tensors, such
-            as an average of the weights, and objects with state_dict() and load_state_dict() (schedulers,
-            gradient scalers), of which the state_dict() is saved. DTensors in it are stored sharded (see
-            load_distributed).
+        state: what else training needs to go on, by name, equal on all ranks: plain values and tensors
+            (DTensors are stored sharded), and objects with state_dict() and load_state_dict() (schedulers,
+            gradient scalers), of which the state_dict() is saved.
         per_rank: what differs between ranks, by name: the state of random number generators, the position in
             this rank's data. Each rank's value comes back to it. A buffer of the model that differs is to be
             given under its name, and copied back after loading; the model's part of the checkpoint has rank
@@ -98,12 +90,8 @@ def save_distributed(
         asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
             in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
             second copy of this rank's shard, and keeps it for the next save.
-        sync_replicas: where ranks hold copies of a parameter (hybrid sharding, DDP, ignored parameters) or of
-            a buffer, give them all the first one's values and optimizer state, also in the model. Without it,
-            copies that differ are an error.
         wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
-            the model's own groups. (NCCL's have the timeout of their group.) One rank may take an hour longer
-            than the others to read or write its part.
+            the model's own groups. One rank may take an hour longer than the others to write its part.
 
     Returns:
         The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.
@@ -141,55 +129,59 @@ def save_distributed(
             "step": step,
             "keep": keep,
             "asynchronous": asynchronous,
-            "sync_replicas": sync_replicas,
-            "ignore_frozen_params": ignore_frozen_params,
-            "frozen parameters": fingerprint(ignored),
+            "frozen parameters that are left out": fingerprint(ignored),
             "names in state": sorted(of_all),
             "names in per_rank": sorted(of_rank),
         }
 
     with collective_call("save_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
-        params = {name for names in parameter_names(model).values() for name in names}
-        without = {*ignored, *(of_rank.keys() - params), *_broadcast_by_ddp(wrapped, model)}
-        check_copies(model, ranks, ignored=without, sync=optimizers if sync_replicas else None)
-        stateful = [any(ranks.numbers(int(bool(one.state)))) for one in optimizers]
-        held = ranks.each(lambda: Held.of(model, optimizers, stateful))
-        held.leave_out(ignored)
 
-        def take_state() -> tuple[bytes | None, dict[str, Tensor], dict[str, str]]:
+        def collect() -> tuple[Held, dict[str, Tensor], dict[str, bytes]]:
+            held = Held.of(model)
+            held.add_optimizers(model, optimizers)
+            held.leave_out(ignored)
             held.add_state(of_all)
-            digests = _digests(held) | _digests_of_extra(held, model, ignored=of_rank)
-            return (*_of_this_rank(of_rank, ranks.rank), digests)
+            own: dict[str, Tensor] = {}
+            own_plain = encode(of_rank, f"{PER_RANK}{ranks.rank}", own)
+            for key, tensor in (held.tensors | own).items():
+                if key in own and isinstance(tensor, DTensor):
+                    raise CheckpointError(
+                        f"{key}: expected a tensor of this rank, found a DTensor: give it in state="
+                    )
+                check_storable(key, tensor)
+            texts = {STATE_FILE: json.dumps(held.plain).encode()} if ranks.rank == 0 else {}
+            if of_rank:
+                texts[rank_file(ranks.rank)] = json.dumps(own_plain).encode()
+            return held, own, texts
 
-        own_text, own_tensors, digests = ranks.each(take_state)
-        ranks.same(
-            "", digests, cure=". Only DTensors are saved by parts; what is to differ goes into per_rank="
-        )
-        if held.plain["dims"]:
-            state_tensors = {key: held.tensors[key] for key in held.plain["dims"]}
-            if differ := differing(dtensor_copies(state_tensors), ranks):
-                ranks.each(lambda: _refuse_state(differ))
-        texts = {STATE_FILE: json.dumps(held.plain).encode()} if ranks.rank == 0 else {}
-        if own_text is not None:
-            texts[f"rank-{ranks.rank:05d}.json"] = own_text
+        held, own, texts = ranks.each(collect)
+        params = {name for names in parameter_names(model).values() for name in names}
+        _check_equal(held, model, ranks, {*ignored, *(of_rank.keys() - params), *_of_ddp(wrapped, model)})
         about = {
             "step": step,
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "world_size": ranks.world_size,
             "torch": str(torch.__version__),
-            "optimizer": ", ".join(one["classes"][0] for one in held.plain["optimizers"]) or None,
+            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["groups"])) or None,
             "tied": held.tied,
             "tensors": specs(held.tensors),
             **describe(model),
         }
-        tensors = held.tensors | own_tensors
+        tensors = held.tensors | own
         if asynchronous:
             ranks.in_background = True
             tensors = stage(tensors)
-        home = local_path(directory)
-        there = _small_meshes(tensors, ranks)
-        unfinished, final, meshes = ranks.first(lambda: (*begin(home, step), there))
-        tensors = {key: one for key, one in tensors.items() if there.get(key) == meshes.get(key)}
+        unfinished, final = ranks.first(lambda: begin(local_path(directory), step))
+
+    def write_part() -> tuple[dict[str, Any], dict[str, Any]]:
+        """Write this rank's files; return the manifest's entries of them, and of this rank's tensors."""
+        _must_see(unfinished)
+        files = {name: write_file(unfinished / name, text) for name, text in texts.items()}
+        name = f"rank-{ranks.rank:05d}.safetensors"
+        entry = write_tensors(
+            unfinished / name, tensors, rank=ranks.rank, world_size=ranks.world_size, only_here=own
+        )
+        return files if entry is None else {**files, name: entry}, specs(own)
 
     def finish() -> None:
         commit(unfinished, final, about)
@@ -199,12 +191,7 @@ def save_distributed(
     def write() -> None:
         try:
             with ranks.guard():
-                parts = ranks.all(
-                    lambda: (
-                        _write_part(unfinished, tensors, texts, own_tensors.keys(), ranks),
-                        specs(own_tensors),
-                    )
-                )
+                parts = ranks.all(write_part)
                 about["files"] = {name: entry for files, _ in parts for name, entry in files.items()}
                 about["tensors"] |= {key: spec for _, own in parts for key, spec in own.items()}
                 ranks.each(lambda: ranks.rank or finish())
@@ -216,51 +203,13 @@ def save_distributed(
     return Save(final, write, asynchronous=asynchronous)
 
 
-def _of_this_rank(values: Mapping[str, Any], rank: int) -> tuple[bytes | None, dict[str, Tensor]]:
-    """Return what only this rank saves, its values of per_rank=: as JSON, and the tensors in it by key.
-
-    Raises:
-        CheckpointError: a value cannot be saved; names it.
-    """
-    tensors: dict[str, Tensor] = {}
-    plain = encode_named(values, f"{PER_RANK}{rank}.", tensors)
-    if sharded := [key for key, one in tensors.items() if isinstance(one, DTensor)]:
-        raise CheckpointError(
-            f"{sharded[0]}: expected a tensor of this rank, found a DTensor: give it in state="
-        )
-    return json.dumps(plain).encode() if values else None, tensors
-
-
-def _small_meshes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[int]]:
-    """Return the ranks that share each DTensor that not all ranks share, by key.
-
-    Ranks outside of them may hold a copy, as of experts that are sharded over one dimension of a mesh.
-    """
-    meshes = {key: one.device_mesh for key, one in tensors.items() if isinstance(one, DTensor)}
-    return {
-        key: mesh.mesh.flatten().tolist() for key, mesh in meshes.items() if mesh.size() < ranks.world_size
-    }
-
-
-def _write_part(
-    unfinished: Path,
-    tensors: Mapping[str, Tensor],
-    texts: Mapping[str, bytes],
-    only_here: Collection[str],
-    ranks: Ranks,
-) -> dict[str, Any]:
-    """Write this rank's files; return the manifest's entries of them."""
-    _must_see(unfinished)
-    files = {name: write_file(unfinished / name, text) for name, text in texts.items()}
-    name = f"rank-{ranks.rank:05d}.safetensors"
-    entry = write_tensors(
-        unfinished / name, tensors, rank=ranks.rank, world_size=ranks.world_size, only_here=only_here
-    )
-    return files if entry is None else {**files, name: entry}
+def rank_file(rank: int) -> str:
+    """The name of the file with what only this rank has saved."""
+    return f"rank-{rank:05d}.json"
 
 
 def _values(given: Any, argument: str) -> dict[str, Any]:
-    """Return state= or per_rank=, the argument, by name, with the state_dict() of objects that have one."""
+    """Return state= or per_rank= by name, with the state_dict() of objects that have one."""
     found = named_values(given, argument)
     for name, value in found.items():
         if isinstance(value, Stateful):
@@ -272,134 +221,6 @@ def _values(given: Any, argument: str) -> dict[str, Any]:
                     f"{type(error).__name__}: {error}"
                 ) from error
     return found
-
-
-# ---- what must be equal on all ranks -----------------------------------------------------------------
-
-
-def check_copies(
-    model: nn.Module, ranks: Ranks, *, ignored: Collection[str], sync: Sequence[Optimizer] | None
-) -> None:
-    """Check that parameters and buffers of which several ranks hold a copy are equal on all of them.
-
-    One rank's values are stored, so those of the others would be lost without an error: of replicas that have
-    drifted apart, of experts that ranks hold under the same names, of running means.
-
-    Args:
-        ignored: names of those that are not saved.
-        sync: broadcast them, and what these optimizers hold of them, from the first holder before.
-
-    Raises:
-        CheckpointError: they are not; names a few. Or the first holder cannot replace the others' state. The
-            same on every rank.
-    """
-    names = {*ignored, *(name for name, _ in unsaved(model))}
-    found = {**parameter_copies(model), **buffer_copies(model)}
-    copies = {name: copy for name, copy in found.items() if name not in names}
-
-    def have_values() -> None:
-        meta = [name for param, (name, *_) in parameter_names(model).items() if param.is_meta]
-        if meta := [name for name in meta if name not in ignored]:
-            raise CheckpointError(
-                f"expected parameters with values, found {len(meta)} on the meta device, such as "
-                f"{meta[0]!r}. load_pretrained(folder, model) fills them"
-            )
-
-    ranks.each(have_values)
-    if sync is not None and ranks.distributed:
-        states = state_copies(copies, sync)
-        places = sorted({copy.place for copy in copies.values()})
-        held = {at: inventory({key: one for key, one in states.items() if one.place == at}) for at in places}
-        by_rank = ranks.all(lambda: held)
-        first = {place: found for one in reversed(by_rank) for place, found in one.items()}
-        odd = [rank for rank, one in enumerate(by_rank) if not one.items() <= first.items()]
-        if odd:
-            ranks.each(lambda: _refuse_to_sync(odd))
-        broadcast(copies)
-        broadcast(states)
-    if differ := differing(copies, ranks):
-        ranks.each(lambda: _refuse_copies(differ))
-
-
-def _broadcast_by_ddp(wrapped: nn.Module, model: nn.Module) -> set[str]:
-    """Name the buffers that DDP broadcasts from rank 0 before the next step."""
-    units = [one for one in wrapped.modules() if isinstance(one, DistributedDataParallel)]
-    known = {id(buffer) for one in units if one.broadcast_buffers for buffer in one.buffers()}
-    return {plain_name(name) for name, buffer in model.named_buffers() if id(buffer) in known}
-
-
-def _refuse_to_sync(odd: list[int]) -> None:
-    raise CheckpointError(
-        "sync_replicas expected the same entries of the optimizer's state on all ranks that hold a copy of a "
-        f"parameter, found others on {rank_names(odd)}. Load the optimizer's state on all ranks, or save "
-        "without the optimizer"
-    )
-
-
-def _refuse_copies(differ: Mapping[str, str]) -> None:
-    raise CheckpointError(
-        "expected the same values on all ranks that hold a copy of a parameter or buffer, found that "
-        f"{in_words(differ)}. check_sharding(model, optimizer) looks for the cause; "
-        "save_distributed(..., sync_replicas=True) saves the first copy, and goes on with it. A buffer that "
-        "is to differ, such as a running mean, can be given as per_rank={name: buffer}. If each rank has "
-        "experts of its own, make them one DTensor over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"
-    )
-
-
-def _refuse_state(differ: Mapping[str, str]) -> None:
-    raise CheckpointError(
-        "expected the same values on all ranks that hold a copy of a part of a DTensor in the state, found "
-        f"that {in_words(differ)}. Broadcast it from the first of them, or save its to_local() in per_rank="
-    )
-
-
-def _digests(held: Held) -> dict[str, str]:
-    """What must be equal on all ranks: the state of the optimizers and the user's, but the parts of DTensors.
-
-    DDP's copies of an optimizer's state are not compared either, which would take long.
-    """
-    found: dict[str, str] = {}
-    copies: set[str] = set()
-    for number, one in enumerate(held.plain["optimizers"]):
-        for index, group in enumerate(one["groups"]):
-            for name, value in group.items():
-                found[f"optimizer {number}, param_groups[{index}][{name!r}]"] = _shown(value)
-        for name, values in one["state"].items():
-            of_param = {f"{OPTIMIZER}{name}.{what}": _shown(value) for what, value in values.items()}
-            found |= of_param
-            if not isinstance(held.tensors.get(MODEL + name), DTensor):
-                copies |= of_param.keys()
-    found |= {f"state {name!r}": _shown(value) for name, value in held.plain["state"].items()}
-    for key, tensor in held.tensors.items():
-        if key.startswith((OPTIMIZER, STATE)):
-            found[key] = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
-            if isinstance(tensor, DTensor):
-                found[key] += f" by {tensor.placements}"
-            elif key not in copies or not tensor.dim():
-                found[key] += f" with hash {digest(tensor)}"
-    return found
-
-
-def _digests_of_extra(held: Held, model: nn.Module, *, ignored: Collection[str]) -> dict[str, str]:
-    """What must be equal on all ranks of what the model has besides parameters and buffers."""
-    known = {*ignored, *(name for names in parameter_names(model).values() for name in names)}
-    known |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-    of_model = {name: one for name, one in held.of_model().items() if not isinstance(one, DTensor)}
-    found = {name: digest(one) for name, one in of_model.items() if name not in known and is_readable(one)}
-    for name, value in held.plain["extra"].items():
-        if name not in known:
-            inner = [digest(one) for key, one in held.tensors.items() if key.startswith(f"{EXTRA}{name}")]
-            found[name] = " ".join([_shown(value), *inner])
-    return found
-
-
-def _shown(value: Any) -> str:
-    """A JSON value, or its hash where it is long."""
-    text = json.dumps(value)
-    return text if len(text) < 80 else fingerprint([text])
-
-
-# ---- the folder --------------------------------------------------------------------------------------
 
 
 def _must_see(unfinished: Path) -> None:
@@ -414,27 +235,93 @@ def _must_see(unfinished: Path) -> None:
         time.sleep(0.1)
 
 
+# ---- what must be equal on all ranks -----------------------------------------------------------------
+
+
+def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection[str]) -> None:
+    """Check that what one rank saves for all of them is equal on all.
+
+    One rank's values are stored, so those of the others would be lost without an error: of replicas that have
+    drifted apart, of experts that ranks hold under the same names, of running means.
+    """
+    if not ranks.distributed:
+        return
+    copies = {**parameter_copies(model), **buffer_copies(model)}
+    names = {*ignored, *(name for name, _ in unsaved(model))}
+    copies = {name: copy for name, copy in copies.items() if name not in names}
+    copies |= dtensor_copies({key: held.tensors[key] for key in held.plain["dims"]})
+    ranks.same(
+        "",
+        ranks.each(lambda: _digests(held, model, ignored)),
+        cure=". Only DTensors are saved by parts; what is to differ goes into per_rank=",
+    )
+    if differ := differing(copies, ranks):
+        ranks.each(lambda: _refuse(in_words(differ)))  # raises on every rank alike
+
+
+def _refuse(differences: str) -> None:
+    raise CheckpointError(
+        "expected the same values on all ranks that hold a copy of a parameter, a buffer or a DTensor's part "
+        f"in the state, found that {differences}. check_sharding(model, optimizer) looks for the cause; "
+        "torch.distributed.broadcast makes them equal. A buffer that is to differ can be given as "
+        "per_rank={name: buffer}. If each rank has experts of its own, make them one DTensor over their "
+        "mesh: DTensor.from_local(own, mesh, [Shard(0)])"
+    )
+
+
+def _of_ddp(wrapped: nn.Module, model: nn.Module) -> set[str]:
+    """Name the buffers that DDP broadcasts from rank 0 before the next step."""
+    units = [one for one in wrapped.modules() if isinstance(one, DistributedDataParallel)]
+    known = {id(buffer) for one in units if one.broadcast_buffers for buffer in one.buffers()}
+    return {plain_name(name) for name, buffer in model.named_buffers() if id(buffer) in known}
+
+
+def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str, str]:
+    """Describe all that is saved besides parameters and buffers: values, or hashes of them, by name.
+
+    DDP's copies of an optimizer's state are described by their shapes alone: to hash them would take long.
+    """
+    known = {*ignored, *(name for names in parameter_names(model).values() for name in names)}
+    known |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
+    plain = held.plain
+    values = {f"state {name!r}": value for name, value in plain["state"].items()}
+    values |= {name: value for name, value in plain["extra"].items() if name not in known}
+    for index, group in enumerate(plain["groups"]):
+        settings = group["settings"].items()
+        values |= {f"{OPTIMIZER}param_groups[{index}][{name!r}]": value for name, value in settings}
+    for name, entries in plain["optimizer"].items():
+        values |= {f"{OPTIMIZER}{name}.{what}": value for what, value in entries.items()}
+    texts = {name: json.dumps(value) for name, value in values.items()}
+    found = {name: text if len(text) < 80 else fingerprint([text]) for name, text in texts.items()}
+    sharded = {name for name, one in held.of_model().items() if isinstance(one, DTensor)}
+    of_ddp = tuple(f"{OPTIMIZER}{name}." for name in plain["optimizer"].keys() - sharded)
+    may_differ = tuple(f"{EXTRA}{name}." for name in ignored)
+    for key, tensor in held.tensors.items():
+        if key.startswith(may_differ) or (key.startswith(MODEL) and key.removeprefix(MODEL) in known):
+            continue
+        found[key] = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
+        if isinstance(tensor, DTensor):
+            found[key] += f" by {tensor.placements}"
+        elif not tensor.dim() or not key.startswith(of_ddp):
+            found[key] += f" with hash {digest(tensor)}"
+    return found
+
+
 # ---- about the model ---------------------------------------------------------------------------------
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """Describe the model for the manifest: its class, its configuration, the buffers that are not saved.
-
-    Where the model has no configuration, "parts" has those of its children, such as the transformers model
-    of a LightningModule, by their names.
-    """
-    module: Any = unwrapped(model)
+    """Describe the model for the manifest, or its "parts" where it has no configuration itself."""
+    module = unwrapped(model)
     name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
     about = {"model": name, "unsaved_buffers": samples(module), **_configuration(module)}
-    if about["config"] is None:
-        parts = {name: _configuration(unwrapped(child)) for name, child in module.named_children()}
-        if found := {name: part for name, part in parts.items() if part["config"] is not None}:
-            about["parts"] = found
+    if "config" not in about:
+        about["parts"] = {name: _configuration(unwrapped(one)) for name, one in module.named_children()}
     return about
 
 
 def _configuration(module: Any) -> dict[str, Any]:
-    about: dict[str, Any] = {"config": None}
+    about: dict[str, Any] = {}
     base = module
     if isinstance(adapters := getattr(module, "peft_config", None), dict):  # peft's wrapper
         base = module.get_base_model() if hasattr(module, "get_base_model") else module

@@ -1,8 +1,4 @@
-"""Collect what a checkpoint holds of a model, optimizers and the user's state: tensors by key, and the rest.
-
-torch.distributed.checkpoint.state_dict gives the tensors: under names that do not depend on the wrapper
-(FSDP1, FSDP2, DDP, torch.compile), and sharded as the model is.
-"""
+"""Collect a model, its optimizers and the user's state: tensors by key, and the rest as JSON."""
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, ShardedOptimStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fsdp_utils.checkpoint.codec import encode, encode_named
+from fsdp_utils.checkpoint.codec import encode
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
@@ -36,12 +32,12 @@ Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 
 @dataclass
 class Held:
-    """The tensors of a model, its optimizers and the user's state by key, and all that is no tensor as JSON.
+    """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it.
 
-    The tensors share the model's memory where they can. `plain` holds values as codec.encode() makes them:
-    "extra" (what the model's state dict has besides tensors, by name), "optimizers" (of each "classes",
-    "groups" and "state", with parameters by name), "state", and "dims" (by key of each DTensor in the state
-    the dimension that each dimension of its mesh shards, None where it is replicated).
+    `plain` has "extra" (the model's state dict besides tensors, by name), "groups" (of each group of
+    parameters its "classes", "params" by name and "settings"), "optimizer" (their state, by name of the
+    parameter), "state", and "dims" (by key of each DTensor in the state the dimension that each dimension of
+    its mesh shards, None where it is replicated).
     """
 
     tensors: dict[str, Tensor]
@@ -50,82 +46,55 @@ class Held:
     # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
     state_dict: dict[str, Any]
     raw_names: dict[str, str]
+    meshes: dict[Any, DeviceMesh]  # of FSDP1's tensors, by process group
 
     @classmethod
-    def of(
-        cls, model: nn.Module, optimizers: Sequence[Optimizer] = (), stateful: Sequence[bool] = ()
-    ) -> "Held":
-        """Collect what a model and its optimizers hold. A collective under FSDP1.
-
-        Args:
-            stateful: whether each optimizer has a state on any rank.
-
-        Raises:
-            CheckpointError: something cannot be saved; names it.
-        """
+    def of(cls, model: nn.Module) -> "Held":
+        """Collect a model's state dict, under names without wrappers. A collective under FSDP1."""
         with quiet():
             found = get_model_state_dict(model)
         tied = tied_names(model)
         flat = has_fsdp1(model)  # which cannot load under other names than torch gives
         raw_names = {raw if flat else plain_name(raw): raw for raw in found}
-        if twice := sorted(found.keys() - raw_names.values()):
-            raise CheckpointError(
-                f"expected names that differ, found two tensors that are called {plain_name(twice[0])!r} "
-                f"without the names that wrappers add, such as {twice[0]!r}. Rename one of the modules"
-            )
         params = {name for some in parameter_names(model).values() for name in some}
-        if hidden := sorted(params - raw_names.keys()):
+        twice = sorted(map(plain_name, found.keys() - raw_names.values()))
+        if odd := [*twice, *sorted(params - raw_names.keys())]:
             raise CheckpointError(
-                f"expected the parameter {hidden[0]!r} in the model's state dict, found "
-                f"{sorted(raw_names.keys() - tied.keys())[:3]}: torch leaves the name of a wrapper in where "
-                "another one hides it. Put FSDP1 inside of torch.compile, and activation checkpointing "
-                "inside of both and of DDP"
+                f"expected one entry {odd[0]!r} in the model's state dict, found "
+                f"{'two' if twice else 'none'} under that name without those of wrappers. Rename the module; "
+                "or, where a wrapper hides another one, put FSDP1 inside of torch.compile, and activation "
+                "checkpointing inside of both and of DDP"
             )
         tied = {alias: name for alias, name in tied.items() if alias in raw_names}
         own = {name: found[raw] for name, raw in raw_names.items() if name not in tied}
-        extra: dict[str, Any] = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
         meshes: dict[Any, DeviceMesh] = {}
-        tensors = {
-            MODEL + name: _as_dtensor(value, meshes)
-            for name, value in own.items()
-            if isinstance(value, Tensor)
-        }
-        plain: dict[str, Any] = {
-            "extra": {name: encode(value, EXTRA + name, tensors) for name, value in extra.items()},
-            "optimizers": [],
-            "state": {},
-            "dims": {},
-        }
-        for number, (optimizer, has_state) in enumerate(zip(optimizers, stateful, strict=True)):
-            groups, state = _optimizer_state(model, optimizer, has_state)
-            entries = {
-                name: {what: _as_dtensor(value, meshes) for what, value in of_param.items()}
-                for name, of_param in state.items()
-            }
-            plain["optimizers"].append(
-                {
-                    "classes": optimizer_classes(optimizer),
-                    "groups": encode(groups, f"{OPTIMIZER}param_groups.{number}", tensors),
-                    "state": {n: encode(one, OPTIMIZER + n, tensors) for n, one in entries.items()},
-                }
-            )
-        return cls(tensors, plain, tied, found, raw_names)
+        tensors = {MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)}
+        tensors = _as_dtensors(tensors, meshes)
+        extra = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
+        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "groups": [], "optimizer": {}, "dims": {}}
+        return cls(tensors, plain, tied, found, raw_names, meshes)
+
+    def add_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Add the groups and the state of optimizers. A collective under FSDP1."""
+        names = parameter_names(model)
+        state: dict[str, Any] = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                params = [self.first_name(name) for param in group["params"] for name in names[param]]
+                one = {"classes": optimizer_classes(optimizer), "params": params, "settings": settings}
+                where = f"{OPTIMIZER}param_groups.{len(self.plain['groups'])}"
+                self.plain["groups"].append(encode(one, where, self.tensors))
+            for name, entries in _state(model, optimizer).items():
+                state |= {self.first_name(name): _as_dtensors(entries, self.meshes)} if entries else {}
+        self.plain["optimizer"] = encode(state, OPTIMIZER[:-1], self.tensors)
 
     def add_state(self, values: Mapping[str, Any]) -> None:
-        """Add the user's state: plain values and tensors, by name.
-
-        Raises:
-            CheckpointError: a value cannot be saved; names it.
-        """
+        """Add the user's state: plain values and tensors, by name."""
         tensors: dict[str, Tensor] = {}
-        self.plain["state"] = encode_named(values, STATE, tensors)
+        self.plain["state"] = encode(dict(values), STATE[:-1], tensors)
         for key, tensor in tensors.items():
             if isinstance(tensor, DTensor):
-                if any(one.is_partial() for one in tensor.placements):
-                    raise CheckpointError(
-                        f"{key}: expected a DTensor with placements Shard and Replicate, found "
-                        f"{tensor.placements}. Save its full_tensor()"
-                    )
                 # FSDP2 over tensor parallelism has a placement of its own, which shards a dimension too.
                 self.plain["dims"][key] = [getattr(one, "dim", None) for one in tensor.placements]
         self.tensors |= tensors
@@ -153,24 +122,27 @@ def specs(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _as_dtensor(tensor: Any, meshes: dict[Any, DeviceMesh]) -> Any:
-    """View FSDP1's ShardedTensor as a DTensor over the same memory; both shard the first dimension alike."""
-    if not isinstance(tensor, ShardedTensor):
-        return tensor
-    with quiet():
-        shape, dtype, device = tensor.size(), tensor.dtype, tensor.device
-        shards = [shard.tensor for shard in tensor.local_shards()]
-        group = sharded_tensor_group(tensor)
-    if group not in meshes:
-        meshes[group] = DeviceMesh.from_group(group, device.type)
-    return DTensor.from_local(
-        shards[0] if shards else torch.empty((0, *shape[1:]), dtype=dtype, device=device),
-        meshes[group],
-        [Shard(0)],
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+def _as_dtensors(entries: Mapping[str, Any], meshes: dict[Any, DeviceMesh]) -> dict[str, Any]:
+    """View FSDP1's ShardedTensors as DTensors over the same memory; both shard the first dimension alike."""
+    found = dict(entries)
+    for name, tensor in entries.items():
+        if not isinstance(tensor, ShardedTensor):
+            continue
+        with quiet():
+            shape, dtype, device = tensor.size(), tensor.dtype, tensor.device
+            shards = [shard.tensor for shard in tensor.local_shards()]
+            group = sharded_tensor_group(tensor)
+        if group not in meshes:
+            meshes[group] = DeviceMesh.from_group(group, device.type)
+        found[name] = DTensor.from_local(
+            shards[0] if shards else torch.empty((0, *shape[1:]), dtype=dtype, device=device),
+            meshes[group],
+            [Shard(0)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+    return found
 
 
 # ---- optimizers --------------------------------------------------------------------------------------
@@ -193,47 +165,33 @@ def optimizer_classes(optimizer: Optimizer) -> list[str]:
     return [one.__name__ for one in type(optimizer).__mro__[:-1] if one not in (Optimizer, object)]
 
 
-def _optimizer_state(
-    model: nn.Module, optimizer: Optimizer, has_state: bool
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Return an optimizer's param_groups and, by name, its state of each parameter.
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Return an optimizer's state of each parameter, by name. A collective under FSDP1.
 
-    A collective under FSDP1.
+    torch's get_optimizer_state_dict() would take a step to make a state that is not there yet.
     """
-    # Asked for a state that is not there yet, torch would take a step to make one: the run that is merely
-    # saved would go on with another bias correction.
-    if not has_state:
-        names = parameter_names(model)
-        return [
-            {**group, "params": [name for param in group["params"] for name in names[param]]}
-            for group in optimizer.param_groups
-        ], {}
-    # Under FSDP1 a rank whose shard is all frozen has no state, but takes part in the collectives. An empty
-    # entry, of a parameter of which other ranks have a state, keeps torch from the step.
+    if has_fsdp1(model):
+        with in_parts(model):
+            found = FSDP1.optim_state_dict(model, optimizer)["state"]
+        return {plain_name(name): entries for name, entries in found.items()}
+    names = parameter_names(model)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    added = [] if optimizer.state else [next((one for one in params if one.requires_grad), params[0])]
-    for param in added:
-        optimizer.state[param] = {}
-    try:
-        with quiet():
-            found: Any = get_optimizer_state_dict(model, optimizer)
-    finally:
-        for param in added:
-            del optimizer.state[param]
-    groups = [
-        {**group, "params": [plain_name(name) for name in group["params"]]} for group in found["param_groups"]
-    ]
-    return groups, {plain_name(name): entries for name, entries in found["state"].items() if entries}
+    return {names[params[number]][0]: one for number, one in optimizer.state_dict()["state"].items()}
+
+
+@contextmanager
+def in_parts(model: nn.Module) -> Iterator[None]:
+    """Have FSDP1 give and take state dicts of which each rank has its parts."""
+    kind, config = StateDictType.SHARDED_STATE_DICT, ShardedOptimStateDictConfig(offload_to_cpu=False)
+    with quiet(), FSDP1.state_dict_type(model, kind, optim_state_dict_config=config):
+        yield
 
 
 # ---- names -------------------------------------------------------------------------------------------
 
 
 def _inner(module: object) -> tuple[str, nn.Module] | None:
-    """The module inside of a wrapper, under the name that it has there; None if this is no wrapper.
-
-    Wrappers are DDP, FSDP1, activation checkpointing, torch.compile and Lightning Fabric's.
-    """
+    """The module inside of a wrapper (DDP, FSDP1, checkpointing, compile, Fabric), with its name there."""
     if isinstance(module, DistributedDataParallel | nn.DataParallel):
         return "module", module.module
     # A module that holds more than one is no wrapper. Fabric's has the model under a second name.
@@ -245,10 +203,7 @@ def _inner(module: object) -> tuple[str, nn.Module] | None:
 
 
 def without_unsharded_wrappers(model: nn.Module) -> nn.Module:
-    """Strip the wrappers around a model that shard nothing.
-
-    What is inside has the same names, whichever of them are around it and in which order.
-    """
+    """Strip the wrappers around a model that shard nothing."""
     while not isinstance(model, FSDP1 | FSDPModule) and (inner := _inner(model)) is not None:
         model = inner[1]
     return model

@@ -2,8 +2,7 @@
 
 A file holds chunks of tensors: of a DTensor, a rank's part. The header says where in the full tensor a chunk
 belongs, in the words of torch's HuggingFaceStorageWriter, so that torch's HuggingFaceStorageReader and
-safetensors.safe_open read the files, too. A dtype that safetensors has no name for is stored as bytes, with
-one more dimension, and noted in the header.
+safetensors.safe_open read the files, too.
 
 Format: eight bytes with the length of the header, the header in JSON, the tensors' bytes.
 Source: https://huggingface.co/docs/safetensors
@@ -20,13 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
-from fsdp_utils.checkpoint.codec import DTYPES, check_values
-from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
-from fsdp_utils.checkpoint.files import HashedFile, fill, interpreted, open_regular, parse_json, size_of
-from fsdp_utils.sharding.local_part import local, local_chunk, view
+from fsdp_utils.checkpoint.codec import DTYPES
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from fsdp_utils.checkpoint.files import HashedFile, fill, open_file
+from fsdp_utils.sharding.local_part import is_readable, local, local_chunk, view
 
 # Names of dtypes that safetensors and torch's HuggingFaceStorageReader share.
 NAMES: dict[torch.dtype, str] = {
@@ -50,17 +50,16 @@ NAMES: dict[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 _DTYPE_OF = {name: dtype for dtype, name in NAMES.items()}
-_SHARDING, _OFFSETS, _DTYPES = "DCP_SHARDING_INFO", "saved_offsets", "dtypes"  # in the header's metadata
+_SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in the header's metadata
 _LENGTH = struct.Struct("<Q")
 _MOST_DIMS = 64  # which torch has, too
-_MOST_BYTES = 100_000_000  # of a header; the library safetensors has the same limit
 # What is not copied in one piece, from a GPU or with other strides, is copied in pieces of about this size.
 _PIECE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor is: its dtype, and its full shape."""
+    """The dtype and the full shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -83,14 +82,6 @@ class Chunk(NamedTuple):
 # ---- writing -----------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
-    """A part of a tensor that this rank writes."""
-
-    key: str
-    offsets: tuple[int, ...]
-    data: Tensor
-
-
 def write_tensors(
     path: Path,
     tensors: Mapping[str, Tensor],
@@ -103,31 +94,23 @@ def write_tensors(
 
     A chunk that several ranks hold is written by one of them: of a DTensor, by the rank whose coordinates on
     the replicated dimensions of the mesh are 0; plain tensors are spread over the ranks by their sizes. So
-    all ranks have to pass the same plain tensors. Memory: a copy of at most 16 MiB of a tensor on a GPU.
-
-    Args:
-        path: of the new file.
-        tensors: by key; DTensors and plain tensors.
-        only_here: keys of plain tensors that no other rank passes. This rank writes them.
-
-    Returns:
-        {"bytes": length, "blake3": hex digits} of the file; None if this rank has nothing to write, and then
-        there is no file.
-
-    Raises:
-        CheckpointError: a tensor cannot be stored, or the file cannot be written; names it.
+    all ranks have to pass the same plain tensors, but for those in only_here, which this rank writes.
     """
-    own = {key for key, tensor in tensors.items() if isinstance(tensor, DTensor)} | set(only_here)
-    own |= share({key: one.nbytes for key, one in tensors.items() if key not in own}, rank, world_size)
-    parts = [part for key in tensors if key in own and (part := _part(key, tensors[key])) is not None]
+    own = {key for key, one in tensors.items() if isinstance(one, DTensor) and _is_writer(one)}
+    plain = {key: one.nbytes for key, one in tensors.items() if not isinstance(one, DTensor)}
+    own |= {*only_here, *share({key: plain[key] for key in plain.keys() - only_here}, rank, world_size)}
+    parts = {key: held_part(key, tensors[key]) for key in tensors if key in own}
+    parts = {key: part for key, part in parts.items() if part[1].numel() or not tensors[key].numel()}
     if not parts:
         return None
-    parts.sort(key=lambda part: -part.data.dtype.itemsize)  # each begins at a multiple of its itemsize
-    header = _header(parts)
-    with torch.no_grad(), HashedFile(path, len(header) + sum(part.data.nbytes for part in parts)) as file:
-        file.write(header)
-        for part in parts:
-            for piece in _pieces(part.data):
+    # Each begins at a multiple of its itemsize.
+    ordered = sorted(parts, key=lambda key: -tensors[key].dtype.itemsize)
+    sharding = {key: {_OFFSETS: parts[key][0]} for key in ordered}
+    specs = {key: Spec(tensors[key].dtype, tuple(parts[key][1].shape)) for key in ordered}
+    with torch.no_grad(), HashedFile(path) as file:
+        file.write(pack_header(specs, {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}))
+        for key in ordered:
+            for piece in _pieces(parts[key][1]):
                 file.write(view(piece))
         return file.finish()
 
@@ -144,82 +127,53 @@ def share(sizes: Mapping[str, int], rank: int, world_size: int) -> set[str]:
     return mine
 
 
-def _part(key: str, tensor: Tensor) -> _Part | None:
-    """The part of a tensor that this rank writes."""
-    if isinstance(tensor, DTensor) and not _is_writer(tensor):
-        return None
-    offsets, data = held_part(key, tensor)
-    check_values(key, data)
-    if data.numel():
-        return _Part(key, offsets, data)
-    return None if tensor.numel() else _Part(key, (0,) * tensor.dim(), data.new_empty(tensor.shape))
-
-
 def _is_writer(tensor: DTensor) -> bool:
-    """Whether this rank is the first of those that hold its part. All hold a tensor without elements."""
+    """Whether this rank is the first of those that hold its part. All hold a tensor without elements.
+
+    Ranks outside of rank 0's mesh may hold a copy, as of experts sharded over one dimension of a mesh.
+    """
     coordinates = tensor.device_mesh.get_coordinate()
-    return coordinates is not None and all(
+    return bool((tensor.device_mesh.mesh == 0).any()) and all(
         coordinate == 0
-        for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
+        for coordinate, placement in zip(coordinates or (), tensor.placements, strict=True)
         if placement.is_replicate() or not tensor.numel()
     )
 
 
 def held_part(key: str, tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Return the part of a tensor that this rank holds, and its offsets in it, by dimension.
-
-    Raises:
-        CheckpointError: the part is a summand (Partial), or not contiguous in the tensor.
-    """
-    if isinstance(tensor, DTensor) and (strange := _not_contiguous(tensor)):
-        raise CheckpointError(
-            f"{key}: expected one contiguous part of the tensor on each rank, found {strange}. Redistribute "
-            "it to Shard or Replicate first"
-        )
+    """Return the offsets of the part of a tensor that this rank holds, by dimension, and the part."""
+    if isinstance(tensor, DTensor):
+        dims = [getattr(placement, "dim", None) for placement in tensor.placements]
+        for index, placement in enumerate(tensor.placements):
+            # FSDP over tensor parallelism, with the mesh's dimensions in the other order, leaves one piece.
+            later = zip(tensor.device_mesh.shape[index + 1 :], dims[index + 1 :], strict=True)
+            pieces = prod(size for size, dim in later if dim == dims[index])
+            if placement.is_partial() or getattr(placement, "split_factor", pieces) != pieces:
+                raise CheckpointError(
+                    f"{key}: expected one contiguous part of the tensor on each rank, found {placement}. "
+                    "Redistribute it to Shard or Replicate first"
+                )
     (offsets, sizes), part = local_chunk(tensor), local(tensor).detach()
     if (prod(sizes) or part.numel()) and tuple(part.shape) != sizes:
         raise CheckpointError(f"{key}: expected a part of shape {sizes}, found {tuple(part.shape)}")
     return offsets, part
 
 
-def _not_contiguous(tensor: DTensor) -> Placement | None:
-    """Return a placement that leaves a rank with a summand, or with several pieces of the tensor.
-
-    FSDP over tensor parallelism, of which the mesh has the dimensions in the other order, leaves one piece.
-    """
-    dims = [getattr(placement, "dim", None) for placement in tensor.placements]
-    for index, placement in enumerate(tensor.placements):
-        later = zip(tensor.device_mesh.shape[index + 1 :], dims[index + 1 :], strict=True)
-        pieces = prod(size for size, dim in later if dim == dims[index])
-        if placement.is_partial() or getattr(placement, "split_factor", pieces) != pieces:
-            return placement
-    return None
-
-
-def _header(parts: list[_Part]) -> bytes:
-    """Pack the header of a file with those parts."""
-    specs: dict[str, Spec] = {}
-    sharding: dict[str, Any] = {}
-    dtypes: dict[str, str] = {}
-    for key, offsets, data in parts:
-        spec = Spec(data.dtype, tuple(data.shape))
-        if data.dtype not in NAMES:
-            dtypes[key] = str(data.dtype).removeprefix("torch.")
-            spec, offsets = Spec(torch.uint8, (*spec.shape, data.dtype.itemsize)), (*offsets, 0)
-        specs[key], sharding[key] = spec, {_OFFSETS: offsets}
-    about = {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}
-    if dtypes:
-        about[_DTYPES] = json.dumps(dtypes)
-    return pack_header(specs, about)
+def check_storable(key: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose values cannot be written: other dtypes, Partial, on meta, sparse, freed."""
+    _, part = held_part(key, tensor)
+    if isinstance(tensor, DTensor) and dist.get_rank() == 0 and tensor.device_mesh.get_coordinate() is None:
+        raise CheckpointError(f"{key}: expected a DTensor over a mesh that rank 0 is in, found none")
+    if tensor.dtype not in NAMES or not is_readable(part):
+        raise CheckpointError(
+            f"{key}: expected values in memory of their own, of a dtype that safetensors has, found a "
+            f"{type(part).__name__} of {part.dtype} on {part.device} with layout {part.layout}. Save what it "
+            "consists of, or a .view() of it with another dtype"
+        )
 
 
 def pack_header(specs: Mapping[str, Spec], about: Mapping[str, str]) -> bytes:
-    """Pack the header of a file that holds tensors one after the other, with its length before it.
-
-    Args:
-        specs: of the tensors, in their order, by name; of dtypes that NAMES has.
-        about: metadata of the file.
-    """
+    """Pack the header, with its length, of a file that holds these tensors one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
     for name, spec in specs.items():
@@ -246,55 +200,34 @@ def _pieces(data: Tensor) -> Iterator[Tensor]:
 def open_tensors(checkpoint: Path, manifest: Mapping[str, Any]) -> "StoredTensors":
     """Read the headers of the files that a checkpoint's manifest names."""
     names = [name for name in manifest["files"] if name.endswith(".safetensors")]
-    return StoredTensors(checkpoint, [checkpoint / name for name in names])
+    specs = {key: Spec(DTYPES[one["dtype"]], tuple(one["shape"])) for key, one in manifest["tensors"].items()}
+    return StoredTensors([checkpoint / name for name in names], specs)
 
 
 class StoredTensors:
-    """The tensors in some safetensors files.
+    """The tensors in some safetensors files, whose headers are read."""
 
-    Args:
-        where: names all files in errors.
-        paths: of the files, whose headers are read.
-        follow_links: accept symbolic links, such as those of the Hugging Face cache.
-
-    Attributes:
-        chunks: of every tensor, by key.
-        specs: dtype and full shape of every tensor, by key.
-
-    Raises:
-        CheckpointDamagedError: a file is missing or damaged, or the chunks do not make up the tensors.
-    """
-
-    def __init__(self, where: Path, paths: Iterable[Path], *, follow_links: bool = False) -> None:
-        self._where, self._follow_links = where, follow_links
+    def __init__(self, paths: Iterable[Path], specs: dict[str, Spec] | None = None) -> None:
         self.chunks: dict[str, list[Chunk]] = {}
-        with interpreted(where):
-            for path in paths:
-                for key, chunk in _read_header(path, follow_links=follow_links).items():
-                    self.chunks.setdefault(key, []).append(chunk)
-            self.specs = {key: _spec(key, chunks) for key, chunks in self.chunks.items()}
+        for path in paths:
+            for key, chunk in _read_header(path).items():
+                self.chunks.setdefault(key, []).append(chunk)
+        self.specs = specs or {key: Spec(one.dtype, one.shape) for key, (one, *_) in self.chunks.items()}
+        for key, spec in self.specs.items():
+            shapes = [one.shape for one in self.chunks.get(key, [])]
+            if sum(map(prod, shapes)) != prod(spec.shape):
+                raise CheckpointDamagedError(
+                    f"{key}: expected {prod(spec.shape)} elements in the files, found {shapes[:8]}"
+                )
 
-    def read_into(self, tensors: Mapping[str, Tensor], *, threads: int = 1) -> None:
+    def read_into(self, targets: Iterable[tuple[str, Tensor]], *, threads: int = 1) -> None:
         """Fill tensors in place: plain tensors whole, DTensors with this rank's part.
 
-        Memory: the bytes go straight into the tensors, but for those with another dtype, on a GPU or cut
-        along another dimension. For these, each thread has a buffer of 16 MiB, or of one row of the chunk.
-
-        Args:
-            tensors: by key. They may have other dtypes than the stored ones, and be sharded in another way.
-            threads: how many files to read at a time.
-
-        Raises:
-            CheckpointMismatchError: a tensor is not stored, or has another shape; nothing has been changed.
-            CheckpointError: a file cannot be read.
+        The bytes go straight into the tensors, but for those with another dtype, on a GPU or cut along
+        another dimension. For these, each thread has a buffer of 16 MiB, or of one row of the chunk.
         """
         copies: dict[Path, list[_Copy]] = {}
-        for key, tensor in tensors.items():
-            spec = self.specs.get(key)
-            if spec is None or spec.shape != tuple(tensor.shape):
-                raise CheckpointMismatchError(
-                    f"{self._where}: expected {key} of shape {list(tensor.shape)}, found {spec or 'none'}"
-                )
+        for key, tensor in targets:
             for copy in self._copies(key, tensor):
                 copies.setdefault(copy.chunk.path, []).append(copy)
 
@@ -303,7 +236,7 @@ class StoredTensors:
             # One for all copies: an allocator keeps some of those that are freed in between.
             size = max(copy.rows * copy.row_bytes for copy in mine)
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-            with torch.no_grad(), open_regular(path, follow_links=self._follow_links) as file:
+            with torch.no_grad(), open_file(path) as file:
                 for copy in mine:
                     _read(copy, file, buffer)
 
@@ -311,14 +244,10 @@ class StoredTensors:
             list(pool.map(read_file, copies))  # raises the first error
 
     def read_whole(self, key: str) -> Tensor:
-        """Read one of the tensors, whole, into CPU memory.
-
-        Raises:
-            CheckpointError: its files cannot be read.
-        """
+        """Read one of the tensors, whole, into CPU memory."""
         spec = self.specs[key]
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
-        self.read_into({key: tensor})
+        self.read_into([(key, tensor)])
         return tensor
 
     def _copies(self, key: str, tensor: Tensor) -> Iterator["_Copy"]:
@@ -337,7 +266,7 @@ class StoredTensors:
 
 
 class _Copy(NamedTuple):
-    """Something to be copied from a chunk into a part of a tensor."""
+    """A region of a chunk, and the part of a tensor that takes it."""
 
     chunk: Chunk
     offsets: tuple[int, ...]  # in the chunk, by dimension
@@ -374,85 +303,32 @@ def _read(copy: _Copy, file: FileIO, buffer: Tensor) -> None:
         target[first : first + rows].copy_(part)
 
 
-def _read_header(path: Path, *, follow_links: bool) -> dict[str, Chunk]:
-    """Read which chunks are in a file, by key. Their bytes fill the file without holes and without overlap.
-
-    Raises:
-        CheckpointDamagedError: it is missing, cut short, or no such file.
-    """
-    with open_regular(path, follow_links=follow_links) as file:
-        size = size_of(file)
-        start = bytearray(_LENGTH.size)
-        fill(memoryview(start), file, 0, path)
+def _read_header(path: Path) -> dict[str, Chunk]:
+    """Read which chunks are in a file, by key. Their bytes fill the file without holes or overlap."""
+    with open_file(path) as file:
+        size = path.stat().st_size
+        start = file.read(_LENGTH.size).ljust(_LENGTH.size, b"\xff")
         (length,) = _LENGTH.unpack(start)
-        if length > min(size, _MOST_BYTES):
-            raise CheckpointDamagedError(
-                f"{path}: expected a safetensors file, found {size} bytes that begin with no header of one"
-            )
-        text = bytearray(length)
-        fill(memoryview(text), file, _LENGTH.size, path)
-    with interpreted(path, "the header of a safetensors file"):
-        return _parse_header(text, path, size)
-
-
-def _parse_header(text: bytearray, path: Path, size: int) -> dict[str, Chunk]:
-    header = parse_json(text, path)
-    about = header.pop("__metadata__", {})
-    sharding = parse_json(about[_SHARDING], path) if _SHARDING in about else None
-    dtypes = parse_json(about.get(_DTYPES, "{}"), path)
-    data = end = _LENGTH.size + len(text)
-    chunks = {}
-    for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        (first, last), shape = entry["data_offsets"], entry["shape"]
-        offsets = sharding[key][_OFFSETS] if sharding is not None else [0] * len(shape)
-        dtype = _DTYPE_OF[entry["dtype"]]
-        if not len(offsets) == len(shape) <= _MOST_DIMS:
-            raise ValueError(f"{len(shape)} dimensions for {key:.200}, and {len(offsets)} offsets")
-        if last - first != prod(shape) * dtype.itemsize or not all(type(size) is int for size in shape):
-            raise ValueError(f"{last - first} bytes for {key:.200} as {dtype} of shape {shape!r:.100}")
-        if data + first != end:
-            raise ValueError(f"{key:.200} from byte {first} on, after one that ends at {end - data}")
-        if key in dtypes:  # stored as bytes, with one more dimension
-            dtype = DTYPES[dtypes[key]]
-            if entry["dtype"] != "U8" or (shape.pop(), offsets.pop()) != (dtype.itemsize, 0):
-                raise ValueError(f"{key:.200} as {entry['dtype']} for {dtype}")
-        chunks[key] = Chunk(path, end, dtype, tuple(offsets), tuple(shape))
-        end = data + last
-    if end != size:
-        raise ValueError(f"{end} bytes, where the file has {size}: it was cut short, or more was written")
+        text = file.read(length) if length <= size else b""
+    try:
+        header = json.loads(text)
+        about = header.pop("__metadata__", {})
+        sharding = json.loads(about[_SHARDING]) if _SHARDING in about else {}
+        end, chunks = 0, {}
+        for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            shape, dtype = tuple(entry["shape"]), _DTYPE_OF[entry["dtype"]]
+            first, last = entry["data_offsets"]
+            offsets = sharding[key][_OFFSETS] if sharding else (0,) * len(shape)
+            sizes = len(shape) <= _MOST_DIMS and all(type(one) is int and one >= 0 for one in shape)
+            if not sizes or first != end or last - first != prod(shape) * dtype.itemsize:
+                raise ValueError(f"bytes {entry['data_offsets']} for {key:.200} as {dtype} {list(shape)[:9]}")
+            chunks[key] = Chunk(path, _LENGTH.size + length + first, dtype, tuple(offsets), shape)
+            end = last
+        if _LENGTH.size + length + end != size:
+            raise ValueError(f"{_LENGTH.size + length + end} bytes, where the file has {size}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamagedError(
+            f"{path}: expected a safetensors file, found {size} bytes that are none (cut short, or a pointer "
+            f"of git-lfs?): {type(error).__name__}: {error!s:.300}"
+        ) from error
     return chunks
-
-
-def _spec(key: str, chunks: list[Chunk]) -> Spec:
-    """Return what the chunks of a tensor make up.
-
-    Raises:
-        CheckpointDamagedError: they do not make up a tensor, each element once; names the files.
-    """
-    dtype, dims = chunks[0].dtype, len(chunks[0].shape)
-    if all((one.dtype, len(one.shape), len(one.offsets)) == (dtype, dims, dims) for one in chunks):
-        shape = tuple(max(chunk.offsets[dim] + chunk.shape[dim] for chunk in chunks) for dim in range(dims))
-        if _is_tiled(chunks, shape):
-            return Spec(dtype, shape)
-    found = "; ".join(
-        f"{one.dtype} {list(one.shape)} at {list(one.offsets)} in {one.path.name}" for one in chunks[:8]
-    )
-    raise CheckpointDamagedError(
-        f"{chunks[0].path.parent}: expected chunks that make up {key}, each element once, found {found}: a "
-        "file is missing, or of another checkpoint"
-    )
-
-
-def _is_tiled(chunks: list[Chunk], shape: tuple[int, ...], dim: int = 0) -> bool:
-    """Whether the chunks, which are alike before that dimension, fill the rest without gap and overlap."""
-    if dim == len(shape):
-        return len(chunks) == 1
-    slabs: dict[tuple[int, int], list[Chunk]] = {}
-    for chunk in chunks:
-        slabs.setdefault((chunk.offsets[dim], chunk.shape[dim]), []).append(chunk)
-    end = 0
-    for (offset, size), slab in sorted(slabs.items()):
-        if offset != end or not _is_tiled(slab, shape, dim + 1):
-            return False
-        end += size
-    return end == shape[dim]

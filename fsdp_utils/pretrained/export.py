@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_utils.checkpoint.errors import CheckpointError
-from fsdp_utils.checkpoint.files import HashedFile, local_path, sync_directory, writable, write_file
-from fsdp_utils.checkpoint.folder import abandon, begin, find, read_manifest
+from fsdp_utils.checkpoint.files import HashedFile, doing, local_path, sync_directory, write_file
+from fsdp_utils.checkpoint.folder import abandon, begin, find, read_manifest, verify_checkpoint
 from fsdp_utils.checkpoint.state import MODEL
-from fsdp_utils.checkpoint.tensor_files import NAMES, StoredTensors, open_tensors, pack_header
-from fsdp_utils.checkpoint.verify import verify_checkpoint
-from fsdp_utils.pretrained.reading import INDEX, ONE_FILE
+from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors, pack_header
+from fsdp_utils.pretrained.loading import INDEX, ONE_FILE
 from fsdp_utils.sharding.local_part import view
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -35,11 +34,9 @@ def export_safetensors(
     """Write the model of a checkpoint as safetensors, in one process that holds one tensor at a time.
 
     The folder gets model.safetensors, or several numbered files and model.safetensors.index.json. The
-    config.json of a transformers model is written too: it was saved with the checkpoint. Add the tokenizer
-    with `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again.
-    The checkpoint is verified first. All files are complete before the first one gets its name. Readers look
-    for the last one first, which is deleted before: after a crash they find the old model, the new one, or
-    none.
+    config.json of a transformers model is written too. Add the tokenizer with
+    `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again. The
+    checkpoint is verified first. After a crash a reader finds the old model, the new one, or none.
 
     Args:
         checkpoint: of save_distributed, or a directory of such checkpoints (then the last one is taken).
@@ -81,11 +78,6 @@ def export_safetensors(
     else:
         names = dict(zip(reversed(keys.values()), reversed(keys), strict=True))  # the first one of tied names
         keys = {name: key for name, key in keys.items() if names[key] == name}
-    if unknown := {
-        name: stored.specs[key].dtype for name, key in keys.items() if stored.specs[key].dtype not in NAMES
-    }:
-        raise CheckpointError(f"{source}: expected dtypes that safetensors has, found {unknown}")
-
     unfinished, _ = begin(out, manifest["step"])  # as a save: with a lock; what a crash left is deleted
     try:
         if adapter_only:
@@ -96,7 +88,7 @@ def export_safetensors(
             files += _write_parts(unfinished, keys, stored, int(shard_gib * 2**30))
         if config is not None:
             write_file(unfinished / files[0], json.dumps(config, indent=2).encode())
-        with writable(out):
+        with doing("write", out):
             _publish(unfinished, out, files)
     finally:
         abandon(unfinished)
@@ -106,11 +98,7 @@ def export_safetensors(
 def _model_in(
     source: Path, manifest: dict[str, Any], prefix: str
 ) -> tuple[Keys, dict[str, Any] | None, dict[str, Any]]:
-    """Return the tensors of the model under all their names, its configuration, and those of its adapters.
-
-    Raises:
-        CheckpointError: no tensor has such a name.
-    """
+    """Return the tensors of the model under all their names, its configuration, and those of its adapters."""
     names = {key.removeprefix(MODEL): key for key in manifest["tensors"] if key.startswith(MODEL)}
     names |= {alias: names[first] for alias, first in manifest["tied"].items()}
     keys = {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
@@ -124,11 +112,7 @@ def _model_in(
 
 
 def _adapter_in(source: Path, keys: Keys, adapters: dict[str, Any]) -> tuple[Keys, dict[str, Any]]:
-    """Return the tensors of the one LoRA adapter, under the names that peft reads, and its configuration.
-
-    Raises:
-        CheckpointError: there is none, several, or an adapter that is more than matrices beside the weights.
-    """
+    """Return the tensors of the one LoRA adapter, under the names that peft reads, and its configuration."""
     kinds = {name: str(config.get("peft_type")) for name, config in adapters.items()}
     if list(kinds.values()) != ["LORA"]:
         raise CheckpointError(
@@ -182,7 +166,7 @@ def _write_parts(folder: Path, keys: Keys, stored: StoredTensors, limit: int) ->
 def _write(path: Path, keys: Keys, stored: StoredTensors) -> None:
     specs = {name: stored.specs[key] for name, key in keys.items()}
     header = pack_header(specs, {})
-    with HashedFile(path, len(header) + sum(spec.nbytes for spec in specs.values())) as file:
+    with HashedFile(path) as file:
         file.write(header)
         for key in keys.values():
             tensor = stored.read_whole(key)

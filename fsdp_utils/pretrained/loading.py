@@ -7,23 +7,24 @@ without a warning, ignores what the model does not want, and torch 2.6 does not 
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_utils.checkpoint.collective import TRANSFER_LIMIT_S
-from fsdp_utils.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from fsdp_utils.checkpoint.files import local_path
+from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from fsdp_utils.checkpoint.files import local_path, read_json
+from fsdp_utils.checkpoint.restore import match_model
 from fsdp_utils.checkpoint.state import Held, has_fsdp1
 from fsdp_utils.checkpoint.tensor_files import StoredTensors, held_part
-from fsdp_utils.distributed.agreement import WAIT_S, agree, fingerprint
+from fsdp_utils.distributed.agreement import agree, fingerprint
 from fsdp_utils.pretrained.meta_init import Buffer, compute_buffers, device_of, materialise
-from fsdp_utils.pretrained.reading import open_folder
 from fsdp_utils.sharding.local_part import local
 
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 3  # problems of a kind in one error
 
 
@@ -32,17 +33,13 @@ def load_pretrained(
     model: nn.Module,
     *,
     cast: bool = False,
-    ignore: Iterable[str] = (),
     device: torch.device | str | None = None,
-    wait_s: float = WAIT_S,
 ) -> None:
     """Load a folder of safetensors into a model that may be sharded, and may still be on the meta device.
 
     Call it on every rank. Each reads its own part of each tensor, straight into its shard; in addition it
     holds at most 16 MiB, or one row of a tensor. So build the model under `torch.device("meta")`, wrap it
-    with fully_shard, and call this instead of to_empty. Before the model is changed, all ranks check the
-    names, shapes, dtypes and placements of its tensors, the device, that tied weights are equal if the folder
-    has them under several names, and that there is a value for every buffer.
+    with fully_shard, and call this instead of to_empty. All checks come before the model is changed.
 
     The format has no hashes: a file that was cut short is noticed, a changed byte is not.
 
@@ -56,10 +53,8 @@ def load_pretrained(
             reset_parameters() of their module. Otherwise they stay as they are; a warning names those for
             which that computation gives other values, as to_empty leaves them uninitialised.
         cast: convert to the model's dtypes where they differ from the files'.
-        ignore: patterns such as "lm_head.*" of names in the files that the model does not want.
         device: where to put what is on meta. None is the device of the model's mesh; "cpu" is needed for
             CPUOffloadPolicy on GPUs.
-        wait_s: seconds to wait for all ranks to enter.
 
     Raises:
         CheckpointError: the same on every rank. The model is as it was, unless it says otherwise.
@@ -71,7 +66,6 @@ def load_pretrained(
         shard(model)
         load_pretrained("exported", model)
     """
-    patterns = [ignore] if isinstance(ignore, str) else list(ignore)
     opened: list[tuple[StoredTensors, torch.device]] = []
 
     def facts() -> dict[str, Any]:
@@ -85,14 +79,13 @@ def load_pretrained(
         stored = open_folder(local_path(folder))
         opened.append((stored, place))
         content, own = _fingerprint(stored.specs), _fingerprint(dict(model.named_parameters()))
-        return {"content of the folder": content, "model": own, "cast": cast, "ignore": patterns}
+        return {"content of the folder": content, "model": own, "cast": cast}
 
     ranks = agree(
         "load_pretrained",
         facts,
         error=CheckpointError,
         topic="pretrained",
-        wait_s=wait_s,
         collective_s=TRANSFER_LIMIT_S,
     )
     with ranks.guard():
@@ -100,11 +93,15 @@ def load_pretrained(
 
         def check() -> tuple[dict[str, list[str]], list[Buffer], list[str]]:
             held = Held.of(model)
-            chosen = _choose(str(folder), stored, held, cast, patterns)
-            _check_ties(stored, held.of_model(), chosen, place)
-            return chosen, *compute_buffers(model, place)
+            own = held.of_model()
+            for name, tensor in own.items():
+                held_part(name, tensor)
+            remedy = "build the model that was saved there"
+            names = match_model(held, stored.specs, str(folder), remedy, cast=cast).stored
+            _check_ties(stored, own, names, place)
+            return names, *compute_buffers(model, place)
 
-        chosen, computed, odd = ranks.each(check)
+        names, computed, odd = ranks.each(check)
         if odd:
             warnings.warn(
                 f"load_pretrained: {', '.join(odd[:_SHOWN])}: expected the values that the module computes, "
@@ -117,7 +114,7 @@ def load_pretrained(
         def fill() -> None:
             materialise(model, place, computed)
             own = Held.of(model).of_model()
-            stored.read_into({names[0]: own[name] for name, names in chosen.items()})
+            stored.read_into([(first, own[name]) for name, (first, *_) in names.items()])
 
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         ranks.each(fill)
@@ -129,75 +126,39 @@ def _fingerprint(tensors: Mapping[str, Any]) -> str:
     return f"{len(specs)} tensors, {fingerprint(specs)}"
 
 
-def _choose(
-    folder: str, stored: StoredTensors, held: Held, cast: bool, ignore: list[str]
-) -> dict[str, list[str]]:
-    """Return the names under which each tensor of the model is in the files; several if it is tied.
-
-    Raises:
-        CheckpointError: the files do not hold exactly this model, or a placement cannot be read.
-    """
-    own = held.of_model()
-    for name, tensor in own.items():
-        held_part(name, tensor)
-    found: dict[str, list[str]] = {name: [] for name in own}
-    strange, shapes, dtypes = [], [], {}
-    for name, spec in stored.specs.items():
-        tensor, file = own.get(held.first_name(name)), stored.chunks[name][0].path.name
-        if tensor is None:
-            if not any(fnmatchcase(name, pattern) for pattern in ignore):
-                strange.append(
-                    f"{name}: expected by nothing in the model, found in {file}; ignore=[{name!r}] leaves it "
-                    "aside"
-                )
-            continue
-        found[held.first_name(name)].append(name)
-        if spec.dtype != tensor.dtype and not cast:
-            dtypes.setdefault((tensor.dtype, spec.dtype), []).append(name)
-        if spec.shape != tuple(tensor.shape):
-            shapes.append(
-                f"{name}: expected shape {list(tensor.shape)} (the model's), found {list(spec.shape)} in "
-                f"{file}"
-            )
-    missing = [f"{n}: expected by the model, found in no file" for n, names in found.items() if not names]
-    other = [
-        f"{first}{f' and {len(more)} more' if more else ''}: expected {dtype} (the model's), found {there}; "
-        "cast=True converts"
-        for (dtype, there), (first, *more) in dtypes.items()
-    ]
-    if lines := [line for some in (missing, shapes, other, strange) for line in _first_few(some)]:
-        if missing and strange:
-            lines.append(
-                "Are these the same tensors? transformers renames or joins those of some models as it loads "
-                "them; save_pretrained(folder, save_original_format=False) writes a folder with the names of "
-                "the model"
-            )
-        elif missing:
-            lines.append("Was it tied to another when it was saved? Then tie it here before wrapping")
-        raise CheckpointMismatchError(f"{folder} is not of this model:\n  " + "\n  ".join(lines))
-    return found
-
-
-def _first_few(problems: list[str]) -> list[str]:
-    return problems[:_SHOWN] + ([f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])
-
-
 @torch.no_grad()
 def _check_ties(
-    stored: StoredTensors, own: dict[str, Tensor], chosen: dict[str, list[str]], device: torch.device
+    stored: StoredTensors, own: dict[str, Tensor], names: dict[str, list[str]], device: torch.device
 ) -> None:
-    """Compare this rank's part of what is in the files under several names, one tensor at a time.
-
-    Raises:
-        CheckpointError: a file cannot be read, or tied tensors are not equal in the files.
-    """
-    for key, (first, *others) in chosen.items():
+    """Compare this rank's part of what is in the files under several names, one tensor at a time."""
+    for key, (first, *others) in names.items():
         for name in others:
             pair = [torch.empty_like(own[key], device=device) for _ in range(2)]
-            stored.read_into({first: pair[0]})
-            stored.read_into({name: pair[1]})
+            stored.read_into(zip((first, name), pair, strict=True))
             if not torch.equal(local(pair[0]), local(pair[1])):
                 raise CheckpointError(
                     f"{stored.chunks[name][0].path}: expected {name} to equal {first} (they are tied in the "
                     "model), found another tensor. Build the model without tying them"
                 )
+
+
+def open_folder(folder: Path) -> StoredTensors:
+    """Read the headers of a folder's files."""
+    if (folder / ONE_FILE).exists():  # transformers, too, ignores an index then
+        return StoredTensors([folder / ONE_FILE])
+    if not (folder / INDEX).exists():
+        there = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else "no folder"
+        raise CheckpointError(
+            f"{folder}: expected a folder with {ONE_FILE}, or with {INDEX} and the files it names, found "
+            f"{there or 'an empty one'}. Give the folder itself, downloaded; save_pretrained() "
+            "of transformers and export_safetensors() write such folders"
+        )
+    try:
+        files = set(read_json(folder / INDEX)["weight_map"].values())
+        if elsewhere := [name for name in files if not name or Path(name).name != name or "\0" in name]:
+            raise ValueError(f"{elsewhere[0]!r}, which is not in the folder")
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise CheckpointDamagedError(
+            f"{folder / INDEX}: expected the files by tensor under 'weight_map', found {error!r:.100}"
+        ) from error
+    return StoredTensors([folder / file for file in sorted(files)])

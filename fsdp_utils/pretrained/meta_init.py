@@ -1,8 +1,7 @@
 """Materialise a model from the meta device, and compute the buffers that no checkpoint holds.
 
-`to_empty` gives parameters and buffers uninitialised memory. What is saved with the model is loaded then. But
-a non-persistent buffer, such as the frequencies of rotary embeddings, is in no file: something has to compute
-it again, or the model is wrong without an error.
+A non-persistent buffer, such as the frequencies of rotary embeddings, is in no file, and `to_empty` leaves it
+uninitialised: something must compute it again, or the model is wrong without an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,15 +47,7 @@ def device_of(model: nn.Module) -> torch.device:
 def compute_buffers(model: nn.Module, device: torch.device) -> tuple[list[Buffer], list[str]]:
     """Compute the values of buffers that are not saved. The model stays as it is.
 
-    Each is computed by its module: by a transformers model's `_init_weights(module)`, else by the module's
-    own `reset_parameters()`.
-
-    Returns:
-        The buffers that are on meta, with their computed values on the device; and the names of those that
-        are not on meta, and whose values are not those that their module computes.
-
-    Raises:
-        CheckpointError: nothing computes the values of a buffer that is on meta.
+    A transformers model's `_init_weights(module)` computes them, else the module's `reset_parameters()`.
     """
     buffers = [
         Buffer(path, module, leaf, buffer)
@@ -83,7 +74,6 @@ def compute_buffers(model: nn.Module, device: torch.device) -> tuple[list[Buffer
         raise CheckpointError(
             "expected values for every buffer that is not saved with the model, found nothing that computes "
             + "; ".join(missing[:5])
-            + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             + (f" ({failures[0]})" if failures else "")
             + ". Give the module a reset_parameters() that does, or build the model with nothing but its "
             "parameters on meta"
@@ -93,10 +83,7 @@ def compute_buffers(model: nn.Module, device: torch.device) -> tuple[list[Buffer
 
 @torch.no_grad()
 def materialise(model: nn.Module, device: torch.device, computed: list[Buffer]) -> None:
-    """Put computed buffers in their places, and give uninitialised memory to what else is on meta.
-
-    What stands in several places of the model stays one tensor, unlike with to_empty().
-    """
+    """Put computed buffers in place, and uninitialised memory, tied as it was, for what else is on meta."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return
     for one in computed:
@@ -116,11 +103,7 @@ def materialise(model: nn.Module, device: torch.device, computed: list[Buffer]) 
 
 
 def _compute(model: nn.Module, buffers: list[Buffer], device: torch.device) -> list[str]:
-    """Put marked tensors in the place of the buffers, and let their modules compute them.
-
-    Returns:
-        What the modules raised.
-    """
+    """Put marked tensors in the place of the buffers, let their modules compute them; returns failures."""
     for one in buffers:
         marked = torch.empty_like(one.value, device=device)
         marked.untyped_storage().fill_(_MARK)  # pyright: ignore

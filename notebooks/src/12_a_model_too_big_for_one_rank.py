@@ -1062,7 +1062,7 @@ Markdown(f"<details><summary>All that load_pretrained says</summary>\n\n```text\
 assert reported == (0, len(reference) if rank == 0 else 0, len(reference))
 assert strict_error[0] == "RuntimeError"
 assert "Missing key(s) in state_dict" in strict_error[1]
-assert own_error[0] == "CheckpointMismatchError"
+assert own_error[0] == "CheckpointError"
 assert "expected by the model" in own_error[1].splitlines()[1]
 with torch.device("meta"):
     on_meta = LlamaForCausalLM(LlamaConfig.from_pretrained(folder / "dates"))

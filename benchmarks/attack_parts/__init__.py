@@ -1,1 +1,0 @@
-"""The parts of attacks.py: what is attacked, how, and how the outcome is told."""
