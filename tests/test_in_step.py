@@ -164,6 +164,21 @@ def test_arguments_that_differ_are_named_by_rank(two_ranks):
         assert "the ranks part" in results[0][name][3]
 
 
+def give_other_numbers() -> tuple[str, float, str, str]:
+    def program() -> None:
+        gives, takes = ([1, 2], [1, 2]) if dist.get_rank() == 0 else ([1, 1], [2, 1])
+        dist.all_to_all_single(torch.ones(sum(takes), 3), torch.ones(sum(gives), 3), takes, gives)
+
+    return told(program)
+
+
+def test_an_all_to_all_that_gives_more_than_its_peer_takes_is_found(two_ranks):
+    for error, seconds, *_ in two_ranks(give_other_numbers):
+        assert error.startswith("the ranks part at collective 1 of all ranks.\n")
+        assert error.endswith("  rank 1 gives 3 elements to rank 0, which takes 6")
+        assert seconds < WAIT_S + 6
+
+
 def call_with_what_may_differ(_: Path) -> tuple[str, float, str, str]:
     rank, world = dist.get_rank(), dist.get_world_size()
     halves = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ class Signature(NamedTuple):
     tensors: tuple[tuple[torch.dtype, tuple[int, ...] | None], ...]  # the shape, where it counts
     op: int | None = None  # of dist.ReduceOp.RedOpType
     root: int | None = None  # its rank in the default group
+    gives: tuple[int, ...] = ()  # of an all_to_all: elements for each rank of the group, and from each
+    takes: tuple[int, ...] = ()
 
     def agreed(self) -> str:
         """What has to be the same on all ranks. Dimensions of 1 do not count: they move no element."""
@@ -52,8 +55,10 @@ def signature(call: Call, ranks: Sequence[int]) -> Signature:
         ranks: those of its group, in its order.
     """
     kind, options = call.kind, call.options
-    if kind == "all_to_all":  # the ranks may give and take different numbers of elements
-        return Signature(kind, ((_flat(call.output)[0].dtype, None),))
+    if kind == "all_to_all":  # a rank may give and take different numbers of elements
+        takes, gives = options[:2] if isinstance(call.output, Tensor) else ((), ())
+        sizes = _elements(call.given, gives, len(ranks)), _elements(call.output, takes, len(ranks))
+        return Signature(kind, ((_flat(call.output)[0].dtype, None),), None, None, *sizes)
     tensors = call.output if kind == "scatter" else call.given
     if kind == "all_gather" and not isinstance(call.output, Tensor) and len(call.output) == 1:
         sizes = {one.numel() for one in _flat(call.output)}
@@ -64,6 +69,14 @@ def signature(call: Call, ranks: Sequence[int]) -> Signature:
         options[0].op() if kind in REDUCING else None,
         ranks[options[kind == "reduce"]] if kind in ROOTED else None,
     )
+
+
+def _elements(tensors: Any, rows: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Numbers of elements for each rank, of a list of tensors or of a tensor cut into so many rows."""
+    if not isinstance(tensors, Tensor):
+        return tuple(tensor.numel() for tensor in tensors)
+    row = math.prod(tensors.shape[1:])
+    return tuple(row * n for n in rows) or (tensors.numel() // ranks,) * ranks
 
 
 def _flat(tensors: Any) -> Sequence[Tensor]:

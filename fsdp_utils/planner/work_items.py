@@ -5,25 +5,12 @@ from typing import Any, NamedTuple
 from fsdp_utils.sharding.units import ROOT
 
 # What memory is used for.
-PARAMETERS, BUFFERS = "parameters", "buffers"
-GRADIENTS, OPTIMIZER = "gradients", "optimizer state"
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
+BUFFERS, INPUTS = "buffers", "inputs"
 GATHERED, GATHER_BUFFERS = "gathered parameters", "buffers of all-gathers"
 WHOLE_GRADIENTS, REDUCE_BUFFERS = "whole gradients", "buffers of reductions"
-ACTIVATIONS, TEMPORARIES, INPUTS = "activations", "temporaries", "inputs"
-CATEGORIES: tuple[str, ...] = (
-    PARAMETERS,
-    GRADIENTS,
-    OPTIMIZER,
-    BUFFERS,
-    INPUTS,
-    ACTIVATIONS,
-    GATHERED,
-    WHOLE_GRADIENTS,
-    GATHER_BUFFERS,
-    REDUCE_BUFFERS,
-    TEMPORARIES,
-)
-AT_REST: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER)  # sharded; on the host, if they are offloaded
+ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+AT_REST = (PARAMETERS, GRADIENTS, OPTIMIZER)  # sharded; on the host, if they are offloaded
 
 
 class Label(NamedTuple):
@@ -34,6 +21,8 @@ class Label(NamedTuple):
 
 
 class Alloc(NamedTuple):
+    """A block of memory is allocated, by an operator, for a category."""
+
     block: int
     size: int  # bytes
     stream: int
@@ -42,7 +31,9 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    block: int
+    """A block of memory is freed."""
+
+    block: Any
 
 
 class Work(NamedTuple):
@@ -69,7 +60,7 @@ class Send(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """The whole parameters of a unit are given up."""
+    """The gathered parameters of a unit are freed."""
 
     unit: str
 
@@ -82,5 +73,4 @@ class MicroBatch(NamedTuple):
     """The second micro-batch of a step begins."""
 
 
-Item = Alloc | Free | Work | Send | Gone | Step | MicroBatch
 Recording = list[tuple[Label, list[Any]]]  # items, cut where the label changes
