@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -29,8 +29,8 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class Listener(Protocol):
-    """Is told what FSDP does."""
+class Listener:
+    """Is told what FSDP does. A subclass overrides what it wants to know."""
 
     def enter(self, unit: str) -> None:
         """FSDP itself works for that unit from here on, and possibly for another one in between."""
