@@ -7,19 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fsdp_utils.collectives.call_site import CallSite
 from fsdp_utils.distributed.agreement import rank_names
 
 SILENT_S = 3.0  # a rank that has published nothing for so long is said not to answer
-
-
-class CallSite(NamedTuple):
-    """One way in which a rank calls a collective; sent once from each rank to rank 0."""
-
-    agreed: str  # what has to be the same on all ranks: the call ...
-    place: str  # ... and its line
-    words: str
-    gives: Sequence[int] = ()  # of an all_to_all: elements for each rank of the group, and from each
-    takes: Sequence[int] = ()
 
 
 class Finding(NamedTuple):

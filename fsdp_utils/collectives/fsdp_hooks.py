@@ -65,10 +65,9 @@ def listen(
 ) -> Iterator[None]:
     """Tell the listener what FSDP does with these units, for as long as the context lasts.
 
-    `hidden` is applied to each function that is called from outside, to keep torch.compile out of it.
-
-    torch has no public hooks for all of this. Functions inside of FSDP1 and FSDP2 (see torch_internals) run
-    as before, with the listener told before and after; for other models, nothing is told.
+    `hidden` is applied to each function that is called from outside, to keep torch.compile out of it. torch
+    has no public hooks for all of this: functions inside of FSDP1 and FSDP2 (see torch_internals) run as
+    before, with the listener told before and after.
     """
     names: dict[Any, str] = {part: unit.name for unit in units for part in unit.parts}
     names |= {fsdp2_state(unit.modules[0]): unit.name for unit in units if not unit.fsdp1}
@@ -92,13 +91,9 @@ def listen(
 
 
 def _hook_model(
-    model: nn.Module,
-    units: list[Unit],
-    listener: Listener,
-    hidden: Wrapper,
-    hooks: list[RemovableHandle],
+    model: nn.Module, units: list[Unit], listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
 ) -> None:
-    """When the model is called, and when its own computation begins and ends, forward and backward."""
+    """Tell when the model is called, and when its own computation begins and ends."""
     hooks.append(model.register_forward_pre_hook(hidden(lambda *_: listener.enter_forward()), prepend=True))
     if not any(unit.name == ROOT for unit in units):
         _hook_computation(model, ROOT, listener, hidden, hooks)
@@ -124,7 +119,7 @@ def _begin_backward(unit: str, listener: Listener) -> None:
 def _hook_computation(
     module: nn.Module, name: str, listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
 ) -> None:
-    """When a unit computes in forward: not while the hooks of FSDP before and after it run."""
+    """Tell when a unit computes in forward: not while the hooks of FSDP before and after it run."""
     inner = module
     if isinstance(module, FSDP):
         inner = fsdp1_wrapped(module)
@@ -146,9 +141,8 @@ def _hook_computation(
             listener.end(name, "forward")
             listener.enter(name)
 
-    before = module.register_forward_pre_hook(hidden(lambda *_: listener.enter(name)), prepend=True)
     hooks += (
-        before,
+        module.register_forward_pre_hook(hidden(lambda *_: listener.enter(name)), prepend=True),
         inner.register_forward_pre_hook(hidden(begins)),
         inner.register_forward_hook(hidden(ends), prepend=True, always_call=True),
         module.register_forward_hook(hidden(lambda *_: listener.leave(name)), always_call=True),
@@ -158,8 +152,8 @@ def _hook_computation(
 def _functions(kinds: set[bool]) -> Iterator[tuple[tuple[Any, str], int, str]]:
     """The functions inside of FSDP1 (True) and FSDP2 (False) that work for a unit.
 
-    With each, which of its arguments tells the unit; and its role: the unit "begins" to compute in backward
-    after it, "ends" before it, or is "freed" by it.
+    With each, which of its arguments tells the unit, which "begins" to compute in backward after it, "ends"
+    before it, or is "freed" by it.
     """
     if True in kinds:
         yield (FlatParamHandle, "pre_unshard"), 0, ""

@@ -16,9 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
-from fsdp_utils.collectives.calls_of_ranks import CallSite, CallsOfRanks, Finding
-from fsdp_utils.collectives.program_line import GATHER_OBJECT, find_line, place_in_words
-from fsdp_utils.collectives.signature import ROOTED, signature
+from fsdp_utils.collectives.call_site import find_line, place_in_words, signature
+from fsdp_utils.collectives.calls_of_ranks import CallsOfRanks, Finding
 from fsdp_utils.distributed.agreement import has_peers, library_store
 from fsdp_utils.distributed.rank_errors import keep_finding
 
@@ -173,23 +172,15 @@ class _Watch(threading.Thread):
         ranks = self._groups.get(name)
         if ranks is None:
             ranks = self._groups[name] = dist.get_process_group_ranks(call.group)
-        what = signature(call, ranks)
-        code, line, unit = find_line(sys._getframe(1))
-        key = (what, unit, code, line)
-        number = self._numbers.get(key)
+        what = signature(call, ranks, sys._getframe(1))
+        number = self._numbers.get(what)
         if number is not None:
             self._calls.append((name, number))
             return issue()
         if len(self._numbers) == MOST_SITES:
             self._numbers.clear()
-        self._numbers[key] = number = len(self._numbers)
-        place = place_in_words(code, line)
-        of_unit = "" if unit is None else f", for {unit or 'the root'}"  # of FSDP2, that the call works for
-        has_line = self._by_line and what.kind not in ROOTED and unit != GATHER_OBJECT
-        words = f"{what.words()}{of_unit}, {place}"
-        agreed = f"{what.agreed()}|{unit}"
-        site = CallSite(agreed, place if has_line else "", words, what.gives, what.takes)
-        self._calls.append((name, number, site))
+        self._numbers[what] = number = len(self._numbers)
+        self._calls.append((name, number, what.site(by_line=self._by_line)))
         return issue()
 
     def _is_main(self) -> bool:

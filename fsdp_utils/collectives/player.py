@@ -6,20 +6,13 @@ import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdp_utils._extras import need
 from fsdp_utils.collectives.events import COMPUTE, FREE, Span
 from fsdp_utils.collectives.interactive import Interactive
 from fsdp_utils.collectives.replay import Replay
 from fsdp_utils.sharding.units import ROOT
-
-
-class Held(NamedTuple):
-    """What a rank holds of one unit: fractions of the full parameters and gradients, 0 to 1."""
-
-    parameters: float
-    gradients: float
 
 
 class Player(Interactive):
@@ -44,7 +37,6 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
 
     Raises:
         ValueError: there is no run, or one in which nothing takes time.
-        ModuleNotFoundError: matplotlib is not installed; says how to install it.
 
     Example::
 
@@ -103,14 +95,14 @@ def _run(title: str, run: Replay) -> dict[str, Any]:
 
 
 def _points(spans: Sequence[Span], unit: str) -> dict[str, list[list[float]]]:
-    """The corners of the two lines that `held` gives over time: [seconds, fraction]."""
+    """The corners of the two lines that `_held` gives over time: [seconds, fraction]."""
     moments = sorted(
         {0.0, *(m for span in spans if span.event.module == unit for m in (span.start, span.end))}
     )
     lines: dict[str, list[list[float]]] = {"parameters": [], "gradients": []}
     for moment in moments:
         for instant in (moment * (1 - 1e-9), moment):  # before what is freed at once, and after
-            for line, value in zip(lines.values(), held(spans, unit, instant), strict=True):
+            for line, value in zip(lines.values(), _held(spans, unit, instant), strict=True):
                 point = [_rounded(instant), round(value, 4)]
                 if not line or point != line[-1]:
                     line.append(point)
@@ -122,8 +114,8 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.6g}")
 
 
-def held(spans: Sequence[Span], unit: str, moment: float) -> Held:
-    """What a rank holds of a unit at a moment of the replay."""
+def _held(spans: Sequence[Span], unit: str, moment: float) -> tuple[float, float]:
+    """Which fractions of a unit's full parameters and gradients a rank holds at a moment of the replay."""
     shard, gradients = 0.0, 0.0
     copies: list[float] = []  # of the full parameters, gathered or being gathered; the last until it is freed
     for span in spans:
@@ -144,4 +136,4 @@ def held(spans: Sequence[Span], unit: str, moment: float) -> Held:
             gradients = max(gradients, done)
         elif event.kind == "reduce_scatter" and begun:
             gradients = 1 - (1 - shard) * done
-    return Held(shard + (1 - shard) * max(copies, default=0.0), gradients)
+    return shard + (1 - shard) * max(copies, default=0.0), gradients

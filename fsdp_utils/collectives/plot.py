@@ -26,17 +26,10 @@ def timelines(
     until: float | None = None,
     one_communication_lane: bool = True,
 ) -> Figure:
-    """Draw runs on time axes, one above the other.
+    """Draw runs on time axes, one above the other, with a colour for each of the units.
 
-    Args:
-        runs: By title; the spans in any order, without what was freed.
-        units: Names, in the model's order; each gets a colour. All others are grey.
-        until: Seconds that the axes show; by default, all.
-        one_communication_lane: All collectives of FSDP and DDP in one lane, told apart by hatching, and those
-            of the model itself in another. Otherwise a lane for each kind.
-
-    Returns:
-        The figure; nothing is shown.
+    Collectives of FSDP and DDP are in one lane, told apart by hatching, and those of the model itself in
+    another; or each kind is in a lane.
     """
     figure = Figure(figsize=(9.6, 0.9 + 1.5 * len(runs)), layout="constrained", facecolor=CARD)
     panels = figure.subplots(len(runs), squeeze=False)[:, 0]
