@@ -254,17 +254,6 @@ def test_arguments_that_may_differ_by_rank_are_no_finding(program, tmp_path):
         assert (error, report, printed) == ("", "", "")
 
 
-def gather_unequal_sizes() -> tuple[str, float, str, str]:
-    parts = [torch.ones(2), torch.ones(3)]
-    return told(lambda: dist.all_gather([torch.ones(2), torch.ones(3)], parts[dist.get_rank()]))
-
-
-def test_all_gather_of_unequal_sizes_is_left_to_the_backend(two_ranks):
-    with pytest.raises(RuntimeError, match="invalid tensor size") as raised:  # NCCL gathers them
-        two_ranks(gather_unequal_sizes)
-    assert not isinstance(raised.value, OutOfStep)
-
-
 def hang_by_root() -> None:
     with check_in_step():
         dist.broadcast(torch.ones(2), src=dist.get_rank())
@@ -419,22 +408,6 @@ def leave_a_thread_behind() -> tuple[str, float, str, str]:
 def test_right_programs_hear_nothing(two_ranks, program):
     for error, _, report, printed in two_ranks(program):
         assert (error, report, printed) == ("", "", "")
-
-
-def under_if_rank_0() -> tuple[str, float, str, str]:
-    def program() -> None:
-        dist.all_reduce(torch.ones(1))
-        if dist.get_rank() == 0:
-            dist.barrier()
-        time.sleep(2)
-
-    return told(program)
-
-
-def test_a_collective_under_if_rank_0(two_ranks):
-    for error, _, _, _ in two_ranks(under_if_rank_0):
-        assert "collective 2 of all ranks waits for rank 1" in error
-        assert "  rank 0: barrier, at test_in_step.py:" in error
 
 
 def in_half_of_a_mesh() -> tuple[str, float, str, str]:

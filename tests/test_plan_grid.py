@@ -9,6 +9,7 @@ from tools.plan_grid import (
     PATH,
     PER_HOST,
     At,
+    by_part,
     corners,
     form_of,
     is_planned,
@@ -29,7 +30,7 @@ def stored(model: str, strategy: str, checkpointing: str, at: At, micro_batches:
 
 def by_plan(model: str, strategy: str, checkpointing: str, at: At, micro_batches: int) -> list[float]:
     found = planned(model, strategy, checkpointing, at, micro_batches)
-    parts = [sum(found.breakdown.get(kind, 0.0) for kind in kinds) for kinds in PARTS.values()]
+    parts = by_part(found.breakdown).values()
     return [*parts, found.step_s, 100 * found.timing.exposed_s / found.step_s]
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("yaml")
 
 import yaml
 
-from benchmarks.published import FILE, left_out, predict, predict_all, rows
+from benchmarks.published import FILE, left_out, predict, rows
 
 ALL: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
 
@@ -76,12 +76,3 @@ def test_a_verdict_is_wrong_where_it_rules_out_what_happened() -> None:
     tight = replace(found.plan, available_gib=found.plan.peak_reserved_gib)
     assert not replace(found, plan=tight).is_wrongly_said
     assert not replace(failed, plan=tight).is_wrongly_said
-
-
-def test_a_run_that_cannot_be_simulated_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    unusual = {**rows("fit")[0], "id": "unusual", "float8": True}
-    monkeypatch.setattr("benchmarks.published.rows", lambda _: [unusual])
-    assert predict_all() == (
-        [],
-        ["unusual: published: the planner does not simulate this setting: float8"],
-    )
