@@ -99,13 +99,16 @@ def left_out(split: str) -> dict[str, int]:
 
 def predict_all(split: str | None = None) -> tuple[list[Prediction], list[str]]:
     """The predictions of `rows`, and which of these the planner cannot simulate, with its reason."""
-    predictions, refused = [], []
-    for row in rows(split):
-        try:
-            predictions.append(predict(row))
-        except ValueError as error:
-            refused.append(f"{row['id']}: {error}")
-    return predictions, refused
+    found = [(row["id"], _attempt(row)) for row in rows(split)]
+    predictions = [each for _, each in found if isinstance(each, Prediction)]
+    return predictions, [f"{name}: {each}" for name, each in found if isinstance(each, ValueError)]
+
+
+def _attempt(row: dict[str, Any]) -> Prediction | ValueError:
+    try:
+        return predict(row)
+    except ValueError as error:
+        return error
 
 
 def predict(row: dict[str, Any]) -> Prediction:
@@ -253,10 +256,10 @@ def _unknown(what: str, found: str) -> ValueError:
 class OwnLoss:
     """The loss as other code than transformers computes it, for `plan(loss=...)`.
 
-    Kinds: "full": from logits in fp32. "shifted": transformers 4.44, which copied the logits of all tokens but
-    the last. "half": of the logits in the dtype of computation. "compiled": in one kernel. "chunked": eight
-    parts, each computed again in backward (torchtune). `held` is what the training loop still holds of the
-    output during backward, as after `output = model(**batch)` without `del output`: "none", "logits",
+    Kinds: "full": from logits in fp32. "shifted": transformers 4.44, which copied the logits of all tokens
+    but the last. "half": of the logits in the dtype of computation. "compiled": in one kernel. "chunked":
+    eight parts, each computed again in backward (torchtune). `held` is what the training loop still holds of
+    the output during backward, as after `output = model(**batch)` without `del output`: "none", "logits",
     "fp32_logits" or "fp32_logits_and_cache" (also each block's keys and values).
     """
 

@@ -264,17 +264,6 @@ def test_a_hang_of_all_ranks_ends_run_on_ranks_with_what_each_has_called(two_ran
         two_ranks(hang_by_root, timeout=5)
 
 
-def test_a_hang_after_the_block_is_a_time_out(two_ranks):
-    with pytest.raises(TimeoutError, match="fn did not return on ranks"):
-        two_ranks(hang_after_a_finding, timeout=6)
-
-
-def hang_after_a_finding() -> None:
-    with contextlib.suppress(OutOfStep), check_in_step():
-        dist.all_reduce([torch.ones(2), torch.ones(2).int()][dist.get_rank()])
-    dist.recv(torch.ones(2), src=1 - dist.get_rank())
-
-
 def early_stop() -> tuple[str, float, str, str]:
     model = sharded()
 
@@ -299,29 +288,6 @@ def test_a_rank_that_stops_early_is_named_with_the_unit_that_waits_for_it(ranks)
         assert "  rank 1: has left the block; its last: reduce_scatter" in error
         assert seconds < WAIT_S + 6
     assert results[1][1] < 5  # the rank that left does not wait for the time-out
-
-
-def wait_for_a_rank_that_has_left(wrapped: bool) -> tuple[str, float, str, str]:
-    rank, model = dist.get_rank(), DistributedDataParallel(nn.BatchNorm1d(4))
-
-    def program() -> None:
-        if wrapped:  # broadcasts the buffers from C++ at the beginning of forward
-            for _ in range(3 - rank):
-                model(torch.randn(2, 4)).sum().backward()
-        else:
-            works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3 - rank)]
-            for work in works:
-                assert work is not None
-                work.wait()
-
-    return told(program)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_wait_that_fails_in_the_program_or_in_ddp_raises_the_finding(two_ranks, wrapped):
-    for error, *_ in two_ranks(partial(wait_for_a_rank_that_has_left, wrapped)):
-        assert "waits for rank 1.\n" in error
-        assert "  rank 1: has left the block" in error
 
 
 def raises_alone() -> tuple[str, str]:

@@ -83,13 +83,6 @@ def test_nothing_to_play_is_said():
         play({"empty": backward("fb").replay(link_gib_s=1.0)})
 
 
-def test_the_same_replay_gives_the_same_output_and_a_small_script():
-    first, second = (play({"one": replayed(NONE)})._repr_mimebundle_() for _ in range(2))
-    assert first["text/html"] == second["text/html"]
-    script = Path(__file__).parent.parent / "fsdp_utils/collectives/player.js"
-    assert script.stat().st_size < 25 * 1024
-
-
 ACTIONS = """
 <script>
 const [root, twice] = document.querySelectorAll("[data-player]"), seen = [];

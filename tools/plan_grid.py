@@ -110,7 +110,7 @@ def by_part(gib: dict[str, float]) -> dict[str, float]:
 
 
 class Form:
-    """The closed form of a model, strategy and checkpointing, from its corners with one and two micro-batches."""
+    """The closed form of a model, strategy and checkpointing, from corners with one and two micro-batches."""
 
     def __init__(self, strategy: str, one: list[Corner], two: list[Corner]) -> None:
         self._strategy, self._corners = strategy, {1: one, 2: two}
