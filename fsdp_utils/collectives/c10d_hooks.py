@@ -20,25 +20,22 @@ from torch.library import Library
 # By the names of the operations in the dispatcher, which all calls reach: those of ProcessGroup's methods, of
 # DDP from C++, and of DTensor's functional collectives.
 OPERATIONS = {
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "barrier": "barrier",
+    "all_gather": (
+        "allgather_",
+        "_allgather_base_",
+        "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_",
+    ),
+    "reduce_scatter": ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    "all_reduce": ("allreduce_", "allreduce_coalesced_"),
+    "broadcast": ("broadcast_",),
+    "reduce": ("reduce_",),
+    "gather": ("gather_",),
+    "scatter": ("scatter_",),
+    "all_to_all": ("alltoall_", "alltoall_base_"),
+    "send": ("send",),
+    "recv": ("recv_", "recv_any_source_"),
+    "barrier": ("barrier",),
 }
 # The dispatch key after autograd's and before those of the backends. Operations on given tensors have no
 # kernel under it, and it is looked at in every thread; operations that are not intercepted cost no more.
@@ -94,8 +91,9 @@ def listen_to_calls(around: Around) -> Iterator[None]:
     if not _library:
         here = threading.local()  # each thread is inside of a call, or not
         _library.append(Library("c10d", "IMPL", KEY))
-        for name, kind in OPERATIONS.items():
-            _library[0].impl(name, _kernel(name, kind, here), with_keyset=True)
+        for kind, names in OPERATIONS.items():
+            for name in names:
+                _library[0].impl(name, _kernel(name, kind, here), with_keyset=True)
     _listeners.append(around)
     try:
         yield

@@ -38,11 +38,8 @@ class Listener:
     def leave(self, unit: str) -> None:
         """FSDP's work for that unit is over."""
 
-    def enter_forward(self) -> None:
-        """The model is called."""
-
-    def leave_forward(self) -> None:
-        """The call of the model is over."""
+    def in_forward(self, change: int) -> None:
+        """The model is called (1), or a call of it is over (-1)."""
 
     def begin(self, module: str, phase: str) -> None:
         """The computation of that unit, or of the model itself, begins. In backward, possibly told twice."""
@@ -94,12 +91,12 @@ def _hook_model(
     model: nn.Module, units: list[Unit], listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
 ) -> None:
     """Tell when the model is called, and when its own computation begins and ends."""
-    hooks.append(model.register_forward_pre_hook(hidden(lambda *_: listener.enter_forward()), prepend=True))
+    hooks.append(model.register_forward_pre_hook(hidden(lambda *_: listener.in_forward(1)), prepend=True))
     if not any(unit.name == ROOT for unit in units):
         _hook_computation(model, ROOT, listener, hidden, hooks)
 
     def forward_is_over(_module: nn.Module, _args: Any, output: Any) -> None:
-        listener.leave_forward()
+        listener.in_forward(-1)
         if units:
             return  # FSDP tells; a model without parameters of its own has nothing to compute in backward
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]

@@ -16,10 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls, when_done
 from fsdp_utils.collectives.clock import Clock, clock_of
@@ -97,7 +94,9 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         with (
             listen_to_calls(recorder.collective),
             listen(model, units, recorder, hidden),
-            recorder.optimizer_steps(),
+            # the steps of every optimizer are computation
+            register_optimizer_step_pre_hook(lambda *_: recorder.begin(ROOT, "optimizer")),
+            register_optimizer_step_post_hook(lambda *_: recorder.end(ROOT, "optimizer")),
         ):
             yield trace
         failed = False
@@ -164,25 +163,11 @@ class _Recorder(Listener):
         """Record nothing more: hooks that autograd still holds may be called after the block."""
         self.closed = True
 
-    @contextmanager
-    def optimizer_steps(self) -> Iterator[None]:
-        """Record the steps of every optimizer as computation."""
-        before = register_optimizer_step_pre_hook(lambda *_: self.begin(ROOT, "optimizer"))
-        after = register_optimizer_step_post_hook(lambda *_: self.end(ROOT, "optimizer"))
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
     # what `listen` tells
 
-    def enter_forward(self) -> None:
-        self.forwards += 1
+    def in_forward(self, change: int) -> None:
+        self.forwards += change
         self.buckets = 0
-
-    def leave_forward(self) -> None:
-        self.forwards -= 1
 
     def enter(self, unit: str) -> None:
         self.thread = get_ident()

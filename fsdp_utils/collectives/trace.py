@@ -111,13 +111,10 @@ class CollectiveTrace:
         return self.summary()
 
     def plot(self) -> Any:
-        """Draw when each event ran: one lane for computation, one for each kind, a colour for each unit.
+        """Draw when each event ran, with a colour for each unit.
 
         Returns:
             A matplotlib Figure, on the time axis of the recording.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
         need("matplotlib", "notebooks")
         from fsdp_utils.collectives.plot import timelines  # here, as matplotlib may not be installed
@@ -127,8 +124,7 @@ class CollectiveTrace:
             for event in self.events
             if event.kind != FREE and event.seconds is not None
         ]
-        title = f"rank {self.rank}, recorded"
-        return timelines({title: spans}, list(self.unit_bytes), one_communication_lane=False)
+        return timelines({f"rank {self.rank}, recorded": spans}, list(self.unit_bytes))
 
     def to_perfetto(self, path: str | os.PathLike[str], *others: CollectiveTrace) -> None:
         """Write a file that https://ui.perfetto.dev and chrome://tracing open, to zoom and to search.
