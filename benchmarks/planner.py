@@ -38,10 +38,11 @@ from fsdp_utils.planner.models import batch_of, build, own_loss, source_of
 
 GIB = 2**30
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-SEVENTY = dict(zip(WIDTHS, (8192, 28672, 64, 8, 32000), strict=True))
-FOUR_HUNDRED = dict(zip(WIDTHS, (16384, 53248, 128, 8, 128256), strict=True))
+SEVENTY: dict[str, Any] = dict(zip(WIDTHS, (8192, 28672, 64, 8, 32000), strict=True))
+FOUR_HUNDRED: dict[str, Any] = dict(zip(WIDTHS, (16384, 53248, 128, 8, 128256), strict=True))
 RANKS, BATCH, LENGTH = 8, 4, 128
-SIZES = {**dict(zip(WIDTHS, (256, 512, 8, 8, 1000), strict=True)), "num_hidden_layers": 8, "image_size": 64}
+SIZES: dict[str, Any] = dict(zip(WIDTHS, (256, 512, 8, 8, 1000), strict=True))
+SIZES |= {"num_hidden_layers": 8, "image_size": 64}
 SMALL = {
     "Llama": LlamaConfig(**SIZES),
     "BERT": BertConfig(**SIZES, architectures=["BertForMaskedLM"]),

@@ -33,25 +33,25 @@ _LIBRARIES = tuple(
 class CallSite(NamedTuple):
     """One way in which a rank calls a collective, in words; sent once from each rank to rank 0."""
 
-    agreed: str  # what has to be the same on all ranks: the call ...
+    agreed: str  # what must be the same on all ranks: the call ...
     place: str  # ... and its line, where it counts
     words: str
-    gives: Sequence[int]  # of an all_to_all: elements for each rank of the group, and from each
+    gives: Sequence[int]  # elements of an all_to_all for each rank of the group, and from each
     takes: Sequence[int]
 
 
 class Signature(NamedTuple):
-    """What a rank has passed to a collective, and from where; hashable."""
+    """The arguments of a collective on this rank, and the line of the call; hashable."""
 
     kind: str
     tensors: tuple[tuple[torch.dtype, tuple[int, ...] | None], ...]  # the shape, where it counts
-    op: int | None  # of dist.ReduceOp.RedOpType
+    op: int | None  # a dist.ReduceOp.RedOpType
     root: int | None  # its rank in the default group
     gives: tuple[int, ...]
     takes: tuple[int, ...]
     code: CodeType | None
     line: int
-    unit: str | None  # of FSDP2, that the call works for
+    unit: str | None  # FSDP2's, that the call works for
 
     def site(self, *, by_line: bool) -> CallSite:
         """Put it into words, such as "reduce of float32[4, 2] by SUM to rank 0, at train.py:7 `...`"."""
@@ -84,7 +84,7 @@ def signature(call: Call, ranks: Sequence[int], frame: FrameType | None) -> Sign
     tensors = call.output if kind == "scatter" else call.given
     if kind == "all_gather" and not isinstance(call.output, Tensor) and len(call.output) == 1:
         sizes = {one.numel() for one in _flat(call.output)}
-        tensors = call.output if len(sizes) > 1 else tensors  # of unequal sizes, which NCCL gathers
+        tensors = call.output if len(sizes) > 1 else tensors  # NCCL gathers unequal sizes
     shapes = tuple([(tensor.dtype, tensor.shape) for tensor in _flat(tensors)])
     if kind == "all_to_all":  # a rank may give and take different numbers of elements
         rows = options[:2] if isinstance(call.output, Tensor) else ((), ())

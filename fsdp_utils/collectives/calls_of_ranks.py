@@ -14,7 +14,7 @@ SILENT_S = 3.0  # a rank that has published nothing for so long is said not to a
 
 
 class Finding(NamedTuple):
-    """What a comparison has found."""
+    """The result of a comparison."""
 
     text: str  # the report; "" where the ranks are in step
     parted: bool = False  # for good; else a rank may still come
@@ -22,7 +22,7 @@ class Finding(NamedTuple):
 
 
 class CallsOfRanks:
-    """What rank 0 knows of all ranks: where each stands, and its calls that are not compared yet."""
+    """Holds, on rank 0, where each rank stands, and its calls that are not compared yet."""
 
     def __init__(self, world_size: int) -> None:
         self.left = dict.fromkeys(range(world_size), "")  # how each rank has left the block
@@ -95,7 +95,7 @@ class CallsOfRanks:
         return Finding("\n".join([f"the ranks part at {title}.", *lines]), parted=True)
 
     def _without_it(self, rank: int) -> str:
-        """What a rank does that has not called a collective."""
+        """Say where a rank is that has not called a collective."""
         if time.monotonic() - self._heard[rank] > SILENT_S and not self.left[rank]:
             return "does not answer"
         last = f"its last: {self._last[rank]}" if rank in self._last else "it has called none yet"

@@ -67,7 +67,7 @@ class DeviceClock(Clock):
                     event.seconds = begin.elapsed_time(end) / 1e3
                 else:
                     note = UNFINISHED
-        except RuntimeError:  # of the device; the program's own exception tells more
+        except RuntimeError:  # the device's; the program's own exception tells more
             if not failed:
                 raise
             note = UNFINISHED

@@ -98,7 +98,7 @@ def _hook_model(
     def forward_is_over(_module: nn.Module, _args: Any, output: Any) -> None:
         listener.in_forward(-1)
         if units:
-            return  # FSDP tells; a model without parameters of its own has nothing to compute in backward
+            return  # FSDP tells; a root without parameters computes nothing in backward
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs:
             begins = hidden(lambda _: _begin_backward(ROOT, listener))
@@ -158,7 +158,7 @@ def _functions(kinds: set[bool]) -> Iterator[tuple[tuple[Any, str], int, str]]:
         yield (FlatParamHandle, "reshard"), 0, "freed"
         yield place("fsdp1_pre_backward"), 2, "begins"
         yield place("fsdp1_post_backward"), 1, "ends"
-        yield place("fsdp1_post_backward_frozen"), 1, "ends"  # of a unit whose parameters are all frozen
+        yield place("fsdp1_post_backward_frozen"), 1, "ends"  # a unit whose parameters are all frozen
     if False in kinds:
         yield (FSDPParamGroup, "unshard"), 0, ""
         yield (FSDPParamGroup, "wait_for_unshard"), 0, ""

@@ -47,7 +47,7 @@ class OutOfStep(RuntimeError):
 
 
 class InStep:
-    """What `check_in_step` has found.
+    """The result of `check_in_step`.
 
     Attributes:
         report: where the ranks part, or which rank a collective waits for; "" while they are in step.
@@ -79,7 +79,7 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
     Not watched: send, recv and what is built of them (batch_isend_irecv, pipelines), so a send without its
     recv is found only through the collectives that follow it; monitored_barrier; collectives of threads that
     the program starts, such as those of an asynchronous save; and the values of tensors. Lines are not
-    compared of broadcast, reduce, gather and scatter, which one rank may call on a line of its own, nor of
+    compared of broadcast, reduce, gather and scatter, which one rank may call on another line, nor of
     gather_object. Where more bytes arrive than a rank expects, gloo ends its process before the ranks are
     compared. Dimensions of size 1 do not count as part of a shape.
 
@@ -149,8 +149,8 @@ class _Watch(threading.Thread):
         self._store = _own_connection(f"in_step/{number}")
         self._main = threading.get_ident()
         self._groups: dict[str, list[int]] = {}  # ranks of each process group
-        self._announced = 0  # of these groups
-        self._numbers: dict[Any, int] = {}  # of the ways in which this rank calls
+        self._announced = 0  # so many of these groups
+        self._numbers: dict[Any, int] = {}  # by the way in which this rank calls
         self._calls: deque[tuple[Any, ...]] = deque()  # that are not published yet
         self._messages = 0  # that are published
         self._left = ""  # how this rank has left the block
@@ -261,7 +261,7 @@ class _Watch(threading.Thread):
 
 
 def _own_connection(part: str) -> dist.Store:
-    """The library's store over a connection of its own, where the store has such: the program may be inside
+    """Open the library's store over another connection, where the store has such: the program may be inside
     a blocking call of the default one."""
     store = library_store(part)
     try:

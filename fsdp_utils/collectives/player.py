@@ -101,7 +101,7 @@ def _points(spans: Sequence[Span], unit: str) -> dict[str, list[list[float]]]:
     gathers = (s.event for s in own if s.event.kind == "all_gather" and s.event.bytes_out)
     shard = next((event.bytes_in / event.bytes_out for event in gathers), 0.0)
     lines = {"parameters": [[0.0, round(shard, 4)]], "gradients": [[0.0, 0.0]]}
-    copies = 0  # of the full parameters, gathered or being gathered
+    copies = 0  # full parameters that are gathered or being gathered
 
     def to(line: list[list[float]], span: Span, fraction: float) -> None:
         for corner in ([_rounded(span.start), line[-1][1]], [_rounded(span.end), round(fraction, 4)]):

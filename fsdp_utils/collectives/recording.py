@@ -124,8 +124,8 @@ class _Piece(NamedTuple):
     """Computation of one module between two events."""
 
     start: float  # seconds since the recording began
-    mark: Any  # of the clock
-    is_first: bool  # of its module's pieces
+    mark: Any  # the clock's
+    is_first: bool  # among its module's pieces
     nodes: int  # that autograd had made when it began
 
 
@@ -147,7 +147,7 @@ class _Recorder(Listener):
     ddp: bool  # is any part of the model under DDP?
     parents: set[str]  # modules that hold other units
     ranks_per_host: int
-    dimensions: dict[Any, str]  # of a mesh, by process group
+    dimensions: dict[Any, str]  # names in a mesh, by process group
     links: dict[Any, tuple[tuple[int, ...], str, str]] = field(default_factory=dict)  # by process group
     working_for: list[str] = field(default_factory=list)  # units that FSDP itself works for now
     computing: list[tuple[str, str]] = field(default_factory=list)  # modules and phases, nested
@@ -214,7 +214,7 @@ class _Recorder(Listener):
     def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
         """Record a call around its issue."""
         ranks, link, dimension = self._link(call.group)
-        is_ours = self.thread in (0, get_ident())  # else another thread sends something of its own
+        is_ours = self.thread in (0, get_ident())  # else another thread sends something
         module, phase = "", "other"
         if is_ours:
             self._end_piece()
@@ -260,7 +260,7 @@ class _Recorder(Listener):
         if piece is None:
             return
         module, phase = self.computing[-1]
-        # A module may compute nothing of its own between two units, and a unit nothing more before it ends.
+        # A module may compute nothing between two units, and a unit nothing more before it ends.
         # In forward, new nodes of autograd show it; backward adds none: a unit's first and last piece count.
         is_end = piece.is_first or is_last
         if phase == "forward" and module in self.parents:

@@ -1,4 +1,4 @@
-"""What one rank sent, computed and freed, in the order of issue."""
+"""The trace of one rank: everything it sent, computed and freed, in the order of issue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 2**20
 
 @dataclass
 class CollectiveTrace:
-    """What `record_collectives` saw on this rank.
+    """The recording of `record_collectives` on this rank.
 
     Args:
         rank, world_size: Whose trace it is.
@@ -72,7 +72,7 @@ class CollectiveTrace:
         return total
 
     def order(self, phase: str | None = None) -> list[str]:
-        """What was issued, as words such as "all_gather blocks.3", without what was freed.
+        """List what was issued, in words such as "all_gather blocks.3", without what was freed.
 
         Args:
             phase: Only that phase.

@@ -1,4 +1,4 @@
-"""How much of a GPU's published rates training reaches. The one table of constants behind `Plan.step_s`.
+"""The shares of a GPU's published rates that training reaches: the table of constants behind `Plan.step_s`.
 
 A constant is either what a source measured, named beside it, or fitted: tools/fit_planner.py finds it on the
 published runs of notebooks/published.yaml that are marked for fitting, and prints this table. Runs that are
@@ -65,7 +65,7 @@ PUBLISHED_GPUS = ("A100-40", "A100-80", "H100", "H100-500W")
 
 
 def of_gpu(name: str) -> Efficiency:
-    """What training reaches on the GPU of that name."""
+    """Return the shares that training reaches on the GPU of that name."""
 
     def share(table: dict[str, float]) -> float:
         return next(value for begin, value in table.items() if name.startswith(begin))

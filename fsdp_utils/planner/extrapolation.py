@@ -27,7 +27,7 @@ class _Part:
     label: Label
     items: list[Any]
     stack: str = ""
-    index: int = 0  # of the block
+    index: int = 0  # the number of the block
 
 
 class _Home(NamedTuple):
@@ -35,7 +35,7 @@ class _Home(NamedTuple):
 
     group: int
     stack: str
-    number: Any  # of the block of the stack
+    number: Any  # the block's, in the stack
     ordinal: int
 
 
@@ -144,7 +144,7 @@ class _Writer:
             self.recording.append((self._named(part.label, moved), items))
 
     def relative(self, part: _Part) -> list[Any]:
-        """What the items do, seen from their own block."""
+        """Describe what the items do, seen from their block."""
         return list(self._read(part, lambda _, number: f"{number - part.index:+}"))
 
     def _read(self, part: _Part, moved: Callable[[str, int], Any]) -> Iterator[Any]:

@@ -28,7 +28,7 @@ class Source:
 
     model: nn.Module
     stacks: dict[str, int]  # lists of blocks that are all alike: their name, and how many there are
-    blocks: int  # of all kinds
+    blocks: int  # their number, all kinds together
     unlike: list[str]  # in what the model differs from a dense decoder all of whose parameters are trained
 
     @property

@@ -235,7 +235,7 @@ def _recorded(source: Source, setting: Setting, whole: bool) -> tuple[Recording,
 
 
 def _notes(uncounted: list[str], differs: list[str], *, offload: bool, compiled: bool) -> list[str]:
-    """What is derived and not simulated, and how far off such predictions were on published runs."""
+    """Say what is derived and not simulated, and how far off such predictions were on published runs."""
     notes = []
     if uncounted:
         notes.append(f"no speed is predicted: the operations of {', '.join(uncounted)} are not counted")

@@ -165,7 +165,7 @@ class StepRecorder(Recorder, Listener):
                 return work_items.REDUCE_BUFFERS
             unit = self._units.get(self._working_for[-1])
             if unit is None:
-                # a root without parameters of its own: FSDP gathers nothing for it, it casts the inputs
+                # a root without parameters: FSDP gathers nothing for it, it casts the inputs
                 return work_items.ACTIVATIONS
             # FSDP1 gathers from the rank's shard, in the dtype of computation
             whole = event.size >= self._whole_bytes[unit.name] if unit.fsdp1 else event.stream == 0

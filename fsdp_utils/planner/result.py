@@ -49,7 +49,7 @@ def _size(gib: float, digits: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a simulation of one rank predicts. All memory is of that rank, in GiB.
+    """The prediction of a simulated rank. All memory is that rank's, in GiB.
 
     Args:
         model: name of its class.
@@ -162,7 +162,7 @@ class Plan:
 
     @property
     def advice(self) -> list[str]:
-        """What to change first, the largest part of the peak first; empty where it fits."""
+        """Name what to change, the largest part of the peak first; empty where it fits."""
         if self.fits:
             return []
         sizes = {

@@ -1,4 +1,4 @@
-"""How long a step takes, and how much of its communication nothing hides. A calculation, not a run.
+"""Calculate how long a step takes, and how much of its communication no computation hides.
 
 Each kernel takes its operations and its bytes at the rates that a GPU reaches (`efficiency`); with `BOUND` it
 takes as long as the longer of both at the published rates, or at the rate of matrix products that somebody

@@ -66,7 +66,7 @@ def record_one_rank(source: Source, setting: Setting, blocks: int | None) -> Rec
     """Return rank 0's recording, with so many blocks of each stack; None for all."""
     if dist.is_initialized():
         raise RuntimeError(
-            "plan: there is a process group already, and the simulation needs one of its own. Plan before "
+            "plan: there is a process group already, and the simulation needs another one. Plan before "
             "init_process_group(), or after destroy_process_group()."
         )
     dist.init_process_group("fake", rank=0, world_size=setting.world_size, store=fake_store())

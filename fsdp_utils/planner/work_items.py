@@ -26,7 +26,7 @@ class Alloc(NamedTuple):
     block: int
     size: int  # bytes
     stream: int
-    name: str  # of the operator
+    name: str  # the operator's
     category: str
 
 
@@ -40,7 +40,7 @@ class Work(NamedTuple):
     """One kernel: operations of matrix products, and the bytes that it reads and writes."""
 
     flop: int
-    masked: int  # of these, what causal attention leaves out
+    masked: int  # the part of them that causal attention leaves out
     half: bool  # in 16 bits
     nbytes: int
     stream: int
@@ -54,7 +54,7 @@ class Send(NamedTuple):
 
     kind: str
     unit: str
-    nbytes: int  # of the whole
+    nbytes: int  # the full tensor's
     ranks: int
     ranks_per_host: int  # that take part
 
