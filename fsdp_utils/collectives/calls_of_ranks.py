@@ -76,7 +76,8 @@ class CallsOfRanks:
         absent = [rank for rank in members if rank not in sites]
         same_call = len({site.agreed for site in sites.values()}) == 1
         same_line = len({site.place for site in sites.values()}) == 1
-        sizes = [] if absent or not same_call else _other_sizes([sites[rank] for rank in members], members)
+        has_sizes = same_call and not absent and next(iter(sites.values())).gives
+        sizes = _other_sizes([sites[rank] for rank in members], members) if has_sizes else []
         if same_call and same_line and not absent and not sizes:
             return Finding("")
         of = "all ranks" if len(members) == self._world_size else f"the group of {rank_names(members)}"
@@ -108,5 +109,5 @@ def _other_sizes(sites: Sequence[CallSite], members: Sequence[int]) -> list[str]
         f"  rank {giver} gives {site.gives[j]} elements to rank {taker}, which takes {sites[j].takes[i]}"
         for i, (giver, site) in enumerate(zip(members, sites, strict=True))
         for j, taker in enumerate(members)
-        if site.gives and site.gives[j] != sites[j].takes[i]
+        if site.gives[j] != sites[j].takes[i]
     ]
