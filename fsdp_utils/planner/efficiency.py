@@ -28,7 +28,8 @@ class Efficiency:
     Example::
 
         slow_links = Efficiency(matmul=0.7, attention=0.3, link=0.4, network=0.4)
-        print(plan(config, world_size=8, batch_size=8, seq_len=1024, efficiency=slow_links).verdict)  # fits
+        found = plan(config, world_size=8, batch_size=8, seq_len=1024, efficiency=slow_links)
+        print(found.verdict)  # fits
     """
 
     matmul: float
