@@ -40,19 +40,13 @@ WIDTH, LAYERS, LENGTH = 64, 2, 16
 
 
 class Measured(NamedTuple):
-    """Seconds of steps without and with the recording, in pairs, and of entering and leaving the block.
+    """Seconds of blocks of steps, in pairs, and of entering and leaving the block."""
 
-    Args:
-        plain, recorded, block: One for each pair of blocks.
-        batch: Sequences in a batch.
-        events: How many a block had.
-    """
-
-    plain: list[float]
-    recorded: list[float]
+    plain: list[float]  # without the recording
+    recorded: list[float]  # with it
     block: list[float]
-    batch: int
-    events: int
+    batch: int  # sequences
+    events: int  # of a block
 
 
 def build(way: str) -> nn.Module:
@@ -116,7 +110,7 @@ def long_enough(train: Callable[[torch.Tensor], float], batch: int) -> torch.Ten
 def ratio(seen: Measured) -> float:
     """Of one start: the median over its pairs."""
     return statistics.median(
-        recorded / plain for plain, recorded in zip(seen.plain, seen.recorded, strict=True)
+        with_it / plain for plain, with_it in zip(seen.plain, seen.recorded, strict=True)
     )
 
 
@@ -163,19 +157,8 @@ def main() -> int:
                     "held" if held else "BROKEN",
                 ]
             )
-    head = [
-        "way",
-        "steps in a block",
-        "batch",
-        "events of a step",
-        "plain ms",
-        "recorded ms",
-        "block ms",
-        "ratio",
-        "of the starts",
-        f"<= {COST}",
-    ]
-    print(table(head, rows))
+    head = "way, steps in a block, batch, events of a step, plain ms, recorded ms, block ms, ratio, of starts"
+    print(table([*head.split(", "), f"<= {COST}"], rows))
     return 0 if good else 1
 
 

@@ -72,12 +72,9 @@ def measured(pairs: int) -> tuple[list[float], float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description="What does check_in_step add to a training step?"
-    )
-    parser.add_argument("--starts", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    for name, default in (("--starts", 5), ("--pairs", 40), ("--ranks", 2)):
+        parser.add_argument(name, type=int, default=default)
     options = parser.parse_args()
     print(describe())
     medians, steps, calls = [], [], 0

@@ -59,20 +59,12 @@ FLASH_1 = 0.6
 
 @dataclass(frozen=True)
 class Prediction:
-    """A published run beside its plan.
+    """A published run beside its plan."""
 
-    Args:
-        row: as in the file.
-        plan: what is predicted.
-        speed: predicted tokens/s and GPU divided by the published; None where none was published.
-        memory: the same for the peak memory, of the published kind: allocated or reserved; reserved where the
-            source does not say which.
-    """
-
-    row: dict[str, Any]
+    row: dict[str, Any]  # as in the file
     plan: Plan
-    speed: float | None
-    memory: float | None
+    speed: float | None  # predicted tokens/s and GPU divided by the published; None where none was published
+    memory: float | None  # the same for the peak memory, allocated or (also where unknown) reserved
 
     @property
     def not_comparable(self) -> str:
@@ -107,17 +99,16 @@ def left_out(split: str) -> dict[str, int]:
 
 def predict_all(split: str | None = None) -> tuple[list[Prediction], list[str]]:
     """The predictions of `rows`, and which of these the planner cannot simulate, with its reason."""
-    predictions, refused = [], []
+    found = [(row["id"], _attempt(row)) for row in rows(split)]
+    predictions = [each for _, each in found if isinstance(each, Prediction)]
+    return predictions, [f"{name}: {each}" for name, each in found if isinstance(each, ValueError)]
 
-    def one(row: dict[str, Any]) -> None:
-        try:
-            predictions.append(predict(row))
-        except ValueError as error:
-            refused.append(f"{row['id']}: {error}")
 
-    for row in rows(split):
-        one(row)
-    return predictions, refused
+def _attempt(row: dict[str, Any]) -> Prediction | ValueError:
+    try:
+        return predict(row)
+    except ValueError as error:
+        return error
 
 
 def predict(row: dict[str, Any]) -> Prediction:
@@ -147,27 +138,26 @@ def _config(row: dict[str, Any]) -> Any:
         "dtype": row["param_storage_dtype"],
     }
     if model["mlp"].startswith("swiglu"):
-        return transformers.LlamaConfig(
-            hidden_size=model["hidden_size"],
-            intermediate_size=model["intermediate_size"],
-            num_hidden_layers=model["layers"],
-            num_attention_heads=model["heads"],
-            num_key_value_heads=model["kv_heads"],
-            **options,
-        )
+        sizes = {name: model[name] for name in ("hidden_size", "intermediate_size")}
+        names = {
+            "layers": "num_hidden_layers",
+            "heads": "num_attention_heads",
+            "kv_heads": "num_key_value_heads",
+        }
+        return transformers.LlamaConfig(**sizes, **{to: model[name] for name, to in names.items()}, **options)
     if model["mlp"].startswith("gelu"):  # MPT: with learned positions, it is a GPT-2 of other sizes
+        names = {
+            "hidden_size": "n_embd",
+            "intermediate_size": "n_inner",
+            "layers": "n_layer",
+            "heads": "n_head",
+        }
         return transformers.GPT2Config(
-            n_embd=model["hidden_size"],
-            n_inner=model["intermediate_size"],
-            n_layer=model["layers"],
-            n_head=model["heads"],
+            **{to: model[name] for name, to in names.items()},
             n_positions=row["sequence_length"],
             activation_function="gelu",
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            **dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
             **options,
         )
     raise _unknown("MLP", model["mlp"])
@@ -266,15 +256,11 @@ def _unknown(what: str, found: str) -> ValueError:
 class OwnLoss:
     """The loss as other code than transformers computes it, for `plan(loss=...)`.
 
-    Args:
-        kind: "full": as transformers, from logits in fp32. "shifted": as transformers 4.44, which copied the
-            logits of all tokens but the last. "half": of the logits as they are, in the dtype of
-            computation. "compiled": in one kernel, as torch.compile or a kernel of its own leaves them.
-            "chunked": eight parts, each computed again in backward (torchtune's default number).
-        held: what the training loop still holds of the model's output during backward and until the next
-            forward pass has returned, as after `output = model(**batch)` without `del output`: "none",
-            "logits", "fp32_logits" or "fp32_logits_and_cache" (also each block's keys and values).
-        output: that part of the output.
+    Kinds: "full": from logits in fp32. "shifted": transformers 4.44, which copied the logits of all tokens
+    but the last. "half": of the logits in the dtype of computation. "compiled": in one kernel. "chunked":
+    eight parts, each computed again in backward (torchtune). `held` is what the training loop still holds of
+    the output during backward, as after `output = model(**batch)` without `del output`: "none", "logits",
+    "fp32_logits" or "fp32_logits_and_cache" (also each block's keys and values).
     """
 
     kind: str

@@ -3,7 +3,6 @@
 import json
 import math
 import tempfile
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 from fsdp_utils import record_collectives, run_on_ranks
-from fsdp_utils.collectives import CollectiveTrace, StepEvent, listen_to_calls
+from fsdp_utils.collectives import CollectiveTrace, StepEvent
 from tests.recorded import LAYERS, Model, by_unit, fsdp1, fsdp2, record, step
 
 LAYER, HEAD = [(7, 7), (7,)], [(5, 7), (5,)]
@@ -197,24 +196,6 @@ def test_hybrid_shards_within_a_host_and_reduces_shards_between_hosts():
                 ("all_reduce", (rank % 2, rank % 2 + 2), "between hosts"),
             }
         assert traces[1][2] == ["replicate", "shard"]
-
-
-def several_groups() -> tuple[list[tuple[str, tuple[int, ...]]], list[list[str]]]:
-    model = Model()
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=2)
-    trace = record(fully_shard(model), ranks_per_host=2)
-    regathered = [(event.phase, event.ranks) for event in trace.collectives if event.module == "layers.0"]
-    named = record(fsdp2(Model(), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("all",))))
-    assert "dimension" not in trace.summary()
-    return regathered, [sorted(one.sent_bytes_by_dimension()) for one in (named, trace)]
-
-
-def test_resharding_to_a_host_gathers_within_it_in_backward():
-    for rank, (events, dimensions) in enumerate(run_on_ranks(several_groups, world_size=4)):
-        host = (0, 1) if rank < 2 else (2, 3)
-        assert events == [("forward", (0, 1, 2, 3)), ("backward", host), ("backward", (0, 1, 2, 3))]
-        assert dimensions == [["all"], [""]]  # with a name, and without
 
 
 def two_dimensions() -> tuple[dict[str, set], dict[str, float], list[int]]:
@@ -406,27 +387,3 @@ def test_every_call_is_seen_once_whoever_issues_it(two_ranks):
         assert seen["Python"] == seen["Python again"] == python
         assert seen["DTensor"] == dtensor
         assert seen["compiled"] == dtensor[:2]
-
-
-def two_threads() -> list[tuple[str, bool]]:
-    """One thread issues a collective while another one issues one."""
-    other = dist.new_group()
-    seen = []
-
-    def around(call, issue):
-        is_main = threading.current_thread() is threading.main_thread()
-        seen.append((call.kind, is_main))
-        if is_main:
-            thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), kwargs={"group": other})
-            thread.start()
-            thread.join(60)
-        return issue()
-
-    with listen_to_calls(around):
-        dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1))
-    return seen
-
-
-def test_a_call_is_seen_while_another_thread_issues_one(two_ranks):
-    for seen in two_ranks(two_threads):
-        assert seen == [("all_gather", True), ("all_reduce", False)]

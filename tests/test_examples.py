@@ -41,7 +41,6 @@ ALONE = {
     "PerRank",
     "TranslationError",
     "export_safetensors",
-    "peak_flops",
     "plan",
     "record_allocations",
     "run_on_ranks",

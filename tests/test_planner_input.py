@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
-from fsdp_utils import plan, search
+from fsdp_utils import plan
 from fsdp_utils.planner import GPUS
 from fsdp_utils.planner.__main__ import main
 from tests.planner_net import Block, Net, tokens
@@ -51,18 +51,12 @@ QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbyt
         (LLAMA, {"strategy": "zero9"}, "expected strategy out of full, grad_op, hybrid, found 'zero9'"),
         (LLAMA, {"world_size": 5000, "batch_size": 5000}, "a world_size from 1 to 4096, found 5000"),
         (LLAMA, {"world_size": "8"}, "expected world_size to be a whole number from 1 on, found '8'"),
-        (LLAMA, {"world_size": True}, "expected world_size to be a whole number from 1 on, found True"),
         (LLAMA, {"world_size": 12, "batch_size": 12}, "multiples of 8, the ranks_per_host, found 12"),
         (LLAMA, {"batch_size": 20}, "16 ranks in 1 micro-batches can share, such as 32, found 20"),
-        (LLAMA, {"batch_size": 16.0}, "expected batch_size to be a whole number from 1 on, found 16.0"),
         (LLAMA, {"seq_len": None}, "reads tokens; expected seq_len, found None"),
-        (LLAMA, {"seq_len": -16}, "expected seq_len to be a whole number from 1 on, found -16"),
         (LLAMA, {"seq_len": 2**61}, "a batch for LlamaForCausalLM failed: RuntimeError: Storage size"),
-        (LLAMA, {"ranks_per_host": 0}, "expected ranks_per_host to be a whole number from 1 on, found 0"),
-        (LLAMA, {"micro_batches": 3}, "16 ranks in 3 micro-batches can share, such as 48, found 16"),
         (LLAMA, {"no_sync": True}, "no_sync expects micro_batches of 2 or more, found 1"),
         (LLAMA, {"checkpointing": "some"}, "expected checkpointing to be None, "),
-        (LLAMA, {"checkpointing": 0}, "expected checkpointing to be None, "),
         (LLAMA, {"strategy": "hybrid", "ranks_per_host": 16}, "expects several hosts, more than 16 ranks"),
         (LLAMA, {"gpu": "T4"}, "a T4 does not compute in bf16"),
         (LLAMA, {"shard": lambda model, mesh: model}, "expected shard to give a sharded model, found Llama"),
@@ -75,7 +69,6 @@ QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbyt
             'to build the model on "meta", without memory, failed',
         ),
         (Net(), {"inputs": lambda *_: 1 / 0}, "a batch for Net failed: ZeroDivisionError"),
-        (Net(), {"inputs": lambda *_: None}, "the forward pass of Net failed: TypeError"),
         (Net(), {}, "does not know what to call Net with"),
         (Net().requires_grad_(False), {"inputs": tokens}, "expected parameters that need a gradient"),
         (Odd, {"inputs": tokens}, "expected at most 500 blocks that do not repeat, found 501 in Odd"),
@@ -83,7 +76,6 @@ QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbyt
         (Stubborn(), {}, "to copy Stubborn without its memory failed"),
         ("nowhere", {}, "a folder with a config.json, found none at nowhere"),
         (7, {}, "a transformers config or a folder with a config.json, found int"),
-        (lambda: 7, {}, "a function that builds one, a transformers config"),
         (lambda: 1 / 0, {}, 'to build the model on "meta", without memory, failed: ZeroDivisionError'),
     ],
 )
@@ -108,11 +100,6 @@ def test_a_gpu_whose_numbers_make_no_sense_is_refused(change: dict[str, Any], se
     with pytest.raises(ValueError, match="GPU: ") as error:
         dataclasses.replace(GPUS["H100"], **change)
     assert sentence in str(error.value)
-
-
-def test_a_search_for_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="search: expected a world_size, strategy, checkpointing and batch"):
-        search(LLAMA, world_sizes=[])
 
 
 def test_a_process_group_in_the_way_is_named() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from fsdp_utils.collectives import play
 from tests.test_collectives_replay import NONE, PRE, backward
+from tests.test_sliders import in_chromium
 from tools.build_book import CHROMIUM
 
 
@@ -83,13 +83,6 @@ def test_nothing_to_play_is_said():
         play({"empty": backward("fb").replay(link_gib_s=1.0)})
 
 
-def test_the_same_replay_gives_the_same_output_and_a_small_script():
-    first, second = (play({"one": replayed(NONE)})._repr_mimebundle_() for _ in range(2))
-    assert first["text/html"] == second["text/html"]
-    script = Path(__file__).parent.parent / "fsdp_utils/collectives/player.js"
-    assert script.stat().st_size < 25 * 1024
-
-
 ACTIONS = """
 <script>
 const [root, twice] = document.querySelectorAll("[data-player]"), seen = [];
@@ -124,25 +117,8 @@ def test_the_player_in_a_browser(tmp_path: Path):
     short = replace(thin, start=thin.end - 0.006)
     run = replace(run, spans=[short if span is thin else span for span in run.spans])
     html = play({"one": run})._repr_mimebundle_()["text/html"]
-    page = tmp_path / "page.html"
     # twice, as JupyterLab shows an output in a second view
-    page.write_text(f"<meta charset=utf-8><body>{html}{html}{ACTIONS}</body>", encoding="utf-8")
-    command = [
-        str(CHROMIUM),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'c'}",
-    ]
-    done = subprocess.run(
-        [*command, "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    (seen,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
-    assert json.loads(seen.replace("&amp;", "&")) == [
+    assert in_chromium(html + html + ACTIONS, tmp_path) == [
         6,
         "0.00 s | all-gather b",
         "0.50 s | compute b",

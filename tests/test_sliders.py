@@ -39,28 +39,6 @@ def test_the_grid_lies_in_rows_with_the_last_axis_fastest():
     assert notes[4:] == ["measured", "three does not go with two"]
 
 
-def test_numbers_are_stored_with_as_many_digits_as_asked_for():
-    for digits, stored in (4, [0.1235, 0.2469]), (3, [0.123, 0.247]):
-        stack = Stack("m", "GiB", {"a": "#000", "b": "#111"}, 1)
-        sliders = explore(
-            "t", [Axis("n", [1, 2])], stack, lambda n: Point([n * 0.123456789, 1e-15]), digits=digits
-        )
-        assert sliders.data["columns"] == [stored, [0, 0]]
-
-
-def test_the_text_says_what_can_be_set_and_the_numbers_at_the_start():
-    assert repr(example()).splitlines() == [
-        "calculated",
-        "  ranks: 1 | 2 | 3",
-        "  batch: 1 | 2 samples",
-        "at 1, 2",
-        "  shards: 1 GiB",
-        "  activations: 20 GiB",
-        "  product: 2 s",
-        "  calculated",
-    ]
-
-
 def test_what_does_not_go_together_is_said():
     stack = Stack("m", "GiB", {"a": "#000"}, 1)
     with pytest.raises(ValueError, match="expected 1 numbers at \\(1,\\), found 2"):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,32 +42,16 @@ from fsdp_utils.planner.work_items import Send
 
 PATH = Path(__file__).parent.parent / "notebooks/plan_grid.json"
 GPU, PER_HOST = "A100-80", 8
+SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama 3.2 1B": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-    "Llama 2 7B": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-    },
-    "Llama 3 70B": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
+    name: dict(zip(SIZES.split(), sizes, strict=True))
+    for name, sizes in {
+        "Llama 3.2 1B": (2048, 8192, 16, 32, 8, 128256),
+        "Llama 2 7B": (4096, 11008, 32, 32, 32, 32000),
+        "Llama 3 70B": (8192, 28672, 80, 64, 8, 128256),
+    }.items()
 }
+MODELS["Llama 3.2 1B"]["tie_word_embeddings"] = True
 STRATEGIES = ("full", "grad_op", "hybrid")
 CHECKPOINTING = ("none", "selective", "full")
 RANKS = (8, 16, 32, 64, 256, 1024)
@@ -113,8 +97,7 @@ def planned(model: str, strategy: str, checkpointing: str, at: At, micro_batches
     )
 
 
-@dataclass
-class Corner:
+class Corner(NamedTuple):
     """What the closed form needs of a plan."""
 
     at: At
@@ -122,23 +105,12 @@ class Corner:
     events: list[StepEvent]
 
 
-def corner(at: At, found: Plan) -> Corner:
-    moments = [
-        {part: sum(moment.gib.get(kind, 0.0) for kind in kinds) for part, kinds in PARTS.items()}
-        for moment in found.moments
-    ]
-    events = [span.event for span in found.timing.replay.spans]
-    return Corner(at, moments, events)
+def by_part(gib: dict[str, float]) -> dict[str, float]:
+    return {part: sum(gib.get(kind, 0.0) for kind in kinds) for part, kinds in PARTS.items()}
 
 
 class Form:
-    """The closed form of one model, strategy and checkpointing, from its corners.
-
-    Args:
-        strategy: of the plans.
-        one: corners of plans without accumulation, in the order of `corners`.
-        two: of plans with two micro-batches.
-    """
+    """The closed form of a model, strategy and checkpointing, from corners with one and two micro-batches."""
 
     def __init__(self, strategy: str, one: list[Corner], two: list[Corner]) -> None:
         self._strategy, self._corners = strategy, {1: one, 2: two}
@@ -238,27 +210,12 @@ def numbers(form: Form, at: At, micro_batches: int) -> list[float]:
 
 
 def form_of(model: str, strategy: str, checkpointing: str) -> Form:
-    both = []
-    for micro_batches in (1, 2):
-        found = [
-            corner(at, planned(model, strategy, checkpointing, at, micro_batches)) for at in corners(strategy)
-        ]
-        both.append(found)
+    both: tuple[list[Corner], list[Corner]] = [], []
+    for (number, found), at in product(enumerate(both, 1), corners(strategy)):
+        plan_ = planned(model, strategy, checkpointing, at, number)
+        events = [span.event for span in plan_.timing.replay.spans]
+        found.append(Corner(at, [by_part(moment.gib) for moment in plan_.moments], events))
     return Form(strategy, *both)
-
-
-def grid_of(form: Form, strategy: str) -> list[list[float] | None]:
-    return [
-        None if strategy == "hybrid" and at.ranks <= PER_HOST else numbers(form, at, micro_batches)
-        for at, micro_batches in points()
-    ]
-
-
-def write(grids: dict[str, list[list[float] | None]]) -> None:
-    lines = ",\n".join(
-        f"{json.dumps(key)}:{json.dumps(rows, separators=(',', ':'))}" for key, rows in grids.items()
-    )
-    PATH.write_text(f"{{\n{lines}\n}}\n".replace(".0,", ",").replace(".0]", "]"), encoding="utf-8")
 
 
 def key(model: str, strategy: str, checkpointing: str) -> str:
@@ -273,9 +230,16 @@ def main() -> int:
         if sys.argv[1:] and model not in sys.argv[1:]:
             grids[name] = stored[name]
             continue
-        grids[name] = grid_of(form_of(model, strategy, checkpointing), strategy)
+        form = form_of(model, strategy, checkpointing)
+        grids[name] = [
+            None if strategy == "hybrid" and at.ranks <= PER_HOST else numbers(form, at, micro_batches)
+            for at, micro_batches in points()
+        ]
         print(name, flush=True)
-    write(grids)
+    lines = ",\n".join(
+        f"{json.dumps(key)}:{json.dumps(rows, separators=(',', ':'))}" for key, rows in grids.items()
+    )
+    PATH.write_text(f"{{\n{lines}\n}}\n".replace(".0,", ",").replace(".0]", "]"), encoding="utf-8")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Intercept the collectives that this process issues, from Python or from C++.
 
-torch.distributed.tensor.debug.CommDebugMode does not serve here: it counts calls, without their bytes, groups
-and moments, and slows every operation of the model.
+torch's CommDebugMode does not serve here: it counts calls, without their bytes, groups and moments, and slows
+every operation of the model.
 """
 
 from __future__ import annotations
@@ -20,25 +20,22 @@ from torch.library import Library
 # By the names of the operations in the dispatcher, which all calls reach: those of ProcessGroup's methods, of
 # DDP from C++, and of DTensor's functional collectives.
 OPERATIONS = {
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "barrier": "barrier",
+    "all_gather": (
+        "allgather_",
+        "_allgather_base_",
+        "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_",
+    ),
+    "reduce_scatter": ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    "all_reduce": ("allreduce_", "allreduce_coalesced_"),
+    "broadcast": ("broadcast_",),
+    "reduce": ("reduce_",),
+    "gather": ("gather_",),
+    "scatter": ("scatter_",),
+    "all_to_all": ("alltoall_", "alltoall_base_"),
+    "send": ("send",),
+    "recv": ("recv_", "recv_any_source_"),
+    "barrier": ("barrier",),
 }
 # The dispatch key after autograd's and before those of the backends. Operations on given tensors have no
 # kernel under it, and it is looked at in every thread; operations that are not intercepted cost no more.
@@ -46,20 +43,13 @@ KEY = "BackendSelect"
 
 
 class Call(NamedTuple):
-    """One collective, as it is issued.
+    """One collective, as it is issued."""
 
-    Args:
-        kind: "all_gather", ...
-        given, output: The tensors that this rank passes to be sent and to be filled, possibly in lists.
-        group: The process group that it runs on.
-        options: What the operation takes after the group, in the dispatcher's order.
-    """
-
-    kind: str
-    given: Any
-    output: Any
+    kind: str  # "all_gather", ...
+    given: Any  # the tensors that this rank passes to be sent, possibly in lists ...
+    output: Any  # ... and to be filled
     group: Any
-    options: Sequence[Any] = ()
+    options: Sequence[Any] = ()  # what the operation takes after the group, in the dispatcher's order
 
     @property
     def bytes_in(self) -> int:
@@ -101,8 +91,9 @@ def listen_to_calls(around: Around) -> Iterator[None]:
     if not _library:
         here = threading.local()  # each thread is inside of a call, or not
         _library.append(Library("c10d", "IMPL", KEY))
-        for name, kind in OPERATIONS.items():
-            _library[0].impl(name, _kernel(name, kind, here), with_keyset=True)
+        for kind, names in OPERATIONS.items():
+            for name in names:
+                _library[0].impl(name, _kernel(name, kind, here), with_keyset=True)
     _listeners.append(around)
     try:
         yield
@@ -113,7 +104,7 @@ def listen_to_calls(around: Around) -> Iterator[None]:
 
 
 def _around(listeners: list[Around], call: Call, issue: Callable[[], Any]) -> Any:
-    """Pass a call to the first of the listeners, which issues it to the next ones."""
+    """Pass a call to the first of the listeners, which issues it to the next one."""
     if not listeners:
         return issue()
     return listeners[0](call, lambda: _around(listeners[1:], call, issue))
@@ -148,19 +139,11 @@ def _redispatch(name: str) -> Callable[..., Any]:
 
 
 def when_done(kind: str, result: Any, callback: Callable[[], None]) -> Callable[[], bool]:
-    """Call back as soon as a collective is over.
+    """Call back as soon as a collective is over: on the CPU in the thread that has ended it; on a GPU at
+    once, with a current stream that waits for it.
 
-    Of one on the CPU, in the thread that has ended it; of one on a GPU, at once, with a current stream that
-    waits for it.
-
-    Args:
-        kind: Of the call.
-        result: What issuing it gave.
-        callback: Gets nothing.
-
-    Returns:
-        A function that says whether it is over, for the callback may come late. Not all work has a future to
-        call back: gloo's reduce-scatter has none. Then it says yes, and is to be asked after a wait.
+    Returns a function that says whether it is over, for the callback may come late. Not all work has a future
+    to call back: gloo's reduce-scatter has none. Then it says yes, and is to be asked after a wait.
     """
     if result is None or kind in _without_future:
         return lambda: True

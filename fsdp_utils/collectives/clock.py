@@ -1,4 +1,4 @@
-"""When recorded events ran: by the clock on the CPU, by events in the streams of a GPU."""
+"""Tell when recorded events ran: by the clock on the CPU, by events in the streams of a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNFINISHED = (
 
 
 class Clock:
-    """The CPU's, which computes while it issues."""
+    """The clock of a CPU, which computes while it issues. A mark, for `set_time`, is a moment."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -26,24 +26,21 @@ class Clock:
         return time.perf_counter() - self._began
 
     def mark(self) -> Any:
-        """Mark a moment, for `set_time`."""
         return self.now()
 
     def set_time(self, event: StepEvent, begin: Any, end: Any) -> None:
-        """Set when an event ran: from one mark to another."""
         event.seconds = end - begin
 
     def finish(self, *, failed: bool) -> str:
-        """Set all times that are still to be set; returns what is to be known about them.
+        """Set all times that are still to be set; return a note if some cannot be.
 
-        Args:
-            failed: whether an exception has ended the recording. A device may then never finish.
+        A device may never finish after an exception has ended the recording (`failed`).
         """
         return ""
 
 
 class DeviceClock(Clock):
-    """A device's, which runs later what the CPU issues: a mark is an event in the current stream."""
+    """The clock of a device, which runs later what the CPU issues: a mark is an event in its stream."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -70,7 +67,7 @@ class DeviceClock(Clock):
                     event.seconds = begin.elapsed_time(end) / 1e3
                 else:
                     note = UNFINISHED
-        except RuntimeError:  # of the device; the program's own exception tells more
+        except RuntimeError:  # the device's; the program's own exception tells more
             if not failed:
                 raise
             note = UNFINISHED

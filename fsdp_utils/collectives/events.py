@@ -26,7 +26,7 @@ class StepEvent:
         link: "within a host" or "between hosts"; "" where nothing was sent.
         start: Seconds since the recording began. On a GPU, where streams run side by side, events need not
             start in their order.
-        seconds: Duration; None for a collective whose end was not seen. gloo does not tell the end of a
+        seconds: Duration; None for a collective whose end was not seen. gloo tells no end of a
             reduce-scatter, a send or a receive: what is not FSDP's own lasts until the model's next event.
         dimension: Name of the mesh dimension whose ranks took part, such as "fsdp" or "tp"; "" for a process
             group that belongs to no dimension with a name.

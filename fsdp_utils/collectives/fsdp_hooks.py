@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -29,8 +29,8 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class Listener(Protocol):
-    """Is told what FSDP does."""
+class Listener:
+    """Is told what FSDP does. A subclass overrides what it wants to know."""
 
     def enter(self, unit: str) -> None:
         """FSDP itself works for that unit from here on, and possibly for another one in between."""
@@ -38,11 +38,8 @@ class Listener(Protocol):
     def leave(self, unit: str) -> None:
         """FSDP's work for that unit is over."""
 
-    def enter_forward(self) -> None:
-        """The model is called."""
-
-    def leave_forward(self) -> None:
-        """The call of the model is over."""
+    def in_forward(self, change: int) -> None:
+        """The model is called (1), or a call of it is over (-1)."""
 
     def begin(self, module: str, phase: str) -> None:
         """The computation of that unit, or of the model itself, begins. In backward, possibly told twice."""
@@ -65,10 +62,9 @@ def listen(
 ) -> Iterator[None]:
     """Tell the listener what FSDP does with these units, for as long as the context lasts.
 
-    `hidden` is applied to each function that is called from outside, to keep torch.compile out of it.
-
-    torch has no public hooks for all of this. Functions inside of FSDP1 and FSDP2 (see torch_internals) run
-    as before, with the listener told before and after; for other models, nothing is told.
+    `hidden` is applied to each function that is called from outside, to keep torch.compile out of it. torch
+    has no public hooks for all of this: functions inside of FSDP1 and FSDP2 (see torch_internals) run as
+    before, with the listener told before and after.
     """
     names: dict[Any, str] = {part: unit.name for unit in units for part in unit.parts}
     names |= {fsdp2_state(unit.modules[0]): unit.name for unit in units if not unit.fsdp1}
@@ -92,21 +88,17 @@ def listen(
 
 
 def _hook_model(
-    model: nn.Module,
-    units: list[Unit],
-    listener: Listener,
-    hidden: Wrapper,
-    hooks: list[RemovableHandle],
+    model: nn.Module, units: list[Unit], listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
 ) -> None:
-    """When the model is called, and when its own computation begins and ends, forward and backward."""
-    hooks.append(model.register_forward_pre_hook(hidden(lambda *_: listener.enter_forward()), prepend=True))
+    """Tell when the model is called, and when its own computation begins and ends."""
+    hooks.append(model.register_forward_pre_hook(hidden(lambda *_: listener.in_forward(1)), prepend=True))
     if not any(unit.name == ROOT for unit in units):
         _hook_computation(model, ROOT, listener, hidden, hooks)
 
     def forward_is_over(_module: nn.Module, _args: Any, output: Any) -> None:
-        listener.leave_forward()
+        listener.in_forward(-1)
         if units:
-            return  # FSDP tells; a model without parameters of its own has nothing to compute in backward
+            return  # FSDP tells; a root without parameters computes nothing in backward
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs:
             begins = hidden(lambda _: _begin_backward(ROOT, listener))
@@ -124,7 +116,7 @@ def _begin_backward(unit: str, listener: Listener) -> None:
 def _hook_computation(
     module: nn.Module, name: str, listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
 ) -> None:
-    """When a unit computes in forward: not while the hooks of FSDP before and after it run."""
+    """Tell when a unit computes in forward: not while the hooks of FSDP before and after it run."""
     inner = module
     if isinstance(module, FSDP):
         inner = fsdp1_wrapped(module)
@@ -146,9 +138,8 @@ def _hook_computation(
             listener.end(name, "forward")
             listener.enter(name)
 
-    before = module.register_forward_pre_hook(hidden(lambda *_: listener.enter(name)), prepend=True)
     hooks += (
-        before,
+        module.register_forward_pre_hook(hidden(lambda *_: listener.enter(name)), prepend=True),
         inner.register_forward_pre_hook(hidden(begins)),
         inner.register_forward_hook(hidden(ends), prepend=True, always_call=True),
         module.register_forward_hook(hidden(lambda *_: listener.leave(name)), always_call=True),
@@ -158,8 +149,8 @@ def _hook_computation(
 def _functions(kinds: set[bool]) -> Iterator[tuple[tuple[Any, str], int, str]]:
     """The functions inside of FSDP1 (True) and FSDP2 (False) that work for a unit.
 
-    With each, which of its arguments tells the unit; and its role: the unit "begins" to compute in backward
-    after it, "ends" before it, or is "freed" by it.
+    With each, which of its arguments tells the unit, which "begins" to compute in backward after it, "ends"
+    before it, or is "freed" by it.
     """
     if True in kinds:
         yield (FlatParamHandle, "pre_unshard"), 0, ""
@@ -167,7 +158,7 @@ def _functions(kinds: set[bool]) -> Iterator[tuple[tuple[Any, str], int, str]]:
         yield (FlatParamHandle, "reshard"), 0, "freed"
         yield place("fsdp1_pre_backward"), 2, "begins"
         yield place("fsdp1_post_backward"), 1, "ends"
-        yield place("fsdp1_post_backward_frozen"), 1, "ends"  # of a unit whose parameters are all frozen
+        yield place("fsdp1_post_backward_frozen"), 1, "ends"  # a unit whose parameters are all frozen
     if False in kinds:
         yield (FSDPParamGroup, "unshard"), 0, ""
         yield (FSDPParamGroup, "wait_for_unshard"), 0, ""

@@ -1,4 +1,4 @@
-"""A figure that moves in a browser, by a script of its own, and stands still where scripts do not run."""
+"""A figure that its script moves in a browser, and that stands still where scripts do not run."""
 
 import base64
 import json
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 
 class Interactive:
-    """What a notebook shows as HTML with a script, which asks no server for anything.
+    """A figure that a notebook shows as HTML with a script, which asks no server for anything.
 
     Where scripts do not run, such as on a code host, the still picture is shown.
 

@@ -62,14 +62,7 @@ def _events(trace: CollectiveTrace) -> list[dict[str, Any]]:
 
 
 def _args(event: StepEvent) -> dict[str, Any]:
-    told: dict[str, Any] = {"order": event.order, "phase": event.phase, "unit": event.module}
-    if event.is_collective:
-        told |= {
-            "bytes in": event.bytes_in,
-            "bytes out": event.bytes_out,
-            "bytes sent at least": event.sent_bytes,
-            "ranks": list(event.ranks),
-            "link": event.link,
-            "mesh dimension": event.dimension,
-        }
-    return told
+    told = {"order": event.order, "phase": event.phase, "unit": event.module}
+    sent = {"bytes in": event.bytes_in, "bytes out": event.bytes_out, "bytes sent at least": event.sent_bytes}
+    where = {"ranks": list(event.ranks), "link": event.link, "mesh dimension": event.dimension}
+    return {**told, **sent, **where} if event.is_collective else told

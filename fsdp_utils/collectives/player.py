@@ -6,20 +6,13 @@ import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdp_utils._extras import need
 from fsdp_utils.collectives.events import COMPUTE, FREE, Span
 from fsdp_utils.collectives.interactive import Interactive
 from fsdp_utils.collectives.replay import Replay
 from fsdp_utils.sharding.units import ROOT
-
-
-class Held(NamedTuple):
-    """What a rank holds of one unit: fractions of the full parameters and gradients, 0 to 1."""
-
-    parameters: float
-    gradients: float
 
 
 class Player(Interactive):
@@ -44,7 +37,6 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
 
     Raises:
         ValueError: there is no run, or one in which nothing takes time.
-        ModuleNotFoundError: matplotlib is not installed; says how to install it.
 
     Example::
 
@@ -103,45 +95,34 @@ def _run(title: str, run: Replay) -> dict[str, Any]:
 
 
 def _points(spans: Sequence[Span], unit: str) -> dict[str, list[list[float]]]:
-    """The corners of the two lines that `held` gives over time: [seconds, fraction]."""
-    moments = sorted(
-        {0.0, *(m for span in spans if span.event.module == unit for m in (span.start, span.end))}
-    )
-    lines: dict[str, list[list[float]]] = {"parameters": [], "gradients": []}
-    for moment in moments:
-        for instant in (moment * (1 - 1e-9), moment):  # before what is freed at once, and after
-            for line, value in zip(lines.values(), held(spans, unit, instant), strict=True):
-                point = [_rounded(instant), round(value, 4)]
-                if not line or point != line[-1]:
-                    line.append(point)
+    """The corners of two lines over time, [seconds, fraction]: parameters and gradients that are held."""
+    own = [span for span in spans if span.event.module == unit]
+    # a unit without elements gathers no bytes
+    gathers = (s.event for s in own if s.event.kind == "all_gather" and s.event.bytes_out)
+    shard = next((event.bytes_in / event.bytes_out for event in gathers), 0.0)
+    lines = {"parameters": [[0.0, round(shard, 4)]], "gradients": [[0.0, 0.0]]}
+    copies = 0  # full parameters that are gathered or being gathered
+
+    def to(line: list[list[float]], span: Span, fraction: float) -> None:
+        for corner in ([_rounded(span.start), line[-1][1]], [_rounded(span.end), round(fraction, 4)]):
+            if corner != line[-1]:
+                line.append(corner)
+
+    for span in sorted(own, key=lambda span: (span.start, span.end)):
+        kind = span.event.kind
+        if kind == "all_gather":
+            copies += 1
+            to(lines["parameters"], span, 1.0)
+        elif kind == FREE and copies:
+            copies -= 1
+            to(lines["parameters"], span, 1.0 if copies else shard)
+        elif kind == COMPUTE and span.event.phase == "backward":
+            to(lines["gradients"], span, 1.0)
+        elif kind == "reduce_scatter":
+            to(lines["gradients"], span, shard)
     return lines
 
 
 def _rounded(seconds: float) -> float:
     """Six digits: far less than a pixel."""
     return float(f"{seconds:.6g}")
-
-
-def held(spans: Sequence[Span], unit: str, moment: float) -> Held:
-    """What a rank holds of a unit at a moment of the replay."""
-    shard, gradients = 0.0, 0.0
-    copies: list[float] = []  # of the full parameters, gathered or being gathered; the last until it is freed
-    for span in spans:
-        event = span.event
-        if event.module != unit:
-            continue
-        if event.kind == "all_gather" and event.bytes_out:  # a unit without elements gathers no bytes
-            shard = shard or event.bytes_in / event.bytes_out
-        begun = span.start <= moment
-        done = float(begun)
-        if begun and moment < span.end:
-            done = (moment - span.start) / (span.end - span.start)
-        if event.kind == "all_gather":
-            copies.append(done)
-        elif event.kind == FREE and begun and copies:
-            copies[-1] = 0.0
-        elif event.kind == COMPUTE and begun and event.phase == "backward":
-            gradients = max(gradients, done)
-        elif event.kind == "reduce_scatter" and begun:
-            gradients = 1 - (1 - shard) * done
-    return Held(shard + (1 - shard) * max(copies, default=0.0), gradients)

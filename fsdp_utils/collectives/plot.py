@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from fsdp_utils.collectives.events import COMPUTE, Span
+from fsdp_utils.collectives.events import Span
 from fsdp_utils.sharding.units import ROOT
 
 # Told apart with any kind of colour vision (Okabe and Ito, "Color Universal Design", 2008).
@@ -20,47 +20,31 @@ HATCH = {"reduce_scatter": "////", "all_reduce": "xxxx"}  # gradients, where the
 
 
 def timelines(
-    runs: Mapping[str, Sequence[Span]],
-    units: Sequence[str],
-    *,
-    until: float | None = None,
-    one_communication_lane: bool = True,
+    runs: Mapping[str, Sequence[Span]], units: Sequence[str], *, until: float | None = None
 ) -> Figure:
-    """Draw runs on time axes, one above the other.
+    """Draw runs on time axes, one above the other, with a colour for each of the units.
 
-    Args:
-        runs: By title; the spans in any order, without what was freed.
-        units: Names, in the model's order; each gets a colour. All others are grey.
-        until: Seconds that the axes show; by default, all.
-        one_communication_lane: All collectives of FSDP and DDP in one lane, told apart by hatching, and those
-            of the model itself in another. Otherwise a lane for each kind.
-
-    Returns:
-        The figure; nothing is shown.
+    Collectives of FSDP and DDP are in one lane, told apart by hatching, those of the model itself in another.
     """
     figure = Figure(figsize=(9.6, 0.9 + 1.5 * len(runs)), layout="constrained", facecolor=CARD)
     panels = figure.subplots(len(runs), squeeze=False)[:, 0]
     for axes, (title, spans) in zip(panels, runs.items(), strict=True):
-        _draw(axes, spans, units, until, one_communication_lane)
+        _draw(axes, spans, units, until)
         axes.set_title(title, fontsize=10, fontweight="bold", color=INK)
-    _legend(figure, [span for spans in runs.values() for span in spans], units, one_communication_lane)
+    _legend(figure, [span for spans in runs.values() for span in spans], units)
     return figure
 
 
-def _draw(axes: Axes, spans: Sequence[Span], units: Sequence[str], until: float | None, one: bool) -> None:
-    kinds = _kinds(spans)
-    lanes = {COMPUTE: 0, **{kind: 1 if one else 1 + i for i, kind in enumerate(kinds)}}
-    names = ["compute", "communication"] if one and kinds else [*lanes]
-    own = [span.event for span in spans if span.event.is_of_the_model] if one else []
+def _draw(axes: Axes, spans: Sequence[Span], units: Sequence[str], until: float | None) -> None:
+    own = [span.event for span in spans if span.event.is_of_the_model]
+    names = ["compute", "communication"] if any(span.event.is_collective for span in spans) else ["compute"]
     if own:
-        lanes[OWN] = 2
         names.append(", ".join(dict.fromkeys(event.dimension for event in own if event.dimension)) or OWN)
     begin = min((span.start for span in spans), default=0.0)
     length = max((span.end for span in spans), default=begin) - begin
     unit_of_time, scale = time_unit(length if until is None else until)
     for span in spans:
-        kind, shade = span.event.kind, color(span.event.module, units)
-        lane = lanes[OWN if own and span.event.is_of_the_model else kind]
+        shade, lane = color(span.event.module, units), span.event.is_collective + span.event.is_of_the_model
         box = Rectangle(  # barh computes new limits each time, which takes most of the time of an animation
             ((span.start - begin) * scale, lane - 0.4),
             (span.end - span.start) * scale,
@@ -68,10 +52,10 @@ def _draw(axes: Axes, spans: Sequence[Span], units: Sequence[str], until: float 
             facecolor=shade,
             edgecolor=CARD if span.end - span.start > 0.004 * length else shade,  # or it would cover the bar
             linewidth=0.6,
-            hatch=HATCH.get(kind) if one else None,
+            hatch=HATCH.get(span.event.kind),
         )
         axes.add_patch(box)
-    axes.set_yticks(range(len(names)), [name.replace("_", "-") for name in names])
+    axes.set_yticks(range(len(names)), names)
     axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, (until or length or 1.0) * scale * 1.01))
     axes.set_xlabel(unit_of_time)
     axes.set_facecolor(CARD)
@@ -79,23 +63,17 @@ def _draw(axes: Axes, spans: Sequence[Span], units: Sequence[str], until: float 
     axes.spines[:].set_visible(False)
 
 
-def _legend(figure: Figure, spans: Sequence[Span], units: Sequence[str], hatched: bool) -> None:
+def _legend(figure: Figure, spans: Sequence[Span], units: Sequence[str]) -> None:
     shown = [unit for unit in units if unit != ROOT][:LEGEND]
     handles = [Patch(color=color(unit, units), label=unit) for unit in shown]
     if any(color(span.event.module, units) == OTHER and span.end > span.start for span in spans):
         handles.append(Patch(color=OTHER, label="other modules"))
-    if hatched:
-        handles += [
-            Patch(facecolor=CARD, edgecolor=INK, hatch=HATCH[kind], label=kind.replace("_", "-"))
-            for kind in _kinds(spans)
-            if kind in HATCH
-        ]
+    handles += [
+        Patch(facecolor=CARD, edgecolor=INK, hatch=hatch, label=kind.replace("_", "-"))
+        for kind, hatch in HATCH.items()
+        if any(span.event.kind == kind for span in spans)
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) or 1, frameon=False)
-
-
-def _kinds(spans: Sequence[Span]) -> list[str]:
-    """The kinds of the collectives, in the order in which they come."""
-    return list(dict.fromkeys(span.event.kind for span in spans if span.event.kind != COMPUTE))
 
 
 def color(unit: str, units: Sequence[str]) -> str:

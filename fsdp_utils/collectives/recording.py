@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -16,15 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls, when_done
 from fsdp_utils.collectives.clock import Clock, clock_of
 from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, StepEvent
-from fsdp_utils.collectives.fsdp_hooks import as_it_is, in_backward, listen
+from fsdp_utils.collectives.fsdp_hooks import Listener, as_it_is, in_backward, listen
 from fsdp_utils.collectives.trace import CollectiveTrace
 from fsdp_utils.sharding.units import ROOT, find_units, parents
 from fsdp_utils.torch_internals.names import sequence_nr
@@ -38,15 +35,13 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     """Record which collectives FSDP or DDP issues: their order, bytes, links and durations.
 
     Put it around any number of training steps, on one rank or on all. Nothing is sent by the recording
-    itself, and what it watches runs as it would without it. The trace grows while the block runs; if the
-    block raises, what was recorded until then is in the trace, with a note.
+    itself, and what it watches runs as it would without it. If the block raises, what was recorded until then
+    is in the trace, with a note.
 
     All collectives of the process are recorded, and how long they took, including the wait for other ranks.
     Of the computation, the model's forward and backward and the optimizer's steps are recorded, but not the
-    loss, nor in backward what stands between two units.
-
-    On a GPU, times are those at which the GPU ran what was issued. They are set when the block ends. After an
-    exception, the GPU is not waited for: times that are not known yet are left out, and a note says so.
+    loss, nor in backward what stands between two units. On a GPU, times are those at which the GPU ran what
+    was issued; they are set when the block ends.
 
     Args:
         model: Under fully_shard, FullyShardedDataParallel or DistributedDataParallel, and not wrapped once
@@ -76,15 +71,13 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     if not parts:
         raise ValueError(
             "record_collectives: expected a model under fully_shard, FullyShardedDataParallel or "
-            f"DistributedDataParallel, found a {type(model).__name__} without any of them. Wrap it first, "
-            "and pass what the wrapping returns."
+            f"DistributedDataParallel, found a {type(model).__name__} without any of them"
         )
     if ranks_per_host is not None and ranks_per_host < 1:
         raise ValueError(f"record_collectives: expected ranks_per_host of at least 1, found {ranks_per_host}")
     if _recording:
         raise RuntimeError(
-            "record_collectives: expected no other recording in this process, found one that is still "
-            "running. End it first; one recording can hold any number of steps."
+            "record_collectives: expected no other recording in this process, found one that still runs"
         )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
@@ -94,20 +87,16 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     hidden = torch.compiler.disable if is_compiled else as_it_is
     # where the model computes, wherever its shards are at rest
     clock = clock_of(units[0].parts[0].device if units else next(model.parameters()).device)
-    recorder = _Recorder(
-        trace,
-        clock,
-        ddp=any(isinstance(part, DistributedDataParallel) for part in parts),
-        parents=parents(units),
-        ranks_per_host=on_host,
-        dimensions=_dimensions(model),
-    )
+    ddp = any(isinstance(part, DistributedDataParallel) for part in parts)
+    recorder = _Recorder(trace, clock, ddp, parents(units), on_host, _dimensions(model))
     failed, _recording = True, True
     try:
         with (
             listen_to_calls(recorder.collective),
             listen(model, units, recorder, hidden),
-            recorder.optimizer_steps(),
+            # the steps of every optimizer are computation
+            register_optimizer_step_pre_hook(lambda *_: recorder.begin(ROOT, "optimizer")),
+            register_optimizer_step_post_hook(lambda *_: recorder.end(ROOT, "optimizer")),
         ):
             yield trace
         failed = False
@@ -135,8 +124,8 @@ class _Piece(NamedTuple):
     """Computation of one module between two events."""
 
     start: float  # seconds since the recording began
-    mark: Any  # of the clock
-    is_first: bool  # of its module's pieces
+    mark: Any  # the clock's
+    is_first: bool  # among its module's pieces
     nodes: int  # that autograd had made when it began
 
 
@@ -149,98 +138,75 @@ class _Sent:
     is_over: Callable[[], bool] = bool  # False until it is known how to tell
 
 
-class _Recorder:
+@dataclass
+class _Recorder(Listener):
     """Writes the trace: `listen_to_calls` tells it what is sent, `listen` what FSDP does and computes."""
 
-    def __init__(
-        self,
-        trace: CollectiveTrace,
-        clock: Clock,
-        *,
-        ddp: bool,
-        parents: set[str],
-        ranks_per_host: int,
-        dimensions: dict[Any, str],
-    ) -> None:
-        self._trace = trace
-        self._clock = clock
-        self._ddp = ddp  # is any part of the model under DDP?
-        self._parents = parents  # modules that hold other units
-        self._ranks_per_host = ranks_per_host
-        self._dimensions = dimensions  # of a mesh, by process group
-        self._links: dict[Any, tuple[tuple[int, ...], str, str]] = {}  # by process group
-        self._working_for: list[str] = []  # units that FSDP itself works for; empty while the model computes
-        self._closed = False
-        self._forwards = 0  # calls of the model that are running
-        self._computing: list[tuple[str, str]] = []  # what is being computed: modules and phases, nested
-        self._piece: _Piece | None = None  # what is being computed since the last event
-        self._gathered: set[str] = set()
-        self._buckets = 0  # that DDP has reduced in this backward pass
-        self._thread = 0  # in which FSDP worked, or the model computed, last
-        self._pending: dict[int, _Sent] = {}  # collectives whose end has not been seen yet, by id
+    trace: CollectiveTrace
+    clock: Clock
+    ddp: bool  # is any part of the model under DDP?
+    parents: set[str]  # modules that hold other units
+    ranks_per_host: int
+    dimensions: dict[Any, str]  # names in a mesh, by process group
+    links: dict[Any, tuple[tuple[int, ...], str, str]] = field(default_factory=dict)  # by process group
+    working_for: list[str] = field(default_factory=list)  # units that FSDP itself works for now
+    computing: list[tuple[str, str]] = field(default_factory=list)  # modules and phases, nested
+    gathered: set[str] = field(default_factory=set)
+    pending: dict[int, _Sent] = field(default_factory=dict)  # collectives whose end was not seen yet, by id
+    piece: _Piece | None = None  # what is being computed since the last event
+    closed: bool = False
+    forwards: int = 0  # calls of the model that are running
+    buckets: int = 0  # that DDP has reduced in this backward pass
+    thread: int = 0  # in which FSDP worked, or the model computed, last
 
     def close(self) -> None:
         """Record nothing more: hooks that autograd still holds may be called after the block."""
-        self._closed = True
-
-    @contextmanager
-    def optimizer_steps(self) -> Iterator[None]:
-        """Record the steps of every optimizer as computation."""
-        before = register_optimizer_step_pre_hook(lambda *_: self.begin(ROOT, "optimizer"))
-        after = register_optimizer_step_post_hook(lambda *_: self.end(ROOT, "optimizer"))
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
+        self.closed = True
 
     # what `listen` tells
 
-    def enter_forward(self) -> None:
-        self._forwards += 1
-        self._buckets = 0
-
-    def leave_forward(self) -> None:
-        self._forwards -= 1
+    def in_forward(self, change: int) -> None:
+        self.forwards += change
+        self.buckets = 0
 
     def enter(self, unit: str) -> None:
-        self._thread = get_ident()
-        if self._piece is not None:
+        self.thread = get_ident()
+        if self.piece is not None:
             self._end_piece()
-        self._working_for.append(unit)
+        self.working_for.append(unit)
 
     def leave(self, unit: str) -> None:
-        if unit in self._working_for:
-            self._working_for.remove(unit)
-        if self._pending:
+        if unit in self.working_for:
+            self.working_for.remove(unit)
+        if self.pending:
             self._end_finished()
-        if self._computing and not self._working_for:
+        if self.computing and not self.working_for:
             self._begin_piece()
 
     def begin(self, module: str, phase: str) -> None:
-        self._thread = get_ident()
+        self.thread = get_ident()
         self._end_piece()
         if not in_backward():  # what has not ended in backward by now, never will
-            self._computing = [running for running in self._computing if running[1] != "backward"]
-        if phase != "backward" or (module, phase) not in self._computing:
-            self._computing.append((module, phase))
+            self.computing = [running for running in self.computing if running[1] != "backward"]
+        if phase != "backward" or (module, phase) not in self.computing:
+            self.computing.append((module, phase))
         self._begin_piece(is_first=True)
 
     def end(self, module: str, phase: str) -> None:
-        if (module, phase) not in self._computing:
+        if (module, phase) not in self.computing:
             return
-        if self._computing[-1] == (module, phase):
+        if self.computing[-1] == (module, phase):
             self._end_piece(is_last=True)
         if phase == "backward" and module == ROOT:
-            self._buckets = 0
+            self.buckets = 0
         # the innermost: an optimizer may call another one's step
-        del self._computing[len(self._computing) - 1 - self._computing[::-1].index((module, phase))]
+        del self.computing[len(self.computing) - 1 - self.computing[::-1].index((module, phase))]
 
     def freed(self, unit: str) -> None:
-        if unit in self._gathered:
-            self._gathered.discard(unit)
+        if unit in self.gathered:
+            self.gathered.discard(unit)
             self._end_piece()
-            self._add(StepEvent(0, FREE, unit, self._phase(), start=self._clock.now(), seconds=0.0))
+            self._add(StepEvent(0, FREE, unit, self._phase(), start=self.clock.now(), seconds=0.0))
             self._begin_piece()
 
     # what `listen_to_calls` tells
@@ -248,21 +214,21 @@ class _Recorder:
     def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
         """Record a call around its issue."""
         ranks, link, dimension = self._link(call.group)
-        is_ours = self._thread in (0, get_ident())  # else another thread sends something of its own
+        is_ours = self.thread in (0, get_ident())  # else another thread sends something
         module, phase = "", "other"
         if is_ours:
             self._end_piece()
-            module, phase = self._working_for[-1] if self._working_for else "", self._phase()
-            if call.kind == "all_reduce" and not module and self._ddp and in_backward():
-                module = f"{BUCKET}{self._buckets}"  # DDP reduces its buckets in their order
-                self._buckets += 1
+            module, phase = self.working_for[-1] if self.working_for else "", self._phase()
+            if call.kind == "all_reduce" and not module and self.ddp and in_backward():
+                module = f"{BUCKET}{self.buckets}"  # DDP reduces its buckets in their order
+                self.buckets += 1
         event = StepEvent(0, call.kind, module, phase, call.bytes_in, call.bytes_out, ranks, link)
-        event.start, event.dimension = self._clock.now(), dimension
+        event.start, event.dimension = self.clock.now(), dimension
         self._add(event)
         if call.kind == "all_gather" and module:
-            self._gathered.add(module)
-        sent = _Sent(event, self._clock.mark())
-        self._pending[id(sent)] = sent
+            self.gathered.add(module)
+        sent = _Sent(event, self.clock.mark())
+        self.pending[id(sent)] = sent
         result = issue()
         sent.is_over = when_done(call.kind, result, lambda: self._ended(sent))
         if is_ours:
@@ -271,63 +237,63 @@ class _Recorder:
 
     def _end_finished(self) -> None:
         """Called when FSDP goes on and has waited for what it needs: set the end of what is over."""
-        for sent in list(self._pending.values()):
+        for sent in list(self.pending.values()):
             if sent.is_over():
                 self._ended(sent)
 
     def _ended(self, sent: _Sent) -> None:
-        if self._pending.pop(id(sent), None) is not None:
-            self._clock.set_time(sent.event, sent.begin, self._clock.mark())
+        if self.pending.pop(id(sent), None) is not None:
+            self.clock.set_time(sent.event, sent.begin, self.clock.mark())
 
     # pieces of computation, from one event to the next
 
     def _begin_piece(self, *, is_first: bool = False) -> None:
-        if self._working_for or not self._computing:
+        if self.working_for or not self.computing:
             return  # nothing is computed now
-        self._piece = _Piece(self._clock.now(), self._clock.mark(), is_first, sequence_nr())
+        self.piece = _Piece(self.clock.now(), self.clock.mark(), is_first, sequence_nr())
 
     def _end_piece(self, *, is_last: bool = False) -> None:
         """End the current piece of computation; record it if anything was computed in it."""
-        if self._pending:
+        if self.pending:
             self._end_finished()
-        piece, self._piece = self._piece, None
+        piece, self.piece = self.piece, None
         if piece is None:
             return
-        module, phase = self._computing[-1]
-        # A module may compute nothing of its own between two units, and a unit nothing more before it ends.
+        module, phase = self.computing[-1]
+        # A module may compute nothing between two units, and a unit nothing more before it ends.
         # In forward, new nodes of autograd show it; backward adds none: a unit's first and last piece count.
         is_end = piece.is_first or is_last
-        if phase == "forward" and module in self._parents:
+        if phase == "forward" and module in self.parents:
             if torch.is_grad_enabled():
                 if sequence_nr() == piece.nodes:
                     return
-            elif not (is_end and module in self._trace.unit_bytes):
+            elif not (is_end and module in self.trace.unit_bytes):
                 return
-        elif phase == "backward" and self._trace.unit_bytes and not is_end:
+        elif phase == "backward" and self.trace.unit_bytes and not is_end:
             return
         if phase == "forward":
             phase = self._phase()  # backward, where activation checkpointing computes it again
         event = StepEvent(0, COMPUTE, module, phase, start=piece.start)
         self._add(event)
-        self._clock.set_time(event, piece.mark, self._clock.mark())
+        self.clock.set_time(event, piece.mark, self.clock.mark())
 
     def _add(self, event: StepEvent) -> None:
-        if not self._closed:
-            event.order = len(self._trace.events)
-            self._trace.events.append(event)
+        if not self.closed:
+            event.order = len(self.trace.events)
+            self.trace.events.append(event)
 
     def _phase(self) -> str:
         if in_backward():
             return "backward"
-        if self._forwards:
+        if self.forwards:
             return "forward"
-        return next((phase for _, phase in reversed(self._computing) if phase != "backward"), "other")
+        return next((phase for _, phase in reversed(self.computing) if phase != "backward"), "other")
 
     def _link(self, group: Any) -> tuple[tuple[int, ...], str, str]:
         """Which ranks a process group has, whether they are all on one host, and their mesh dimension."""
-        if group not in self._links:
+        if group not in self.links:
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-            hosts = {rank // self._ranks_per_host for rank in ranks}
-            name = self._dimensions.get(group, "")
-            self._links[group] = (ranks, BETWEEN if len(hosts) > 1 else WITHIN, name)
-        return self._links[group]
+            hosts = {rank // self.ranks_per_host for rank in ranks}
+            name = self.dimensions.get(group, "")
+            self.links[group] = (ranks, BETWEEN if len(hosts) > 1 else WITHIN, name)
+        return self.links[group]

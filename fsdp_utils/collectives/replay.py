@@ -75,9 +75,6 @@ class Replay:
 
         Returns:
             A matplotlib Figure.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
         need("matplotlib", "notebooks")
         from fsdp_utils.collectives.plot import timelines  # here, as matplotlib may not be installed
@@ -96,11 +93,26 @@ def replay(
 ) -> Replay:
     """Simulate how long this order takes if computation and communication overlap.
 
+    The CPU issues the events in their recorded order. Each waits for its stream; computation also for the
+    all-gather of its unit; a reduce-scatter or all-reduce also for all computation issued before it. An
+    all-gather waits for nothing else, as on a GPU, unless `limit_units` holds it back.
+
+    What the model itself sends (`StepEvent.is_of_the_model`), as under tensor parallelism, has a stream of
+    its own, and the computation issued after it waits for it. Collectives that run at the same time do not
+    slow each other down, even if they share a link.
+
     Args:
         events: As recorded; of one step or of several.
         units: Names of the units, in the model's order.
-
-    The text of `CollectiveTrace.replay` describes the rules, the other arguments and the errors.
+        compute_s: Seconds that a unit computes in forward: one number for all, or by name. What is not named,
+            and the root if there is one number, takes none. Backward takes twice as long, an optimizer step
+            no time, and neither does what activation checkpointing computes again. None: as recorded.
+        link_gib_s: GiB/s at which a rank sends: one number, or by link ("within a host", "between hosts"). A
+            collective takes `StepEvent.sent_bytes` divided by it. None: as long as it was recorded.
+        issue_s: Seconds that the CPU takes to issue the computation of a unit in forward, and twice that in
+            backward. It begins with the first kernel, and is not over before the last one is issued.
+        limit_units: An all-gather waits until the unit is done that was freed that many units before, as
+            under FSDP1's limit_all_gathers, whose limit is 2. None: no limit.
     """
     given = [issue_s]
     for numbers in (compute_s, link_gib_s):
@@ -144,11 +156,9 @@ def replay(
 def _shares(events: Sequence[StepEvent]) -> dict[int, float]:
     """By order of each computation: which part it is of its unit's forward or backward.
 
-    A unit's computation is in several events where something came between. In backward, DDP sends a bucket as
-    soon as its gradients are there: each part makes the next bucket, in proportion to its bytes.
-    Where FSDP reduced another unit's gradients, the first part is all of it: after it the unit's own
-    gradients are only copied together. Where other units computed, as between a model's head and its
-    embedding, and in forward, nothing tells: equal parts.
+    A unit's computation is in several events where something came between: in backward, parts in proportion
+    to the bytes of DDP's buckets after them; where FSDP reduced another unit's gradients, the first part is
+    all of it, as the unit's own gradients are only copied together after it; else equal parts.
     """
     passes: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
     bucket_bytes: dict[int, int] = defaultdict(int)  # that follow a computation

@@ -1,10 +1,9 @@
-"""What one rank sent, computed and freed, in the order of issue."""
+"""The trace of one rank: everything it sent, computed and freed, in the order of issue."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ MIB = 2**20
 
 @dataclass
 class CollectiveTrace:
-    """What `record_collectives` saw on this rank.
+    """The recording of `record_collectives` on this rank.
 
     Args:
         rank, world_size: Whose trace it is.
@@ -62,10 +61,7 @@ class CollectiveTrace:
         return self._sent_by("link")
 
     def sent_bytes_by_dimension(self) -> dict[str, float]:
-        """Bytes that this rank has to send (`StepEvent.sent_bytes`) along each mesh dimension, by its name.
-
-        Collectives of process groups that belong to no dimension with a name are under "".
-        """
+        """Bytes that this rank has to send along each mesh dimension, by its name; "" where it has none."""
         return self._sent_by("dimension")
 
     def _sent_by(self, attribute: str) -> dict[str, float]:
@@ -76,7 +72,7 @@ class CollectiveTrace:
         return total
 
     def order(self, phase: str | None = None) -> list[str]:
-        """What was issued, as words such as "all_gather blocks.3", without what was freed.
+        """List what was issued, in words such as "all_gather blocks.3", without what was freed.
 
         Args:
             phase: Only that phase.
@@ -88,10 +84,7 @@ class CollectiveTrace:
         ]
 
     def summary(self) -> str:
-        """A table: for each kind of collective, phase, mesh dimension and link, how many, and how many MiB.
-
-        The column of dimensions is left out where no process group belongs to a dimension with a name.
-        """
+        """A table: how many collectives of each kind, phase, mesh dimension and link, and how many MiB."""
         rows: dict[tuple[str, ...], list[float]] = {}
         for event in self.collectives:
             key = (event.kind, event.phase, event.dimension, str(len(event.ranks)), event.link)
@@ -118,13 +111,10 @@ class CollectiveTrace:
         return self.summary()
 
     def plot(self) -> Any:
-        """Draw when each event ran: one lane for computation, one for each kind, a colour for each unit.
+        """Draw when each event ran, with a colour for each unit.
 
         Returns:
             A matplotlib Figure, on the time axis of the recording.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed; says how to install it.
         """
         need("matplotlib", "notebooks")
         from fsdp_utils.collectives.plot import timelines  # here, as matplotlib may not be installed
@@ -134,8 +124,7 @@ class CollectiveTrace:
             for event in self.events
             if event.kind != FREE and event.seconds is not None
         ]
-        title = f"rank {self.rank}, recorded"
-        return timelines({title: spans}, list(self.unit_bytes), one_communication_lane=False)
+        return timelines({f"rank {self.rank}, recorded": spans}, list(self.unit_bytes))
 
     def to_perfetto(self, path: str | os.PathLike[str], *others: CollectiveTrace) -> None:
         """Write a file that https://ui.perfetto.dev and chrome://tracing open, to zoom and to search.
@@ -145,57 +134,21 @@ class CollectiveTrace:
 
         Args:
             path: of the file, JSON by content.
-            others: what other ranks recorded of the same step, as `ranks.get("trace")` gives it. Each rank's
-                times begin with its own recording.
+            others: what other ranks recorded of the same step. Each rank's times begin with its recording.
 
         Raises:
             ValueError: two traces are of one rank.
         """
         write_perfetto(path, [self, *others])
 
-    def replay(
-        self,
-        *,
-        compute_s: float | Mapping[str, float] | None = None,
-        link_gib_s: float | Mapping[str, float] | None = None,
-        issue_s: float = 0.0,
-        limit_units: int | None = 2,
-    ) -> Replay:
+    def replay(self, **options: Any) -> Replay:
         """Simulate how long this order takes if computation and communication overlap.
 
-        The CPU issues the events in their recorded order. Each waits for its stream; computation also for the
-        all-gather of its unit; a reduce-scatter or all-reduce also for all computation issued before it. An
-        all-gather waits for nothing else, as on a GPU, unless `limit_units` holds it back.
-
-        What the model itself sends (`StepEvent.is_of_the_model`), as under tensor parallelism, has a stream
-        of its own, as it has with NCCL. The computation issued after it waits for it. Collectives that run at
-        the same time do not slow each other down, even if they share a link.
-
         Args:
-            compute_s: Seconds that a unit computes in forward: one number for all, or by name. What is not
-                named, and the root if there is one number, takes none. Backward takes twice as long, an
-                optimizer step no time, and neither does what activation checkpointing computes again. None:
-                all computation takes as long as it was recorded.
-            link_gib_s: GiB/s at which a rank sends: one number, or by link ("within a host", "between
-                hosts"). A collective takes `StepEvent.sent_bytes` divided by it. None: as long as it was
-                recorded.
-            issue_s: Seconds that the CPU takes to issue the computation of a unit in forward, and twice that
-                in backward. It begins with the first kernel, and is not over before the last one is issued.
-            limit_units: An all-gather waits until the unit is done that was freed that many units before, as
-                under FSDP1's limit_all_gathers, whose limit is 2. None: no limit.
-
-        Returns:
-            A `Replay`.
+            options: compute_s, link_gib_s, issue_s and limit_units of `fsdp_utils.collectives.replay.replay`.
 
         Raises:
             ValueError: a number is negative, or a duration is wanted that was not recorded.
             KeyError: a link has no speed.
         """
-        return replay(
-            self.events,
-            units=list(self.unit_bytes),
-            compute_s=compute_s,
-            link_gib_s=link_gib_s,
-            issue_s=issue_s,
-            limit_units=limit_units,
-        )
+        return replay(self.events, units=list(self.unit_bytes), **options)

@@ -3,7 +3,6 @@ from fsdp_utils.planner.efficiency import STEP_RANGE as STEP_RANGE
 from fsdp_utils.planner.efficiency import Efficiency as Efficiency
 from fsdp_utils.planner.gpus import GPU as GPU
 from fsdp_utils.planner.gpus import GPUS as GPUS
-from fsdp_utils.planner.gpus import peak_flops as peak_flops
 from fsdp_utils.planner.memory import Moment as Moment
 from fsdp_utils.planner.planning import plan as plan
 from fsdp_utils.planner.planning import search as search

@@ -1,11 +1,10 @@
-"""How much of a GPU's published rates training reaches. The one table of constants behind `Plan.step_s`.
+"""The shares of a GPU's published rates that training reaches: the table of constants behind `Plan.step_s`.
 
-A constant is either what a source measured, named beside it, or fitted: tools/fit_planner.py finds it on
-the published runs of notebooks/published.yaml that are marked for fitting, and prints this table. Runs that
-are kept for checking are never fitted; benchmarks/planner.py holds the predictions against them.
+A constant is either what a source measured, named beside it, or fitted: tools/fit_planner.py finds it on the
+published runs of notebooks/published.yaml that are marked for fitting, and prints this table. Runs that are
+kept for checking are never fitted; benchmarks/planner.py holds the predictions against them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_utils.planner.gpus import GPU, GPUS
@@ -29,7 +28,8 @@ class Efficiency:
     Example::
 
         slow_links = Efficiency(matmul=0.7, attention=0.3, link=0.4, network=0.4)
-        print(plan(config, world_size=8, batch_size=8, seq_len=1024, efficiency=slow_links).verdict)  # fits
+        found = plan(config, world_size=8, batch_size=8, seq_len=1024, efficiency=slow_links)
+        print(found.verdict)  # fits
     """
 
     matmul: float
@@ -66,7 +66,7 @@ PUBLISHED_GPUS = ("A100-40", "A100-80", "H100", "H100-500W")
 
 
 def of_gpu(name: str) -> Efficiency:
-    """What training reaches on the GPU of that name."""
+    """Return the shares that training reaches on the GPU of that name."""
 
     def share(table: dict[str, float]) -> float:
         return next(value for begin, value in table.items() if name.startswith(begin))
@@ -74,35 +74,12 @@ def of_gpu(name: str) -> Efficiency:
     return Efficiency(share(MATMUL), share(ATTENTION))
 
 
-def unlike(gpu: GPU, *, computes_in: str, offload: bool) -> list[str]:
-    """In what a plan differs from the published runs, apart from the model.
-
-    A GPU is the same as a published one if it differs in nothing but its name, memory and network.
-    """
+def is_published(gpu: GPU) -> bool:
+    """Whether a published run used this GPU, which may differ in its name, memory and network."""
     free = {name: getattr(gpu, name) for name in ("name", "usable_gib", "memory_gb_s", "network_gb_s")}
-    known = any(replace(GPUS[name], **free) == gpu for name in PUBLISHED_GPUS if name in GPUS)
-    differs = {
-        f"gpu {gpu.name}": not known,
-        f"computation in {computes_in}": computes_in != "bfloat16",
-        "offload": offload,
-    }
-    return [what for what, true in differs.items() if true]
+    return any(replace(GPUS[name], **free) == gpu for name in PUBLISHED_GPUS if name in GPUS)
 
 
 def kind(compiled: bool) -> str:
+    """The kind of run, as `STEP_RANGE` has it."""
     return "compiled" if compiled else "eager"
-
-
-def accuracy(compiled: bool, differs: Sequence[str]) -> str:
-    """State how far off such predictions were on published runs; nothing is known of a plan unlike them."""
-    if differs:
-        return (
-            "how far off this prediction may be is unknown: none of the published runs that tell plan's "
-            f"error has {' or '.join(differs)}"
-        )
-    (low, high), (least, most) = STEP_RANGE[kind(compiled)], MEMORY_RANGE
-    return (
-        f"of {RUNS[kind(compiled)]} published {kind(compiled)} runs, 80% took {low:.2f} to {high:.2f} times "
-        f"the predicted step; of {RUNS['memory']} that tell their memory, 80% took {least:.2f} to {most:.2f} "
-        "times the predicted"
-    )

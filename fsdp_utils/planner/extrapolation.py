@@ -6,7 +6,7 @@ had. That the parts of the second and the third block are the same, up to that m
 fitted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class _Part:
     label: Label
     items: list[Any]
     stack: str = ""
-    index: int = 0  # of the block
+    index: int = 0  # the number of the block
 
 
 class _Home(NamedTuple):
@@ -35,7 +35,7 @@ class _Home(NamedTuple):
 
     group: int
     stack: str
-    number: int  # of the block of the stack
+    number: Any  # the block's, in the stack
     ordinal: int
 
 
@@ -66,10 +66,8 @@ def extend(recording: Recording, stacks: Mapping[str, int]) -> Recording:
         if writer.relative(by_index[MIDDLE]) != writer.relative(by_index[MIDDLE + 1]):
             raise Irregular(f"{by_index[MIDDLE].label} and {by_index[MIDDLE + 1].label} differ")
         more = stacks[first.stack] - RECORDED
-        copies = [(by_index[MIDDLE], MIDDLE + 1 + extra) for extra in range(more)]
-        begin = [(part, part.index) for part in by_index[: MIDDLE + 1]]
-        end = [(part, part.index + more) for part in by_index[MIDDLE + 1 :]]
-        written = [*begin, *copies, *end]
+        written = [(part, part.index + more * (part.index > MIDDLE)) for part in by_index]
+        written[MIDDLE + 1 : MIDDLE + 1] = [(by_index[MIDDLE], MIDDLE + 1 + extra) for extra in range(more)]
         for part, index in written if first.index == 0 else reversed(written):
             writer.write(number, part, index)
     return writer.recording
@@ -124,50 +122,42 @@ class _Writer:
 
     def write(self, group: int, part: _Part, index: int) -> None:
         """Add a part, as that of the block of this index in the whole model."""
+
+        def moved(stack: str, number: int) -> int:
+            if part.stack == stack and part.index in (MIDDLE, MIDDLE + 1):
+                return index + number - part.index
+            return number if number <= MIDDLE else number + self._stacks[stack] - RECORDED
+
         items, ordinal = [], 0
-        for item in part.items:
+        for item in self._read(part, moved):
             if isinstance(item, Alloc):
                 self._alive[_Home(group, part.stack, index, ordinal)] = self._count
                 items.append(item._replace(block=self._count))
                 self._count, ordinal = self._count + 1, ordinal + 1
             elif isinstance(item, Free):
-                home = self._homes[item.block]
-                moved = home._replace(number=self._moved(part, index, home.stack, home.number))
-                if moved not in self._alive:
+                if item.block not in self._alive:
                     raise Irregular(f"{part.label}, block {index}: frees what is not there")
-                items.append(Free(self._alive.pop(moved)))
-            elif isinstance(item, Send | Gone):
-                items.append(item._replace(unit=self._renamed(part, index, item.unit)))
+                items.append(Free(self._alive.pop(item.block)))
             else:
                 items.append(item)
         if items:
-            label = part.label._replace(unit=self._renamed(part, index, part.label.unit))
-            self.recording.append((label, items))
+            self.recording.append((self._named(part.label, moved), items))
 
     def relative(self, part: _Part) -> list[Any]:
-        """What the items do, seen from their own block."""
-        found: list[Any] = []
+        """Describe what the items do, seen from their block."""
+        return list(self._read(part, lambda _, number: f"{number - part.index:+}"))
+
+    def _read(self, part: _Part, moved: Callable[[str, int], Any]) -> Iterator[Any]:
+        """The items, with each block of the model renamed, and what is freed by where it was allocated."""
         for item in part.items:
-            if isinstance(item, Alloc):
-                found.append(item._replace(block=0))
-            elif isinstance(item, Free):
+            if isinstance(item, Free):
                 home = self._homes[item.block]
-                found.append(home._replace(number=home.number - part.index) if home.stack else home)
+                yield Free(home._replace(number=moved(home.stack, home.number)) if home.stack else home)
             elif isinstance(item, Send | Gone):
-                stack, number = _block(item.unit, self._stacks)
-                found.append(item._replace(unit=f"{stack}.{number - part.index:+}") if stack else item)
+                yield self._named(item, moved)
             else:
-                found.append(item)
-        return found
+                yield item._replace(block=0) if isinstance(item, Alloc) else item
 
-    def _renamed(self, part: _Part, index: int, unit: str) -> str:
-        stack, number = _block(unit, self._stacks)
-        return f"{stack}.{self._moved(part, index, stack, number)}" if stack else unit
-
-    def _moved(self, part: _Part, index: int, stack: str, number: int) -> int:
-        """Which block of the whole model a part that stands at `index` means by a recorded one."""
-        if not stack:
-            return number
-        if part.stack == stack and part.index in (MIDDLE, MIDDLE + 1):
-            return index + number - part.index
-        return number if number <= MIDDLE else number + self._stacks[stack] - RECORDED
+    def _named(self, item: Any, moved: Callable[[str, int], Any]) -> Any:
+        stack, number = _block(item.unit, self._stacks)
+        return item._replace(unit=f"{stack}.{moved(stack, number)}") if stack else item

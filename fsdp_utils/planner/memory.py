@@ -1,15 +1,10 @@
-"""How much memory a rank holds, for what, and when."""
+"""Compute how much memory a rank holds, for what, and when."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
 from fsdp_utils.allocator.trace import GIB, AllocationEvent, AllocationTrace
 from fsdp_utils.planner.work_items import AT_REST, Alloc, Free, Label, Recording, Step
-
-
-def size_text(gib: float, digits: int = 1) -> str:
-    """A size with its unit: MiB where a size in GiB would be little more than zeros."""
-    return f"{gib:.{digits}f} GiB" if abs(gib) >= 0.1 else f"{gib * 1024:.{digits}f} MiB"
 
 
 @dataclass(frozen=True)
@@ -37,11 +32,7 @@ class Moment:
 
 @dataclass
 class Memory:
-    """Args:
-    moments: the peak of each part, in order.
-    trace: what the simulated allocator replays.
-    at_rest: the most that parameters, gradients and optimizer state take, each by itself, in GiB.
-    """
+    """The peak of each part; what the simulated allocator replays; GiB of what is sharded, at its most."""
 
     moments: list[Moment] = field(default_factory=list)
     trace: AllocationTrace = field(default_factory=AllocationTrace)

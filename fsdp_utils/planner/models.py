@@ -5,7 +5,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,42 +24,24 @@ Inputs = Callable[[int, int | None], Any]
 
 @dataclass
 class Source:
-    """What is planned for.
-
-    Args:
-        model: whole; on "meta", or as the caller gave it.
-        config: of transformers, if it has one.
-        stacks: lists of blocks that are all alike: their name, and how many there are.
-        blocks: number of blocks of all kinds.
-        unlike: in what the model differs from a dense decoder all of whose parameters are trained.
-    """
+    """A model to plan for, on "meta" or as the caller gave it, and its blocks."""
 
     model: nn.Module
-    config: Any
-    stacks: dict[str, int] = field(default_factory=dict)
-    blocks: int = 0
-    unlike: list[str] = field(default_factory=list)
+    stacks: dict[str, int]  # lists of blocks that are all alike: their name, and how many there are
+    blocks: int  # their number, all kinds together
+    unlike: list[str]  # in what the model differs from a dense decoder all of whose parameters are trained
 
     @property
     def name(self) -> str:
-        """Name of the model's class."""
         return type(self.model).__name__
 
     @property
-    def parameters(self) -> int:
-        """Number of the model's parameters."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+    def config(self) -> Any:
+        return getattr(self.model, "config", None)
 
 
 def source_of(model: Any) -> Source:
-    """Find the blocks of a model.
-
-    Args:
-        model: an nn.Module, a function that builds one, a transformers config or a folder with a config.json.
-
-    Raises:
-        ValueError: it is none of these, cannot be built without memory, or has no blocks.
-    """
+    """Build a model on "meta", where it is not built yet, and find its blocks."""
     if isinstance(model, str | PathLike):
         model = _read(Path(model))
     if hasattr(model, "model_type") and not isinstance(model, type | nn.Module):
@@ -71,27 +53,20 @@ def source_of(model: Any) -> Source:
             "plan: expected a torch.nn.Module, a function that builds one, a transformers config or a folder "
             f"with a config.json, found {type(model).__name__}"
         )
-    config = getattr(model, "config", None)
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise ValueError("plan: does not simulate quantized weights; delete the config's quantization_config")
     try:
         blocks = list(outermost(model, tuple(transformer_block_classes(model))))
     except ValueError as error:
         raise ValueError(f"plan: {error}") from error
-    source = Source(model, config, _stacks(model, blocks), len(blocks))
-    if not all(parameter.requires_grad for parameter in model.parameters()):
-        source.unlike.append("frozen parameters")
-    if any(parameter.ndim > 2 for _, block in blocks for parameter in block.parameters()):
-        source.unlike.append("experts or convolutions in its blocks")
-    return source
+    frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    large = any(parameter.ndim > 2 for _, block in blocks for parameter in block.parameters())
+    unlike = ["frozen parameters"] * frozen + ["experts or convolutions in its blocks"] * large
+    return Source(model, _stacks(model, blocks), len(blocks), unlike)
 
 
 def build(source: Source, blocks: int | None) -> nn.Module:
-    """Copy the model with fake parameters; called inside a FakeTensorMode.
-
-    Args:
-        blocks: how many of each stack to keep; None keeps all.
-    """
+    """Copy the model with fake parameters, and so many blocks of each stack; called in a FakeTensorMode."""
     with _cut(source.model, source.stacks, blocks) if blocks else nullcontext():
         memo: dict[int, Any] = {}
         for tensor in [*source.model.parameters(), *source.model.buffers()]:

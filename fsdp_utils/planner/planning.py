@@ -1,8 +1,9 @@
 """plan: how much memory and time a training takes; search: on how few GPUs it fits."""
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def plan(
     """Predict the memory and the step time of a training, by simulating one rank on the CPU.
 
     Two training steps of rank 0 run on fake tensors, which take no memory, in a `fake` process group of that
-    many ranks, through PyTorch's own FSDP. Each list of equal blocks is run with four and written out for all
+    many ranks, through PyTorch's own FSDP. Of each list of equal blocks four run, and are written out for all
     of them, which is checked (`fsdp_utils.planner.extrapolation`). What is allocated goes through the
     simulation of the CUDA allocator; what is computed and sent goes through a replay, by the GPU's rates and
     by what published runs reach of them (`roofline`, `efficiency`). Not simulated: tensor, pipeline, context
@@ -64,9 +65,8 @@ def plan(
     Args:
         model: an nn.Module with transformer blocks (it is not changed; on "meta" it needs no memory), a
             function of no arguments that builds one (called on "meta"), a transformers config, or a folder
-            with a config.json. Frozen parameters, as of a model that peft has wrapped for LoRA, have no
-            gradients and no optimizer state. A config's attention is torch's, in one kernel, unless it asks
-            for "eager".
+            with a config.json. Frozen parameters have no gradients and no optimizer state. A config's
+            attention is torch's, in one kernel, unless it asks for "eager".
         world_size: ranks, 1 to 4096.
         batch_size: samples in a step, of all ranks and micro-batches together.
         seq_len: tokens of a sample, for models that read tokens.
@@ -85,15 +85,12 @@ def plan(
             as the logits, stays in memory. The default is the model's own loss.
         inputs: for models that transformers does not know: inputs(batch_per_rank, seq_len) makes one rank's
             batch of one micro-batch, a tensor, a tuple or a dict.
-        shard: shard(model, mesh) returns the model, sharded by your own code with FSDP1 or FSDP2, in place of
-            `fsdp_utils.shard`. The mesh is 2-D (replicate, shard) for "hybrid"; `mp_policy` is told apart
-            from yours only in how the plan is described.
+        shard: shard(model, mesh) returns the model, sharded by your own code with FSDP1 or FSDP2. The mesh is
+            2-D (replicate, shard) for "hybrid"; `mp_policy` then only describes the plan.
         ranks_per_host: GPUs of a host. More ranks than that are several hosts.
         expandable_segments: as PYTORCH_ALLOC_CONF=expandable_segments:True.
-        overhead_gib: of what CUDA offers, what is not PyTorch's: the CUDA context, NCCL's buffers. The
-            default is a cautious choice, not a measurement.
-        efficiency: shares of the GPU's rates that are reached; None takes the fitted ones
-            (`fsdp_utils.planner.efficiency`).
+        overhead_gib: for the CUDA context and NCCL's buffers. The default is a cautious choice, not measured.
+        efficiency: shares of the GPU's rates that are reached; None takes the fitted ones.
         whole: run all blocks instead of four of each list. Slow.
 
     Returns:
@@ -127,37 +124,29 @@ def plan(
     recording, notes = _recorded(source, setting, whole)
     works = [item for _, items in recording for item in items if isinstance(item, Work)]
     uncounted = sorted({work.uncounted for work in works} - {""})
-    if uncounted:
-        notes.append(f"no speed is predicted: the operations of {', '.join(uncounted)} are not counted")
-    if offload:
-        notes.append(
-            "offload is derived: what is sharded is taken off the GPU, copies over PCIe are added to each "
-            "collective, and the optimizer's time on the host is left out"
-        )
-    if compiled:
-        notes.append("compiled is derived: a block keeps what its matrix products give, the rest is fused")
-    causal = [] if any(work.masked for work in works) else ["a model without fused causal attention"]
     dtype = str(computes_in).removeprefix("torch.")
-    differs = [*rates.unlike(chip, computes_in=dtype, offload=offload), *(source.unlike or causal)]
-    notes.append(rates.accuracy(compiled, differs))
+    facts = {
+        f"gpu {chip.name}": not rates.is_published(chip),
+        f"computation in {dtype}": dtype != "bfloat16",
+        "offload": offload,
+        **dict.fromkeys(source.unlike, True),
+        "a model without fused causal attention": not (source.unlike or any(work.masked for work in works)),
+    }
+    differs = [fact for fact, is_true in facts.items() if is_true]
+    notes += _notes(uncounted, differs, offload=offload, compiled=compiled)
     memory = memory_of(recording, offload=offload)
     peak = max(memory.moments, key=lambda moment: moment.total_gib)
     reserved_gib = simulate_allocator(memory.trace, expandable_segments=expandable_segments).peak_reserved_gib
     reached = efficiency or rates.of_gpu(chip.name)
 
     def timed(reached: Efficiency) -> Timing:
-        return time_of(
-            recording,
-            chip,
-            reached,
-            ranks_per_host=min(ranks_per_host, world_size),
-            host_ratio=at_rest.itemsize / computes_in.itemsize if offload else 0.0,
-            micro_batches=micro_batches,
-        )
+        hosted = min(ranks_per_host, world_size)
+        host_ratio = at_rest.itemsize / computes_in.itemsize if offload else 0.0
+        return time_of(recording, chip, reached, hosted, host_ratio, micro_batches)
 
     return Plan(
         model=source.name,
-        parameters=source.parameters,
+        parameters=sum(parameter.numel() for parameter in source.model.parameters()),
         setting=setting,
         gpu=chip,
         computes_in=dtype,
@@ -212,22 +201,16 @@ def search(
     tried: list[Plan] = []
     for world_size in sorted(world_sizes):
         fitting: list[Plan] = []
-        for strategy in strategies:
-            for checkpoint in checkpointing:
-                for batch in sorted(batch_per_rank):
-                    tried.append(
-                        plan(
-                            model,
-                            world_size=world_size,
-                            batch_size=batch * world_size * options.get("micro_batches", 1),
-                            strategy=strategy,
-                            checkpointing=checkpoint,
-                            **options,
-                        )
-                    )
-                    if not tried[-1].fits:
-                        break
-                    fitting.append(tried[-1])
+        for strategy, checkpoint in product(strategies, checkpointing):
+            for batch in sorted(batch_per_rank):
+                share = {
+                    "world_size": world_size,
+                    "batch_size": batch * world_size * options.get("micro_batches", 1),
+                }
+                tried.append(plan(model, **share, strategy=strategy, checkpointing=checkpoint, **options))
+                if not tried[-1].fits:
+                    break
+                fitting.append(tried[-1])
         if fitting:
             return SearchResult(max(fitting, key=lambda found: found.samples_per_s), tried)
     if not tried:
@@ -241,10 +224,8 @@ def _recorded(source: Source, setting: Setting, whole: bool) -> tuple[Recording,
     if whole or source.blocks <= RECORDED:
         return record_one_rank(source, setting, None), []
     if repeated:
-        try:
+        with suppress(Irregular):
             return extend(record_one_rank(source, setting, RECORDED), repeated), []
-        except Irregular:
-            pass
     if source.blocks > MAX_UNLIKE:
         raise ValueError(
             f"plan: expected at most {MAX_UNLIKE} blocks that do not repeat, found {source.blocks} in "
@@ -253,42 +234,70 @@ def _recorded(source: Source, setting: Setting, whole: bool) -> tuple[Recording,
     return record_one_rank(source, setting, None), ["all blocks were simulated, because they do not repeat"]
 
 
+def _notes(uncounted: list[str], differs: list[str], *, offload: bool, compiled: bool) -> list[str]:
+    """Say what is derived and not simulated, and how far off such predictions were on published runs."""
+    notes = []
+    if uncounted:
+        notes.append(f"no speed is predicted: the operations of {', '.join(uncounted)} are not counted")
+    if offload:
+        notes.append(
+            "offload is derived: what is sharded is taken off the GPU, copies over PCIe are added to each "
+            "collective, and the optimizer's time on the host is left out"
+        )
+    if compiled:
+        notes.append("compiled is derived: a block keeps what its matrix products give, the rest is fused")
+    if differs:
+        notes.append(
+            "how far off this prediction may be is unknown: none of the published runs that tell plan's "
+            f"error has {' or '.join(differs)}"
+        )
+        return notes
+    kind = rates.kind(compiled)
+    (low, high), (least, most) = rates.STEP_RANGE[kind], rates.MEMORY_RANGE
+    notes.append(
+        f"of {rates.RUNS[kind]} published {kind} runs, 80% took {low:.2f} to {high:.2f} times the predicted "
+        f"step; of {rates.RUNS['memory']} that tell their memory, 80% took {least:.2f} to {most:.2f} times "
+        "the predicted"
+    )
+    return notes
+
+
 def _check(setting: Setting) -> None:
-    """Raises:
-    ValueError: something is unknown, or does not go with something else.
-    """
+    """Refuse what is unknown, or does not go with something else."""
     for name in ("world_size", "batch_size", "micro_batches", "ranks_per_host", "seq_len"):
         value = getattr(setting, name)
         if name == "seq_len" and value is None:
             continue
-        if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-            raise ValueError(f"plan: expected {name} to be a whole number from 1 on, found {value!r}")
-    world, hosted = setting.world_size, setting.ranks_per_host
-    if world > MAX_WORLD:
-        raise ValueError(f"plan: expected a world_size from 1 to {MAX_WORLD}, found {world}")
-    if setting.strategy not in ("full", "grad_op", "hybrid"):
-        raise ValueError(f"plan: expected strategy out of full, grad_op, hybrid, found {setting.strategy!r}")
-    checkpointing = setting.checkpointing
-    if checkpointing not in (None, "full", "selective") and (
-        not isinstance(checkpointing, int) or checkpointing < 1
-    ):
-        raise ValueError(
-            f'plan: expected checkpointing to be None, "full", "selective" or every n-th block, found '
-            f"{checkpointing!r}"
-        )
-    share = world * setting.micro_batches
-    if setting.batch_size % share:
-        raise ValueError(
-            f"plan: expected a batch_size that {world} ranks in {setting.micro_batches} micro-batches can "
-            f"share, such as {-(-setting.batch_size // share) * share}, found {setting.batch_size}"
-        )
-    if world > hosted and world % hosted:
-        raise ValueError(
-            f"plan: expected world_size in multiples of {hosted}, the ranks_per_host, found {world}"
-        )
-    if setting.strategy == "hybrid" and world <= hosted:
-        raise ValueError(
-            f'plan: strategy "hybrid" expects several hosts, more than {hosted} ranks, found {world}'
-        )
-    if setting.no_sync and setting.micro_batches == 1:
-        raise ValueError("plan: no_sync expects micro_batches of 2 or more, found 1")
+        is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
+        _expect(is_whole and value >= 1, f"expected {name} to be a whole number from 1 on, found {value!r}")
+    world, hosted, way = setting.world_size, setting.ranks_per_host, setting.checkpointing
+    _expect(world <= MAX_WORLD, f"expected a world_size from 1 to {MAX_WORLD}, found {world}")
+    _expect(
+        setting.strategy in ("full", "grad_op", "hybrid"),
+        f"expected strategy out of full, grad_op, hybrid, found {setting.strategy!r}",
+    )
+    _expect(
+        way in (None, "full", "selective") or (isinstance(way, int) and way >= 1),
+        f'expected checkpointing to be None, "full", "selective" or every n-th block, found {way!r}',
+    )
+    micro_batches, batch_size = setting.micro_batches, setting.batch_size
+    share = world * micro_batches
+    _expect(
+        batch_size % share == 0,
+        f"expected a batch_size that {world} ranks in {micro_batches} micro-batches can share, such as "
+        f"{-(-batch_size // share) * share}, found {batch_size}",
+    )
+    _expect(
+        world <= hosted or world % hosted == 0,
+        f"expected world_size in multiples of {hosted}, the ranks_per_host, found {world}",
+    )
+    _expect(
+        setting.strategy != "hybrid" or world > hosted,
+        f'strategy "hybrid" expects several hosts, more than {hosted} ranks, found {world}',
+    )
+    _expect(not setting.no_sync or micro_batches > 1, "no_sync expects micro_batches of 2 or more, found 1")
+
+
+def _expect(is_right: bool, text: str) -> None:
+    if not is_right:
+        raise ValueError(f"plan: {text}")

@@ -1,4 +1,4 @@
-"""Record what one rank allocates, computes and sends, for which unit, and what each tensor is for."""
+"""Record what one rank allocates, computes and sends, and for which unit and purpose."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fsdp_utils.allocator.trace import AllocationEvent, Recorder, listening
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
-from fsdp_utils.collectives.fsdp_hooks import in_backward, listen
+from fsdp_utils.collectives.fsdp_hooks import Listener, in_backward, listen
 from fsdp_utils.planner import work_items
 from fsdp_utils.planner.work_items import Alloc, Free, Gone, Label, MicroBatch, Recording, Send, Step, Work
 from fsdp_utils.sharding.units import ROOT, Unit, find_units
@@ -37,13 +37,8 @@ _EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_stride
 _FREE_OF_WORK = {*_EMPTY, "detach", "resize_"}
 
 
-class StepRecorder(Recorder):
-    """Records items with labels; is told by `listen` what FSDP does.
-
-    Args:
-        units: the model's FSDP units.
-        ranks_per_host: how many consecutive ranks share a host.
-    """
+class StepRecorder(Recorder, Listener):
+    """Records items with labels: what the dispatcher, the collectives and FSDP's hooks tell."""
 
     def __init__(self, units: Iterable[Unit], ranks_per_host: int) -> None:
         super().__init__("cpu")
@@ -67,17 +62,13 @@ class StepRecorder(Recorder):
         self._ended = self._reducing = False
         self._between_steps = phase in ("forward", "other")
 
-    def begin_step(self) -> None:
+    def mark(self, beginning: Step | MicroBatch) -> None:
         self.phase("forward")
-        self._add(Step())
-
-    def begin_micro_batch(self) -> None:
-        self.phase("forward")
-        self._add(MicroBatch())
+        self._add(beginning)
 
     @contextmanager
     def making(self, category: str) -> Iterator[None]:
-        """What is made inside is of this category."""
+        """Give this category to all that is allocated inside."""
         self._kind = category
         try:
             yield
@@ -85,33 +76,26 @@ class StepRecorder(Recorder):
             self._kind = None
 
     def existing(self, tensor: torch.Tensor, category: str, unit: str) -> None:
-        """A tensor that was there before the steps."""
+        """Record a tensor that was there before the steps."""
         self._label = Label("start", unit)
         with self.making(category):
             self.observe(tensor, "before the steps")
 
     def now_for(self, tensors: Iterable[Any], category: str) -> None:
-        """It has become known what these tensors are for."""
+        """Give these tensors another category, now that their purpose is known."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                for block in self._blocks_of(tensor):
-                    self.category[block] = category
+                self.category.update(dict.fromkeys(self._blocks_of(tensor), category))
 
     def finish(self) -> Recording:
-        """The recording, each block in its last category."""
-
-        def known(item: Any) -> Any:
-            return item._replace(category=self.category[item.block]) if isinstance(item, Alloc) else item
-
-        return [(label, [known(item) for item in items]) for label, items in self.recording]
+        """Return the recording, each block in its last category."""
+        for _, items in self.recording:
+            for n, item in enumerate(items):
+                if isinstance(item, Alloc):
+                    items[n] = item._replace(category=self.category[item.block])
+        return self.recording
 
     # ---- what `listen` tells
-
-    def enter_forward(self) -> None:
-        pass
-
-    def leave_forward(self) -> None:
-        pass
 
     def enter(self, unit: str) -> None:
         if not self._working_for:
@@ -175,13 +159,13 @@ class StepRecorder(Recorder):
         self._add(Alloc(event.block, event.size, event.stream, event.name, ""))
 
     def _guess(self, event: AllocationEvent) -> str:
-        """What a tensor is for, by when it was made."""
+        """Tell the category of a tensor by when it was made."""
         if self._working_for:
             if self._reducing:
                 return work_items.REDUCE_BUFFERS
             unit = self._units.get(self._working_for[-1])
             if unit is None:
-                # a root without parameters of its own: FSDP gathers nothing for it, it casts the inputs
+                # a root without parameters: FSDP gathers nothing for it, it casts the inputs
                 return work_items.ACTIVATIONS
             # FSDP1 gathers from the rank's shard, in the dtype of computation
             whole = event.size >= self._whole_bytes[unit.name] if unit.fsdp1 else event.stream == 0
@@ -225,7 +209,7 @@ class StepRecorder(Recorder):
         self._add(Work(flop, masked, half, nbytes, self._stream_number(), attention, again, uncounted))
 
     def _unit_of(self, args: Any, kwargs: Any) -> str:
-        """To whose parameters an operation of the optimizer belongs; ROOT where to several."""
+        """The unit whose parameters an operation of the optimizer updates; ROOT where several."""
         found = set()
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.numel() > 1:  # not the count of steps
@@ -253,7 +237,7 @@ class StepRecorder(Recorder):
 
 @contextmanager
 def recording_steps(model: nn.Module, ranks_per_host: int) -> Iterator[StepRecorder]:
-    """Record the steps inside, of a model that is sharded; see `StepRecorder`."""
+    """Record the steps inside, of a sharded model."""
     units = find_units(model)
     recorder = StepRecorder(units, ranks_per_host)
     with listening(recorder), listen_to_calls(recorder.collective), listen(model, units, recorder):

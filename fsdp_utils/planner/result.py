@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fsdp_utils._extras import need
 from fsdp_utils.planner import efficiency, work_items
 from fsdp_utils.planner.gpus import GPU
-from fsdp_utils.planner.memory import Moment, size_text
+from fsdp_utils.planner.memory import Moment
 from fsdp_utils.planner.roofline import Timing
 from fsdp_utils.planner.simulated_rank import Setting
 
@@ -29,24 +29,27 @@ COLORS: dict[str, str] = {
     work_items.REDUCE_BUFFERS: "#E8C1D6",
     work_items.TEMPORARIES: "#F0E442",
 }
-# parts of the peak, and what makes each smaller
+_WHOLE = work_items.GATHERED, work_items.GATHER_BUFFERS, work_items.WHOLE_GRADIENTS, work_items.REDUCE_BUFFERS
+# what makes a part of the peak smaller
 _LESS = {
-    (work_items.ACTIVATIONS, work_items.TEMPORARIES, work_items.INPUTS): (
-        'activations: checkpointing="full" keeps one input of each block; fewer samples or tokens at a time'
+    'activations: checkpointing="full" keeps one input of each block; fewer samples or tokens at a time': (
+        work_items.ACTIVATIONS,
+        work_items.TEMPORARIES,
+        work_items.INPUTS,
     ),
-    work_items.AT_REST: "shards: twice the ranks halve them",
-    (
-        work_items.GATHERED,
-        work_items.GATHER_BUFFERS,
-        work_items.WHOLE_GRADIENTS,
-        work_items.REDUCE_BUFFERS,
-    ): 'whole units, which do not shrink with more ranks: strategy="full", no_sync=False, smaller units',
+    "shards: twice the ranks halve them": work_items.AT_REST,
+    'full units, which do not shrink with more ranks: strategy="full", no_sync=False, smaller units': _WHOLE,
 }
+
+
+def _size(gib: float, digits: int = 1) -> str:
+    """A size with its unit: MiB where a size in GiB would be little more than zeros."""
+    return f"{gib:.{digits}f} GiB" if abs(gib) >= 0.1 else f"{gib * 1024:.{digits}f} MiB"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a simulation of one rank predicts. All memory is of that rank, in GiB.
+    """The prediction of a simulated rank. All memory is that rank's, in GiB.
 
     Args:
         model: name of its class.
@@ -64,8 +67,7 @@ class Plan:
         step_s_bound: the same step by the GPU's rates alone, a roofline. An eager step takes longer; a
             compiled one, whose kernels are fused, may take less.
         notes: what to know about this plan.
-        unlike: in what it differs from the published runs that tell the error of plans; empty where in
-            nothing that is known to matter.
+        unlike: in what it differs from the published runs that tell the error of plans.
         uncounted: operators that seem to multiply matrices and have no formula for their operations. Then
             the plan has no speed: `step_s` and what follows from it are NaN.
     """
@@ -102,10 +104,8 @@ class Plan:
     def verdict(self) -> str:
         """ "fits", "tight" or "does not fit".
 
-        "tight" spans the error of the published runs (`efficiency.MEMORY_RANGE`), whether they are like this
-        one or not: from as much as may be reserved, if the prediction is low, to as little as must be
-        allocated, if it is high. Between allocated and reserved a run goes on, but the allocator has to give
-        memory back and ask for it again.
+        "tight" spans the error of the published runs (`efficiency.MEMORY_RANGE`): from as much as may be
+        reserved, if the prediction is low, to as little as must be allocated, if it is high.
         """
         least, most = efficiency.MEMORY_RANGE
         if self.peak_reserved_gib * max(most, 1.0) <= self.available_gib:
@@ -162,22 +162,21 @@ class Plan:
 
     @property
     def advice(self) -> list[str]:
-        """What to change first, the largest part of the peak first; empty where it fits."""
+        """Name what to change, the largest part of the peak first; empty where it fits."""
         if self.fits:
             return []
         sizes = {
             text: sum(self.breakdown.get(category, 0.0) for category in categories)
-            for categories, text in _LESS.items()
+            for text, categories in _LESS.items()
         }
         largest = sorted(sizes.items(), key=lambda pair: -pair[1])
-        too_much = f"{size_text(-self.headroom_gib)} too much is reserved"
-        return [too_much, *(f"{size_text(size)} of {text}" for text, size in largest)]
+        too_much = f"{_size(-self.headroom_gib)} too much is reserved"
+        return [too_much, *(f"{_size(size)} of {text}" for text, size in largest)]
 
     def __str__(self) -> str:
         setting = self.setting
-        number = f"{self.parameters / 1e9:.2f} billion"
-        if self.parameters < 1e9:
-            number = f"{self.parameters / 1e6:.2f} million"
+        scale, word = (1e9, "billion") if self.parameters >= 1e9 else (1e6, "million")
+        number = f"{self.parameters / scale:.2f} {word}"
         # one unit for the whole table: MiB where GiB would be little more than zeros
         unit, factor = ("GiB", 1) if self.peak_reserved_gib >= 0.1 else ("MiB", 1024)
         options = [
@@ -192,14 +191,14 @@ class Plan:
             f"{self.model}, {number} parameters, on {self.gpus} {self.gpu.name}: {self.verdict} (simulated)",
             *wrap(", ".join(options), 88, initial_indent="  ", subsequent_indent="  "),
             f"  memory    {self.peak_allocated_gib * factor:.2f} {unit} allocated, "
-            f"{self.peak_reserved_gib * factor:.2f} reserved of {size_text(self.available_gib, 0)}; at the",
+            f"{self.peak_reserved_gib * factor:.2f} reserved of {_size(self.available_gib, 0)}; at the",
             f"            peak ({self.peak}):",
         ]
         for category, size in sorted(self.breakdown.items(), key=lambda pair: -pair[1]):
             if size * factor >= 0.005:
                 lines.append(f"            {size * factor:8.2f}  {category}")
         if self.host_gib:
-            lines.append(f"  host      {size_text(self.host_gib, 2)} for this rank")
+            lines.append(f"  host      {_size(self.host_gib, 2)} for this rank")
         if not self.uncounted:
             likely = ", likely {:.3g} to {:.3g}".format(*self.step_s_range) if self.step_s_range else ""
             speed = f"{self.samples_per_s:,.1f} samples/s"
@@ -249,12 +248,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was tried, and what came of it.
-
-    Args:
-        best: None where nothing fits.
-        tried: in the order of the search.
-    """
+    """The fastest plan on the fewest GPUs (None where nothing fits), and all that were tried, in order."""
 
     best: Plan | None
     tried: list[Plan]

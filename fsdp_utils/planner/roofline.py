@@ -1,4 +1,4 @@
-"""How long a step takes, and how much of its communication nothing hides. A calculation, not a run.
+"""Calculate how long a step takes, and how much of its communication no computation hides.
 
 Each kernel takes its operations and its bytes at the rates that a GPU reaches (`efficiency`); with `BOUND` it
 takes as long as the longer of both at the published rates, or at the rate of matrix products that somebody
@@ -49,23 +49,16 @@ class Timing:
     kernels: int
     replay: Replay
 
-    def plus(self, other: "Timing", times: int) -> "Timing":
-        """This and the other, so many times, one after the other."""
-        names = [name for name in vars(self) if name != "replay"]
-        added = {name: getattr(self, name) + times * getattr(other, name) for name in names}
-        return replace(self, **added)
-
 
 def time_of(
     recording: Recording,
     gpu: GPU,
     efficiency: Efficiency,
-    *,
     ranks_per_host: int,
-    host_ratio: float = 0.0,
-    micro_batches: int = 1,
+    host_ratio: float,
+    micro_batches: int,
 ) -> Timing:
-    """The time of the last step that is recorded.
+    """Compute the time of the last step that is recorded.
 
     Args:
         recording: of the whole model.
@@ -75,13 +68,18 @@ def time_of(
         host_ratio: 0 where nothing is offloaded; else bytes of a parameter on the host per byte gathered.
         micro_batches: of the step; no more than two are recorded, and the others take as long as the first.
     """
-    begins = [n for n, (_, items) in enumerate(recording) if any(isinstance(item, Step) for item in items)]
-    step = recording[begins[-1] :]
+
+    def begin_of(kind: type) -> int:
+        return max(n for n, (_, items) in enumerate(recording) if isinstance(items[0], kind))
+
+    step = recording[begin_of(Step) :]
     timing = _replayed(step, gpu, efficiency, ranks_per_host, host_ratio)
     if micro_batches > 2:
-        seconds = [n for n, (_, items) in enumerate(step) if any(isinstance(i, MicroBatch) for i in items)]
-        first = _replayed(step[: seconds[0]], gpu, efficiency, ranks_per_host, host_ratio)
-        timing = timing.plus(first, micro_batches - 2)
+        one = recording[begin_of(Step) : begin_of(MicroBatch)]
+        first = _replayed(one, gpu, efficiency, ranks_per_host, host_ratio)
+        numbers = [name for name in vars(timing) if name != "replay"]
+        more = {name: (micro_batches - 2) * getattr(first, name) for name in numbers}
+        timing = replace(timing, **{name: getattr(timing, name) + more[name] for name in numbers})
     return replace(timing, step_s=max(timing.step_s, timing.kernels * efficiency.launch_s))
 
 
@@ -141,20 +139,12 @@ def _replayed(
     compute()
     # an all-gather waits for the unit before the last: FSDP1's limiter; FSDP2 waits for its last copy-out
     found = replay(events, limit_units=2)
-    return Timing(
-        found.step_s,
-        found.compute_s,
-        found.exposed_s,
-        products_s,
-        fusible_s,
-        model_flop,
-        kernels,
-        found,
-    )
+    seconds = found.step_s, found.compute_s, found.exposed_s, products_s, fusible_s
+    return Timing(*seconds, model_flop, kernels, found)
 
 
 def collective_s(send: Send, gpu: GPU, ranks_per_host: int, efficiency: Efficiency = BOUND) -> float:
-    """How long a ring of that many ranks takes."""
+    """Compute the seconds that a ring of that many ranks takes."""
     if send.ranks == 1:
         return 0.0
     rounds = 2 if send.kind == "all_reduce" else 1

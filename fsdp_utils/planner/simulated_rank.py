@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_utils.planner import work_items
 from fsdp_utils.planner.models import Inputs, Source, batch_of, build, in_words, own_loss
 from fsdp_utils.planner.recorder import recording_steps
-from fsdp_utils.planner.work_items import Recording
+from fsdp_utils.planner.work_items import MicroBatch, Recording, Step
 from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
 from fsdp_utils.sharding.checkpointing import selective
 from fsdp_utils.sharding.units import find_units
@@ -38,7 +38,7 @@ FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 
 @dataclass(frozen=True)
 class Setting:
-    """How the job is to be run; `plan` explains each name."""
+    """The arguments of `plan` that say how the job is run."""
 
     world_size: int
     batch_size: int
@@ -63,14 +63,10 @@ class Setting:
 
 
 def record_one_rank(source: Source, setting: Setting, blocks: int | None) -> Recording:
-    """Rank 0's recording, with so many blocks of each stack; None for all.
-
-    Raises:
-        RuntimeError: there is a process group already.
-    """
+    """Return rank 0's recording, with so many blocks of each stack; None for all."""
     if dist.is_initialized():
         raise RuntimeError(
-            "plan: there is a process group already, and the simulation needs one of its own. Plan before "
+            "plan: there is a process group already, and the simulation needs another one. Plan before "
             "init_process_group(), or after destroy_process_group()."
         )
     dist.init_process_group("fake", rank=0, world_size=setting.world_size, store=fake_store())
@@ -95,21 +91,16 @@ def _run_steps(source: Source, setting: Setting, blocks: int | None, mesh: Devic
     optimizer = setting.optimizer(trained)
     units = sorted((unit.name for unit in find_units(model)), key=len, reverse=True)
     with recording_steps(model, setting.ranks_per_host) as recorder:
-        for tensors, category in (
-            (model.named_parameters(), work_items.PARAMETERS),
-            (model.named_buffers(), work_items.BUFFERS),
-        ):
-            for name, tensor in tensors:
-                plain = name.replace("_fsdp_wrapped_module.", "")
-                unit = next((unit for unit in units if plain.startswith(f"{unit}.")), work_items.ROOT)
-                recorder.existing(tensor, category, unit)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            plain = name.replace("_fsdp_wrapped_module.", "")
+            unit = next((unit for unit in units if plain.startswith(f"{unit}.")), work_items.ROOT)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            recorder.existing(tensor, work_items.PARAMETERS if is_parameter else work_items.BUFFERS, unit)
         for _ in range(2):
-            recorder.begin_step()
             # a third micro-batch allocates what the second does; `roofline` adds its time
             batches = min(setting.micro_batches, 2)
             for micro_batch in range(batches):
-                if micro_batch:
-                    recorder.begin_micro_batch()
+                recorder.mark(MicroBatch() if micro_batch else Step())
                 with _synchronizing(model, micro_batch + 1 == batches or not setting.no_sync):
                     with recorder.making(work_items.INPUTS), in_words(f"a batch for {source.name}"):
                         batch = batch_of(source, setting.batch_per_rank, setting.seq_len, setting.inputs)
@@ -119,7 +110,7 @@ def _run_steps(source: Source, setting: Setting, blocks: int | None, mesh: Devic
                     with in_words(f"the backward pass of {source.name}"):
                         loss.backward()
                 recorder.phase("other")
-                recorder.now_for((_local(p.grad) for p in model.parameters()), work_items.GRADIENTS)
+                recorder.now_for((p.grad for p in model.parameters()), work_items.GRADIENTS)
                 del batch, loss
             recorder.phase("optimizer")
             optimizer.step()
@@ -131,7 +122,7 @@ def _run_steps(source: Source, setting: Setting, blocks: int | None, mesh: Devic
 
 @contextmanager
 def _synchronizing(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Reduce gradients in backward, or keep those of whole units until a later micro-batch."""
+    """Reduce gradients in backward, or keep those of full units until a later micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
     with model.no_sync() if isinstance(model, FullyShardedDataParallel) and not wanted else nullcontext():
@@ -152,10 +143,8 @@ def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
 
 
 def _compute_again(model: nn.Module, checkpointing: str | int | None) -> None:
-    """Checkpoint the blocks; None is for compiled blocks.
-
-    A compiled block without checkpointing keeps what its matrix products give: the partitioner of
-    torch.compile finds that it costs less to compute the rest again in backward, within fused kernels.
+    """Checkpoint the blocks. None is for compiled blocks, which keep what their matrix products give: the
+    partitioner of torch.compile computes the rest again in backward, within fused kernels.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if checkpointing in ("selective", None):
@@ -174,7 +163,7 @@ def _mesh_of(setting: Setting) -> DeviceMesh:
 
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """Do what takes the memory that it takes on a GPU, and does not take longer with more ranks."""
+    """Replace what takes other memory on a CPU than on a GPU, or longer with more ranks."""
     attention = F.scaled_dot_product_attention
 
     def without_dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -206,10 +195,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Free what is freed when its last reference goes, not when Python looks for cycles.
-
-    This also saves time: a plan keeps most of what it makes, some 100,000 entries.
-    """
+    """Free memory when its last reference goes, not when Python looks for cycles. This also saves time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -217,10 +203,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -5,25 +5,12 @@ from typing import Any, NamedTuple
 from fsdp_utils.sharding.units import ROOT
 
 # What memory is used for.
-PARAMETERS, BUFFERS = "parameters", "buffers"
-GRADIENTS, OPTIMIZER = "gradients", "optimizer state"
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
+BUFFERS, INPUTS = "buffers", "inputs"
 GATHERED, GATHER_BUFFERS = "gathered parameters", "buffers of all-gathers"
 WHOLE_GRADIENTS, REDUCE_BUFFERS = "whole gradients", "buffers of reductions"
-ACTIVATIONS, TEMPORARIES, INPUTS = "activations", "temporaries", "inputs"
-CATEGORIES: tuple[str, ...] = (
-    PARAMETERS,
-    GRADIENTS,
-    OPTIMIZER,
-    BUFFERS,
-    INPUTS,
-    ACTIVATIONS,
-    GATHERED,
-    WHOLE_GRADIENTS,
-    GATHER_BUFFERS,
-    REDUCE_BUFFERS,
-    TEMPORARIES,
-)
-AT_REST: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER)  # sharded; on the host, if they are offloaded
+ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+AT_REST = (PARAMETERS, GRADIENTS, OPTIMIZER)  # sharded; on the host, if they are offloaded
 
 
 class Label(NamedTuple):
@@ -34,22 +21,26 @@ class Label(NamedTuple):
 
 
 class Alloc(NamedTuple):
+    """A block of memory is allocated, by an operator, for a category."""
+
     block: int
     size: int  # bytes
     stream: int
-    name: str  # of the operator
+    name: str  # the operator's
     category: str
 
 
 class Free(NamedTuple):
-    block: int
+    """A block of memory is freed."""
+
+    block: Any
 
 
 class Work(NamedTuple):
     """One kernel: operations of matrix products, and the bytes that it reads and writes."""
 
     flop: int
-    masked: int  # of these, what causal attention leaves out
+    masked: int  # the part of them that causal attention leaves out
     half: bool  # in 16 bits
     nbytes: int
     stream: int
@@ -63,13 +54,13 @@ class Send(NamedTuple):
 
     kind: str
     unit: str
-    nbytes: int  # of the whole
+    nbytes: int  # the full tensor's
     ranks: int
     ranks_per_host: int  # that take part
 
 
 class Gone(NamedTuple):
-    """The whole parameters of a unit are given up."""
+    """The gathered parameters of a unit are freed."""
 
     unit: str
 
@@ -82,5 +73,4 @@ class MicroBatch(NamedTuple):
     """The second micro-batch of a step begins."""
 
 
-Item = Alloc | Free | Work | Send | Gone | Step | MicroBatch
 Recording = list[tuple[Label, list[Any]]]  # items, cut where the label changes

@@ -703,11 +703,11 @@ def who_parts(calls):
 # ## Tool 6: `check_in_step`
 #
 # `check_in_step` is your function for a whole training. On each rank it records every collective except send
-# and recv: kind, dtype, shape, reduce operation, root, unit and line. It publishes a hash of the record twice
-# a second in the process group's store, and compares the hashes on rank 0. Its threads go on while the
-# program hangs. It compares *units* too, and *lines* except those of broadcast, reduce, gather and scatter,
-# which one rank may call on a line of its own. So it sees the two lies: mistake 4 by its lines, here in a
-# loop of many steps, and mistake 5 by its units.
+# and recv: kind, dtype, shape, reduce operation, root, unit and line. It publishes the new calls twice a
+# second in the process group's store, and rank 0 compares them. Its threads go on while the program hangs. It
+# compares *units* too, and *lines* except those of broadcast, reduce, gather and scatter, which one rank may
+# call on a line of its own. So it sees the two lies: mistake 4 by its lines, here in a loop of many steps,
+# and mistake 5 by its units.
 
 
 # %%
