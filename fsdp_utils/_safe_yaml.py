@@ -8,9 +8,9 @@ from typing import Any
 
 from fsdp_utils._extras import need
 
-MOST_CHARACTERS = 256 * 1024  # of a document; a configuration has some thousand
+MOST_CHARACTERS = 256 * 1024  # a configuration has some thousand
 MOST_EXPANDED = 1024 * 1024  # characters, with each alias replaced by its value
-MOST_DEPTH = 50  # of lists and mappings within each other
+MOST_DEPTH = 50  # lists and mappings within each other
 
 
 class YamlError(ValueError):
@@ -54,7 +54,7 @@ def load_yaml(text: str, *, where: str) -> object:
     _measure(node, where, {}, MOST_DEPTH)
     try:
         return loader.construct_document(node)
-    except Exception as error:  # of its constructors: ValueError for a date, AttributeError, KeyError ...
+    except Exception as error:  # its constructors raise ValueError for a date, AttributeError, KeyError ...
         raise YamlError(
             f"{where}: expected plain YAML, found a value that cannot be read: {error}"
         ) from error
@@ -73,7 +73,7 @@ def _measure(node: Any, where: str, sizes: dict[int, int | None], depth: int) ->
     if not depth:
         raise _too_deep(here)
     sizes[id(node)], size, keys = None, 1, set()
-    for child in node.value:  # of a mapping: a pair of nodes
+    for child in node.value:  # a mapping's children are pairs of nodes
         parts = child if isinstance(child, tuple) else (child,)
         size += sum(_measure(part, where, sizes, depth - 1) for part in parts)
         if size > MOST_EXPANDED:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.distributed import PRELOAD
+from fsdp_utils.distributed.launch import PRELOAD
 
 # What is computed here is small: two threads that wait for each other take longer, tenfold on busy cores.
 torch.set_num_threads(1)

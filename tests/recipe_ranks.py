@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_utils.distributed import PRELOAD
+from fsdp_utils.distributed.launch import PRELOAD
 
 
 def start(recipe: Path, folder: Path, world_size: int, *, dies_at: int = -1) -> tuple[str, list[int]]:

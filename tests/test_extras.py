@@ -35,7 +35,6 @@ CASES = [  # a program, the package that it misses, and the extra that has it
     ),
     ("from fsdp_utils.integrations import transformers", "transformers", "train"),
     ("from fsdp_utils.integrations.lightning import *; MemoryCallback()", "lightning", "lightning"),
-    ("from fsdp_utils.notebook import ranks; ranks.start(2)", "ipyparallel", "notebooks"),
 ]
 SCRIPT = """
 import json, sys

@@ -56,7 +56,7 @@ BY_NAME = (
 INSIDE = {
     "test_torch_internals.py": "fsdp_utils.torch_internals.",  # private names of torch, which it is a test of
     "conftest.py": "fsdp_utils.distributed.launch",  # to import once what nearly all ranks of the tests need
-    "recipe_ranks.py": "fsdp_utils.distributed.preload",  # as above
+    "recipe_ranks.py": "fsdp_utils.distributed.launch",  # as above
     "test_local_part.py": "fsdp_utils.",
 }
 # Where ranks of one job send each other functions, results and errors.

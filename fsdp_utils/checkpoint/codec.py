@@ -20,7 +20,7 @@ from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.torch_internals.names import ShardedTensor
 
 _KIND = "!"
-_MOST_ARRAY_BYTES = 1 << 20  # of a NumPy array: the state of a generator has 2.5 KB
+_MOST_ARRAY_BYTES = 1 << 20  # the state of a NumPy generator has 2.5 KB
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 # Types that are stored as a list of their parts; a mapping's parts are pairs of a key and a value.
 _CONTAINERS: dict[str, type] = {

@@ -126,11 +126,11 @@ def begin(home: Path, step: int) -> tuple[Path, Path]:
             path.mkdir(exist_ok=True)
             sync_directory(path.parent)
     with doing("write", home):
-        _release(home)  # of a save of this process that failed before anybody could abandon it
+        _release(home)  # held by a save of this process that failed before anybody could abandon it
         lock = _locks[home] = Lock(home / _LOCK, wait_s=_LOCK_WAIT_S)
         try:
             number = max((one.commit for one in _committed(home)), default=0) + 1
-            for leftover in home.glob(".*-step-*"):  # of saves and deletions that were cut short
+            for leftover in home.glob(".*-step-*"):  # left by saves and deletions that were cut short
                 if leftover.name.startswith((_SAVING, _DELETING)) and lock.held:
                     shutil.rmtree(leftover, ignore_errors=True)
             name = f"{number:06d}-step-{step}"
@@ -187,6 +187,9 @@ def _hash(content: Any) -> str:
     return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+_PARTS = {"step", "world_size", "saved_at", "torch", "model", "optimizer", "tied", "tensors", "files"}
+
+
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint, and compare it with its hash."""
     path = checkpoint / MANIFEST
@@ -196,8 +199,10 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointDamagedError(
             f"{path}: expected a manifest with blake3 {expected!s:.80}, found {found}"
         )
-    if content["format"] != FORMAT:
-        raise CheckpointError(f"{path}: expected format {FORMAT}, found {content['format']!r:.80}")
+    if (found := content.get("format")) != FORMAT:
+        raise CheckpointError(f"{path}: expected format {FORMAT}, found {found!r:.80}")
+    if missing := sorted(_PARTS - content.keys()):
+        raise CheckpointDamagedError(f"{path}: expected a manifest with {missing[0]!r}, found none")
     return content
 
 

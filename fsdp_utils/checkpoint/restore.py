@@ -162,7 +162,7 @@ def _address(tensor: Any) -> int:
 class SavedOptimizers(NamedTuple):
     """The optimizers of a checkpoint."""
 
-    settings: list[dict[str, Any]]  # of all groups of the optimizers here, in their order
+    settings: list[dict[str, Any]]  # each group's, in the order of the optimizers here
     state: dict[str, dict[str, Any]]  # by name of the parameter
 
 

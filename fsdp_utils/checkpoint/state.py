@@ -46,7 +46,7 @@ class Held:
     # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
     state_dict: dict[str, Any]
     raw_names: dict[str, str]
-    meshes: dict[Any, DeviceMesh]  # of FSDP1's tensors, by process group
+    meshes: dict[Any, DeviceMesh]  # FSDP1's meshes, by process group
 
     @classmethod
     def of(cls, model: nn.Module) -> "Held":
@@ -95,7 +95,7 @@ class Held:
         self.plain["state"] = encode(dict(values), STATE[:-1], tensors)
         for key, tensor in tensors.items():
             if isinstance(tensor, DTensor):
-                # FSDP2 over tensor parallelism has a placement of its own, which shards a dimension too.
+                # FSDP2 over tensor parallelism has another placement, which shards a dimension too.
                 self.plain["dims"][key] = [getattr(one, "dim", None) for one in tensor.placements]
         self.tensors |= tensors
 
@@ -194,7 +194,7 @@ def _inner(module: object) -> tuple[str, nn.Module] | None:
     """The module inside of a wrapper (DDP, FSDP1, checkpointing, compile, Fabric), with its name there."""
     if isinstance(module, DistributedDataParallel | nn.DataParallel):
         return "module", module.module
-    # A module that holds more than one is no wrapper. Fabric's has the model under a second name.
+    # A wrapper holds one module. Fabric's has the model under a second name.
     children = dict(islice(module.named_children(), 3)) if isinstance(module, nn.Module) else {}
     names = [name for name in children if name != "_original_module"]
     if len(names) != 1 or names[0] not in (*WRAPPED, "_forward_module"):

@@ -73,9 +73,9 @@ class Chunk(NamedTuple):
     """A stored part of a tensor."""
 
     path: Path
-    begin: int  # of its bytes, in the file
+    begin: int  # offset of its first byte in the file
     dtype: torch.dtype
-    offsets: tuple[int, ...]  # of the chunk in the tensor, by dimension
+    offsets: tuple[int, ...]  # the chunk's place in the tensor, by dimension
     shape: tuple[int, ...]
 
 
@@ -278,7 +278,7 @@ class _Copy(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows of the chunk to read into a buffer at a time; 0 to read straight into the target."""
+        """Return the rows of the chunk to read into a buffer at a time; 0 to read straight into the target."""
         target, chunk = self.target, self.chunk
         plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
         alike = target.shape[1:] == chunk.shape[1:] and target.dtype == chunk.dtype

@@ -139,7 +139,7 @@ class ChildTuningAdamW(AdamW):
                     self._mask_moments(only_new=True)
                 lists = _local(lists)
                 lists[1] = [_laid_out(grad, p) for p, grad in zip(lists[0], lists[1], strict=True)]
-                beta2 = max(beta2, torch.finfo(torch.float32).tiny)  # 0 times infinity is no number
+                beta2 = max(beta2, torch.finfo(torch.float32).tiny)  # 0 times infinity would be NaN
             adamw(*lists, has_complex=has_complex, beta1=beta1, beta2=beta2, **settings)
         return loss
 
@@ -147,7 +147,7 @@ class ChildTuningAdamW(AdamW):
         self, number: int, group: dict[str, Any], lists: list[list[Tensor]], ids: list[int]
     ) -> None:
         steps = lists[5]
-        # one tensor for all: of a number, each addition on the CPU would make a tensor of its own
+        # one tensor for all: with a number, each addition on the CPU would make another tensor
         foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, part in enumerate(lists[0]):

@@ -77,7 +77,7 @@ def _legend(figure: Figure, spans: Sequence[Span], units: Sequence[str]) -> None
 
 
 def color(unit: str, units: Sequence[str]) -> str:
-    """The root, and what is no unit, are grey."""
+    """Draw the root, and modules outside units, in grey."""
     if unit not in units or unit == ROOT:
         return OTHER
     return COLORS[[name for name in units if name != ROOT].index(unit) % len(COLORS)]

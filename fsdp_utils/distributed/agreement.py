@@ -91,12 +91,12 @@ class Ranks:
         self.distributed = has_peers()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world_size = dist.get_world_size() if self.distributed else 1
-        self.consequence = ""  # of a failure from here on; added to the error
+        self.consequence = ""  # what a failure from here on means; added to the error
         self.in_background = False  # whether the program goes on meanwhile, and may end
         self.group: dist.ProcessGroup | None = None  # None: the default group
         self._told = told
         self._topic = topic
-        self._round = 0  # of this topic's entries in the store
+        self._round = 0  # number of this topic's entries in the store
         self._shared: Exception | None = None  # the error that every rank has
 
     def all(self, fn: Callable[[], T]) -> list[T]:

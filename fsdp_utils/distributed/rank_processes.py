@@ -165,7 +165,7 @@ def _be_rank(
         connection.close()
     if not directory.exists():  # the call was interrupted while this rank was being started
         return
-    gc.freeze()  # what the server has imported is no garbage
+    gc.freeze()  # never collect what the server has imported
     gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(start_method, force=True)  # as in the caller, for DataLoader workers

@@ -1,4 +1,4 @@
-"""What only the lessons use. No other room imports this one.
+"""Helpers that only the lessons use. No other room imports this one.
 
 turns.py measures and judges a reader's answer, together.py runs it on all ranks; tables.py, plots.py and
 sliders.py show results; tasks.py has small models with data; meter.py counts the gathers and bytes of a step,

@@ -28,8 +28,8 @@ class Axis(NamedTuple):
 class Stack(NamedTuple):
     """The columns of the figure."""
 
-    name: str  # of the sum of the parts
-    unit: str  # of every part
+    name: str  # the sum of the parts' name
+    unit: str  # every part's unit
     parts: Mapping[str, str]  # by name, from the bottom up, their colors
     upto: float  # the fixed upper end of the axis: a higher column is cut there
     limit: float | None = None  # drawn as a line

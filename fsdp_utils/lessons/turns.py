@@ -87,7 +87,7 @@ def _text(value: Any) -> str:
 class _Turn:
     call: str
     goals: Mapping[str, Goal]
-    results: list[Any]  # of the reader's answer
+    results: list[Any]  # what the reader's answer gave
 
 
 _turns: dict[int, _Turn] = {}  # those that were run, by number

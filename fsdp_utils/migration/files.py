@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_utils._safe_yaml import YamlError, load_yaml
 from fsdp_utils.migration.translation import TranslationError, shown
 
-MOST_BYTES = 1024 * 1024  # of a file; a config has a few thousand
+MOST_BYTES = 1024 * 1024  # a config has a few thousand
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's ${section.key}; ${oc.env:NAME} stays as it is
 MOST_STEPS = 20  # from a reference to a reference
 

@@ -52,7 +52,7 @@ class Rule:
 def rules_of(framework: str, section: str) -> dict[str, list[Rule]]:
     """Read the rows for a section, by key, in the order in which the keys are read.
 
-    A row with "as" stands for the rows of these keys in shared.json, with a source of its own.
+    A row with "as" stands for the rows of these keys in shared.json, with its own source.
     """
     table = json.loads((TABLES / f"{framework}.json").read_text(encoding="utf-8"))
     found: dict[str, list[Rule]] = {}

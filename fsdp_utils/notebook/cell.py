@@ -37,7 +37,7 @@ class RankError(RuntimeError):
 
 
 def _interrupt(details: list[str]) -> KeyboardInterrupt:
-    """What an interrupted cell raises: IPython shows the details, where the ranks stood, as its traceback."""
+    """The exception of an interrupted cell: IPython shows the details, where the ranks stood, as its traceback."""
     error = KeyboardInterrupt("the cell was interrupted on its ranks")
     lines = [f"KeyboardInterrupt: {error}", "", *details]
     error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ class Cell:
         self.interrupts = interrupts
         cluster.forget_printed()
         self.calls = {rank: cluster.call(rank, "run_cell", source, timeout_s) for rank in chosen}
-        self.outcomes: dict[int, Failure | None] = {}  # of the ranks that have answered
+        self.outcomes: dict[int, Failure | None] = {}  # the ranks that have answered
         self.trouble_at: float | None = None  # when something first went wrong
         self.cut: set[int] = set()
         self.signalled: set[tuple[int, int]] = set()
@@ -100,7 +100,7 @@ class Cell:
             self.trouble_at = time.monotonic()
 
     def _status(self) -> str:
-        """What the ranks do, in one line, if some wait for others or if nobody prints anything for long."""
+        """Say in one line what the ranks do, if some wait for others or if nobody prints anything for long."""
         if time.monotonic() - self.began < STATUS_S:
             return ""
         positions = {rank: self.calls[rank].position for rank in self._busy()}
@@ -234,7 +234,7 @@ def regroup(cluster: Cluster, lost: Iterable[int] = ()) -> str:
 
 
 def _outcome(call: Call) -> Failure | None:
-    """How a cell ended on a rank, also where the rank could not say it: a failed call is an outcome."""
+    """The end of a cell on a rank, also where the rank could not say it: a failed call is an outcome."""
     try:
         return call.result()
     except CallError as error:

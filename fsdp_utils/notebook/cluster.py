@@ -65,7 +65,7 @@ class Call:
     position: Position | None = None
 
     def result(self) -> Any:
-        """What the function returned; raises a CallError if it raised, or if that cannot be unpickled."""
+        """Return what the function returned; raise a CallError if it raised, or if that cannot be unpickled."""
         assert self.answer is not None
         if "name" in self.answer:
             raise CallError(self.answer["name"], self.answer["message"])
@@ -80,7 +80,7 @@ class Call:
 
 
 class Printed:
-    """What a rank prints to its standard output or standard error: a file that grows."""
+    """The growing file of what a rank prints to its standard output or standard error."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")

@@ -20,7 +20,7 @@ from fsdp_utils.notebook import nccl
 from fsdp_utils.torch_internals.groups import abort_groups
 
 ADDRESS = "127.0.0.1"
-EPOLL_CTL_MOD, EPOLLET = 3, 1 << 31  # of Linux's <sys/epoll.h>
+EPOLL_CTL_MOD, EPOLLET = 3, 1 << 31  # from Linux's <sys/epoll.h>
 
 _listener: socket.socket | None = None  # rank 0: where the next group's store will listen
 

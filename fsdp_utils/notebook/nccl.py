@@ -69,7 +69,7 @@ def sum_is_right(limit_s: float) -> bool:
 
 
 def failure() -> str | None:
-    """What torch's watchdog has noticed in any group of this process, in words; None if all is well."""
+    """Say what torch's watchdog has noticed in any group of this process; None if all is well."""
     for group in process_groups():
         try:
             backend = group_backend(group, DEVICE)

@@ -46,7 +46,7 @@ def _labelled(label: str, lines: Sequence[str]) -> str:
 
 
 def _common(sequences: Sequence[Sequence[str]]) -> int:
-    """How many first items all sequences share."""
+    """Count the first items that all sequences share."""
     count = 0
     for items in zip(*sequences, strict=False):
         if len(set(items)) > 1:
@@ -66,7 +66,7 @@ class Live:
 
     @property
     def showing(self) -> bool:
-        """Whether anything is on the screen that has to be replaced at the end."""
+        """Whether anything is on the screen that must be replaced at the end."""
         return bool(self.shown or self.drawn or self.status)
 
     def report(self, status: str) -> None:

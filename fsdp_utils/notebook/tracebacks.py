@@ -15,9 +15,9 @@ CONTEXT_LINES = 2
 
 
 class Failure(TypedDict):
-    """How a cell failed on a rank."""
+    """A failure of a cell on a rank."""
 
-    name: str  # of the exception's class
+    name: str  # the exception's class
     message: str
     text: str  # an excerpt of the lines, or where it was
     where: str | None  # the innermost line of the reader's own code
@@ -59,7 +59,7 @@ def describe(error: BaseException, source: str) -> Failure:
         return found
     own: list[str] = []
     library: list[str] = []
-    files: list[str] = []  # of library code below the reader's last line
+    files: list[str] = []  # library code below the reader's last line
     for frame, line in walk_tb(error.__traceback__):
         place = _own_place(frame, source)
         if place is None:
@@ -67,7 +67,7 @@ def describe(error: BaseException, source: str) -> Failure:
             if own:
                 library.append(f"    {_library_place(frame)}:{line} in {frame.f_code.co_name}")
             continue
-        library.clear()  # of library code, show what lies below the reader's last line
+        library.clear()  # show the library code that lies below the reader's last line
         files.clear()
         found["where"] = _where(frame, line)
         function = frame.f_code.co_name
@@ -125,7 +125,7 @@ def _is_collective(files: list[str]) -> bool:
 
 
 def _own_place(frame: FrameType, source: str) -> str | None:
-    """What to call a frame of the reader's own code; None for library code."""
+    """Name a frame of the reader's code; None for library code."""
     filename = frame.f_code.co_filename
     if Path(filename).parent.name.startswith("ipykernel_") or filename.startswith("<ipython"):
         text = "".join(linecache.getlines(filename))

@@ -20,7 +20,7 @@ from fsdp_utils.sharding.local_part import view
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PEFT = "base_model.model."  # the beginning of every name in a peft model, and in peft's files
 _OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # these initialisations change the base weights
-Keys = dict[str, str]  # of tensors in the checkpoint, by the name under which to write them
+Keys = dict[str, str]  # keys in the checkpoint, by the name under which to write them
 
 
 def export_safetensors(

@@ -23,7 +23,7 @@ _MARK = 0xA5  # fills the buffers, to see afterwards whether anything was writte
 class Buffer(NamedTuple):
     """A buffer that is not saved with the model, and a value of it."""
 
-    path: str  # of its module
+    path: str  # its module's path
     module: nn.Module
     leaf: str  # its name in the module
     value: Tensor
@@ -114,7 +114,7 @@ def _compute(model: nn.Module, buffers: list[Buffer], device: torch.device) -> l
             try:
                 with _saved_tensors_on_meta(module):
                     compute()
-            except Exception as error:  # of the module's own code
+            except Exception as error:  # the module's own code may raise anything
                 failures.append(f"{type(error).__name__}: {error}")
             if all(one.is_written() for one in buffers if one.module is module):
                 break

@@ -91,13 +91,6 @@ def is_under_compile(module: nn.Module) -> bool:
 # devices
 
 
-def nvml_device_count() -> int:
-    """GPUs by NVML, without initialising CUDA; -1 where it cannot say, which the public one hides."""
-    import torch
-
-    return torch.cuda._device_count_nvml()
-
-
 def cpu_capabilities() -> Mapping[str, Any]:
     """The CPU's instructions for bf16: torch.cpu.get_capabilities, where torch has it."""
     import torch

@@ -96,7 +96,7 @@ class OptimConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the model is sharded, its precision, and its device.
+    """Settings of sharding, precision and device.
 
     Args:
         strategy: as for fsdp_utils.shard; with "hybrid" the ranks of each host share one replica.
