@@ -278,7 +278,7 @@ class _Copy(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the rows of the chunk to read into a buffer at a time; 0 to read straight into the target."""
+        """The rows of the chunk to read into a buffer at a time; 0 to read straight into the target."""
         target, chunk = self.target, self.chunk
         plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
         alike = target.shape[1:] == chunk.shape[1:] and target.dtype == chunk.dtype

@@ -37,7 +37,7 @@ class RankError(RuntimeError):
 
 
 def _interrupt(details: list[str]) -> KeyboardInterrupt:
-    """The exception of an interrupted cell: IPython shows the details, where the ranks stood, as its traceback."""
+    """Return the exception of an interrupted cell, with where the ranks stood as its traceback."""
     error = KeyboardInterrupt("the cell was interrupted on its ranks")
     lines = [f"KeyboardInterrupt: {error}", "", *details]
     error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ class Cell:
             self.trouble_at = time.monotonic()
 
     def _status(self) -> str:
-        """Say in one line what the ranks do, if some wait for others or if nobody prints anything for long."""
+        """Say in one line what the ranks do, if some wait for others or nobody prints for long."""
         if time.monotonic() - self.began < STATUS_S:
             return ""
         positions = {rank: self.calls[rank].position for rank in self._busy()}

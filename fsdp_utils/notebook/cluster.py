@@ -65,7 +65,7 @@ class Call:
     position: Position | None = None
 
     def result(self) -> Any:
-        """Return what the function returned; raise a CallError if it raised, or if that cannot be unpickled."""
+        """Return what the function returned; raise a CallError if it raised or cannot be unpickled."""
         assert self.answer is not None
         if "name" in self.answer:
             raise CallError(self.answer["name"], self.answer["message"])
