@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from blake3 import blake3
 
@@ -27,7 +28,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[:/]|.*://", re.DOTALL)
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a file or directory of a file system that is mounted here."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(text, str) or not text or text.startswith("~") or _URL.match(text):
+    if not isinstance(text, str) or not text or text.startswith("~") or _URL.match(text) or "\0" in text:
         raise CheckpointError(
             f"expected the path of a directory that is mounted here, as text or a Path, found {path!r}. Pass "
             "~ through os.path.expanduser; in place of a URL, save to a folder here, and upload the one that "
@@ -165,6 +166,7 @@ class Lock:
                         "of its own"
                     )
             time.sleep(0.05)
+        _held.add(self)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError):  # a full disk; the lock holds without its owner's name
             self._file.truncate(0)
@@ -174,7 +176,7 @@ class Lock:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         self._file = io.FileIO(os.open(self._path, flags, 0o666), "r+b")
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.held = True
         except (BlockingIOError, PermissionError):
             return False
@@ -188,4 +190,10 @@ class Lock:
         if self._owner == os.getpid():  # not in a fork, which holds nothing
             with suppress(OSError):
                 self._path.unlink()
+            with suppress(OSError):  # at once, also where a fork still has the file open
+                fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+_held: "WeakSet[Lock]" = WeakSet()
+os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in _held])

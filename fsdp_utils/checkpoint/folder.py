@@ -29,7 +29,7 @@ from fsdp_utils.checkpoint.files import (
 )
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _LOCK, _SAVING, _DELETING = ".saving-lock", ".saving-", ".deleting-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _LOCK_WAIT_S = 10.0  # for a program before this one that is about to end
@@ -234,8 +234,9 @@ def check_files(
         sizes = {name: path.stat().st_size for name, path in there.items() if path.is_file()}
     for name in sorted(files.keys() | there.keys()):
         expected = f"{files[name]['bytes']} bytes" if name in files else "no file of that name"
-        found = f"{sizes[name]} bytes" if name in sizes else "no file of that name"
-        if found != expected or (name in there and name not in sizes):
+        none = "something that is no file" if name in there else "no file of that name"
+        found = f"{sizes[name]} bytes" if name in sizes else none
+        if found != expected:
             raise CheckpointDamagedError(f"{checkpoint / name}: expected {expected}, found {found}")
 
     def check(name: str) -> None:

@@ -157,12 +157,12 @@ def load_distributed(
 
         def match() -> tuple[Any, ...]:
             stored, tied = open_tensors(checkpoint, manifest), manifest["tied"]
-            _check_meta(held.of_model())
             found = {k.removeprefix(MODEL): spec for k, spec in stored.specs.items() if k.startswith(MODEL)}
             found |= {alias: found[name] for alias, name in tied.items()}
             matched = match_model(
                 held, found, str(checkpoint), _NOT_STRICT, cast=cast, strict=strict, ignored=ignored
             )
+            _check_meta({name: held.tensors[MODEL + name] for name in matched.stored})
             plain = read_json(checkpoint / STATE_FILE)
             targets = Targets(held, stored.specs, plain["dims"])
             for name, names in matched.stored.items():
@@ -193,7 +193,7 @@ def load_distributed(
         put_back_model(model, held, extra)
         put_back_optimizers(model, optimizers, saved)
         ranks.each(lambda: _load_objects(objects, values))
-    if text := warning_of(unwrapped(model), manifest["unsaved_buffers"]):
+    if text := warning_of(unwrapped(model), manifest.get("unsaved_buffers")):
         warnings.warn(f"load_distributed: {text}", stacklevel=2)
     return LoadedState({"step": manifest["step"], **values}, matched.missing, matched.unexpected)
 

@@ -57,14 +57,14 @@ def match_model(
     missing = [name for name in own if name not in stored]
     unexpected = [name for name in found if name in ignored or held.first_name(name) not in own]
     problems: dict[str, list[str]] = {}  # the names that have it, by problem
-    for name, (first, *_) in stored.items():
-        shape, dtype, there = list(own[name].shape), own[name].dtype, found[first]
+    for name, one in ((name, one) for name, names in stored.items() for one in names):
+        shape, dtype, there = list(own[name].shape), own[name].dtype, found[one]
         if list(there.shape) != shape:
             problem = f"expected shape {shape} (the model's), found {list(there.shape)}"
-            problems.setdefault(problem, []).append(name)
+            problems.setdefault(problem, []).append(one)
         if there.dtype != dtype and not cast:
             problem = f"expected {dtype} (the model's), found {there.dtype}; cast=True converts them"
-            problems.setdefault(problem, []).append(name)
+            problems.setdefault(problem, []).append(one)
     if strict or not stored:
         for problem, names in (
             (f"expected by the model, found nothing; {remedy}", missing),
@@ -181,22 +181,25 @@ def match_optimizers(
         (
             optimizer_classes(one),
             sorted(held.first_name(name) for param in group["params"] for name in names[param]),
+            number,
         )
-        for one in optimizers
+        for number, one in enumerate(optimizers)
         for group in one.param_groups
     ]
     left = [decode(group, targets.full) for group in plain["groups"]]
     there = [sorted(map(held.first_name, group["params"])) for group in left]
-    if sorted(params for _, params in here) != sorted(there):
-        own, saved = {name for _, some in here for name in some}, {name for some in there for name in some}
+    if sorted(params for _, params, _ in here) != sorted(there):
+        own, saved = {name for _, some, _ in here for name in some}, {name for some in there for name in some}
         raise CheckpointError(
-            f"expected optimizers with groups of {[len(params) for _, params in here]} parameters, found "
+            f"expected optimizers with groups of {[len(params) for _, params, _ in here]} parameters, found "
             f"{[len(params) for params in there]} in the checkpoint; only here: {sorted(own - saved)[:3]}; "
             f"only in the checkpoint: {sorted(saved - own)[:3]}. Give the optimizers that were saved, in any "
             "order, or none if they are to start anew"
         )
     settings = []
-    for classes, params in here:
+    of = {tuple(params): group["of"] for params, group in zip(there, left, strict=True) if params}
+    saved_as = {number: of[tuple(params)] for _, params, number in here if params}
+    for classes, params, number in here:
         alike = [index for index, group in enumerate(there) if group == params]
         related = [index for index in alike if set(left[index]["classes"]) & set(classes)]
         if not related:
@@ -205,11 +208,16 @@ def match_optimizers(
                 f"{classes[0]} cannot go on from. Load into that class, or without the optimizer if it is to "
                 "start anew"
             )
-        # Of groups without parameters, the first one that is left.
+        # Of groups without parameters, the first one that is left, of the same optimizer if there is one.
+        related.sort(key=lambda index: left[index]["of"] != saved_as.get(number))
         settings.append(left.pop(related[0])["settings"])
         there.pop(related[0])
     held_by = {
-        names[param][0]: one.state[param] for one in optimizers for param in names if param in one.state
+        names[param][0]: one.state[param]
+        for one in optimizers
+        if type(one).state_dict is Optimizer.state_dict  # else it may hold something else under that name
+        for param in names
+        if param in one.state
     }
     fsdp1 = has_fsdp1(model)
     state: dict[str, dict[str, Any]] = {}
@@ -274,7 +282,8 @@ def put_back_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved
         for number, entries in state.items():
             own = optimizer.state[params[number]]
             for what, value in entries.items():
-                converted = getattr(own.get(what), "dtype", None) != getattr(value, "dtype", None)
+                pair = (own.get(what), value)
+                converted = all(isinstance(one, Tensor) for one in pair) and pair[0].dtype != value.dtype
                 if what not in given[number] or converted:  # to the dtype of the parameter
                     own[what] = value.to(params[number].device) if isinstance(value, Tensor) else value
 

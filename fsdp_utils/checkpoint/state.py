@@ -78,11 +78,12 @@ class Held:
         """Add the groups and the state of optimizers. A collective under FSDP1."""
         names = parameter_names(model)
         state: dict[str, Any] = {}
-        for optimizer in optimizers:
+        for number, optimizer in enumerate(optimizers):
             for group in optimizer.param_groups:
                 settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
                 params = [self.first_name(name) for param in group["params"] for name in names[param]]
-                one = {"classes": optimizer_classes(optimizer), "params": params, "settings": settings}
+                classes = optimizer_classes(optimizer)
+                one = {"of": number, "classes": classes, "params": params, "settings": settings}
                 where = f"{OPTIMIZER}param_groups.{len(self.plain['groups'])}"
                 self.plain["groups"].append(encode(one, where, self.tensors))
             for name, entries in _state(model, optimizer).items():

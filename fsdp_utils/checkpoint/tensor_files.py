@@ -133,10 +133,14 @@ def _is_writer(tensor: DTensor) -> bool:
     Ranks outside of rank 0's mesh may hold a copy, as of experts sharded over one dimension of a mesh.
     """
     coordinates = tensor.device_mesh.get_coordinate()
-    return bool((tensor.device_mesh.mesh == 0).any()) and all(
-        coordinate == 0
-        for coordinate, placement in zip(coordinates or (), tensor.placements, strict=True)
-        if placement.is_replicate() or not tensor.numel()
+    return (
+        coordinates is not None
+        and bool((tensor.device_mesh.mesh == 0).any())
+        and all(
+            coordinate == 0
+            for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
+            if placement.is_replicate() or not tensor.numel()
+        )
     )
 
 
@@ -215,7 +219,8 @@ class StoredTensors:
         self.specs = specs or {key: Spec(one.dtype, one.shape) for key, (one, *_) in self.chunks.items()}
         for key, spec in self.specs.items():
             shapes = [one.shape for one in self.chunks.get(key, [])]
-            if sum(map(prod, shapes)) != prod(spec.shape):
+            cut = not specs and any(any(one.offsets) for one in self.chunks[key])  # a part of a larger tensor
+            if cut or sum(map(prod, shapes)) != prod(spec.shape):
                 raise CheckpointDamagedError(
                     f"{key}: expected {prod(spec.shape)} elements in the files, found {shapes[:8]}"
                 )
@@ -319,7 +324,8 @@ def _read_header(path: Path) -> dict[str, Chunk]:
             shape, dtype = tuple(entry["shape"]), _DTYPE_OF[entry["dtype"]]
             first, last = entry["data_offsets"]
             offsets = sharding[key][_OFFSETS] if sharding else (0,) * len(shape)
-            sizes = len(shape) <= _MOST_DIMS and all(type(one) is int and one >= 0 for one in shape)
+            sizes = all(type(one) is int and one >= 0 for one in shape)
+            sizes = sizes and len(offsets) == len(shape) <= _MOST_DIMS
             if not sizes or first != end or last - first != prod(shape) * dtype.itemsize:
                 raise ValueError(f"bytes {entry['data_offsets']} for {key:.200} as {dtype} {list(shape)[:9]}")
             chunks[key] = Chunk(path, _LENGTH.size + length + first, dtype, tuple(offsets), shape)

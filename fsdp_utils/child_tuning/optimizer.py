@@ -107,7 +107,7 @@ class ChildTuningAdamW(AdamW):
         """As AdamW's; masks, mode, reserve_p and seed are those of the state, where it has them."""
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
-            for name in ("exp_avg", "exp_avg_sq") if not isinstance(p, DTensor) else ():
+            for name in state.keys() - {"step"} if not isinstance(p, DTensor) else ():
                 state[name] = _laid_out(state[name], p)
         if not all("mode" in group for group in state_dict["param_groups"]):  # AdamW's own
             for state in self.state.values():  # the state's owner may go on with these tensors

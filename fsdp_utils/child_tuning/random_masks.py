@@ -104,7 +104,7 @@ class MaskedGradients:
             if bits.dtype != numbers.dtype:
                 bits.copy_(numbers)
             if self._alone:
-                source, bits = grads[batch[0]].contiguous().view(bits.dtype), own_bits[0]
+                source, bits = grads[batch[0]].to(masked.dtype).contiguous().view(bits.dtype), own_bits[0]
             else:
                 foreach_copy_(before, [grads[i] for i in batch])
             torch.ops.aten.threshold_backward.grad_input(source, bits, bound, grad_input=bits)

@@ -135,7 +135,7 @@ class CheckpointCallback(TrainerCallback):
 
         def look() -> tuple[int, dict[str, Any]] | None:
             steps = checkpoints(self._directory)
-            return (max(steps), read_state(steps[max(steps)])) if steps else None
+            return (last := [*steps][-1], read_state(steps[last])) if steps else None  # saved last
 
         # One rank looks, for all: another may see the directory later, and find an older checkpoint or none.
         ranks = agree("CheckpointCallback.newest", dict, error=CheckpointError, topic="newest")

@@ -183,7 +183,7 @@ def _try(step: Callable[[int], object], size: int, stats: DeviceStats, ranks: Ra
         return Trial(size, "OOM")
     before, after = readings[-1 - _SETTLED_STEPS].retries, readings[-1].retries
     retries = None if before is None or after is None else after - before
-    most = max(reading.reserved for reading in readings)
+    most = max(reading.reserved for reading in readings[1:])  # the first peak has what came before
     all_ranks = ranks.all(lambda: (seconds, most, retries))
     times, reserved, retried = zip(*all_ranks, strict=True)
     fastest = min(map(max, zip(*times, strict=True)))  # each step is as slow as its slowest rank

@@ -182,10 +182,13 @@ def _optimizer(wrapped: _Wrapped) -> Iterator[str]:
     """An optimizer of other parameters than the sharded ones."""
     held = [p for unit in wrapped.units if not unit.fsdp1 for part in unit.parts for p in part.fsdp_params]
     own = {p.sharded_param for p in held} | (set(wrapped.model.parameters()) - set(map(fsdp2_whole, held)))
-    given = set(_trained(wrapped.optimizer))
-    if given - own and not all(parameter in given for parameter in own if parameter.requires_grad):
+    whole, given = set(map(fsdp2_whole, held)), set(_trained(wrapped.optimizer))
+    # Other DTensors are of another sharded model, which the optimizer may train too.
+    strangers = {p for p in given - own if p in whole or not isinstance(p, DTensor)}
+    known = all(parameter in given for parameter in own if parameter.requires_grad)
+    if wrapped.units and strangers and not known:
         yield (
-            f"The optimizer holds {len(given - own)} parameters that are not the sharded model's, so its "
+            f"The optimizer holds {len(strangers)} parameters that are not the sharded model's, so its "
             "steps do not change the model. Build it from model.parameters() after sharding, before the "
             "first forward (or call model.reshard() before)."
         )
@@ -279,6 +282,10 @@ def _ranks_of(wrapped: _Wrapped) -> set[int]:
     groups = {module.process_group for module in (*fsdp1, *ddp)}
     groups |= {fsdp1_replicas(module) for module in fsdp1} - {None}
     found = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    for module in fsdp1:  # of a hybrid strategy's grid, this rank's own groups are one row and one column
+        if replicas := fsdp1_replicas(module):
+            row, column = map(dist.get_process_group_ranks, (module.process_group, replicas))
+            found |= {r + c - dist.get_rank() for r in row for c in column}
     return found.union(*map(dist.get_process_group_ranks, groups))
 
 

@@ -153,6 +153,8 @@ def broadcast(copies: Mapping[str, Copy]) -> None:
     """
     for _, copy in sorted(copies.items()):
         part = local(copy.tensor.detach())
+        # Of what expand() has repeated, one of each.
+        part = part[tuple(slice(None if stride else 1) for stride in part.stride())]
         for group in copy.groups:
             sent = part.resolve_conj().resolve_neg().contiguous()
             if part.device.type == "cpu" and dist.get_backend(group) == "nccl":  # offloaded

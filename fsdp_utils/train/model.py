@@ -35,7 +35,11 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
         settings = transformers.AutoConfig.from_pretrained(
             source, local_files_only=True, trust_remote_code=False
         )
-        kind = getattr(transformers, settings.architectures[0])
+        kind = getattr(transformers, settings.architectures[0])._from_config
+        parts = [settings, *(getattr(settings, name, None) for name in settings.sub_configs)]
+        used = [str(getattr(part, "_attn_implementation", None)) for part in parts]
+        if there := [name for name in used if "/" in name]:
+            raise ValueError(f"code to be downloaded and run: {there[0]}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{setting} {source!r}: expected a config.json whose architectures name a model of transformers, "
@@ -44,17 +48,23 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
     _check_tokens(settings, data)
     torch.manual_seed(config.seed % 2**63)
     with torch.device("meta" if config.model.pretrained else "cpu"):
-        return kind._from_config(settings, dtype=torch.float32)
+        return kind(settings, dtype=torch.float32)
 
 
 def _check_tokens(settings: Any, data: Data) -> None:
     """Raise ConfigError where samples have tokens that the model has no embedding or no position for."""
-    tokens = [sample["input_ids"] for sample in spread(data.train) if "input_ids" in sample]
+    settings, tokens = settings.get_text_config(), []
+    for samples in filter(len, (data.train, data.test)):
+        whole = getattr(samples, "datasets", None)  # tensors with all rows
+        some = [whole] if isinstance(whole, dict) else spread(samples)
+        tokens += [sample["input_ids"] for sample in some if "input_ids" in sample]
+    if any(ids.min() < 0 for ids in tokens):
+        raise ConfigError("data.source: expected token ids from 0 on, found a negative one")
     most = {"vocab_size": max((int(ids.max()) + 1 for ids in tokens), default=0)}
-    most["max_position_embeddings"] = max(map(len, tokens), default=0)
+    most["max_position_embeddings"] = max((ids.shape[-1] for ids in tokens), default=0)
     for name, needed in most.items():
         there = getattr(settings, name, None)
-        if there is not None and needed > there:
+        if there is not None and 0 < there < needed:  # -1: any length, as XLNet
             raise ConfigError(
                 f"data.source: expected samples for a model with {name} of {there}, found one that needs "
                 f"{needed}"

@@ -318,10 +318,10 @@ undisturbed = start("undisturbed", 1)
 #
 # So the program first counts the labels of the batch over all ranks. Each rank then weighs its loss by its
 # share of them, so that the losses of all ranks and micro-batches add up to the mean of the whole batch. Here
-# is the program's step:
+# is what the program computes before the optimizer's step:
 
 # %% jupyter={"source_hidden": true}
-source(loop._step)
+source(loop._backward)
 
 # %% [markdown]
 # Four things in it are easily missed:
@@ -329,7 +329,7 @@ source(loop._step)
 # - `set_requires_gradient_sync`: ranks reduce their gradients once, after the last micro-batch.
 # - `get_total_norm` and `full_tensor` give the norm of the whole gradient, because under FSDP2 gradients are
 #   DTensors. All ranks get the same number. If it is NaN or infinite, all of them stop at the same step.
-# - `_seed`: the random numbers of dropout follow from the seed of the run, the step and the rank. The
+# - `seed`: the random numbers of dropout follow from the seed of the run, the step and the rank. The
 #   learning rate follows from the step alone. Neither needs to be saved.
 # - The samples of a step follow from how many samples were seen before. So the checkpoint has to hold one
 #   number to continue with the right data. These functions compute the learning rate and the samples:
