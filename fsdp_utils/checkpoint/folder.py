@@ -29,7 +29,7 @@ from fsdp_utils.checkpoint.files import (
 )
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 1
 _LOCK, _SAVING, _DELETING = ".saving-lock", ".saving-", ".deleting-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _LOCK_WAIT_S = 10.0  # for a program before this one that is about to end

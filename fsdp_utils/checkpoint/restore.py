@@ -57,8 +57,9 @@ def match_model(
     missing = [name for name in own if name not in stored]
     unexpected = [name for name in found if name in ignored or held.first_name(name) not in own]
     problems: dict[str, list[str]] = {}  # the names that have it, by problem
-    for name, one in ((name, one) for name, names in stored.items() for one in names):
-        shape, dtype, there = list(own[name].shape), own[name].dtype, found[one]
+    alike = {name: {found[one]: one for one in reversed(names)} for name, names in stored.items()}
+    for name, there, one in ((name, *pair) for name, specs in alike.items() for pair in specs.items()):
+        shape, dtype = list(own[name].shape), own[name].dtype
         if list(there.shape) != shape:
             problem = f"expected shape {shape} (the model's), found {list(there.shape)}"
             problems.setdefault(problem, []).append(one)

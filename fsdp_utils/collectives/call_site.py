@@ -121,6 +121,7 @@ def _kind_of(file: str, function: str) -> int:
     if installed and not file.startswith(_LIBRARIES[:2]):
         return _INSTALLED
     generated = file.startswith("<") and not file.startswith("<ipython")
+    generated |= file.startswith(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "\0")  # torch sets it
     return _LIBRARY if generated or file.startswith(_LIBRARIES) else _PROGRAM
 
 

@@ -31,6 +31,7 @@ class CallsOfRanks:
         self._heard = dict.fromkeys(range(world_size), float("-inf"))
         self._stands: dict[int, str] = {}
         self._last: dict[int, str] = {}
+        self._keys: dict[tuple[int, str], str] = {}  # by rank and its name of a process group
         self._members: dict[str, list[int]] = {}  # by process group
         self._compared: Counter[str] = Counter()  # calls of each group that all ranks agree on
         self._calls: dict[str, dict[int, list[CallSite]]] = {}  # those after them, by group and rank
@@ -40,10 +41,12 @@ class CallsOfRanks:
         """Take in what a rank has published since its last message."""
         self._heard[rank] = time.monotonic()
         self.left[rank], self._stands[rank] = message["left"], message["stands"]
-        for group, members in message["groups"].items():
+        for name, members in message["groups"].items():
+            group = self._keys[rank, name] = f"{name} {members}"  # parts of a split_group may share a name
             self._members[group] = members
             self._calls.setdefault(group, {member: [] for member in members})
-        for group, number, *site in message["calls"]:
+        for name, number, *site in message["calls"]:
+            group = self._keys[rank, name]
             if site:
                 self._sites[rank][number] = CallSite(*site[0])
             self._calls[group][rank].append(self._sites[rank][number])

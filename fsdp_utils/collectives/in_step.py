@@ -141,6 +141,7 @@ class _Watch(threading.Thread):
         super().__init__(name="check_in_step", daemon=True)
         self.found = InStep()
         self.parted = False
+        self._deaf = False  # rank 0 compares no more
         self.has_gone = False  # whether the others wait for this rank, which has left
         self._after_s, self._by_line = after_s, by_line
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -168,6 +169,8 @@ class _Watch(threading.Thread):
             return issue()
         if self.parted:
             raise OutOfStep(self.found.report)
+        if self._deaf:
+            return issue()
         name = call.group.group_name
         ranks = self._groups.get(name)
         if ranks is None:
@@ -211,6 +214,8 @@ class _Watch(threading.Thread):
                     self._compare()
                 self._hear_finding()
                 if is_over:
+                    if self._rank == 0:
+                        self._store.set("end", "")  # the others publish no more
                     return
                 self._wake.wait(POLL_S / 10 if self._left else POLL_S)
                 self._wake.clear()
@@ -234,11 +239,14 @@ class _Watch(threading.Thread):
         self._announced = len(groups)
 
     def _hear_finding(self) -> None:
+        is_end = self._store.check(["end"])  # first: it comes after the last finding
         if not self.parted and self._store.check(["finding"]):
             finding = Finding(**json.loads(self._store.get("finding")))
             self.found.report, self.has_gone = finding.text, self._rank in finding.gone
             self.parted = finding.parted
-        if self._left and (self.parted or self._store.check(["end"])):
+        if is_end or (self._left and self.parted):
+            self._deaf = True
+            self._calls.clear()
             self._settled.set()
 
     # on rank 0
@@ -256,6 +264,8 @@ class _Watch(threading.Thread):
             self._store.set("finding", json.dumps(finding._asdict()))
             keep_finding((OutOfStep if finding.parted else TimeoutError)(finding.text))
             print(f"check_in_step: {finding.text}", file=sys.stderr, flush=True)
+        if self._waited and not (finding.text or self.parted):
+            keep_finding(None)  # the wait is over
         if all(self._all.left.values()):
             self._store.set("end", "")
 

@@ -104,11 +104,13 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
             _receive_all(ranks, _START_LIMIT_S, directory, during_start=True)
             for rank in ranks:
                 rank.send("go")
-            results = [pickle.loads(result) for result in _receive_all(ranks, timeout, directory)]
+            packed = _receive_all(ranks, timeout, directory)
+            results = [_loads(rank, result) for rank, result in enumerate(packed)]
             for rank in ranks:
                 rank.send("done")
+            limit = time.monotonic() + EXIT_S
             for rank in ranks:
-                rank.process.join(EXIT_S)
+                rank.process.join(max(0.0, limit - time.monotonic()))
             return results
         finally:
             for rank in ranks:
@@ -158,9 +160,21 @@ def _receive_all(
     return [received[rank.rank] for rank in ranks]
 
 
+def _loads(rank: int, result: bytes) -> Any:
+    try:
+        return pickle.loads(result)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # unpickling runs the caller's code, which may raise SystemExit as well
+        raise RuntimeError(
+            f"run_on_ranks: what rank {rank} returned cannot be read here: {type(error).__name__}: {error}"
+        ) from error
+
+
 def _stack(rank: RankProcess, directory: Path) -> str:
     """The main thread's part of a faulthandler dump, from fn inwards, as a Python traceback reads."""
-    text = (directory / f"stack_{rank.rank}").read_text()
+    file = directory / f"stack_{rank.rank}"
+    text = file.read_text() if file.exists() else ""
     main_thread = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)[-1]  # it is written last
     frames = []
     for file, line, name in re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main_thread, re.MULTILINE):

@@ -160,10 +160,11 @@ class Cluster:
             self.take_messages(0.1)
         return [call.result() for call in calls.values()]
 
-    def take_messages(self, limit_s: float) -> None:
+    def take_messages(self, limit_s: float) -> bool:
         """Take what ranks tell, and notice those that end; wait for the first no longer than this."""
         running = [process for rank, process in self._processes.items() if rank not in self.exits]
-        for process, message in receive(running, limit_s):
+        received = receive(running, limit_s)
+        for process, message in received:
             if isinstance(message, Ended):
                 process.end()  # it may have closed its connection only
                 self.exits[process.rank] = message
@@ -177,12 +178,22 @@ class Cluster:
             else:
                 call.answer = value
                 self._calls.pop(number, None)
+        return bool(received)
+
+    def take_all_messages(self, limit_s: float = 1.0) -> None:
+        """Take what has come between two cells: the end of a rank is behind what it told before."""
+        end = time.monotonic() + limit_s
+        while self.take_messages(0) and time.monotonic() < end:
+            pass
 
     def signal(self, some: Iterable[int], number: int) -> None:
         """Send a signal to some ranks."""
         for rank in some:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-                os.kill(self.pids[rank], number)
+            if number == signal.SIGKILL:
+                self._processes[rank].end()
+            elif rank in self.pids:  # else it has not joined yet
+                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(self.pids[rank], number)
 
     def regroup(self, lost: Iterable[int] = ()) -> list[int]:
         """Replace the ranks that have ended, and these; form the group anew. Returns the new ranks."""
@@ -217,6 +228,7 @@ class Cluster:
             main = "fsdp_utils.notebook.engine:serve"
             self._processes[rank] = start_rank(self._method, main, rank, self._directory, output=files)
         self.exits.pop(rank, None)
+        self.pids.pop(rank, None)
         for stream, path in paths.items():
             if (rank, stream) not in self.printed:
                 self.printed[rank, stream] = Printed(path)

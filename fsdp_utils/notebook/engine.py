@@ -33,6 +33,7 @@ AT_THE_END = "the end of the cell, where it waits for its GPU"
 
 _cell_is_over = threading.Event()
 _wakeup: socket.socket | None = None
+_output: list[int] = []  # copies of standard output and standard error, which a cell may close
 
 
 # --- the connection to the notebook ---------------------------------------------------------------------
@@ -56,7 +57,9 @@ class _Notebook:
 
     def display(self, data: dict[str, Any], metadata: dict[str, Any] | None) -> None:
         plain = {
-            mime: value if isinstance(value, str | bytes) else json.loads(json.dumps(value, default=str))
+            str(mime): bytes(value)
+            if isinstance(value, bytes)
+            else json.loads(json.dumps(value, default=str))  # plain: a subclass may not unpickle there
             for mime, value in data.items()
         }
         self.tell("display", {"data": plain, "metadata": json.loads(json.dumps(metadata, default=str))})
@@ -67,6 +70,7 @@ _notebook = _Notebook()
 
 def serve(rank: int, pipe: Connection, _: Path) -> None:
     """Be a rank of a notebook: answer its calls until it is gone."""
+    _output.extend(map(os.dup, (1, 2)))
     signal.signal(signal.SIGINT, nccl.stop_cell)  # which stops a cell and not an idle rank
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
@@ -143,6 +147,8 @@ class _Shell(InteractiveShell):
 def _own_streams(shell: InteractiveShell) -> Iterator[None]:
     """Keep the rank's output, whatever the cell does to sys.stdout, sys.stderr and the shell's hooks."""
     hooks = shell.displayhook, shell.display_pub
+    for number, kept in enumerate(_output, start=1):
+        os.dup2(kept, number)
     options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "closefd": False}
     streams = [os.fdopen(number, "w", buffering=1, **options) for number in (1, 2)]
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]

@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,9 +60,20 @@ def join_group(rank: int, world_size: int, device: str, port: int, timeout_s: fl
     descriptor = _listener.detach() if _listener is not None else None
     _listener = None
     timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(
-        ADDRESS, port, world_size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=descriptor
+    open_it = partial(
+        TCPStore,
+        ADDRESS,
+        port,
+        world_size,
+        rank == 0,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
     )
+    try:
+        store = open_it()
+    except NotImplementedError:  # torch 2.7's libuv takes no port that is open already
+        store = open_it(use_libuv=False)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     if on_gpu:

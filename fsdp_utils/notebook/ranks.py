@@ -67,7 +67,7 @@ def start(
         raise ValueError(f"ranks.start(device={device!r}): expected 'cpu' or 'cuda'.")
     if _cluster is not None and not _cluster.ended:
         same = world_size in (None, _cluster.world_size) and device in (None, _cluster.device)
-        _cluster.take_messages(0)
+        _cluster.take_all_messages()
         if same and not _cluster.exits:
             print(f"{_cluster.world_size} ranks are running already; their variables are kept.")
             return
@@ -142,7 +142,7 @@ def _magic(line: str, cell: str) -> None:
     cluster = _running()
     chosen, timeout_s = _arguments(line, cluster.world_size)
     with Interrupts() as interrupts:
-        cluster.take_messages(0)
+        cluster.take_all_messages()
         if died := dict(cluster.exits):
             raise ranks_died(died, "between two cells; this cell was not run", regroup(cluster))
         Cell(cluster, cell, chosen, timeout_s, interrupts).run()

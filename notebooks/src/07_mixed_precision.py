@@ -781,7 +781,7 @@ dcp.load(get_model_state_dict(by_dcp), checkpoint_id=folder / "plain")     # fp3
 try:
     load_distributed(folder / "ours", by_ours)
 except CheckpointError as error:
-    refusal = str(error).split(": ", 1)[1]
+    refusal = str(error).partition("\n")[2].strip()                        # the first line names the folder
     print(refusal)
 untouched = not loaded(by_ours)
 state = load_distributed(folder / "ours", by_ours, cast=True)
