@@ -36,14 +36,7 @@ from fsdp_utils.checkpoint.state import (
 )
 from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
-from fsdp_utils.sharding.copies import (
-    buffer_copies,
-    differing,
-    digest,
-    dtensor_copies,
-    in_words,
-    parameter_copies,
-)
+from fsdp_utils.sharding.copies import buffer_copies, copies_of, differing, digest, in_words, parameter_copies
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.unsaved_buffers import samples, unsaved
 
@@ -249,7 +242,8 @@ def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection
     copies = {**parameter_copies(model), **buffer_copies(model)}
     names = {*ignored, *(name for name, _ in unsaved(model))}
     copies = {name: copy for name, copy in copies.items() if name not in names}
-    copies |= dtensor_copies({key: held.tensors[key] for key in held.plain["dims"]})
+    in_state = ((key, held.tensors[key]) for key in held.plain["dims"])
+    copies |= copies_of((key, one) for key, one in in_state if isinstance(one, DTensor))
     ranks.same(
         "",
         ranks.each(lambda: _digests(held, model, ignored)),

@@ -11,19 +11,22 @@ GIB = 2**30
 
 
 class Reading(NamedTuple):
-    """A device's statistics at one moment. Sizes in bytes; None for what the device does not report."""
+    """A device's statistics at one moment. Sizes in bytes; None for what the device does not report.
+
+    In a report's history it stands for one step: retries and ooms are those of the step.
+    """
 
     reserved: int  # peak of what was held from the device since the previous reading
     allocated: int | None  # peak of what tensors occupied since the previous reading
     live: int | None  # what tensors occupy now
     retries: int | None  # allocations so far that failed until the allocator's cache was given back
     ooms: int | None  # allocations so far that failed for good
+    seconds: float = 0.0  # of the step
+    samples: int | None = None  # of the step
 
 
 class DeviceStats:
-    """A device's memory statistics and its clock.
-
-    `Memory_Maximizer` and `find_batch_size` take any object with these attributes and methods as device.
+    """A device's memory statistics and its clock; `Memory_Maximizer` takes any such object as device.
 
     Attributes:
         name: the device's name, for people.
@@ -68,8 +71,7 @@ class DeviceStats:
 def device_stats(device: torch.device | str | DeviceStats | None = None) -> DeviceStats:
     """The memory statistics of a device: None for the current accelerator, or the CPU where there is none."""
     if device is None:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        device = device or "cpu"
+        device = (torch.accelerator.is_available() and torch.accelerator.current_accelerator()) or "cpu"
     if not isinstance(device, torch.device | str):
         return device
     device = torch.device(device)
@@ -110,35 +112,21 @@ class ProcessStats(DeviceStats):
     kind = "process"
 
     def __init__(self) -> None:
-        super().__init__(
-            torch.device("cpu"),
-            name="CPU",
-            total=psutil.virtual_memory().total,
-            remark="resident memory of the whole process",
-        )
-        try:
-            self._reset_peak()
-        except OSError:  # another system, or a sandbox without clear_refs
-            self._has_peak = False
-            self.remark += ", seen only at each update(): peaks in between are not"
-        else:
-            self._has_peak = True
-
-    def _reset_peak(self) -> None:
-        with Path("/proc/self/clear_refs").open("wb", buffering=0) as file:
-            file.write(b"5")  # proc(5): 5 resets the peak to what is resident now
+        total, remark = psutil.virtual_memory().total, "resident memory of the whole process"
+        super().__init__(torch.device("cpu"), name="CPU", total=total, remark=remark)
+        self._remark_without_peaks = f"{remark}, seen only at each update(): peaks in between are not"
 
     def read(self) -> Reading:
-        if self._has_peak:
+        try:
             status = Path("/proc/self/status").read_bytes()
             resident = int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
-            self._reset_peak()
-        else:
-            resident = psutil.Process().memory_info().rss
+            Path("/proc/self/clear_refs").write_bytes(b"5")  # proc(5): 5 resets the peak to the present
+        except (OSError, IndexError):  # another system, or a sandbox
+            resident, self.remark = psutil.Process().memory_info().rss, self._remark_without_peaks
         return Reading(reserved=resident, allocated=None, live=None, retries=None, ooms=None)
 
     def synchronize(self) -> None:
-        """Return at once: the CPU has no queue."""
+        """Do nothing: the CPU has no queue."""
 
     def empty_cache(self) -> None:
-        """Return at once: the CPU's allocator has no cache."""
+        """Do nothing: the CPU's allocator has no cache."""

@@ -1,15 +1,14 @@
-"""Measure how full the device is while it trains, and whether allocations had to be retried.
+"""Measure how full the device is while it trains, and how often it was too full.
 
-A device that is almost full still runs, but slower: when an allocation fails, the caching allocator frees
-its cached blocks and asks the device again (a retry).
+The caching allocator then frees its cached blocks and asks the device again (a retry), which is slow.
 """
 
 import torch
 
 from fsdp_utils.distributed.agreement import agree
 from fsdp_utils.distributed.identity import get_rank, get_world_size
-from fsdp_utils.memory.device_stats import DeviceStats, device_stats
-from fsdp_utils.memory.report import MemoryReport, RankMemory, Step, known_sum
+from fsdp_utils.memory.device_stats import DeviceStats, Reading, device_stats
+from fsdp_utils.memory.report import MemoryReport, RankMemory, known_sum
 
 _WAIT_S = 10.0  # how long stop() waits for the other ranks
 
@@ -17,12 +16,10 @@ _WAIT_S = 10.0  # how long stop() waits for the other ranks
 class Memory_Maximizer:
     """Measure the memory that training uses on every rank, and the allocations that were retried.
 
-    `start()` before the first step, `update()` after each, `stop()` after the last; or use it as a context
-    manager, which starts and stops. Use it on all ranks. Where one does not come to its stop(), the others
-    wait for 10 seconds, and each reports its own memory and says so.
-
-    It resets the device's peak statistics, which belong to the whole process: read peaks from the report, not
-    from `torch.cuda.max_memory_allocated()`, and measure one thing at a time.
+    `start()` before the first step, `update()` after each, `stop()` after the last; as a context manager it
+    starts and stops. Use it on all ranks. Where one does not come to its stop(), the others wait for 10
+    seconds, and each reports its own memory and says so. It resets the device's peak statistics: read peaks
+    from the report, not from `torch.cuda.max_memory_allocated()`, and measure one thing at a time.
 
     Args:
         device: None for the current accelerator, or the CPU where there is none, of which it measures the
@@ -38,7 +35,6 @@ class Memory_Maximizer:
             mm.update(samples=len(batch))
         report = mm.stop()
         print(f"{report.max_reserved_gib:.2f} GiB in {report.steps} steps")
-        # ... GiB in 4 steps
     """
 
     def __init__(
@@ -53,16 +49,13 @@ class Memory_Maximizer:
         """Begin to measure: nothing from before is counted."""
         # Not when created: only now is it certain which device is this rank's and whether there is a group.
         self._stats = device_stats(self._device)
-        self._steps: list[Step] = []
+        self._steps: list[Reading] = []
         self._stats.synchronize()
         self._before = self._stats.read()
         self._begun = self._last = self._stats.now()
 
     def update(self, samples: int | None = None) -> None:
-        """Record the memory of the step that has ended.
-
-        Seconds are the host's, which runs ahead of an accelerator: those of a single step may be off, their
-        sum is not.
+        """Record the memory of the step that has ended, and the host's seconds: only their sum is exact.
 
         Args:
             samples: that this rank trained on in the step, for the throughput.
@@ -77,8 +70,7 @@ class Memory_Maximizer:
         """End the measurement, gather the ranks' results, and print the report.
 
         Returns:
-            The report over all ranks. `history` has this rank's steps, the rest is the same on all. A second
-            call returns the same report.
+            The report over all ranks, the same on each but for `history`. A second call returns it again.
 
         Raises:
             RuntimeError: start() was not called before.
@@ -98,13 +90,12 @@ class Memory_Maximizer:
             raise RuntimeError("Memory_Maximizer: call start() before the first update(), and before stop()")
         return self._stats
 
-    def _step(self, samples: int | None) -> Step:
+    def _step(self, samples: int | None) -> Reading:
         stats = self._measuring()
         before, self._before = self._before, stats.read()
         last, self._last = self._last, stats.now()
         retries, ooms = self._before.retries, self._before.ooms
-        return Step(
-            *self._before[:3],
+        return self._before._replace(
             retries=None if retries is None else retries - (before.retries or 0),
             ooms=None if ooms is None else ooms - (before.ooms or 0),
             seconds=self._last - last,
@@ -137,7 +128,7 @@ class Memory_Maximizer:
         ranks, alone = _of_all_ranks(mine) if error is None else ([mine], f"{type(error).__name__} ended it")
         notes = [f"rank {mine.rank} only: {alone}"] if alone else []
         notes += [stats.remark] if stats.remark else []
-        self.report = MemoryReport.of(ranks, get_world_size(), steps, notes)
+        self.report = MemoryReport.of(ranks, world_size=get_world_size(), history=steps, notes=notes)
         if self._verbose and ranks[0].rank == mine.rank:
             print(self.report)
         return self.report

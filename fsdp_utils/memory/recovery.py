@@ -1,7 +1,6 @@
 """Recovery from running out of memory in the middle of a training step, on one rank or on several.
 
-Without it the other ranks wait in a collective that the failed rank never reaches, and FSDP2 trains on from
-where the exception left it, with wrong gradients and without a word.
+Without it the other ranks wait for the failed one, and FSDP2 trains on with wrong gradients.
 """
 
 import gc
@@ -37,17 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def run_together(ranks: Ranks, step: Callable[[], object]) -> None:
-    """Run a training step that ends on all ranks as soon as it fails on one.
-
-    Before each collective of the step the ranks exchange whether one of them has failed. So all have begun
-    the same collectives, and the process group remains usable. Every rank must issue the same number of
-    collectives, as data parallel training does.
-
-    Raises:
-        StepOutOfMemory: it ran out of memory on some rank; `recover` makes the model usable again.
-        StepFailed: it failed otherwise on another rank.
-        Exception: what the step raised on this rank.
-    """
+    """Run a training step that ends on all ranks before the same collective as soon as it fails on one."""
     check = _CheckBeforeCollectives(ranks)
     try:
         with check:
@@ -61,7 +50,7 @@ def run_together(ranks: Ranks, step: Callable[[], object]) -> None:
 
 
 class _CheckBeforeCollectives(TorchDispatchMode):
-    """Exchange the ranks' states before each collective, whoever issues it: FSDP, the optimizer, the user."""
+    """Exchange the ranks' states before each collective, whoever issues it. All ranks must issue as many."""
 
     supports_higher_order_operators = True
 
@@ -90,12 +79,7 @@ class _CheckBeforeCollectives(TorchDispatchMode):
 
 
 def recover(error: BaseException) -> None:
-    """Drop the variables of the exception's frames, all gradients, and the state of FSDP2's units.
-
-    Raises:
-        StepFailed: there is a model that cannot be reset: FSDP1 that was interrupted, or FSDP2 in a torch
-            without `FSDPModule.reset_iter_state`.
-    """
+    """Drop the variables of the exception's frames, all gradients, and the state of FSDP2's units."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     from fsdp_utils.torch_internals.names import FSDPParam
@@ -105,14 +89,12 @@ def recover(error: BaseException) -> None:
         traceback.clear_frames(link.__traceback__)  # their variables hold the activations
         link = link.__context__
     gc.collect()
-
     for tensor in _alive(torch.Tensor):
         with suppress(RuntimeError):  # a view of FSDP1's whose base was changed in place has no is_leaf
             if tensor.is_leaf:
                 tensor.grad = None
     for parameter in _alive(FSDPParam):
-        # reset_iter_state leaves them [torch 2.13], and the next backward would add to them
-        parameter.unsharded_accumulated_grad = None
+        parameter.unsharded_accumulated_grad = None  # which reset_iter_state leaves [torch 2.13]
     roots = [module for module in _alive(FSDPModule) if fsdp2_is_root(module)]
     fsdp1 = any(module.training_state.name != "IDLE" for module in _alive(FullyShardedDataParallel))
     if fsdp1 or (roots and not hasattr(FSDPModule, "reset_iter_state")):
@@ -125,5 +107,4 @@ def recover(error: BaseException) -> None:
 
 
 def _alive(kind: type) -> list[Any]:
-    """All objects of this kind in the process."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

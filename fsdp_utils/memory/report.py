@@ -3,29 +3,16 @@
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdp_utils._extras import need
-from fsdp_utils.memory.device_stats import GIB
+from fsdp_utils.memory.device_stats import GIB, Reading
 
-# Rules of thumb. In the measurement that this tool began with (2022, a ViT of 1.986B parameters on A10G)
-# 93.83% of the device ran without a retry and 94.79% with nine, so these two lie below that.
+# Below what ran without a retry in the measurement that this tool began with: 93.83% (2022, ViT on A10G)
 _FULL = 0.90  # from here on a device counts as full
 _FILL_TO = 0.93
 _UNEVEN = 0.10  # a share of the device, between the fullest rank and the emptiest
 _FRAGMENTED = 0.20, 0.05  # reserved and not allocated: of what is reserved, and of the device
-
-
-class Step(NamedTuple):
-    """The readings of one update(). Bytes and seconds; None for what the device does not report."""
-
-    reserved: int  # peak in this step
-    allocated: int | None  # peak in this step
-    live: int | None  # in tensors at its end
-    retries: int | None
-    ooms: int | None
-    seconds: float
-    samples: int | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +34,6 @@ class RankMemory:
 
     @property
     def fullness(self) -> float:
-        """Peak in parts of what the rank may use, 0 to 1."""
         return self.reserved / self.total
 
 
@@ -55,50 +41,29 @@ class RankMemory:
 class MemoryReport:
     """The result of `Memory_Maximizer.stop()`, over all ranks that took part.
 
-    Memory is that of the fullest rank, which limits all others. None stands for what the device does not
-    count.
-
-    Args:
-        device: the name of the device.
-        total_gib: how much of it a rank may use.
-        world_size: the ranks in the process group, whether they took part or not.
-        steps: of the rank that took the most.
-        seconds: from start() to the end of the last step, on the slowest rank.
-        samples_per_s: of all ranks together; None unless every update() on every rank had samples.
-        max_reserved_gib: the most that the allocator held; on CPU the most that was resident.
-        max_reserved_pct: the same, in percent of total_gib.
-        max_allocated_gib: the most that tensors occupied on any rank.
-        num_alloc_retries: on all ranks together.
-        num_ooms: allocations that failed for good, on all ranks together.
-        advice: what to do, in words, most urgent first.
-        notes: remarks about the measurement itself.
-        worst: the fullest rank.
-        ranks: what each rank measured, in the order of ranks.
-        history: the steps of the rank that holds this report.
+    Memory is that of the fullest rank, which limits all others; None for what the device does not count.
     """
 
     device: str
-    total_gib: float
-    world_size: int
-    steps: int
-    seconds: float
-    samples_per_s: float | None
-    max_reserved_gib: float
-    max_reserved_pct: float
-    max_allocated_gib: float | None
-    num_alloc_retries: int | None
-    num_ooms: int | None
-    advice: list[str]
-    notes: list[str]
-    worst: RankMemory
-    ranks: list[RankMemory]
-    history: list[Step]
+    total_gib: float  # that a rank may use
+    world_size: int  # ranks in the process group, whether they took part or not
+    steps: int  # of the rank that took the most
+    seconds: float  # from start() to the end of the last step, on the slowest rank
+    samples_per_s: float | None  # of all ranks together; None unless every update() had samples
+    max_reserved_gib: float  # the most that the allocator held; on CPU the most that was resident
+    max_reserved_pct: float  # in percent of total_gib
+    max_allocated_gib: float | None  # the most that tensors occupied on any rank
+    num_alloc_retries: int | None  # on all ranks together
+    num_ooms: int | None  # allocations that failed for good, on all ranks together
+    advice: list[str]  # what to do, in words, most urgent first
+    notes: list[str]  # remarks about the measurement itself
+    worst: RankMemory  # the fullest rank
+    ranks: list[RankMemory]  # in the order of ranks
+    history: list[Reading]  # the steps of the rank that holds this report
 
     @classmethod
-    def of(
-        cls, ranks: list[RankMemory], world_size: int, history: list[Step], notes: list[str]
-    ) -> "MemoryReport":
-        """Sum up what the ranks measured."""
+    def of(cls, ranks: list[RankMemory], **others: Any) -> "MemoryReport":
+        """Sum up what the ranks measured; others: world_size, history and notes."""
         worst = max(ranks, key=lambda rank: rank.fullness)
         seconds = max(rank.seconds for rank in ranks)
         samples = known_sum(rank.samples for rank in ranks)
@@ -106,7 +71,6 @@ class MemoryReport:
         return cls(
             device=worst.device,
             total_gib=worst.total / GIB,
-            world_size=world_size,
             steps=max(rank.steps for rank in ranks),
             seconds=seconds,
             samples_per_s=samples / seconds if samples is not None and seconds else None,
@@ -116,10 +80,9 @@ class MemoryReport:
             num_alloc_retries=known_sum(rank.retries for rank in ranks),
             num_ooms=known_sum(rank.ooms for rank in ranks),
             advice=_advise(ranks, worst),
-            notes=notes,
             worst=worst,
             ranks=ranks,
-            history=history,
+            **others,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,34 +122,31 @@ class MemoryReport:
 
         figure, (memory, speed) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
         steps = range(1, len(self.history) + 1)
-        memory.plot(steps, [step.reserved / GIB for step in self.history], marker=".", label=self._held)
+        memory.plot(steps, [one.reserved / GIB for one in self.history], marker=".", label=self._held)
         if not self._on_cpu:
-            allocated = [(step.allocated or 0) / GIB for step in self.history]
+            allocated = [(one.allocated or 0) / GIB for one in self.history]
             memory.plot(steps, allocated, marker=".", label="allocated")
             memory.axhline(self.total_gib, color="black", linestyle="--", label="device")
-        with_retries = [number for number, step in zip(steps, self.history, strict=True) if step.retries]
+        with_retries = [number for number, one in zip(steps, self.history, strict=True) if one.retries]
         for number in with_retries:
             memory.axvline(number, color="tab:red", alpha=0.6)
-        memory.set(xlabel="step", ylabel="GiB", title=f"{len(with_retries)} steps with retries (red)")
+        title = f"{len(with_retries)} steps with retries (red)"
+        memory.set(xlabel="step", ylabel="GiB", title=title, ylim=(0, None))
         memory.legend()
-        speeds, unit = [step.seconds for step in self.history], "seconds"
+        speeds, unit = [one.seconds for one in self.history], "seconds"
         if self.samples_per_s is not None:
-            speeds, unit = [(step.samples or 0) / step.seconds for step in self.history], "samples/s"
+            speeds, unit = [(one.samples or 0) / one.seconds for one in self.history], "samples/s"
         speed.plot(steps, speeds, marker=".", color="tab:green")
-        speed.set(xlabel="step", ylabel=unit, title="each step")
-        for axes in (memory, speed):
-            axes.set_ylim(bottom=0)
+        speed.set(xlabel="step", ylabel=unit, title="each step", ylim=(0, None))
         plt.close(figure)  # a notebook would show it a second time
         return figure
 
     @property
     def _on_cpu(self) -> bool:
-        """Whether it is the resident memory of processes."""
         return self.worst.kind == "process"
 
     @property
     def _held(self) -> str:
-        """The word for what was held from the device."""
         return "resident" if self._on_cpu else "reserved"
 
     def _throughput(self) -> str:
@@ -205,7 +165,6 @@ def known_sum(counts: Iterable[int | None]) -> int | None:
 
 
 def _advise(ranks: list[RankMemory], worst: RankMemory) -> list[str]:
-    """Say what to change about batch size, allocator and sharding, most urgent first."""
     if not any(rank.steps for rank in ranks):
         return ["Nothing was measured: call start() before the first step and update() after each."]
     if worst.kind == "process":

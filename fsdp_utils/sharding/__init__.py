@@ -1,9 +1,4 @@
-"""FSDP units: choose them, find them, check them; names without wrappers; the part a rank holds.
-
-`shard` wraps a model with FSDP2 (wrapping.py), `transformer_block_classes` gives the classes for FSDP1's
-policy (blocks.py), `check_sharding` finds mistakes in how a model was wrapped: checks.py has the table of
-its checks.
-"""
+"""FSDP units: choose them, find them, check them; names without wrappers; the part a rank holds."""
 
 from fsdp_utils._lazy import attach
 

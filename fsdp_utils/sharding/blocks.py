@@ -1,7 +1,7 @@
 """Find the transformer blocks of a model."""
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -10,10 +10,8 @@ from fsdp_utils.sharding.names import plain_name, unwrapped
 from fsdp_utils.sharding.units import find_units, parameter_sizes, within
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# A repeated class with less than this share of the parameters in blocks does not need units ...
-SMALL = 0.1
-# ... unless all of it, which the root's unit would keep gathered, is as large as this part of a block
-OF_A_BLOCK = 0.5
+SMALL = 0.1  # a repeated class with less than this share of the parameters in blocks needs no units ...
+_OF_A_BLOCK = 0.5  # ... unless all of it, which the root would keep gathered, is as large as this part of one
 
 
 def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
@@ -38,21 +36,27 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
         for block in transformer_block_classes(model):
             print(block.__name__)  # Block
     """
+    # transformers: None or class names, in a composite model of its parts
+    lists = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
+    containers = [module for module in model.modules() if isinstance(module, _CONTAINERS)]
+    contained = [child for one in containers for child in map(unwrapped, one.children())]
+    counts = Counter(_class_of(child) for child in contained if not _is_single_layer(child))
+    named_classes = {cls for cls in counts if cls.__name__ in set().union(*lists)}
+    named = {child for child in contained if _class_of(child) in named_classes}
+
+    def may_be_block(module: nn.Module) -> bool:
+        return module in named or (counts[_class_of(module)] > 1 and named.isdisjoint(module.modules()))
+
     by_unit = parameter_sizes(model, find_units(model, also_empty=True))
     parameters = {name: size for some in by_unit.values() for name, size in some.items()}
-    sizes: Counter[type[nn.Module]] = Counter()
-    blocks: Counter[type[nn.Module]] = Counter()
-    classes = set()
-    for name, block, is_named in _candidates(model):
-        cls = _class_of(block)
-        sizes[cls] += sum(within(name, parameters).values())
-        blocks[cls] += 1
-        if is_named:
-            classes.add(cls)
-    total = sum(sizes.values())
-    classes |= {cls for cls, size in sizes.items() if size > 0 and size >= SMALL * total}
-    largest = max((sizes[cls] / blocks[cls] for cls in classes), default=0)
-    classes |= {cls for cls, size in sizes.items() if size > 0 and size >= OF_A_BLOCK * largest}
+    sizes: dict[type[nn.Module], list[int]] = defaultdict(list)
+    for name, block in _outermost(model, may_be_block):
+        sizes[_class_of(unwrapped(block))].append(sum(within(name, parameters).values()))
+    classes = named_classes & sizes.keys()
+    of_class = {cls: sum(some) for cls, some in sizes.items() if any(some)}
+    classes |= {cls for cls, size in of_class.items() if size >= SMALL * sum(of_class.values())}
+    largest = max((of_class.get(cls, 0) / len(sizes[cls]) for cls in classes), default=0)
+    classes |= {cls for cls, size in of_class.items() if size >= _OF_A_BLOCK * largest}
     if not classes:
         raise ValueError(
             f"{_class_of(model).__name__}: found no transformer blocks. Expected a class that stands at "
@@ -60,34 +64,6 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
             "part of the model a class, or call fully_shard on its parts yourself."
         )
     return classes
-
-
-def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The outermost modules that may be blocks: name, module, and whether the model names its class."""
-    # transformers: None or class names. Some may not occur in this model, or be embeddings. In a composite
-    # model, its parts have them.
-    lists = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
-    contained = [
-        child
-        for parent in model.modules()
-        if isinstance(parent, _CONTAINERS)
-        for child in map(unwrapped, parent.children())
-        if not _is_single_layer(child)
-    ]
-    counts = Counter(map(_class_of, contained))
-    named = {child for child in contained if _class_of(child).__name__ in set().union(*lists)}
-
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, bool]]:
-        for child_name, wrapped in module.named_children():
-            name, child = plain_name(prefix, child_name), unwrapped(wrapped)
-            if child in named:
-                yield name, child, True
-            elif counts[_class_of(child)] > 1 and named.isdisjoint(child.modules()):
-                yield name, child, False
-            else:
-                yield from walk(child, name)
-
-    return walk(unwrapped(model), "")
 
 
 def _is_single_layer(module: nn.Module) -> bool:
@@ -102,15 +78,19 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
     return line[line.index(FSDPModule) + 1] if FSDPModule in line else line[0]
 
 
-def outermost(
-    model: nn.Module, classes: tuple[type[nn.Module], ...], prefix: str = ""
+def outermost(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks by name, with the checkpoint wrapper around a block if it has one."""
+    return _outermost(model, lambda module: isinstance(module, classes))
+
+
+def _outermost(
+    module: nn.Module, wanted: Callable[[nn.Module], bool], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks by name, with the checkpoint wrapper around a block if it has one."""
-    for name, child in model.named_children():
-        if isinstance(unwrapped(child), classes):
+    for name, child in module.named_children():
+        if wanted(unwrapped(child)):
             yield plain_name(prefix, name), child
         else:
-            yield from outermost(child, classes, plain_name(prefix, name))
+            yield from _outermost(child, wanted, plain_name(prefix, name))
 
 
 def by_shared_parameters(blocks: list[nn.Module]) -> list[tuple[list[nn.Module], set[nn.Parameter]]]:

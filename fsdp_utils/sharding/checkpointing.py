@@ -26,8 +26,7 @@ _KEPT = {
 def selective(*, every_other: bool = True) -> Callable[[], Any]:
     """Keep the results of attention and of matrix products (every other one); compute the rest again.
 
-    Source: torchtitan/distributed/activation_checkpoint.py as of 2025. Here addmm and the experts'
-    _grouped_mm count as products, too.
+    Source: torchtitan/distributed/activation_checkpoint.py as of 2025, which counts only mm as a product.
     """
 
     def contexts() -> Any:
@@ -46,14 +45,7 @@ def selective(*, every_other: bool = True) -> Callable[[], Any]:
 
 
 def compute_again(blocks: Sequence[nn.Module], checkpointing: str | int) -> None:
-    """Make backward compute the forward of each block, or of every n-th, again.
-
-    Replaces the block's forward instead of wrapping the block: names and classes stay, and the parameters are
-    gathered once for both, as fully_shard's hooks stay outside.
-
-    Raises:
-        ValueError: an unknown value of checkpointing.
-    """
+    """Replace the forward of each block, or of every n-th; inside fully_shard's hooks, which gather once."""
     every = 1 if checkpointing in ("full", "selective") else checkpointing
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Check how a model was wrapped, and how it is about to be trained: `_CHECKS` is the table of the checks."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,10 +32,6 @@ _HASH_S = 600.0  # that another rank may take longer to hash its copies
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
-class _NotComparedError(RuntimeError):
-    """A rank did not take part."""
-
-
 @dataclass
 class _Wrapped:
     """The subject of the checks."""
@@ -51,9 +48,8 @@ class _Wrapped:
 def check_sharding(model: nn.Module, optimizer: Optimizer | None = None) -> list[str]:
     """Find mistakes in how a model was wrapped, and say how to mend them.
 
-    Changes nothing. Call it on every rank: where all ranks share the model, buffers, and parameters of which
-    several ranks hold a copy, are compared between them. A rank that no other one joins within five seconds
-    says so in the result, and that nothing was compared.
+    Changes nothing. Call it on every rank: where all share the model, buffers and replicated parameters are
+    compared between them. A rank that no other one joins within five seconds says so in the result.
 
     Args:
         model: after FSDP1, FSDP2 or DDP was applied.
@@ -84,22 +80,23 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
     if not units:  # DDP
         return
     if loose:
-        cure = (
-            "Wrap the whole model in FSDP." if units[0].fsdp1 else "Call fully_shard(model) after its parts."
-        )
         yield (
             f"{len(loose)} parameters are in no unit (such as {next(iter(loose))}): they are not sharded and "
-            f"their gradients are not averaged over the ranks. {cure}"
+            "their gradients are not averaged over the ranks. "
+            + (
+                "Wrap the whole model in FSDP."
+                if units[0].fsdp1
+                else "Call fully_shard(model) after its parts."
+            )
         )
         return
     root = units[0]
     if root.name != ROOT and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
         return  # several sharded models side by side have no common root
-    try:
+    classes: set[type[nn.Module]] = set()
+    with suppress(ValueError):
         classes = transformer_block_classes(model)
-    except ValueError:
-        classes = set()
-    blocks = dict(outermost(model, tuple(classes))) if classes else {}
+    blocks = dict(outermost(model, tuple(classes)))
     kinds = " and ".join(sorted(cls.__name__ for cls in classes)) or "part"
     cure = (
         "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
@@ -226,17 +223,13 @@ def _gradient_sync(wrapped: _Wrapped) -> Iterator[str]:
             "keeps its own gradients. Before a step's last micro-batch call "
             "model.set_requires_gradient_sync(True); with FSDP1 and DDP, leave model.no_sync()."
         )
-
-
-def _hybrid_alone(wrapped: _Wrapped) -> Iterator[str]:
-    """Source: https://github.com/volcengine/verl/issues/7493."""
     alone = [
         name
         for name, unit in wrapped.modules(FSDP1).items()
         if (replicas := fsdp1_replicas(unit)) and replicas.size() > 1
         if dist.get_world_size(unit.process_group) == 1
     ]
-    if alone:
+    if alone:  # Source: https://github.com/volcengine/verl/issues/7493
         yield (
             f"HYBRID_SHARD over groups of one rank in {len(alone)} FSDP1 units (such as {alone[0]}): FSDP1 "
             "averages its gradients with no other rank. Put at least two ranks into a shard group, or use "
@@ -248,7 +241,7 @@ def _copies(wrapped: _Wrapped) -> Iterator[str]:
     """Buffers, and parameters that several ranks hold, that differ; compared if all ranks share the model."""
     if not has_peers() or len(_ranks_of(wrapped)) < dist.get_world_size():
         return
-    parameters = {name: copy for name, copy in parameter_copies(wrapped.model).items() if copy.groups}
+    parameters = {name: copy for name, copy in parameter_copies(wrapped.model).items() if copy.replicated}
     # DDP gives all ranks the first one's buffers at the next forward.
     by_ddp = any(module.broadcast_buffers for module in wrapped.modules(DDP).values())
     buffers = {} if by_ddp else buffer_copies(wrapped.model)
@@ -256,10 +249,10 @@ def _copies(wrapped: _Wrapped) -> Iterator[str]:
         return
     waits = {"wait_s": _WAIT_S, "collective_s": _HASH_S}
     try:
-        ranks = agree("check_sharding", dict, error=_NotComparedError, topic="sharding", **waits)
+        ranks = agree("check_sharding", dict, error=RuntimeError, topic="sharding", **waits)
         with ranks.guard(), torch.inference_mode(False):  # in which a DTensor cannot be detached
             differ = differing({**parameters, **buffers}, ranks)
-    except _NotComparedError as error:
+    except RuntimeError as error:
         yield f"Buffers and copies of parameters were not compared between the ranks. {error}"
         return
     if some := {name: said for name, said in differ.items() if name in parameters}:
@@ -289,4 +282,4 @@ def _ranks_of(wrapped: _Wrapped) -> set[int]:
     return found.union(*map(dist.get_process_group_ranks, groups))
 
 
-_CHECKS = (_units, _ties, _rows, _optimizer, _master_weights, _gradient_sync, _hybrid_alone, _copies)
+_CHECKS = (_units, _ties, _rows, _optimizer, _master_weights, _gradient_sync, _copies)

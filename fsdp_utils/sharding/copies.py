@@ -1,9 +1,9 @@
-"""Compare and broadcast tensors of which several ranks hold a copy, such as hybrid sharding's replicas.
+"""Compare tensors of which several ranks hold a copy, such as hybrid sharding's replicas; make them equal.
 
-Nothing in training compares such copies. Where they differ, gradients are averaged over models that are not
-the same, and a checkpoint stores some ranks' values and drops the others'.
+Where they differ, gradients are averaged over different models, and a checkpoint drops some ranks' values.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from fsdp_utils.distributed.agreement import Ranks, fingerprint, has_peers, rank_names
 from fsdp_utils.sharding.local_part import is_readable, local, view
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, fsdp1_replicas, registered_flat
 
-WHOLE = "whole"
 _SHOWN = 3  # names in one sentence
 
 
@@ -29,63 +27,57 @@ class Copy(NamedTuple):
     """This rank's part of a tensor, which other ranks may hold too."""
 
     tensor: Tensor
-    place: str  # the same on all ranks that should hold the same values; WHOLE for a plain tensor
-    groups: tuple[Any, ...]  # process groups of those ranks, one for each replicated dimension
+    place: str  # the same on all ranks that should hold the same values
+    replicated: bool  # False: another model's ranks may hold it, and need not be here
 
 
 def parameter_copies(model: nn.Module) -> dict[str, Copy]:
     """Collect the parameters of which another rank may hold this rank's part, by plain name."""
     units = {param: unit for unit in model.modules() if isinstance(unit, FSDP1) for param in _flat(unit)}
-    return _found(
-        (plain_name(name), _fsdp1_copy(param, units[param]) if param in units else _copy(param))
-        for name, param in model.named_parameters()
-    )
+    found = copies_of((plain_name(name), p) for name, p in model.named_parameters() if p not in units)
+    for name, param in model.named_parameters():
+        if unit := units.get(param):
+            handle, replicas = fsdp1_handle(unit), fsdp1_replicas(unit)
+            if replicas is not None or not (handle and handle.uses_sharded_strategy):
+                # Ranks of other groups may hold other parts, as of tensor parallelism.
+                ranks = dist.get_process_group_ranks(replicas or unit.process_group)
+                found[plain_name(name)] = Copy(param, f"flat of ranks {ranks}", replicated=True)
+    return found
 
 
 def buffer_copies(model: nn.Module) -> dict[str, Copy]:
     """Collect all buffers, by plain name: FSDP shards none of them."""
-    return _found((plain_name(name), _copy(buffer)) for name, buffer in model.named_buffers())
+    return copies_of((plain_name(name), buffer) for name, buffer in model.named_buffers())
 
 
-def dtensor_copies(tensors: Mapping[str, Tensor]) -> dict[str, Copy]:
-    """Collect the DTensors of which another rank may hold this rank's part, by name."""
-    return _found((name, _copy(tensor)) for name, tensor in tensors.items() if isinstance(tensor, DTensor))
-
-
-def _found(copies: Iterable[tuple[str, Copy | None]]) -> dict[str, Copy]:
+def copies_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Copy]:
+    """Collect the tensors of which another rank may hold this rank's part, by name."""
+    copies = ((name, _copy(tensor)) for name, tensor in tensors if is_readable(local(tensor)))
     return {name: copy for name, copy in copies if copy is not None}
 
 
-def state_copies(parameters: Mapping[str, Copy], optimizers: Iterable[Optimizer]) -> dict[str, Copy]:
-    """Collect what optimizers hold of them: scalars, and tensors that are sharded as the parameters are."""
-    states = [one.state for one in optimizers]
-    return {
-        f"{name}.{key}": copy._replace(tensor=value)
-        for name, copy in parameters.items()
-        for state in states
-        if copy.tensor in state
-        for key, value in state[copy.tensor].items()
-        if isinstance(value, Tensor)
-        and (not value.dim() or isinstance(value, DTensor) == isinstance(copy.tensor, DTensor))
-    }
+def _copy(tensor: Tensor) -> Copy | None:
+    if not isinstance(tensor, DTensor):
+        return Copy(tensor, "whole", replicated=True)
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    replicated = len(sharded) < mesh.ndim
+    if coordinate is None or not (replicated or mesh.size() < dist.get_world_size()):
+        return None
+    place = " ".join(f"{tensor.placements[dim]} {coordinate[dim]}/{mesh.size(dim)}" for dim in sharded)
+    return Copy(tensor, place or "replicated", replicated)
 
 
-def inventory(copies: Mapping[str, Copy]) -> str:
-    """Hash the names, dtypes and shapes: broadcasts pair up on ranks where it is the same."""
-    return fingerprint(
-        [f"{name} {one.tensor.dtype} {list(one.tensor.shape)}" for name, one in sorted(copies.items())]
-    )
+def _flat(unit: FSDP1) -> list[Tensor]:
+    handle = fsdp1_handle(unit)
+    return [] if handle is None else [registered_flat(handle), *Flat(handle.flat_param).params]
 
 
 def differing(copies: Mapping[str, Copy], ranks: Ranks) -> dict[str, str]:
-    """Compare the copies' bits by their hashes; all ranks take part, and return the same.
+    """Say by name which ranks hold other values than which; all ranks take part, and return the same.
 
-    Digests of single tensors travel only where that of all of them together differs. A tensor on an
-    accelerator is copied to the host to be hashed: torch.hash_tensor is an xor of the elements, which does
-    not change when two of them are swapped, or both change their sign.
-
-    Returns:
-        By name, which ranks hold other values than which, in words; empty when all copies are equal.
+    Digests of single tensors travel only where that of all of them together differs. Not torch.hash_tensor:
+    its xor of the elements stays when two of them are swapped, or both change their sign.
     """
     mine: dict[str, dict[str, str]] = {}  # digests by place and name
 
@@ -98,16 +90,18 @@ def differing(copies: Mapping[str, Copy], ranks: Ranks) -> dict[str, str]:
     places = sorted(set().union(*together))
     odd = [place for place in places if len({one[place] for one in together if place in one}) > 1]
     each = ranks.all(lambda: {place: mine[place] for place in odd if place in mine}) if odd else []
-    usual: dict[tuple[str, str], tuple[int, str]] = {}  # the first rank that holds that tensor, its digest
-    expected: dict[str, set[int]] = {}
-    others: dict[str, set[int]] = {}
+    holders: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(dict)  # ranks by digest
     for rank, of_rank in enumerate(each):
         for place, digests in of_rank.items():
             for name, found in digests.items():
-                first, value = usual.setdefault((place, name), (rank, found))
-                if found != value:
-                    expected.setdefault(name, set()).add(first)
-                    others.setdefault(name, set()).add(rank)
+                holders[name, place].setdefault(found, []).append(rank)
+    expected: dict[str, set[int]] = defaultdict(set)
+    others: dict[str, set[int]] = defaultdict(set)
+    for (name, _), by_digest in holders.items():
+        first, *odd_ranks = by_digest.values()
+        if odd_ranks:
+            expected[name].add(first[0])
+            others[name].update(*odd_ranks)
     return {
         name: f"{name!r} on {rank_names(sorted(who))} differs from {rank_names(sorted(expected[name]))}"
         for name, who in sorted(others.items())
@@ -120,82 +114,32 @@ def in_words(differences: Mapping[str, str]) -> str:
     return "; ".join([*differences.values()][:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
+@torch.no_grad()
 def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all replicas the parameters and buffers of the first, as DDP does; those on meta have none.
-
-    Args:
-        model: sharded over the mesh just now.
-        mesh: with one dimension there are no replicas.
-
-    Raises:
-        RuntimeError: on every rank: replicas hold values of other parameters and buffers.
-    """
+    """Give all replicas the parameters and buffers of the first, as DDP does; those on meta have none."""
     if mesh.ndim == 1 or not has_peers():
         return
     group = mesh.get_group(0)
-    copies = {**parameter_copies(model), **buffer_copies(model)}
+    named = sorted({**parameter_copies(model), **buffer_copies(model)}.items())
+    mine = fingerprint([f"{name} {copy.tensor.dtype} {list(copy.tensor.shape)}" for name, copy in named])
     found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, inventory(copies), group=group)
+    dist.all_gather_object(found, mine, group=group)
     if len(set(found)) > 1:
         raise RuntimeError(
             "shard: expected the same parameters and buffers in all replicas, found other names, dtypes or "
             f"shapes, or values in some only, among ranks {dist.get_process_group_ranks(group)}. Build the "
             "model alike on all ranks, or on meta on all."
         )
-    broadcast({name: copy._replace(groups=(group,)) for name, copy in copies.items()})
-
-
-@torch.no_grad()
-def broadcast(copies: Mapping[str, Copy]) -> None:
-    """Give all holders of a place the values of the first of them, in place. A collective of their groups.
-
-    All holders of a place must have the same inventory() there.
-    """
-    for _, copy in sorted(copies.items()):
+    for _, copy in named:
         part = local(copy.tensor.detach())
-        # Of what expand() has repeated, one of each.
-        part = part[tuple(slice(None if stride else 1) for stride in part.stride())]
-        for group in copy.groups:
-            sent = part.resolve_conj().resolve_neg().contiguous()
-            if part.device.type == "cpu" and dist.get_backend(group) == "nccl":  # offloaded
-                sent = sent.to(torch.accelerator.current_accelerator())
-            if sent.numel():  # as bytes: gloo does not know every dtype
-                dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
-            if sent is not part:
-                part.copy_(sent)
-
-
-def _copy(tensor: Tensor) -> Copy | None:
-    """None where no other rank can hold this rank's part, or it cannot be read."""
-    if not is_readable(local(tensor)):
-        return None
-    if not isinstance(tensor, DTensor):
-        return Copy(tensor, WHOLE, (dist.group.WORLD,))
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    if coordinate is None or not (replicated or mesh.size() < dist.get_world_size()):
-        return None
-    sharded = [
-        f"{placement} {coordinate[dim]}/{mesh.size(dim)}"
-        for dim, placement in enumerate(tensor.placements)
-        if dim not in replicated
-    ]
-    return Copy(tensor, " ".join(sharded) or "replicated", tuple(mesh.get_group(dim) for dim in replicated))
-
-
-def _fsdp1_copy(param: Tensor, unit: FSDP1) -> Copy | None:
-    handle, replicas = fsdp1_handle(unit), fsdp1_replicas(unit)
-    assert handle is not None
-    if replicas is None and handle.uses_sharded_strategy:
-        return None
-    # Ranks of other groups may hold other parts, as of tensor parallelism.
-    group = unit.process_group if replicas is None else replicas
-    return Copy(param, f"flat of ranks {dist.get_process_group_ranks(group)}", (group,))
-
-
-def _flat(unit: FSDP1) -> list[Tensor]:
-    handle = fsdp1_handle(unit)
-    return [] if handle is None else [registered_flat(handle), *Flat(handle.flat_param).params]
+        part = part[tuple(slice(None if stride else 1) for stride in part.stride())]  # expand() repeats
+        sent = part.resolve_conj().resolve_neg().contiguous()
+        if part.device.type == "cpu" and dist.get_backend(group) == "nccl":  # offloaded
+            sent = sent.to(torch.accelerator.current_accelerator())
+        if sent.numel():  # as bytes: gloo does not know every dtype
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
+        if sent is not part:
+            part.copy_(sent)
 
 
 def digest(tensor: Tensor) -> str:

@@ -11,32 +11,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.torch_internals.fsdp import (
-    Flat,
-    fsdp1_dtypes,
-    fsdp1_handle,
-    fsdp2_groups,
-    fsdp2_state,
-)
+from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_dtypes, fsdp1_handle, fsdp2_groups, fsdp2_state
 
 ROOT = "(root)"  # the name of the model itself; no submodule can be called so
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One FSDP unit.
+    """One FSDP unit."""
 
-    Args:
-        name: of its module, without wrappers; ROOT for the model itself.
-        modules: those that share it: one, or the list that fully_shard was given.
-        parts: what in torch holds its parameters: FSDP2's parameter groups, or FSDP1's handle; empty where
-            all parameters are in units within.
-        fsdp1: which of the two.
-    """
-
-    name: str
-    modules: tuple[nn.Module, ...]
-    parts: tuple[Any, ...]
+    name: str  # of its module, without wrappers; ROOT for the model itself
+    modules: tuple[nn.Module, ...]  # one, or the list that fully_shard was given
+    parts: tuple[Any, ...]  # FSDP2's parameter groups, or FSDP1's handle; empty if all is in units within
     fsdp1: bool
 
     @property
@@ -51,41 +37,25 @@ class Unit:
 
 
 def find_units(model: nn.Module, *, also_empty: bool = False) -> list[Unit]:
-    """The model's FSDP units, outer before inner.
-
-    Args:
-        model: sharded or not.
-        also_empty: with those that hold no parameters themselves, such as a root around blocks.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    units = []
-    seen: set[int] = set()  # FSDP2's states: modules that were sharded together, as a list, have one
-    for module, name in names.items():
+    """Find the model's FSDP units, outer before inner; also_empty: with those that hold no parameters."""
+    names = {module: plain_name(name) or ROOT for name, module in model.named_modules()}
+    units: dict[int, Unit] = {}  # by FSDP2's state, which modules share that were sharded as a list
+    for module in names:
+        modules: Any = (module,)
         if isinstance(module, FSDP1):
-            handle = fsdp1_handle(module)
-            unit = Unit(plain_name(name) or ROOT, (module,), () if handle is None else (handle,), fsdp1=True)
-        elif isinstance(module, FSDPModule) and id(state := fsdp2_state(module)) not in seen:
-            seen.add(id(state))
-            parts = tuple(fsdp2_groups(module))
-            modules: Any = parts[0].modules if parts else (module,)
-            together = (plain_name(names.get(one, "")) or ROOT for one in modules)
-            unit = Unit(", ".join(together), modules, parts, fsdp1=False)
+            key, parts = id(module), tuple(filter(None, [fsdp1_handle(module)]))
+        elif isinstance(module, FSDPModule):
+            key, parts = id(fsdp2_state(module)), tuple(fsdp2_groups(module))
+            modules = parts[0].modules if parts else modules
         else:
             continue
-        if unit.parts or also_empty:
-            units.append(unit)
-    return units
+        name = ", ".join(names.get(one, ROOT) for one in modules)
+        units.setdefault(key, Unit(name, modules, parts, isinstance(module, FSDP1)))
+    return [unit for unit in units.values() if unit.parts or also_empty]
 
 
 def parameter_sizes(model: nn.Module, units: list[Unit]) -> dict[Unit | None, dict[str, int]]:
-    """Elements of each full parameter, by unit and plain name; those that are in no unit under None.
-
-    A tied parameter has several names and counts once.
-
-    Args:
-        model: sharded or not.
-        units: all of them, `find_units(model, also_empty=True)`.
-    """
+    """Elements of each full parameter, once if tied, by unit (also empty; None: no unit) and plain name."""
     of_module = {module: unit for unit in units for module in unit.modules}
     sizes: dict[Unit | None, dict[str, int]] = {unit: {} for unit in (*units, None)}
     unit_at: dict[str, Unit | None] = {}
@@ -112,10 +82,9 @@ def within(module: str, sizes: dict[str, int]) -> dict[str, int]:
 def parents(units: list[Unit]) -> set[str]:
     """Names of the units, and of the model, that hold other units."""
     owner = {name: unit.name for unit in units for name in unit.name.split(", ")}
-    found = {ROOT} if any(unit.name != ROOT for unit in units) else set()
+    found = {ROOT} if owner.keys() - {ROOT} else set()
     for inner, name in owner.items():
         outer = inner
         while outer := outer.rpartition(".")[0]:
-            if owner.get(outer, name) != name:
-                found.add(owner[outer])
+            found |= {owner.get(outer, name)} - {name}
     return found

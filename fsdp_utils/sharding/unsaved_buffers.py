@@ -42,18 +42,12 @@ def samples(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def changed(model: nn.Module, saved: object) -> list[str]:
-    """Name the buffers that have the shape, but not the values, that samples() took of the saved model.
-
-    Args:
-        saved: from samples(), of a file that may be damaged or older; what is not understood is passed over.
-    """
-    if not isinstance(saved, dict):
-        return []
+def changed(model: nn.Module, saved: Any) -> list[str]:
+    """Name the buffers that have the shape, but not the values, that samples() took of the saved model."""
     return [name for name, found in samples(model).items() if name in saved and _differ(found, saved[name])]
 
 
-def warning_of(model: nn.Module, saved: object) -> str:
+def warning_of(model: nn.Module, saved: Any) -> str:
     """Say which buffers may never have been computed; "" if all are as they were when the model was saved."""
     if not (names := changed(model, saved)):
         return ""
@@ -66,16 +60,16 @@ def warning_of(model: nn.Module, saved: object) -> str:
     )
 
 
-def _differ(found: list[Any], saved: Any) -> bool:
-    try:
-        shape, values = saved
-        pairs = [(float(a), float(b)) for a, b in zip(found[1], values, strict=True)]
-    except (TypeError, ValueError):
+def _differ(found: list[Any], saved: list[Any]) -> bool:
+    """Where one of the models holds it in fp16 or bf16, masks are -inf there and 1e-8 is 0: no difference."""
+    (shape, now), (saved_shape, before) = found, saved
+    a, b = (
+        torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")
+        for values in (now, before)
+    )
+    if shape != saved_shape or a.shape != b.shape:
         return False
-    return shape == found[0] and not all(_same(a, b) for a, b in pairs)
-
-
-def _same(a: float, b: float) -> bool:
-    """Also where one of the models holds it in fp16 or bf16, in which masks are -inf and 1e-8 is 0."""
-    rounded = [torch.tensor([a, b]).to(dtype).tolist() for dtype in (torch.float16, torch.bfloat16)]
-    return math.isclose(a, b, rel_tol=_RELATIVE) or (a != a and b != b) or any(x == y for x, y in rounded)
+    same = torch.isclose(a, b, rtol=_RELATIVE, atol=0, equal_nan=True)
+    for dtype in (torch.float16, torch.bfloat16):
+        same |= a.to(dtype) == b.to(dtype)
+    return not same.all()

@@ -1,11 +1,6 @@
-"""Wrap a model with FSDP2, block by block.
+"""Wrap a model with FSDP2, block by block: so only a block or two hold full parameters at a time."""
 
-A unit is what FSDP gathers, computes and frees in one piece. For a transformer the right unit is the block:
-gathered one after the other, only a block or two hold full parameters at a time.
-"""
-
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal
@@ -47,40 +42,34 @@ def shard(
     block that shares one with the rest of the model (tied weights) stays in the root's unit. Scalar
     parameters, which FSDP2 cannot shard, stay on each rank in full; their gradients are averaged in backward.
 
-    Embedding, last norm and head stay in the root's unit, which is held in full for the whole step: a loss
-    that is fused with the head reads its weight without calling it. Where they are large and your loss calls
-    the head, give fully_shard the embedding, and then [norm, head], before.
+    Embedding, last norm and head stay in the root's unit, which is held in full for the whole step. Where
+    they are large and your loss calls the head, give fully_shard the embedding, then [norm, head], before.
 
-    A parameter is cut between rows if that gives each rank its share to within 5% of padding. Else, as for 8
-    experts on 32 ranks, it is cut along the first dimension that the ranks divide; torch then copies it once
-    more at each all-gather, and its gradient. One without such a dimension stays cut between rows, with
-    padding; check_sharding says where that takes much memory.
+    A parameter is cut between rows if that gives each rank its share to within 5% of padding, else (8 experts
+    on 32 ranks) along the first dimension that the ranks divide, which costs a copy at each all-gather. If
+    there is none, it is padded; check_sharding says where that takes much memory.
 
     Args:
         model: changed in place.
         mesh: 1-D, or for "hybrid" 2-D with named dimensions (replicate, shard). None is all ranks.
         strategy: "full": parameters are freed after a block's forward and gathered again in backward.
             "grad_op": they stay until backward. "hybrid": as "full" within the mesh's second dimension,
-            replicated over the first; all replicas get the first one's parameters and buffers, as in DDP,
-            unless they are on the meta device.
-        mp_policy: mixed precision, for every unit; output_dtype for the model's output alone, as norm
-            and head compute in param_dtype.
+            replicated over the first; all replicas get the first one's values, unless on the meta device.
+        mp_policy: mixed precision, for every unit; output_dtype for the model's output alone.
         offload_policy: CPUOffloadPolicy(...), for every unit.
-        checkpointing: compute activations of blocks again in backward, while they train, without a cache of
-            keys and values. "full": of every block. "selective": of every block, but keep the results of
-            attention and of every other matrix product. n: of every n-th block, from the first on. What a
-            block counts in its buffers counts twice. torch.compile the blocks before this call or after it.
+        checkpointing: compute activations of blocks again in backward, without a cache of keys and values.
+            "full": of every block. "selective": keep the results of attention and of every other matrix
+            product. n: of every n-th block. What a block counts in its buffers counts twice.
 
     Returns:
-        The model. Each parameter, but scalars, is now a DTensor with its full shape, split along one
-        dimension over the mesh. Names are those of the model before.
+        The model. Each parameter but scalars is a DTensor now, with its full shape and its name.
 
     Raises:
         ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
             or is sharded already. The model is unchanged then, and after a TypeError.
         TypeError: offload_policy is not an OffloadPolicy.
-        RuntimeError: there is no process group; this torch trains FSDP2 wrongly on ranks without a GPU; or,
-            on every rank, replicas hold other parameters and buffers (build the model anew then).
+        RuntimeError: there is no process group; this torch is too old for gloo; or, on every rank, replicas
+            hold other parameters and buffers (build the model anew then).
 
     Example::
 
@@ -100,25 +89,20 @@ def shard(
         compute_again(blocks, checkpointing)
     scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     ranks = mesh.size(mesh.ndim - 1)
-    options: dict[str, Any] = {"mesh": mesh}
-    if any(p.dim() and dimension(p.shape, ranks) for p in model.parameters()):
-        # It holds no parameter, so that each unit's full parameters are freed when the unit is sharded.
-        options["shard_placement_fn"] = lambda p: (
-            None if isinstance(p, DTensor) else Shard(dimension(p.shape, ranks))
-        )
+    policy = mp_policy or MixedPrecisionPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload_policy or OffloadPolicy()}
+    options["shard_placement_fn"] = lambda p: (
+        None if isinstance(p, DTensor) else Shard(dimension(p.shape, ranks))
+    )
     if scalars:
         options["ignored_params"] = set(map(model.get_parameter, scalars))
-    if offload_policy is not None:
-        options["offload_policy"] = offload_policy
-    of_blocks = {**options, "reshard_after_forward": strategy != "grad_op"}
-    if mp_policy is not None:
-        options["mp_policy"] = mp_policy
-        of_blocks["mp_policy"] = replace(mp_policy, output_dtype=None)
+    of_blocks = {**options, "mp_policy": replace(policy, output_dtype=None)}
     for unit in _units(model, blocks):
-        fully_shard(unit[0] if len(unit) == 1 else unit, **of_blocks)
+        part = unit[0] if len(unit) == 1 else unit
+        fully_shard(part, reshard_after_forward=strategy != "grad_op", **of_blocks)
     if strategy == "grad_op":
         options["reshard_after_forward"] = False  # else torch's default, which is the same for a root
-    fully_shard(model, **options)
+    fully_shard(model, mp_policy=policy, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_gather_what_can_train, prepend=True)
@@ -195,11 +179,7 @@ def _units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _gather_what_can_train(unit: Any, _: Any) -> None:
-    """Under torch.inference_mode, gather the unit before FSDP2 does.
-
-    FSDP2 makes the memory for the full parameters once, at the first gather. If that is in inference mode,
-    no training can use it, and parameters that are cut along another dimension than 0 cannot be gathered.
-    """
+    """Gather the unit outside of inference mode: FSDP2 keeps the memory, which no training could use."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             unit.unshard()
@@ -208,7 +188,6 @@ def _gather_what_can_train(unit: Any, _: Any) -> None:
 def _keep_equal(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
     """Give all ranks the first rank's scalars (unless on meta), and average their gradients in backward."""
     groups = mesh.get_all_groups()
-    averaged: dict[str, Callable[[], nn.Parameter | None]] = {}
     for parameter in (p for p in map(model.get_parameter, names) if not p.is_meta):
         parameter.data = parameter.data.to(mesh.device_type)  # fully_shard moves what it shards
         for group in groups:
@@ -222,11 +201,9 @@ def _keep_equal(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
 
     def watch(*_: object) -> None:
         """Before each forward: to_empty makes other parameters, and what was frozen may train."""
-        for name in names:
-            parameter = model.get_parameter(name)
-            if parameter.requires_grad and averaged.get(name, lambda: None)() is not parameter:
-                parameter.register_post_accumulate_grad_hook(average)
-                averaged[name] = weakref.ref(parameter)
+        for parameter in map(model.get_parameter, names):
+            if parameter.requires_grad and "_averaged" not in vars(parameter):
+                vars(parameter)["_averaged"] = parameter.register_post_accumulate_grad_hook(average)
 
     watch()
     model.register_forward_pre_hook(watch)
