@@ -58,9 +58,8 @@ def _content(path: Path) -> Any:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
     found = path.stat()
-    if (
-        not S_ISREG(found.st_mode) or found.st_size > MOST_BYTES
-    ):  # to open a pipe would wait for its other end
+    # to open a pipe would wait for its other end
+    if not S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
         kind = f"a folder, a pipe or {found.st_size:,} bytes"
         raise TranslationError(f"{path}: expected a file of at most {MOST_BYTES:,} bytes, found {kind}")
     try:

@@ -37,8 +37,7 @@ def translate(
 
         found = translate("ds_config.json")
         Path("shard_model.py").write_text(found.code())
-        for row in found.rows:
-            print(row.key, "->", row.fsdp2)
+        print(found)
     """
     settings = read_config(config, given or {})
     return _framework_of(settings)(settings)

@@ -40,59 +40,36 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """The counterpart of one key.
+    """The counterpart of one key."""
 
-    Args:
-        key: with the sections that it stands in: "fsdp_config.fsdp_offload_params".
-        value: as the config has it.
-        fsdp2: what to write instead, or why there is nothing to write.
-        has_counterpart: False where FSDP2 has nothing that does the same.
-        source: where it is documented.
-    """
-
-    key: str
-    value: Any
-    fsdp2: str
-    has_counterpart: bool
-    source: str
+    key: str  #: with the sections that it stands in: "fsdp_config.fsdp_offload_params"
+    value: Any  #: as the config has it
+    fsdp2: str  #: what to write instead, or why there is nothing to write
+    has_counterpart: bool  #: False where FSDP2 has nothing that does the same
+    source: str  #: where it is documented
 
 
 @dataclass
 class Translation:
-    """The settings that a config asks for, in FSDP2's terms.
+    """The settings that a config asks for, in FSDP2's terms."""
 
-    Args:
-        framework: whose config it was.
-        ddp: True where nothing is sharded: DistributedDataParallel does that.
-        reshard_after_forward: of every unit but the root, which keeps torch's default.
-        shard_size: the ranks that share a copy of the model: None for all, "host" for those of a host.
-        copies: of the model; None where the config does not say.
-        tensor_parallel: how many ranks share each layer.
-        param_dtype, reduce_dtype: of the mixed precision, such as "bfloat16"; both None without one.
-        masters: whether the old program updates float32 weights under mixed precision, as the code then does.
-        offload: whether parameters, gradients and optimizer state lie in host memory.
-        pin_memory: of the offloading.
-        blocks: class names of the units; None for the transformer blocks, empty for the root alone.
-        checkpointing: whether each unit's activations are computed again in backward.
-        state_dict: "full" for one file, "sharded" for one per rank.
-        rows: what became of each key.
-    """
-
-    framework: str
-    ddp: bool = False
-    reshard_after_forward: bool | int = True
-    shard_size: int | str | None = None
-    copies: int | None = None
-    tensor_parallel: int = 1
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    masters: bool = False
-    offload: bool = False
-    pin_memory: bool = True
-    blocks: tuple[str, ...] | None = None
-    checkpointing: bool = False
-    state_dict: str = "sharded"
-    rows: list[Row] = field(default_factory=list)
+    framework: str  #: whose config it was
+    ddp: bool = False  #: True where nothing is sharded: DistributedDataParallel does that
+    reshard_after_forward: bool | int = True  #: of every unit but the root, which keeps torch's default
+    shard_size: int | str | None = None  #: ranks that share a copy: None for all, "host" for those of a host
+    copies: int | None = None  #: of the model; None where the config does not say
+    tensor_parallel: int = 1  #: how many ranks share each layer
+    param_dtype: str | None = None  #: of the mixed precision, such as "bfloat16"; None without one
+    reduce_dtype: str | None = None  #: the same, for the reduction of gradients
+    masters: bool = False  #: whether mixed precision updates float32 weights; the code then makes them so
+    offload: bool = False  #: whether parameters, gradients and optimizer state lie in host memory
+    pin_memory: bool = True  #: of the offloading
+    blocks: tuple[str, ...] | None = (
+        None  #: classes of the units; None: transformer blocks; (): the root alone
+    )
+    checkpointing: bool = False  #: whether each unit's activations are computed again in backward
+    state_dict: str = "sharded"  #: "full" for one file, "sharded" for one per rank
+    rows: list[Row] = field(default_factory=list)  #: what became of each key
 
     @property
     def without_counterpart(self) -> list[str]:
@@ -169,7 +146,7 @@ class Translation:
         lines = [f"{self.framework} to FSDP2"]
         for row in self.rows:
             mark = " " if row.has_counterpart else "!"
-            lines.append(f"{mark} {row.key:{width}} = {shown(row.value)}\n      {row.fsdp2}")
+            lines += [f"{mark} {row.key:{width}} = {shown(row.value)}", f"      {row.fsdp2}"]
         if self.without_counterpart:
             lines.append("(! has no counterpart in FSDP2)")
         return "\n".join(lines)
