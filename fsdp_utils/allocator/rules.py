@@ -1,8 +1,5 @@
 """The rules of PyTorch's CUDA caching allocator: how it allocates, splits, merges and releases blocks.
 
-It reserves memory of the GPU in segments and allocates blocks in them. A freed block stays cached for later
-requests of its pool (small or large) and stream, merged with the free neighbours in its segment.
-
 Source: c10/cuda/CUDACachingAllocator.cpp, whose functions are named where they are followed.
 """
 
@@ -36,7 +33,6 @@ class Block:
         self.next: Block | None = None
 
     def link(self, before: "Block | None", behind: "Block | None") -> None:
-        """Stand between these blocks of the same segment."""
         self.prev, self.next = before, behind
         if before:
             before.next = self
@@ -72,8 +68,8 @@ class Pool:
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address))]
 
-    def merge_neighbours(self, block: Block) -> None:
-        """try_merge_blocks: absorb the free neighbours of a block that is in no list itself."""
+    def give_back(self, block: Block) -> None:
+        """try_merge_blocks: absorb the free neighbours of a block that is in no list itself, then list it."""
         for other in (block.prev, block.next):
             if other and not other.allocated and other.mapped == block.mapped:
                 self.remove(other)
@@ -83,14 +79,11 @@ class Pool:
                     block.link(other.prev, block.next)
                 else:
                     block.link(block.prev, other.next)
+        self.add(block)
 
 
 class SegmentAllocator:
-    """The default rules: each segment is one cudaMalloc.
-
-    Args:
-        limit: bytes that may be reserved; None for no limit.
-    """
+    """The default rules: each segment is one cudaMalloc. The limit is in bytes; None for no limit."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -119,18 +112,20 @@ class SegmentAllocator:
         """free_block: back to its pool, merged with free neighbours."""
         block.allocated = False
         self.allocated -= block.size
-        block.pool.merge_neighbours(block)
-        block.pool.add(block)
+        block.pool.give_back(block)
 
     def _best_fit(self, pool: Pool, size: int, stream: int) -> Block | None:
-        """get_free_block: the smallest cached block that is large enough, of the same stream."""
-        index = bisect_left(pool.free, (stream, size))
-        if index == len(pool.free) or pool.free[index][0] != stream:
+        """get_free_block: the smallest large enough; before unmapped space, as large as it could become."""
+        free, index = pool.free, bisect_left(pool.free, (stream, size))
+        if index == len(free) or free[index][0] != stream:
             return None
-        return pool.free.pop(self._preferred(pool.free, index))[-1]
-
-    def _preferred(self, free: list[tuple[int, int, int, Block]], index: int) -> int:
-        return index
+        while (
+            index + 1 < len(free)
+            and free[index + 1][0] == stream
+            and _room(free[index + 1][-1]) < _room(free[index][-1])
+        ):
+            index += 1
+        return free.pop(index)[-1]
 
     def _should_split(self, block: Block, size: int) -> bool:
         """should_split: a large block is split only if more than 1 MiB remains."""
@@ -146,12 +141,16 @@ class SegmentAllocator:
         return Block(pool, stream, self._next_address - segment, segment)
 
     def _release_cached(self) -> None:
-        """release_cached_blocks: cudaFree every segment of which no part is in use."""
+        """release_cached_blocks, release_blocks."""
         for pool in (self.large, self.small):
             for *_, block in list(pool.free):
-                if block.prev is None and block.next is None:
-                    pool.remove(block)
-                    self._unreserve(block.size)
+                self._release(block)
+
+    def _release(self, block: Block) -> None:
+        """cudaFree the segment if no part of it is in use."""
+        if block.prev is None and block.next is None:
+            block.pool.remove(block)
+            self._unreserve(block.size)
 
     def _reserve(self, size: int) -> bool:
         """Take memory from the device, if the limit allows it."""
@@ -168,17 +167,6 @@ class SegmentAllocator:
 
 class ExpandableAllocator(SegmentAllocator):
     """expandable_segments:True: one growing range per pool and stream, backed by pages of 2 or 20 MiB."""
-
-    def _preferred(self, free: list[tuple[int, int, int, Block]], index: int) -> int:
-        """get_free_block: a block before unmapped space counts as large as it could become."""
-        stream = free[index][0]
-        while (
-            index + 1 < len(free)
-            and free[index + 1][0] == stream
-            and _room(free[index + 1][-1]) < _room(free[index][-1])
-        ):
-            index += 1
-        return index
 
     def _should_split(self, block: Block, size: int) -> bool:
         return block.size - size >= MIN_BLOCK
@@ -223,33 +211,28 @@ class ExpandableAllocator(SegmentAllocator):
         if size < block.size:
             block.pool.add(block.split(size))
         block.mapped = True
-        block.pool.merge_neighbours(block)
-        block.pool.add(block)
+        block.pool.give_back(block)
         return True
 
-    def _release_cached(self) -> None:
-        """release_blocks: unmap every page of which no part is in use."""
-        for pool in (self.large, self.small):
-            for *_, block in list(pool.free):
-                offset = block.address % ADDRESS_SPACE  # within its segment, where pages are aligned
-                begin = round_up(offset, pool.segment)
-                end = (offset + block.size) // pool.segment * pool.segment
-                if begin < end:
-                    self._unmap(block, begin - offset, end - begin)
-
-    def _unmap(self, block: Block, skipped: int, size: int) -> None:
-        """unmap_block: the pages in the middle; what remains on either side stays a free block."""
-        pool = block.pool
+    def _release(self, block: Block) -> None:
+        """unmap_block: every page of which no part is in use; what remains on either side stays free."""
+        pool, offset = (
+            block.pool,
+            block.address % ADDRESS_SPACE,
+        )  # within its segment, where pages are aligned
+        begin = round_up(offset, pool.segment)
+        size = (offset + block.size) // pool.segment * pool.segment - begin
+        if size <= 0:
+            return
         pool.remove(block)
-        if skipped:
-            pages = block.split(skipped)
+        if begin > offset:
+            pages = block.split(begin - offset)
             pool.add(block)
             block = pages
         if size < block.size:
             pool.add(block.split(size))
         block.mapped = False
-        pool.merge_neighbours(block)
-        pool.add(block)
+        pool.give_back(block)
         self._unreserve(size)
 
 

@@ -1,8 +1,7 @@
 """Simulate how much memory PyTorch's CUDA allocator reserves for a trace, and whether it runs out.
 
-Simplified: a free is complete at once, while `record_stream` on a GPU delays it until the other stream is
-done; cudaMalloc fails exactly at the limit; memory that is not PyTorch's (CUDA context, NCCL) must be
-subtracted from the limit by the caller; options other than expandable segments keep their defaults.
+Simplified: a free is complete at once; cudaMalloc fails exactly at the limit, from which the caller subtracts
+what is not PyTorch's (CUDA context, NCCL); options other than expandable segments keep their defaults.
 """
 
 from dataclasses import dataclass, field
@@ -79,7 +78,7 @@ class Simulation:
     def __str__(self) -> str:
         limit = "no limit" if self.limit_gib is None else f"limit {self.limit_gib:.2f} GiB"
         segments = ", expandable segments" if self.expandable_segments else ""
-        end = "" if (oom := self.out_of_memory) is None else f"; {oom}"
+        end = f"; {self.out_of_memory}" if self.out_of_memory else ""
         return (
             f"simulated allocator ({limit}{segments}): {self.regime}; {self.num_alloc_retries} retries; peak "
             f"reserved {self.peak_reserved_gib:.2f} GiB, peak allocated {self.peak_allocated_gib:.2f} GiB"
@@ -88,18 +87,15 @@ class Simulation:
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw reserved and allocated memory over the events; without axes, in a new figure."""
-        need("matplotlib", "notebooks")
-        import matplotlib.pyplot as plt
-
         if ax is None:
+            plt = need("matplotlib.pyplot", "notebooks")
             _, ax = plt.subplots(figsize=(8, 3.2), layout="constrained")
         reserved = [size / GIB for size in self.reserved]
         ax.fill_between(range(len(reserved)), reserved, step="post", alpha=0.25, label="reserved")
         ax.plot([size / GIB for size in self.allocated], drawstyle="steps-post", lw=1, label="allocated")
         if self.limit_gib is not None:
             ax.axhline(self.limit_gib, color="black", lw=1, ls="--", label="limit")
-        for step in self.steps:
-            ax.axvline(step, color="grey", lw=0.5, ls=":")
+        ax.vlines(self.steps, 0, 1, "grey", ":", lw=0.5, transform=ax.get_xaxis_transform())
         if self.retries:
             heights = [reserved[event] for event in self.retries]
             ax.plot(self.retries, heights, "v", color="tab:red", label=f"retry ({self.num_alloc_retries})")
@@ -116,18 +112,15 @@ def simulate_allocator(
 ) -> Simulation:
     """Replay a trace through the rules of PyTorch's CUDA caching allocator: a simulation, without a GPU.
 
-    As a batch grows, it fits; fits only because the allocator releases its cache and tries again, each a wait
-    for the GPU; runs out of memory.
-
     Args:
         trace: from `record_allocations` or `AllocationTrace.from_snapshot`.
         limit_gib: memory that PyTorch may reserve, in GiB; unlimited by default.
         expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 
     Returns:
-        A `Simulation`: `allocated` and `reserved`, in bytes after each event; `peak_allocated_gib` and
-        `peak_reserved_gib`; `num_alloc_retries`; `regime` ("fits", "retries" or "out of memory");
-        `out_of_memory`, the allocation that failed and ended the replay, or None; and `plot()`.
+        A `Simulation`: `allocated` and `reserved` (bytes after each event), `peak_allocated_gib`,
+        `peak_reserved_gib`, `num_alloc_retries`, `regime` ("fits", "retries" or "out of memory"),
+        `out_of_memory` (the allocation that ended the replay, or None), `plot()`.
 
     Source: c10/cuda/CUDACachingAllocator.cpp.
 

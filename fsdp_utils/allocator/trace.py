@@ -22,30 +22,18 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class AllocationEvent:
-    """One allocation, one free, or the beginning of a training step.
+    """One allocation, one free, or the beginning of a training step."""
 
-    Args:
-        kind: "alloc", "free" or "step".
-        block: the number that an allocation shares with its free.
-        size: bytes asked for.
-        name: the operator that allocated; "" where unknown.
-        stream: 0 for the stream of the computation; FSDP gathers and reduces in others.
-    """
-
-    kind: str
-    block: int = 0
-    size: int = 0
-    name: str = ""
-    stream: int = 0
+    kind: str  # "alloc", "free" or "step"
+    block: int = 0  # the number that an allocation shares with its free
+    size: int = 0  # bytes asked for
+    name: str = ""  # the operator that allocated; "" where unknown
+    stream: int = 0  # 0 for the stream of the computation; FSDP gathers and reduces in others
 
 
 @dataclass
 class AllocationTrace:
-    """Allocations and frees in the order in which a program made them.
-
-    Args:
-        events: one for each allocation, free and beginning of a step; sizes in bytes.
-    """
+    """Allocations and frees in the order in which a program made them; sizes in bytes."""
 
     events: list[AllocationEvent] = field(default_factory=list)
 
@@ -64,14 +52,11 @@ class AllocationTrace:
 
     @classmethod
     def from_snapshot(cls, snapshot: Mapping[str, Any], *, device: int = 0) -> "AllocationTrace":
-        """Read what PyTorch's allocator did on a GPU, to compare a simulation with it.
-
-        A block counts as freed once the allocator may use it again ("free_completed"): under `record_stream`
-        later than the program dropped it. The trace begins with what was allocated before the history.
+        """Read what PyTorch's allocator did on a GPU; the trace begins with what was allocated before.
 
         Args:
             snapshot: `torch.cuda.memory._snapshot()`, after `torch.cuda.memory._record_memory_history()` with
-                `max_entries` large enough to hold every event.
+                `max_entries` large enough to hold every event. A block is freed at "free_completed".
             device: index of the GPU.
 
         Raises:
@@ -80,13 +65,11 @@ class AllocationTrace:
         histories = snapshot.get("device_traces", [])
         if device >= len(histories) or not histories[device]:
             raise ValueError(
-                f"AllocationTrace.from_snapshot: expected the history of device {device} in "
-                "snapshot['device_traces'], found none. Call torch.cuda.memory._record_memory_history() "
-                "before the steps and torch.cuda.memory._snapshot() after them."
+                f"AllocationTrace.from_snapshot: expected the history of device {device} there, found "
+                "none. Call torch.cuda.memory._record_memory_history() before the steps."
             )
-        trace, earlier = cls(), []
+        trace, earlier, streams = cls(), [], {0: 0}
         live: dict[int, AllocationEvent] = {}  # address -> its allocation
-        streams = {0: 0}
 
         def allocate(address: int, size: int, stream: int, into: list[AllocationEvent]) -> None:
             number = streams.setdefault(stream, len(streams))
@@ -115,14 +98,11 @@ def record_allocations(
 ) -> Iterator[AllocationTrace]:
     """Record what the enclosed code allocates and frees.
 
-    Entered inside a FakeTensorMode, it traces models far larger than this machine. Workspaces that a kernel
-    allocates inside itself are not seen. A trace on CPU counts every CPU tensor, also those that a GPU
-    program keeps on the host, and the copies that gloo makes while it reduces; a `fake` process group makes
-    none, like NCCL.
+    Inside a FakeTensorMode it traces models far larger than this machine. It does not see the workspaces
+    inside kernels. On CPU it counts gloo's copies too; a `fake` process group makes none, like NCCL.
 
     Args:
         existing: modules, optimizers and tensors made before; they are allocated at the trace's start.
-            Whatever is made inside needs no mention.
         device: type of the device whose tensors count.
 
     Returns:
@@ -155,7 +135,8 @@ def listening(recorder: "Recorder") -> Iterator[None]:
     @wraps(resize)
     def observed_resize(storage: torch.UntypedStorage, size: int) -> None:
         resize(storage, size)
-        recorder.observe_storage(storage, "resize_")
+        if storage.device.type == recorder.storage_device:
+            recorder.update(storage, "resize_")
 
     @wraps(infer)
     def muted_infer(*args: Any) -> Any:
@@ -178,10 +159,7 @@ def listening(recorder: "Recorder") -> Iterator[None]:
 
 def _tensors_of(item: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Iterator[torch.Tensor]:
     if isinstance(item, nn.Module):
-        for parameter in item.parameters():
-            yield parameter
-            if parameter.grad is not None:
-                yield parameter.grad
+        yield from (one for param in item.parameters() for one in (param, param.grad) if one is not None)
         yield from item.buffers()
     elif isinstance(item, torch.optim.Optimizer):
         yield from (leaf for leaf in tree_leaves(dict(item.state)) if isinstance(leaf, torch.Tensor))
@@ -189,8 +167,7 @@ def _tensors_of(item: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Itera
         yield item
     else:
         raise TypeError(
-            f"record_allocations: expected modules, optimizers or tensors, found {type(item).__name__}. "
-            "What is made inside the block is recorded without being passed."
+            f"record_allocations: expected modules, optimizers or tensors, found {type(item).__name__}"
         )
 
 
@@ -214,7 +191,7 @@ class Recorder(TorchDispatchMode):
         self.muted = False
         self._device = device
         # a fake storage lives on "meta", whichever device its tensor claims
-        self._storage_device = "meta" if detect_fake_mode() else device
+        self.storage_device = "meta" if detect_fake_mode() else device
         self._allocated: dict[int, AllocationEvent] = {}  # by storage_id, without empty storages
         self._watched: dict[int, weakref.ref] = {}
         self._blocks = 0
@@ -233,26 +210,20 @@ class Recorder(TorchDispatchMode):
     def observe(self, tensor: torch.Tensor, name: str) -> None:
         if tensor.device.type == self._device and not self.muted:
             for storage in _storages_of(tensor):
-                self._update(storage, name)
-
-    def observe_storage(self, storage: torch.UntypedStorage, name: str) -> None:
-        if storage.device.type == self._storage_device:
-            self._update(storage, name)
+                self.update(storage, name)
 
     def note(self, event: AllocationEvent) -> None:
         self.trace.events.append(event)
 
     def close(self) -> None:
-        """Stop recording: what is freed from now on is not part of the trace."""
-        self._watched.clear()
+        self._watched.clear()  # what is freed from now on is not part of the trace
 
-    def _update(self, storage: torch.UntypedStorage, name: str) -> None:
+    def update(self, storage: torch.UntypedStorage, name: str) -> None:
         key = storage_id(storage)
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
         size = storage.nbytes()
-        known = self._allocated.get(key)
-        if size == (known.size if known else 0):
+        if size == (self._allocated[key].size if key in self._allocated else 0):
             return
         self._free(key)
         if size:
@@ -266,8 +237,7 @@ class Recorder(TorchDispatchMode):
         del self._watched[key]
 
     def _free(self, key: int) -> None:
-        event = self._allocated.pop(key, None)
-        if event:
+        if event := self._allocated.pop(key, None):
             self.note(AllocationEvent("free", event.block, event.size, event.name, event.stream))
 
     def _stream_number(self) -> int:

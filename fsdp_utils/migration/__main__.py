@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--given",
         action="append",
         default=[],
-        type=_given,
+        type=_setting,
         metavar="KEY=VALUE",
         help='a value that the file leaves open ("auto", ${...}), by the key in the table; may be repeated',
     )
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _given(text: str) -> tuple[str, Any]:
+def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")

@@ -3,8 +3,8 @@
 import json
 import re
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from fsdp_utils._safe_yaml import YamlError, load_yaml
@@ -41,8 +41,6 @@ def _plain(value: Any, root: Mapping[Any, Any], steps: int = 0) -> Any:
         return {key: _plain(item, root, steps) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, root, steps) for item in value]
-    if isinstance(value, Enum):
-        return value.value
     if isinstance(value, str) and (name := REFERENCE.fullmatch(value)) and steps < MOST_STEPS:
         found = _at(root, name[1].split("."))
         if found is not None and not isinstance(found, Mapping | list):
@@ -59,21 +57,19 @@ def _at(section: Any, path: list[str]) -> Any:
 def _content(path: Path) -> Any:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
-    if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
-        raise TranslationError(f"{path}: expected a file, found a folder, a pipe or a device")
-    with path.open("rb") as file:
-        read = file.read(MOST_BYTES + 1)
-    if len(read) > MOST_BYTES:
-        raise TranslationError(f"{path.name}: expected a config, of at most {MOST_BYTES:,} bytes, found more")
+    found = path.stat()
+    # to open a pipe would wait for its other end
+    if not S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+        kind = f"a folder, a pipe or {found.st_size:,} bytes"
+        raise TranslationError(f"{path}: expected a file of at most {MOST_BYTES:,} bytes, found {kind}")
     try:
         if path.suffix == ".json":
-            return json.loads(read.decode(), object_pairs_hook=_without_duplicates)
-        return load_yaml(read.decode(), where=path.name)
-    except YamlError as error:
-        raise TranslationError(" ".join(str(error).split())) from None  # PyYAML's take several lines
+            return json.loads(path.read_bytes(), object_pairs_hook=_without_duplicates)
+        return load_yaml(path.read_text(encoding="utf-8"), where=path.name)
     except (ValueError, RecursionError) as error:
         kind = path.suffix.removeprefix(".").upper()
-        raise TranslationError(f"{path.name}: expected {kind}, found what is none: {error}") from error
+        where = "" if isinstance(error, YamlError) else f"{path.name}: expected {kind}, found what is none: "
+        raise TranslationError(where + " ".join(str(error).split())) from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

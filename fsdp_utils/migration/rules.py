@@ -3,7 +3,7 @@
 import difflib
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +25,6 @@ class Said(NamedTuple):
     words: str
     lost: bool = False
     source: str = ""
-
-
-Reader = Callable[[Any, Translation], Said]
 
 
 @dataclass(frozen=True)
@@ -66,58 +63,72 @@ def rules_of(framework: str, section: str) -> dict[str, list[Rule]]:
 
 
 def read_section(
-    section: Any,
+    section: Mapping[str, Any],
     rules: Mapping[str, list[Rule]],
     translation: Translation,
     *,
     name: str = "",
     beside: Mapping[str, Any] | None = None,
-    readers: Mapping[str, Reader] | None = None,
-    auto: str = "",
 ) -> None:
-    """Read each key of a section, with or without "fsdp_" before its name, and add a row to the translation.
-
-    Args:
-        rules: the rows for each key that is known, in the order in which the keys are read.
-        name: of the section, "" for the config itself.
-        beside: other keys of the config, for the rows' `when`.
-        readers: functions for keys whose values no row can describe.
-        auto: what to say of the value "auto" where no row is for it.
-    """
-    if not isinstance(section, Mapping):
-        raise TranslationError(f"{name}: expected a section with keys, found {shown(section)}")
+    """Read a section's keys, with or without "fsdp_" before the name; `beside` has others for `when`."""
     prefix = f"{name}." if name else ""
     names = {key if key in rules else f"fsdp_{key}": key for key in section}
     known = {**(beside or {}), **{rule: section[key] for rule, key in names.items()}}
-    for rule, rows in rules.items():
-        if rule not in names:
-            continue
-        key, value = f"{prefix}{names[rule]}", section[names[rule]]
+    for rule in [rule for rule in rules if rule in names]:
+        key, value, rows = f"{prefix}{names[rule]}", section[names[rule]], rules[rule]
         try:
-            said = _without_rules(key, value, "" if rows[0].value == "auto" else auto)
-            if said is None and readers and rule in readers:
-                said = readers[rule](value, translation)
-            said = said or apply_rules(value, rows, translation, known)
+            said = _said(key, value, rule, rows, translation, known)
         except TranslationError as error:
             raise TranslationError(f"{key}: {error}") from None
         translation.rows.append(Row(key, value, said.words, not said.lost, said.source or rows[0].source))
         if rows[0].inside and isinstance(value, Mapping):
-            unknown = {inner: value[inner] for inner in value if inner not in rows[0].inside}
-            _add_unknown(unknown, rows[0].inside, translation, f"{key}.", rows[0].source)
+            _add_unknown(value, rows[0].inside, rows[0].inside, translation, f"{key}.", rows[0].source)
     read = {names[rule] for rule in rules if rule in names}
-    unknown = {key: value for key, value in section.items() if key not in read}
-    _add_unknown(unknown, rules, translation, prefix, next(iter(rules.values()))[0].source)
+    _add_unknown(section, read, rules, translation, prefix, next(iter(rules.values()))[0].source)
 
 
-def _without_rules(name: str, value: Any, auto: str) -> Said | None:
-    """Say of a value that it is not set, or that the file leaves it open; None for any other."""
+def _said(
+    key: str, value: Any, rule: str, rows: list[Rule], translation: Translation, known: Mapping[str, Any]
+) -> Said:
     if value is None:
         return Said("nothing: it is not set")
     if isinstance(value, str) and "${" in value:
-        return Said(f"its value comes from outside this file. Give it: given={{'{name}': ...}}", lost=True)
-    if auto and value == "auto":
-        return Said(f"{auto}. Give its value: given={{'{name}': ...}}", lost=True)
-    return None
+        return Said(f"its value comes from outside this file. Give it: given={{'{key}': ...}}", lost=True)
+    if value == "auto" and rows[0].value != "auto" and translation.framework == "DeepSpeed":
+        words = "transformers' Trainer fills it in. Give its value: given="
+        return Said(f"{words}{{'{key}': ...}}", lost=True)
+    if rule in READERS:
+        return READERS[rule](value, translation)
+    return apply_rules(value, rows, translation, known)
+
+
+def _options(value: Any, translation: Translation) -> Said:
+    """Read the strategy, and what else stands beside it: "full_shard auto_wrap offload"."""
+    items = value.split() if isinstance(value, str) else [] if isinstance(value, bool) else value
+    if not isinstance(items, list):
+        raise TranslationError(f"expected true or words such as 'full_shard auto_wrap', found {shown(value)}")
+    rules, said = rules_of("shared", "keys"), []
+    for item in items:
+        if str(item).lower() == "offload":
+            said.append(apply_rules(True, rules["offload"], translation))
+        elif str(item).lower() != "auto_wrap":
+            said.append(apply_rules(item, rules["strategy"], translation))
+    return Said("; ".join(one.words for one in said) or "fully_shard on each block, then on the model")
+
+
+def _classes(value: Any, translation: Translation) -> Said:
+    names = value.split(",") if isinstance(value, str) else value
+    # identifiers, and nothing else: the names go into the code that is written
+    if not isinstance(names, list) or not all(isinstance(n, str) and n.strip().isidentifier() for n in names):
+        raise TranslationError(f"expected names of classes with commas between them, found {shown(value)}")
+    if translation.blocks == () or not names:
+        return Said("nothing: without TRANSFORMER_BASED_WRAP Accelerate does not look at it")
+    translation.blocks = tuple(name.strip() for name in names)
+    return Said(f"fully_shard on each {', '.join(translation.blocks)}")
+
+
+# functions for keys whose values no row can describe
+READERS = {"fsdp": _options, "fsdp_transformer_layer_cls_to_wrap": _classes}
 
 
 def apply_rules(
@@ -138,7 +149,7 @@ def apply_rules(
             raise TranslationError(words)
         if isinstance(found, int):
             words = words.replace("{less}", f"{found - 1}")
-        said = precision(translation) if "{precision}" in words else Said("")
+        said = _precision(translation) if "{precision}" in words else Said("")
         return Said(words.replace("{precision}", said.words), said.lost or bool(row.lost), row.source)
     is_switch = any(row.value is True for row in rows)
     if is_switch and str(value).lower() == "false":
@@ -154,13 +165,11 @@ def _match(pattern: Any, value: Any) -> tuple[bool, Any]:
         return next((found for one in pattern if (found := _match(one, value))[0]), (False, None))
     if isinstance(pattern, dict) and {"from", "to"} & set(pattern):
         number = whole_number(value)
-        if number is None:
-            return False, None
-        return pattern.get("from", number) <= number <= pattern.get("to", number), number
+        fits = number is not None and pattern.get("from", number) <= number <= pattern.get("to", number)
+        return fits, number
     if isinstance(pattern, dict):
-        if not isinstance(value, Mapping):
-            return False, None
-        found = [_match(one, value.get(name)) for name, one in pattern.items()]
+        section = value if isinstance(value, Mapping) else dict.fromkeys(pattern, ANY)
+        found = [_match(one, section.get(name)) for name, one in pattern.items()]
         return all(fits for fits, _ in found), next((inner for _, inner in found), None)
     same = value is pattern if value is None else str(value).upper() == str(pattern).upper()
     return same, pattern
@@ -168,16 +177,17 @@ def _match(pattern: Any, value: Any) -> tuple[bool, Any]:
 
 def whole_number(value: Any) -> int | None:
     """Return the whole number that a value is, or that a text shows; None for any other value."""
-    if isinstance(value, str) and value.isdecimal() and len(value) < 10:
-        return int(value)
-    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
+    text = str(value)[:20]
+    return int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 else None
 
 
 def _add_unknown(
-    unknown: Mapping[Any, Any], known: Any, translation: Translation, prefix: str, source: str
+    section: Mapping[Any, Any], read: Any, known: Any, translation: Translation, prefix: str, source: str
 ) -> None:
-    """Add a row for each key of a section that is not known."""
-    for key, value in unknown.items():
+    """Add a row for each key of a section that was not read."""
+    for key, value in section.items():
+        if key in read:
+            continue
         said = Said("nothing: a comment")
         if not isinstance(key, str) or not (key[:1] in ("_", "#", "/") or key.lower() in COMMENTS):
             close = ", ".join(difflib.get_close_matches(str(key)[:100], known))
@@ -187,7 +197,7 @@ def _add_unknown(
         translation.rows.append(Row(f"{prefix}{named}", value, said.words, not said.lost, source))
 
 
-def precision(translation: Translation) -> Said:
+def _precision(translation: Translation) -> Said:
     if translation.param_dtype is None:
         return Said("nothing: without mp_policy all stays as it is")
     # fp16's small gradients become 0 unless the loss is scaled

@@ -4,13 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_SHOWN = 400  # characters of a value in a message
-MASTERS = [
-    "# model.float() for what is trained: 16-bit weights would round small steps away",
-    "for parameter in model.parameters():",
-    "    if parameter.requires_grad:",
-    "        parameter.data = parameter.data.float()",
-]
+HOST = 'int(os.environ["LOCAL_WORLD_SIZE"])  # the ranks of a host; torchrun sets it'
 WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+OF_FSDP = ("CPUOffloadPolicy", "MixedPrecisionPolicy", "fully_shard")
 # the import that a program needs where it uses a name
 IMPORTS = {
     "os.environ": "import os",
@@ -44,63 +40,36 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """The counterpart of one key.
+    """The counterpart of one key."""
 
-    Args:
-        key: its name, with the sections that it stands in: "fsdp_config.fsdp_offload_params".
-        value: what the config gives it.
-        fsdp2: what to write instead, or why there is nothing to write.
-        has_counterpart: False where FSDP2 has nothing that does the same.
-        source: where it is documented.
-    """
-
-    key: str
-    value: Any
-    fsdp2: str
-    has_counterpart: bool
-    source: str
+    key: str  #: with the sections that it stands in: "fsdp_config.fsdp_offload_params"
+    value: Any  #: as the config has it
+    fsdp2: str  #: what to write instead, or why there is nothing to write
+    has_counterpart: bool  #: False where FSDP2 has nothing that does the same
+    source: str  #: where it is documented
 
 
 @dataclass
 class Translation:
-    """The settings that a config asks for, in FSDP2's terms.
+    """The settings that a config asks for, in FSDP2's terms."""
 
-    Args:
-        framework: whose config it was.
-        ddp: True where nothing is sharded: FSDP2 has no setting for that, DDP does it.
-        reshard_after_forward: of every unit but the root, which keeps torch's default.
-        shard_size: how many ranks share one copy of the model: None for all of them, "host" for those of a
-            host, else a number. Other than None it takes a 2-D mesh.
-        copies: how many copies of the model there are, if that is what the config says; else None.
-        tensor_parallel: how many ranks share each layer; above 1 `shard_model` takes a plan for
-            `parallelize_module`.
-        param_dtype, reduce_dtype: of the mixed precision, such as "bfloat16"; both None without one.
-        masters: whether the old program updates float32 weights under mixed precision, whatever dtype the
-            model has. The code then makes each parameter that requires a gradient float32.
-        offload: whether parameters, gradients and optimizer state lie in host memory.
-        pin_memory: of the offloading.
-        blocks: class names of the modules that become units; None for the transformer blocks, as
-            `transformer_block_classes` finds them; empty for the root alone.
-        checkpointing: whether each unit's activations are computed again in backward.
-        state_dict: "full" for one file, "sharded" for one per rank.
-        rows: what became of each key.
-    """
-
-    framework: str
-    ddp: bool = False
-    reshard_after_forward: bool | int = True
-    shard_size: int | str | None = None
-    copies: int | None = None
-    tensor_parallel: int = 1
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    masters: bool = False
-    offload: bool = False
-    pin_memory: bool = True
-    blocks: tuple[str, ...] | None = None
-    checkpointing: bool = False
-    state_dict: str = "sharded"
-    rows: list[Row] = field(default_factory=list)
+    framework: str  #: whose config it was
+    ddp: bool = False  #: True where nothing is sharded: DistributedDataParallel does that
+    reshard_after_forward: bool | int = True  #: of every unit but the root, which keeps torch's default
+    shard_size: int | str | None = None  #: ranks that share a copy: None for all, "host" for those of a host
+    copies: int | None = None  #: of the model; None where the config does not say
+    tensor_parallel: int = 1  #: how many ranks share each layer
+    param_dtype: str | None = None  #: of the mixed precision, such as "bfloat16"; None without one
+    reduce_dtype: str | None = None  #: the same, for the reduction of gradients
+    masters: bool = False  #: whether mixed precision updates float32 weights; the code then makes them so
+    offload: bool = False  #: whether parameters, gradients and optimizer state lie in host memory
+    pin_memory: bool = True  #: of the offloading
+    blocks: tuple[str, ...] | None = (
+        None  #: classes of the units; None: transformer blocks; (): the root alone
+    )
+    checkpointing: bool = False  #: whether each unit's activations are computed again in backward
+    state_dict: str = "sharded"  #: "full" for one file, "sharded" for one per rank
+    rows: list[Row] = field(default_factory=list)  #: what became of each key
 
     @property
     def without_counterpart(self) -> list[str]:
@@ -113,90 +82,71 @@ class Translation:
 
         With tensor parallelism it is `shard_model(model, tp_plan)`: the plan names a style for each layer.
         """
-        masters = self.masters and self.param_dtype is not None
-        if self.ddp:
-            last = "return DistributedDataParallel(model, gradient_as_bucket_view=True)"
-            body = ["model.float()  # 16-bit weights would round small steps away"] if masters else []
-            body += [*self._units(), last]
-        else:
-            last = "return fully_shard(model, **options)  # the root, with what is left over"
-            body = [*(MASTERS if masters else []), *self._options(), *self._units(), last]
-        text = "\n".join(f"    {line}" for line in body)
-        imports = [line for name, line in IMPORTS.items() if name in text]
-        if not self.ddp:
-            of_fsdp = ("CPUOffloadPolicy", "MixedPrecisionPolicy", "fully_shard")
-            names = ", ".join(name for name in of_fsdp if name in text)
-            imports.append(f"from torch.distributed.fsdp import {names}")
-        imports.sort(key=lambda line: (line.startswith("from"), line))
-        arguments = "model, tp_plan" if self.tensor_parallel > 1 and not self.ddp else "model"
-        return "\n".join([*imports, "", "", f"def shard_model({arguments}):", text]) + "\n"
-
-    def _units(self) -> list[str]:
-        lines = []
-        if self.checkpointing:
-            lines += ["block = checkpoint_wrapper(block)", "model.set_submodule(name, block)"]
-        if not self.ddp:
-            reshard = f"reshard_after_forward={self.reshard_after_forward}"
-            lines.append(f"fully_shard(block, {reshard}, **options)")
-        if not lines or self.blocks == ():
-            return []
+        sharded, dtype, tp = not self.ddp, self.param_dtype, self.tensor_parallel
+        masters, low = self.masters and dtype is not None, sharded and dtype is not None
+        cast, scaled = masters and sharded, sharded and dtype == "float16"
+        meshed = sharded and (self.shard_size is not None or self.copies not in (None, 1) or tp > 1)
+        split, size, copies = meshed and tp > 1, self.shard_size, self.copies
+        ranks = "dist.get_world_size() // tp" if split else "dist.get_world_size()"
+        replicated = size is not None if copies is None else copies != 1
+        shape = ", ".join([f"{ranks} // size"] * replicated + ["size"] + ["tp"] * split)
+        dims = ", ".join(['"replicate"'] * replicated + ['"shard"'])
+        dtypes = f"param_dtype=torch.{dtype}, reduce_dtype=torch.{self.reduce_dtype}"
+        reshard = f"reshard_after_forward={self.reshard_after_forward}"
+        mesh = "init_device_mesh(device_type, shape, mesh_dim_names=dims)"
+        product = copies * size * tp if sharded and copies is not None and isinstance(size, int) else 0
+        if size is None:
+            size = ranks if copies in (None, 1) else f"{ranks} // {copies}"
+        size = HOST if size == "host" else f"{size}  # ranks that share one copy"
+        units = self.blocks != () and (sharded or self.checkpointing)
+        recompute, pinned = units and self.checkpointing, "" if self.pin_memory else "pin_memory=False"
         names = "{kind.__name__ for kind in transformer_block_classes(model)}"
         if self.blocks is not None:
             if not all(name.isidentifier() for name in self.blocks):
                 raise TranslationError(f"blocks: expected names of classes, found {shown(self.blocks)}")
             names = "{" + ", ".join(f'"{name}"' for name in self.blocks) + "}"
-        return [
-            f"names = {names}",
-            "for name, block in reversed(list(model.named_modules())):  # from the inside out",
-            "    if type(block).__name__ in names:",
-            *(f"        {line}" for line in lines),
+        lines = [  # whether it is needed, and the line
+            (masters and self.ddp, "model.float()  # 16-bit weights would round small steps away"),
+            (cast, "# model.float() for what is trained: 16-bit weights would round small steps away"),
+            (cast, "for parameter in model.parameters():"),
+            (cast, "    if parameter.requires_grad:"),
+            (cast, "        parameter.data = parameter.data.float()"),
+            (sharded, "options = {}"),
+            (split, f"tp = {tp}  # ranks that share each layer"),
+            (meshed, f"size = {size}"),
+            (product, f"assert dist.get_world_size() == {product}  # what the config's sizes make"),
+            (meshed, f"shape = ({shape})"),
+            (meshed, f"dims = ({dims}" + ', "tp"' * split + ")"),
+            (meshed, 'device_type = "cuda" if torch.cuda.is_available() else "cpu"'),
+            (split, f"mesh = {mesh}"),
+            (split, 'parallelize_module(model, mesh["tp"], tp_plan)'),
+            (split, f'options["mesh"] = mesh[{dims}]'),
+            (meshed and not split, f'options["mesh"] = {mesh}'),
+            (low, f'options["mp_policy"] = MixedPrecisionPolicy({dtypes})'),
+            (scaled, "# fp16: the training loop scales the loss with torch.amp.GradScaler"),
+            (sharded and self.offload, f'options["offload_policy"] = CPUOffloadPolicy({pinned})'),
+            (units, f"names = {names}"),
+            (units, "for name, block in reversed(list(model.named_modules())):  # from the inside out"),
+            (units, "    if type(block).__name__ in names:"),
+            (recompute, "        block = checkpoint_wrapper(block)"),
+            (recompute, "        model.set_submodule(name, block)"),
+            (units and sharded, f"        fully_shard(block, {reshard}, **options)"),
+            (sharded, "return fully_shard(model, **options)  # the root, with what is left over"),
+            (self.ddp, "return DistributedDataParallel(model, gradient_as_bucket_view=True)"),
         ]
-
-    def _options(self) -> list[str]:
-        lines = ["options = {}"]
-        if self.shard_size is not None or self.copies not in (None, 1) or self.tensor_parallel > 1:
-            lines += self._mesh()
-        if self.param_dtype is not None:
-            dtypes = f"param_dtype=torch.{self.param_dtype}, reduce_dtype=torch.{self.reduce_dtype}"
-            lines.append(f'options["mp_policy"] = MixedPrecisionPolicy({dtypes})')
-        if self.param_dtype == "float16":
-            lines.append("# fp16: the training loop scales the loss with torch.amp.GradScaler")
-        if self.offload:
-            pinned = "" if self.pin_memory else "pin_memory=False"
-            lines.append(f'options["offload_policy"] = CPUOffloadPolicy({pinned})')
-        return lines
-
-    def _mesh(self) -> list[str]:
-        tp, size, copies = self.tensor_parallel, self.shard_size, self.copies
-        ranks = "dist.get_world_size() // tp" if tp > 1 else "dist.get_world_size()"
-        part = f" // {copies}" if copies not in (None, 1) else ""
-        host = 'int(os.environ["LOCAL_WORLD_SIZE"])  # the ranks of a host; torchrun sets it'
-        shared = f"{ranks + part if size is None else size}  # ranks that share one copy"
-        with_copies = copies not in (None, 1) or (copies is None and size is not None)
-        dims = '"replicate", "shard"' if with_copies else '"shard"'
-        lines = [f"tp = {tp}  # ranks that share each layer"] if tp > 1 else []
-        lines.append(f"size = {host if size == 'host' else shared}")
-        if copies is not None and isinstance(size, int):
-            lines.append(
-                f"assert dist.get_world_size() == {copies * size * tp}  # what the config's sizes make"
-            )
-        lines += [
-            f"shape = ({f'{ranks} // size, ' if with_copies else ''}size{', tp' if tp > 1 else ''})",
-            "dims = (" + dims + (', "tp"' if tp > 1 else "") + ")",
-            'device_type = "cuda" if torch.cuda.is_available() else "cpu"',
-        ]
-        mesh = "init_device_mesh(device_type, shape, mesh_dim_names=dims)"
-        if tp == 1:
-            return [*lines, f'options["mesh"] = {mesh}']
-        lines += [f"mesh = {mesh}", 'parallelize_module(model, mesh["tp"], tp_plan)']
-        return [*lines, f'options["mesh"] = mesh[{dims}]']
+        text = "\n".join(f"    {line}" for needed, line in lines if needed)
+        imports = [line for name, line in IMPORTS.items() if name in text]
+        if of_fsdp := [name for name in OF_FSDP if name in text]:
+            imports.append(f"from torch.distributed.fsdp import {', '.join(of_fsdp)}")
+        imports.sort(key=lambda line: (line.startswith("from"), line))
+        return "\n".join([*imports, "", "", f"def shard_model(model{', tp_plan' * split}):", text]) + "\n"
 
     def __str__(self) -> str:
         width = max((len(row.key) for row in self.rows), default=0)
         lines = [f"{self.framework} to FSDP2"]
         for row in self.rows:
             mark = " " if row.has_counterpart else "!"
-            lines.append(f"{mark} {row.key:{width}} = {shown(row.value)}\n      {row.fsdp2}")
+            lines += [f"{mark} {row.key:{width}} = {shown(row.value)}", f"      {row.fsdp2}"]
         if self.without_counterpart:
             lines.append("(! has no counterpart in FSDP2)")
         return "\n".join(lines)

@@ -26,19 +26,14 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend that runs the group's collectives on that device; its errors and time-out are only there.
-
-    Raises:
-        RuntimeError: the group has no backend for that device.
-    """
+    """The backend that runs the group's collectives on a device; its errors and time-out are only there."""
     return group._get_backend(device)
 
 
 def abort_groups(group: dist.ProcessGroup | None = None) -> None:
     """Abort a group, or all: destroy_process_group waits for kernels, which wait for a rank that has died.
 
-    The public ProcessGroup.abort leaves the group registered, so that the end of the program waits for it,
-    and communicators that overlap must be aborted together (https://github.com/pytorch/pytorch/issues/119797).
+    The public ProcessGroup.abort leaves the group registered: the end of the program waits for it.
     """
     from torch.distributed import distributed_c10d
 
@@ -46,10 +41,7 @@ def abort_groups(group: dist.ProcessGroup | None = None) -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the time-out of a group's collectives, from the next one on.
-
-    This is torch.distributed.set_timeout, which is public from torch 2.15 on.
-    """
+    """Set the time-out of a group's collectives: torch.distributed.set_timeout, public from torch 2.15 on."""
     import torch.distributed as dist
 
     public = getattr(dist, "set_timeout", None)

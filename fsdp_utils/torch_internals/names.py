@@ -22,28 +22,18 @@ class Private(NamedTuple):
 _FSDP1 = "torch.distributed.fsdp._runtime_utils"
 _FLAT = "torch.distributed.fsdp._flat_param"
 _FSDP2 = "torch.distributed.fsdp._fully_shard"  # in torch.distributed._composable.fsdp before 2.6
-_HOOK = (
-    "to observe when a unit computes in backward: torch has no public hooks on what FSDP does, and those of "
-    "nn.Module run before or after FSDP's own work, not around it"
-)
-_FAKE = (
-    "replaced while a rank is simulated on fake tensors, which have no memory: FSDP has no switch for that"
-)
+_HOOK = "to observe when a unit computes in backward: nn.Module's hooks do not run around FSDP's own work"
+_FAKE = "replaced while a rank is simulated on fake tensors without memory: FSDP has no switch for that"
 
 # What is imported from here, by the name that it has here.
 NAMES: dict[str, Private] = {
     # FSDP
     "FlatParamHandle": Private(_FLAT, "FlatParamHandle", "its unshard and reshard are recorded: " + _HOOK),
-    "FSDPParam": Private(
-        f"{_FSDP2}._fsdp_param",
-        "FSDPParam",
-        "it holds gradients of microbatches; after an exception it is found by its type, as nothing lists it",
-    ),
+    "FSDPParam": Private(f"{_FSDP2}._fsdp_param", "FSDPParam", "gradients of microbatches; nothing lists it"),
     "FSDPParamGroup": Private(
         f"{_FSDP2}._fsdp_param_group",
         "FSDPParamGroup",
-        "its unshard, reshard and post_backward are recorded. FSDPModule.set_custom_all_gather and "
-        "set_custom_reduce_scatter see the communication only, and not when parameters are freed",
+        "its unshard, reshard and post_backward are recorded; set_custom_all_gather sees no freeing",
     ),
     "fsdp2_pre_backward": Private(f"{_FSDP2}._fsdp_state:FSDPState", "_pre_backward", _HOOK),
     "fsdp1_pre_backward": Private(_FSDP1, "_pre_backward_hook", _HOOK),
@@ -59,9 +49,7 @@ NAMES: dict[str, Private] = {
         f"{_FSDP2}._fsdp_param", "_chunk_with_empty", "takes as long as there are ranks; " + _FAKE
     ),
     "get_param_to_fqns": Private(
-        "torch.distributed.fsdp._common_utils",
-        "_get_param_to_fqns",
-        "names of the parameters inside FSDP1's flat ones; named_parameters() gives the flat ones only",
+        "torch.distributed.fsdp._common_utils", "_get_param_to_fqns", "names inside flat parameters"
     ),
     # DTensor and ShardedTensor
     "dtensor_shapes": Private(
@@ -70,28 +58,20 @@ NAMES: dict[str, Private] = {
         "works on fake tensors of the global size, which a record of allocations has to leave out",
     ),
     "ShardedTensor": Private(
-        "torch.distributed._shard.sharded_tensor",
-        "ShardedTensor",
-        "what FSDP1's sharded state dict consists of; torch has never had it in a public module",
+        "torch.distributed._shard.sharded_tensor", "ShardedTensor", "FSDP1's sharded state dict; never public"
     ),
     # fake tensors, autograd, the profiler, the compiler
     "FakeTensorMode": Private(
-        "torch._subclasses.fake_tensor",
-        "FakeTensorMode",
-        "tensors without memory; torch's documentation imports it from this private module",
+        "torch._subclasses.fake_tensor", "FakeTensorMode", "as torch's documentation does"
     ),
     "detect_fake_mode": Private(
-        "torch._guards", "detect_fake_mode", "whether a FakeTensorMode is on; nothing public says it"
+        "torch._guards", "detect_fake_mode", "is a FakeTensorMode on? nothing public says it"
     ),
     "sequence_nr": Private(
-        "torch.autograd",
-        "_get_sequence_nr",
-        "the number of autograd's next node, to see whether anything was computed; nothing public counts",
+        "torch.autograd", "_get_sequence_nr", "was anything computed? nothing public counts"
     ),
     "disable_dynamo": Private(
-        "torch._compile",
-        "_disable_dynamo",
-        "torch.compiler.disable is the same, but imports torch._dynamo at once, which takes a second",
+        "torch._compile", "_disable_dynamo", "torch.compiler.disable imports torch._dynamo, a second"
     ),
     # operators of torch's own optimizers; without torch.compile nothing public is as fast
     "foreach_add_": Private("torch", "_foreach_add_", "counts the steps, as torch.optim.AdamW does"),

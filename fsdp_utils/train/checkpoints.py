@@ -24,17 +24,11 @@ from fsdp_utils.train.config import ConfigError
 from fsdp_utils.train.metrics import RunLog
 from fsdp_utils.train.ranks import ranks
 
-__all__ = ["Checkpoints", "lock_directory", "resume"]
-
 _LOCK_WAIT_S = 5.0  # for the ranks of the start before to have ended, on another host perhaps
 
 
 def lock_directory(out: Path) -> contextlib.AbstractContextManager[Any]:
-    """Make a run's directory, which rank 0 locks for this run until the context ends.
-
-    Raises:
-        ConfigError: another run is going on in the directory, or it cannot be written to.
-    """
+    """Make a run's directory, which rank 0 locks for this run until the context ends."""
     if get_rank() != 0:
         return contextlib.nullcontext()
     try:
@@ -44,8 +38,7 @@ def lock_directory(out: Path) -> contextlib.AbstractContextManager[Any]:
         raise ConfigError(f"out: expected a directory to write to, found {out}: {error}") from error
     if not _locked(file):
         raise ConfigError(
-            f"out: expected a directory in which no other run is going on, found one in {out}. End that run "
-            "first, or choose another --out."
+            f"out: expected a directory in which no other run is going on, found one in {out}. End that run."
         )
     return file
 
@@ -60,22 +53,13 @@ def _locked(file: IO[str]) -> bool:
         except (BlockingIOError, PermissionError):  # noqa: PERF203
             time.sleep(0.05)
         except OSError as error:
-            print(
-                f"{file.name}: {error}; a second run in this directory would not be noticed", file=sys.stderr
-            )
+            print(f"{file.name}: {error}; a second run would not be noticed", file=sys.stderr)
             return True
     return False
 
 
 def resume(directory: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """Load the newest checkpoint that is not damaged, on any number of ranks. Every rank calls it.
-
-    Returns:
-        The state that was saved, {} where there is none to load; and the errors of the damaged ones.
-
-    Raises:
-        CheckpointError: the newest is whole, but not of this model or this optimizer.
-    """
+    """Load the newest whole checkpoint: its state, {} where there is none, and the errors of damaged ones."""
     damaged = []
     for step in reversed(ranks().first(lambda: list(checkpoints(directory)))):
         try:
@@ -86,15 +70,7 @@ def resume(directory: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dic
 
 
 class Checkpoints:
-    """Saves a run's state in the background, one save at a time.
-
-    Args:
-        directory: where the checkpoints are.
-        keep: how many are kept.
-        saved: the step of the newest; None where there is none.
-        identity: of the data, which each checkpoint holds.
-        log: where saves are logged.
-    """
+    """Saves a run's state in the background, one save at a time."""
 
     def __init__(self, directory: Path, keep: int, saved: int | None, identity: str, log: RunLog) -> None:
         self._directory, self._keep, self._saved = directory, keep, saved
@@ -102,11 +78,7 @@ class Checkpoints:
         self._in_flight: tuple[int, Save] | None = None
 
     def save(self, model: nn.Module, optimizer: Optimizer, step: int, seen: int, *, last: bool) -> None:
-        """Save in the background, where a failure is logged and ends nothing; or, at last, wait for it.
-
-        Raises:
-            CheckpointError: the last step is not saved, so the run must not end as if it were.
-        """
+        """Save in the background, where a failure is logged and ends nothing; the last raises."""
         if self._in_flight is not None:
             (before, save), self._in_flight = self._in_flight, None
             self._attempt(before, save.wait)

@@ -17,18 +17,6 @@ from typing import Any, Literal
 from fsdp_utils._commands import VERSION
 from fsdp_utils._extras import need
 
-__all__ = [
-    "ConfigError",
-    "DataConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "ParallelConfig",
-    "TrainConfig",
-    "check",
-    "micro_batches",
-    "parse",
-]
-
 _MAY_BE_NONE = {"data.micro_batch", "optim.clip", "profile_step"}
 
 
@@ -175,20 +163,13 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse values that a run cannot have.
-
-    Raises:
-        ConfigError: names the first setting with one.
-    """
+    """Raise ConfigError for the first value that a run cannot have."""
     counts = "steps log_every eval_every save_every keep data.batch_size data.micro_batch profile_step"
+    positive = "hang_s timeout_s optim.lr optim.clip"
     checks: list[tuple[str, Callable[[Any], bool], str]] = [
         ("out data.source", bool, "a name"),
         (counts, lambda value: value >= 1, "at least 1"),
-        (
-            "hang_s timeout_s optim.lr optim.clip",
-            lambda value: 0 < value < math.inf,
-            "greater than 0 and finite",
-        ),
+        (positive, lambda value: 0 < value < math.inf, "greater than 0 and finite"),
         ("optim.min_lr", lambda value: 0 <= value <= 1, "from 0 to 1"),
         ("optim.warmup", lambda value: 0 <= value <= config.steps, f"from 0 to steps ({config.steps})"),
     ]
@@ -204,11 +185,7 @@ def check(config: TrainConfig) -> None:
 
 
 def micro_batches(config: TrainConfig, world_size: int) -> tuple[int, int]:
-    """Return the number of micro-batches of a rank in a step, and the number of samples in each.
-
-    Raises:
-        ConfigError: the batch has no equal shares for that many ranks.
-    """
+    """Return the number of micro-batches of a rank in a step, and the number of samples in each."""
     own, left = divmod(config.data.batch_size, world_size)
     if left:
         raise ConfigError(

@@ -1,8 +1,7 @@
 """The training data, and which samples each step trains on.
 
-The samples of a step follow from the seed and from how many samples were seen before. So the position in the
-data is one number, the same for any number of ranks: a run that is resumed on more or fewer ranks continues
-with the sample after the last.
+They follow from the seed and from how many samples were seen before: one number, the same for any number of
+ranks. So a run that is resumed on more or fewer ranks continues with the sample after the last.
 """
 
 import importlib
@@ -19,28 +18,19 @@ from torch.utils.data import StackDataset, default_collate
 from fsdp_utils.train.config import ConfigError, DataConfig
 from fsdp_utils.train.ranks import ranks
 
-__all__ = ["Data", "check_same_data", "collate", "load_data", "rows_at", "spread"]
-
 IGNORED = -100  # a label that the loss of transformers' models leaves out
 _SPREAD = 64  # samples that are looked at before a run
 
 
 @dataclass(frozen=True)
 class Data:
-    """The samples of a run.
+    """The samples of a run."""
 
-    Attributes:
-        train, test: samples by number; test may be empty.
-        predicts_next: whether the logits at a position are about the label after it (decoders).
-        build: makes the model that goes with the data, with the same weights on every rank.
-        identity: tells these training samples from others.
-    """
-
-    train: Any
-    test: Any
-    predicts_next: bool
-    build: Callable[[], torch.nn.Module] | None
-    identity: str
+    train: Any  # samples by number
+    test: Any  # as train; may be empty
+    predicts_next: bool  # whether the logits at a position are about the label after it (decoders)
+    build: Callable[[], torch.nn.Module] | None  # the data's model, with the same weights on every rank
+    identity: str  # tells these training samples from others
 
     def labels(self, batch: Mapping[str, Tensor]) -> int:
         """Count the labels over which a batch's loss is a mean."""
@@ -49,39 +39,29 @@ class Data:
 
 
 def load_data(config: DataConfig) -> Data:
-    """Load the data that the configuration names.
-
-    Raises:
-        ConfigError: there is no such function, or it does not return enough samples.
-    """
+    """Load the data that the configuration names; ConfigError where it is not there, or not enough."""
     module, _, name = config.source.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f'data.source: expected "module:function", found {config.source!r}: {error}'
-        ) from error
-    task = function()
+        found = f"found {config.source!r}: {error}"
+        raise ConfigError(f'data.source: expected "module:function", {found}') from error
+    task, where = function(), f"data.source {config.source!r}: expected"
     try:
         train, test = _samples(task.train), _samples(task.test)
         train[0]["labels"]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"data.source {config.source!r}: expected an object with .train and .test, each a dict of "
-            'tensors with a row for each sample, "labels" among them, or a dataset of such dicts; found '
-            f"{error!r}"
+            f"{where} an object with .train and .test, each a dict of tensors with a row for each sample, "
+            f'"labels" among them, or a dataset of such dicts; found {error!r}'
         ) from error
-    if len(train) < config.batch_size:
-        raise ConfigError(
-            f"data.source {config.source!r}: expected at least data.batch_size ({config.batch_size}) samples "
-            f"to train on, found {len(train)}"
-        )
-    if getattr(task, "predicts_next", False) and len(train[0]["labels"]) < 2:
-        raise ConfigError(
-            f"data.source {config.source!r}: expected samples of at least 2 tokens, of which each predicts "
-            f"the next, found {len(train[0]['labels'])}"
-        )
     predicts_next, build = getattr(task, "predicts_next", False), getattr(task, "build", None)
+    if len(train) < config.batch_size:
+        enough = f"at least data.batch_size ({config.batch_size}) samples to train on"
+        raise ConfigError(f"{where} {enough}, found {len(train)}")
+    if predicts_next and len(train[0]["labels"]) < 2:
+        enough = "samples of at least 2 tokens, of which each predicts the next"
+        raise ConfigError(f"{where} {enough}, found {len(train[0]['labels'])}")
     return Data(train, test, predicts_next, build, _fingerprint(train))
 
 

@@ -18,8 +18,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdp_utils.distributed.identity import get_rank, get_world_size
 
-__all__ = ["NotFinite", "StopSignal", "Watchdog", "check_finite"]
-
 _EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
 _ANSWER_S = 3.0  # for all ranks that still run to have written their stacks
 
@@ -29,12 +27,7 @@ class NotFinite(FloatingPointError):
 
 
 def check_finite(loss: float, norm: float, own: float, step: int, samples: list[int]) -> None:
-    """Raise NotFinite on all ranks where the whole batch's loss or gradient norm is NaN or infinite.
-
-    Args:
-        own: this rank's part of the loss.
-        samples: the numbers of the samples that this rank computed.
-    """
+    """Raise NotFinite on all ranks where the batch's loss or norm is; `own` and `samples` are this rank's."""
     if math.isfinite(loss) and math.isfinite(norm):
         return
     found: list[Any] = [None] * get_world_size()
@@ -55,12 +48,8 @@ class Watchdog:
     """Ends this rank, with the stacks of its threads, when its training has not moved for a time.
 
     Ranks wait for each other in every step, so where one hangs, each notices. They write their stacks to
-    `directory`, name the ranks that did not, and send SIGABRT to those on this host. So a hang becomes a
-    failure, after which torchrun can restart the ranks.
-
-    Args:
-        directory: where the stacks go; shared by all ranks.
-        limit_s: seconds, until `at` is given another limit.
+    `directory`, which they share, name the ranks that did not, and send SIGABRT to those on this host. So a
+    hang becomes a failure, after which torchrun can restart the ranks.
     """
 
     def __init__(self, directory: Path, limit_s: float) -> None:
@@ -120,13 +109,10 @@ class StopSignal:
     """Records a scheduler's request to stop: SIGTERM (torchrun, scancel) or SIGUSR1 (sbatch --signal).
 
     The ranks agree at each step whether one of them was asked, as not all are, nor at the same time.
-
-    Attributes:
-        asked: whether this rank was.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = False  # this rank
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":

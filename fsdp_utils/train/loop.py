@@ -37,8 +37,6 @@ from fsdp_utils.train.metrics import RunLog
 from fsdp_utils.train.model import build_model, parallelize
 from fsdp_utils.train.ranks import process_group, ranks, sum_of_all, training_device
 
-__all__ = ["Progress", "learning_rate", "main", "train"]
-
 _EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: come again, and it goes on
 _END_S = 60.0  # from a failure to the end of its process, at most
 
@@ -172,11 +170,7 @@ def _backward(
     labels: float,
     step: int,
 ) -> tuple[float, float]:
-    """Compute this rank's part of the loss, and the norm of the whole gradient, which is then clipped.
-
-    The losses of all ranks and micro-batches add up to the mean over the `labels` labels of the whole batch.
-    So neither the loss nor its gradient depends on how the batch was divided.
-    """
+    """Compute this rank's part of the mean over the batch's labels, and the norm of the gradient."""
     device = next(model.parameters()).device
     # Dropout's numbers follow from the place in the run, so that a resumed run draws the same ones.
     seed = ((config.seed * 1_000_003 + step) * 65_537 + get_rank()) % 2**63
@@ -203,10 +197,7 @@ def _backward(
 
 @torch.no_grad()
 def _evaluate(config: TrainConfig, model: nn.Module, data: Data, watchdog: Watchdog) -> float | None:
-    """Return the mean loss over all test samples, each counted once, on any number of ranks.
-
-    Each batch gathers parameters from all ranks. A rank without samples runs one again, uncounted.
-    """
+    """Return the mean loss of the test samples; a rank without one runs another again, uncounted."""
     device, rank, world_size = next(model.parameters()).device, get_rank(), get_world_size()
     _, size = micro_batches(config, world_size)
     total = loss = 0.0
@@ -251,9 +242,6 @@ def _profiled(config: TrainConfig, step: int) -> Iterator[None]:
 
 def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
-# ---- the program -----------------------------------------------------------------------------------
 
 
 @record  # writes torchelastic's error file, from which torchrun tells which rank failed first, and how

@@ -17,20 +17,9 @@ from typing import Any
 from fsdp_utils.distributed.identity import get_rank
 from fsdp_utils.train.config import ConfigError
 
-__all__ = ["RunLog"]
-
 
 class RunLog:
-    """Writes the logs of a run.
-
-    Args:
-        directory: the run's.
-        step: the step that the run resumes from: 0, or that of its checkpoint. Lines of later steps are
-            removed, and so is this step's evaluation: they are made again.
-
-    Raises:
-        ConfigError: a line of metrics.jsonl is not one of a run.
-    """
+    """Writes the logs of a run, which resumes from `step`: later lines and its evaluation are made again."""
 
     def __init__(self, directory: Path, step: int) -> None:
         self._active = get_rank() == 0

@@ -15,15 +15,9 @@ from fsdp_utils.sharding import shard, transformer_block_classes
 from fsdp_utils.train.config import ConfigError, TrainConfig
 from fsdp_utils.train.data import Data, spread
 
-__all__ = ["build_model", "parallelize"]
-
 
 def build_model(config: TrainConfig, data: Data) -> nn.Module:
-    """Build the model in fp32 on the CPU, with the same weights on every rank; on meta if it is pretrained.
-
-    Raises:
-        ConfigError: there is no such configuration or folder, or nothing says which model.
-    """
+    """Build the model in fp32 on the CPU, with the same weights on every rank; on meta if pretrained."""
     source = config.model.pretrained or config.model.config
     if source is None:
         if data.build is None:
@@ -65,18 +59,12 @@ def _check_tokens(settings: Any, data: Data) -> None:
     for name, needed in most.items():
         there = getattr(settings, name, None)
         if there is not None and 0 < there < needed:  # -1: any length, as XLNet
-            raise ConfigError(
-                f"data.source: expected samples for a model with {name} of {there}, found one that needs "
-                f"{needed}"
-            )
+            found = f"found one that needs {needed}"
+            raise ConfigError(f"data.source: expected samples for a model with {name} of {there}, {found}")
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> nn.Module:
-    """Compile each block, let it recompute, and shard it; the model ends on the device, with its weights.
-
-    Raises:
-        CheckpointError: the pretrained folder does not hold this model.
-    """
+    """Compile each block, let it recompute, and shard it; the model ends on the device, with its weights."""
     settings, shape = config.parallel, (get_world_size(),)
     if settings.strategy == "hybrid":
         of_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))

@@ -13,17 +13,11 @@ from fsdp_utils.distributed.agreement import Ranks
 from fsdp_utils.distributed.identity import get_local_rank, get_world_size
 from fsdp_utils.train.config import ConfigError
 
-__all__ = ["process_group", "ranks", "sum_of_all", "training_device"]
-
 _ECHO_S = 2.0  # a rank that may only fail because another one did lets the other be heard first
 
 
 def training_device(wanted: str) -> torch.device:
-    """This rank's accelerator for "auto", where there is one, else the CPU.
-
-    Raises:
-        ConfigError: the host has fewer accelerators than ranks.
-    """
+    """This rank's accelerator for "auto", where there is one, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if wanted == "cpu" or accelerator is None:
         return torch.device("cpu")
@@ -39,19 +33,14 @@ def training_device(wanted: str) -> torch.device:
 
 @contextmanager
 def process_group(device: torch.device, timeout_s: float) -> Iterator[None]:
-    """Join the process group of the ranks that torchrun started; of a single one where nobody did.
-
-    CPU tensors are sent by gloo, also where the model is on GPUs: what the ranks exchange at each step then
-    waits for no GPU.
-    """
+    """Join the process group of the ranks that torchrun started; of a single one where nobody did."""
+    # gloo for CPU tensors also beside GPUs: what the ranks exchange at each step then waits for no GPU
     backend, limit = "gloo", timedelta(seconds=timeout_s)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    if get_world_size() > 1:
-        dist.init_process_group(backend, timeout=limit)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    alone = {} if get_world_size() > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=limit, **alone)
     try:
         yield
     except Exception as error:
