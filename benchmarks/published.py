@@ -80,35 +80,34 @@ class Prediction:
         return self.plan.verdict == ("does not fit" if ran else "fits")
 
 
-def rows(split: str | None = None) -> list[dict[str, Any]]:
-    """The rows that count: of one split, "fit" or "held_out", or of both."""
+def _rows(split: str | None) -> list[dict[str, Any]]:
     data = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return [
         {**row, "expandable_segments": data["sources"][row["source"]].get("expandable_segments", False)}
         for row in data["rows"]
-        if split in (None, row["split"]) and not row.get("exclude_from_fit")
+        if split in (None, row["split"])
     ]
+
+
+def rows(split: str | None = None) -> list[dict[str, Any]]:
+    """The rows that count: of one split, "fit" or "held_out", or of both."""
+    return [row for row in _rows(split) if not row.get("exclude_from_fit")]
 
 
 def left_out(split: str) -> dict[str, int]:
     """How many rows of a split do not count, by reason."""
-    data = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    reasons = (row.get("exclude_from_fit") for row in data["rows"] if row["split"] == split)
-    return dict(Counter(reason for reason in reasons if reason))
+    return dict(Counter(row["exclude_from_fit"] for row in _rows(split) if row.get("exclude_from_fit")))
 
 
 def predict_all(split: str | None = None) -> tuple[list[Prediction], list[str]]:
     """The predictions of `rows`, and which of these the planner cannot simulate, with its reason."""
-    found = [(row["id"], _attempt(row)) for row in rows(split)]
-    predictions = [each for _, each in found if isinstance(each, Prediction)]
-    return predictions, [f"{name}: {each}" for name, each in found if isinstance(each, ValueError)]
-
-
-def _attempt(row: dict[str, Any]) -> Prediction | ValueError:
-    try:
-        return predict(row)
-    except ValueError as error:
-        return error
+    predictions, refused = [], []
+    for row in rows(split):
+        try:
+            predictions.append(predict(row))
+        except ValueError as error:  # noqa: PERF203 (a row more or less)
+            refused.append(f"{row['id']}: {error}")
+    return predictions, refused
 
 
 def predict(row: dict[str, Any]) -> Prediction:
@@ -137,23 +136,15 @@ def _config(row: dict[str, Any]) -> Any:
         "tie_word_embeddings": bool(model["tied_embeddings"]),
         "dtype": row["param_storage_dtype"],
     }
+    sizes = [model[name] for name in ("hidden_size", "intermediate_size", "layers", "heads")]
     if model["mlp"].startswith("swiglu"):
-        sizes = {name: model[name] for name in ("hidden_size", "intermediate_size")}
-        names = {
-            "layers": "num_hidden_layers",
-            "heads": "num_attention_heads",
-            "kv_heads": "num_key_value_heads",
-        }
-        return transformers.LlamaConfig(**sizes, **{to: model[name] for name, to in names.items()}, **options)
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        options |= {"num_key_value_heads": model["kv_heads"], **dict(zip(names, sizes, strict=True))}
+        return transformers.LlamaConfig(**options)
     if model["mlp"].startswith("gelu"):  # MPT: with learned positions, it is a GPT-2 of other sizes
-        names = {
-            "hidden_size": "n_embd",
-            "intermediate_size": "n_inner",
-            "layers": "n_layer",
-            "heads": "n_head",
-        }
+        names = ("n_embd", "n_inner", "n_layer", "n_head")
         return transformers.GPT2Config(
-            **{to: model[name] for name, to in names.items()},
+            **dict(zip(names, sizes, strict=True)),
             n_positions=row["sequence_length"],
             activation_function="gelu",
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),

@@ -1,6 +1,8 @@
 """A Jupyter kernel under a test: run cells in it as a front end does, interrupt it, kill it."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
@@ -8,6 +10,15 @@ from typing import Any
 import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+
+IMPORTS = """%%ranks
+import os, signal, time, torch, torch.distributed as dist
+rank = dist.get_rank(); x = torch.ones(1)
+"""
+WHOLE = """%%ranks
+import torch, torch.distributed as dist
+x = torch.ones(1); dist.all_reduce(x); print(x.item())
+"""
 
 
 @dataclass
@@ -27,16 +38,17 @@ class Reply:
 class Notebook:
     """A kernel of its own; `close()` it."""
 
-    def __init__(self, *, interactive: bool = False) -> None:
-        self.interactive = interactive
+    def __init__(self, *, interactive: bool = False, limit: float = 90) -> None:
+        self.interactive, self.limit = interactive, limit  # limit: seconds for a cell
         self.manager = KernelManager(kernel_name="python3")
         self.manager.start_kernel()
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
 
-    def run(self, source: str, *, interrupt_after: float | None = None, limit: float = 90) -> Reply:
+    def run(self, source: str, *, interrupt_after: float | None = None, limit: float = 0) -> Reply:
         began = time.monotonic()
+        limit = limit or self.limit
         reply = Reply()
         message = self.client.execute(source, allow_stdin=self.interactive)
         while True:
@@ -83,3 +95,11 @@ class Notebook:
         if self.manager.has_kernel:
             self.manager.shutdown_kernel(now=False)
         self.manager.cleanup_resources()
+
+
+@contextmanager
+def usable(notebook: Notebook, ranks: int) -> Iterator[Notebook]:
+    """With `os`, `rank` and `x` on its ranks; whatever is done to them, the next cell works."""
+    notebook.run(IMPORTS)
+    yield notebook
+    assert notebook.run(WHOLE).text == f"all ranks | {ranks}.0\n"

@@ -19,6 +19,12 @@ from fsdp_utils import shard
 from fsdp_utils.allocator import record_allocations
 
 RANKS = 3  # by which none of Net's sizes divides: the shards of the last rank are smaller
+SIZES: dict[str, Any] = {  # of a small transformer
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 

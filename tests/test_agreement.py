@@ -80,7 +80,9 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all_and_they_go_on(two_ranks
         ]
         ranks.consequence = ". Mind the step."
         found.append(told(lambda: ranks.all(lambda: 1 // 0)))
-        return [*found, ("", str(ranks.all(rank)))]
+        found.append(("", str(ranks.all(rank))))
+        name = ["save", "load"][rank()]
+        return [*found, told(lambda: agree(name, dict, error=RoomError, topic="test"))]
 
     first, second = two_ranks(fn)
     zero = "ZeroDivisionError: integer division or modulo by zero"
@@ -91,6 +93,11 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all_and_they_go_on(two_ranks
         ("RoomError", f"enter: rank 0: {zero}"),
         ("RoomError", f"enter: {zero}. Mind the step."),
         ("", "[0, 1]"),
+        (
+            "RoomError",
+            'expected the same call on all ranks, found rank 0: "save"; rank 1: "load". Decide on one rank '
+            "and broadcast the decision.",
+        ),
     ]
 
 
@@ -202,20 +209,6 @@ def test_traffic_grows_with_the_number_of_ranks_and_not_with_its_square() -> Non
     assert many / 11 * 1023 < 20e6  # at 1,024 ranks
 
 
-def test_ranks_in_different_calls_are_told_so(two_ranks: TwoRanks) -> None:
-    def fn() -> tuple[str, str]:
-        name = ["save", "load"][rank()]
-        return told(lambda: agree(name, dict, error=RoomError, topic="test"))
-
-    assert set(two_ranks(fn)) == {
-        (
-            "RoomError",
-            'expected the same call on all ranks, found rank 0: "save"; rank 1: "load". Decide on one rank '
-            "and broadcast the decision.",
-        )
-    }
-
-
 def test_no_rank_goes_on_before_all_are_connected(two_ranks: TwoRanks, tmp_path: Path) -> None:
     """One that closed its group at once would cut off those that still connect."""
 
@@ -268,32 +261,23 @@ def test_a_rank_that_leaves_is_noticed_at_once(two_ranks: TwoRanks, exchange: st
 
 
 def test_what_fails_inside_the_guard_is_the_error_of_all(two_ranks: TwoRanks) -> None:
-    def fn() -> tuple[str, str]:
-        def body() -> None:
-            ranks = enter(wait_s=60)
-            with ranks.guard():
-                fails_on_1(MemoryError("too large"))()
-                ranks.all(rank)
-
-        return told(body)
+    def body() -> None:
+        ranks = enter(wait_s=60)
+        with ranks.guard():
+            fails_on_1(MemoryError("too large"))()
+            ranks.all(rank)
 
     expected = "enter: rank 1 failed, or lost a rank that did: MemoryError: too large"
-    assert two_ranks(fn) == [("RoomError", expected)] * 2
+    assert two_ranks(lambda: told(body)) == [("RoomError", expected)] * 2
 
 
 def test_a_process_on_its_own_agrees_with_itself() -> None:
     ranks = enter(lambda: {"step": 3})
     ranks.same("entries", {"a": "1"})
-    assert (ranks.world_size, ranks.all(lambda: 4), ranks.each(lambda: 5), ranks.first(lambda: 6)) == (
-        1,
-        [4],
-        5,
-        6,
-    )
-    assert told(lambda: enter(lambda: {"own": 1 // 0})) == (
-        "RoomError",
-        "enter: ZeroDivisionError: integer division or modulo by zero",
-    )
+    assert (ranks.world_size, ranks.all(lambda: 4)) == (1, [4])
+    assert (ranks.each(lambda: 5), ranks.first(lambda: 6)) == (5, 6)
+    zero = "enter: ZeroDivisionError: integer division or modulo by zero"
+    assert told(lambda: enter(lambda: {"own": 1 // 0})) == ("RoomError", zero)
 
 
 def test_the_text_of_a_failure_is_told_once_with_the_ranks_that_it_is_from() -> None:

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,15 +178,6 @@ def test_no_bit_of_a_manifest_can_flip(tmp_path: Path) -> None:
 # ---- whole, but not what was asked for ---------------------------------------------------------------------
 
 
-class Other(nn.Module):
-    """Another architecture: a name more, names less, another shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 6)
-        self.surplus = nn.Linear(2, 2)
-
-
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return Net()
@@ -222,20 +213,10 @@ ASKED: dict[str, tuple[Callable[[Path], object], str, str]] = {
         ERROR,
         "expected the same directory on all ranks",
     ),
-    "another architecture": (
-        partial(load, make=Other),
-        ERROR,
-        r"(?s)embed\.weight: expected shape \[5, 6\] .*found \[11, 6\].*surplus\.weight, .*: expected by the",
-    ),
     "another width": (
         partial(load, make=lambda: Net(4)),
         ERROR,
-        r"expected shape \[11, 4\] .*, found \[11, 6\]",
-    ),
-    "another dtype": (
-        partial(load, make=lambda: Net().bfloat16()),
-        ERROR,
-        r"(?s)torch\.bfloat16.*torch\.float32.*cast=True",
+        r"expected shape \[11, 4\] .*found \[11, 6\]",
     ),
     "parameters on meta": (partial(load, make=on_meta), ERROR, "on the meta device.*load_pretrained"),
     "no optimizer": (
@@ -243,7 +224,6 @@ ASKED: dict[str, tuple[Callable[[Path], object], str, str]] = {
         ERROR,
         r"expected optimizers with groups of \[13\] parameters, found \[\]",
     ),
-    "no such state": (lambda folder: load(folder, state={"other": nn.Linear(2, 2)}), ERROR, "other"),
 }
 
 
@@ -287,25 +267,19 @@ CALLS |= {"FileSystemReader", "FileSystemWriter", "dcp.load", "dcp.save", "dist_
 BETWEEN_PROCESSES = {"distributed", "notebook"}
 
 
-def names_used(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield (node.module or "").partition(".")[0]
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
-        elif isinstance(node, ast.Constant | ast.Name):
-            yield str(node.value) if isinstance(node, ast.Constant) else node.id
+def names_used(tree: ast.AST) -> set[str]:
+    nodes, found = list(ast.walk(tree)), set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found |= {name.partition(".")[0] for name in names}
+    found |= {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    return found | {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
 
 
 def test_no_file_is_pickled_or_unpickled() -> None:
     root = Path(fsdp_utils.__file__).parent
-    found: dict[str, set[str]] = {}
     for path in root.rglob("*.py"):
-        where = path.relative_to(root)
-        forbidden = CALLS if where.parts[0] in BETWEEN_PROCESSES else CALLS | UNPICKLES
-        if used := forbidden & set(names_used(ast.parse(path.read_text()))):
-            found[str(where)] = used
-    assert found == {}
+        among_processes = path.relative_to(root).parts[0] in BETWEEN_PROCESSES
+        forbidden = CALLS if among_processes else CALLS | UNPICKLES
+        assert not forbidden & names_used(ast.parse(path.read_text())), path

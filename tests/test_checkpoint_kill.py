@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -226,19 +227,13 @@ def load_exported(folder: Path) -> int | None:
 
 
 Write = Callable[[Path, int], None]
+in_one_file = partial(export_one, in_one_file=True)
 WAYS: dict[str, tuple[Write, Write, Callable[[Path], int | None]]] = {  # first, then, how it is read
     "save_distributed": (save_one, save_one, load_one),
     "export": (export_one, export_one, load_exported),
-    "export in one file": (
-        lambda folder, value: export_one(folder, value, in_one_file=True),
-        lambda folder, value: export_one(folder, value, in_one_file=True),
-        load_exported,
-    ),
-    "export after one file": (
-        lambda folder, value: export_one(folder, value, in_one_file=True),
-        export_one,
-        load_exported,
-    ),
+    "export in one file": (in_one_file, in_one_file, load_exported),
+    "export after one file": (in_one_file, export_one, load_exported),
+    "export in one file after several": (export_one, in_one_file, load_exported),
 }
 
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -163,16 +164,6 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 @contextmanager
-def patched(place: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(place, name)
-    setattr(place, name, value)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)
-
-
-@contextmanager
 def failing_hook(model: nn.Module) -> Iterator[None]:
     def hook(*_: Any) -> None:
         raise MemoryError("not enough for the state dict")
@@ -205,18 +196,13 @@ class Bad:
 FAILURES: dict[str, tuple[int, Callable[[nn.Module], Any], str]] = {  # rank, what happens on it, what is told
     "a hook of the model raises": (1, failing_hook, "rank 1.*MemoryError: not enough for the state dict"),
     "a rank has used up its quota": (1, quota, r"rank 1: .*/rank-00001\.safetensors.*File too large"),
-    "a rank's disk fails": (1, lambda _: patched(os, "fsync", fail), r"rank 1: .*Input/output error"),
-    "the disk fails at the commit": (
-        0,
-        lambda _: patched(Path, "rename", fail),
-        "rank 0: .*Input/output error",
-    ),
+    "a rank's disk fails": (1, lambda _: patch.object(os, "fsync", fail), r"rank 1: .*Input/output error"),
+    "the commit fails": (0, lambda _: patch.object(Path, "rename", fail), "rank 0: .*Input/output error"),
 }
 
 
 def fail_in_the_middle(folder: Path) -> dict[str, Outcome]:
-    model = nn.Linear(256, 1024)  # 1 MiB
-    fully_shard(model)
+    model = fully_shard(nn.Linear(256, 1024))  # 1 MiB
     save_distributed(folder, model, step=0)
     found = {}
     for step, (name, (where, happens, _)) in enumerate(FAILURES.items(), 1):
@@ -224,7 +210,7 @@ def fail_in_the_middle(folder: Path) -> dict[str, Outcome]:
             save = lambda step=step, how=asynchronous: (  # noqa: E731
                 save_distributed(folder, model, step=step, asynchronous=how).wait()
             )
-            with happens(model) if rank() == where else patched(os, "name", os.name):
+            with happens(model) if rank() == where else patch.object(os, "name", os.name):
                 found[f"{name}, {asynchronous}"] = outcome(save)
             dist.barrier()
         save()
@@ -250,18 +236,11 @@ def count_object_collectives(folder: Path) -> int:
     model, optimizer = build("fsdp2")
     train(model, optimizer, Data(), 1)
     save_distributed(folder, model, optimizer, step=1)
-    calls: list[str] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        call = getattr(dist, name)
-        return lambda *args, **options: (calls.append(name), call(*args, **options))[1]
-
     names = [name for name in dir(dist) if "object" in name and callable(getattr(dist, name))]
     with ExitStack() as patches:
-        for name in names:
-            patches.enter_context(patched(dist, name, counted(name)))
+        counted = [patches.enter_context(patch.object(dist, n, wraps=getattr(dist, n))) for n in names]
         save_distributed(folder, model, optimizer, step=2, state={"epoch": 1}, per_rank={"own": rank()})
-    return len(calls)
+    return sum(one.call_count for one in counted)
 
 
 def test_a_save_needs_at_most_four_object_collectives(two_ranks: TwoRanks, tmp_path: Path) -> None:
@@ -276,32 +255,30 @@ def test_a_save_needs_at_most_four_object_collectives(two_ranks: TwoRanks, tmp_p
 def held() -> Iterator[threading.Event]:
     """No save commits before the event is set."""
     going, rename = threading.Event(), Path.rename
-    with patched(Path, "rename", lambda *paths, **how: (going.wait(20), rename(*paths, **how))[1]):
+    with patch.object(Path, "rename", lambda *paths, **how: (going.wait(20), rename(*paths, **how))[1]):
         yield going
 
 
-def save_and_train(folder: Path, kind: str) -> tuple[bool, list[float], list[float]]:
-    (model, optimizer), data = build(kind), Data()
-    train(model, optimizer, data, 2)
-    with held() as going:
-        state = {"data": data.generator.get_state()}
-        save = save_distributed(folder, model, optimizer, step=2, state=state, asynchronous=True)
-        expected = train(model, optimizer, data, 3)
-        was_done = save.done()
-        dist.barrier()  # rank 0 alone commits, and must not before the others have looked
-        going.set()
-        assert save.wait() == folder / "000001-step-2"
-    (model, optimizer), data = build(kind, seed=1), Data()
-    data.generator.set_state(load_distributed(folder, model, optimizer)["data"])
-    return was_done, expected, train(model, optimizer, data, 3)
+def save_and_train(folder: Path) -> None:
+    for kind in ("fsdp2", "fsdp1", "ddp"):
+        (model, optimizer), data = build(kind), Data()
+        train(model, optimizer, data, 2)
+        with held() as going:
+            state = {"data": data.generator.get_state()}
+            save = save_distributed(folder / kind, model, optimizer, step=2, state=state, asynchronous=True)
+            expected = train(model, optimizer, data, 3)
+            assert not save.done()
+            dist.barrier()  # rank 0 alone commits, and must not before the others have looked
+            going.set()
+            assert save.wait() == folder / kind / "000001-step-2"
+        (model, optimizer), data = build(kind, seed=1), Data()
+        data.generator.set_state(load_distributed(folder / kind, model, optimizer)["data"])
+        assert train(model, optimizer, data, 3) == expected
+        verify_checkpoint(folder / kind)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "ddp"])
-def test_training_goes_on_while_it_is_saved(kind: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
-    for was_done, expected, found in two_ranks(save_and_train, tmp_path, kind):
-        assert not was_done
-        assert found == expected
-    verify_checkpoint(tmp_path)
+def test_training_goes_on_while_it_is_saved(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    two_ranks(save_and_train, tmp_path)
 
 
 def save_thrice(folder: Path) -> list[tuple[int, ...]]:
@@ -313,7 +290,7 @@ def save_thrice(folder: Path) -> list[tuple[int, ...]]:
         time.sleep(0.2)  # a call that did not wait would be past
         rename(*paths, **how)
 
-    with patched(Path, "rename", when_looked):
+    with patch.object(Path, "rename", when_looked):
         for step in range(3):
             save_distributed(folder, model, step=step, asynchronous=True)
             dist.barrier()
@@ -332,7 +309,7 @@ def break_in_flight(folder: Path) -> list[Outcome]:
     model, _ = build("fsdp2")
 
     def broken() -> Save:
-        with patched(Path, "rename", fail):
+        with patch.object(Path, "rename", fail):
             save = save_distributed(folder, model, step=1, asynchronous=True)
             while not save.done():
                 time.sleep(0.01)
@@ -411,7 +388,7 @@ def test_a_save_can_be_interrupted_and_waited_for_with_a_limit(tmp_path: Path) -
         raise KeyboardInterrupt
 
     model = nn.Linear(3, 3)
-    with patched(Path, "rename", interrupt):
+    with patch.object(Path, "rename", interrupt):
         save = save_distributed(tmp_path, model, step=1, asynchronous=True)
         for _ in range(2):
             with pytest.raises(CheckpointError, match="KeyboardInterrupt"):
@@ -497,10 +474,9 @@ def disk(size: str) -> Iterator[Path]:
 
 def fill_up(folder: Path, asynchronous: bool) -> list[Outcome]:
     """A first save fits, a second does not, and a third does when there is room again."""
-    model = nn.Linear(256, 1024)  # 1 MiB
-    fully_shard(model)
+    model = fully_shard(nn.Linear(256, 1024))  # 1 MiB
     save = lambda step: save_distributed(folder, model, step=step, asynchronous=asynchronous).wait()  # noqa: E731
-    found = [outcome(lambda step=step: save(step)) for step in (1, 2)]
+    found = [outcome(partial(save, step)) for step in (1, 2)]
     if rank() == 0:
         shutil.rmtree(folder / "000001-step-1")
     dist.barrier()
@@ -544,7 +520,7 @@ def test_a_listing_that_fails_is_an_error_and_never_no_checkpoint(tmp_path: Path
         "verify": lambda: verify_checkpoint(tmp_path / "run"),
         "save": lambda: save_distributed(tmp_path / "run", model, step=3, keep=1),
     }
-    with patched(os, "listdir", broken(listdir)), patched(os, "scandir", broken(scandir)):
+    with patch.object(os, "listdir", broken(listdir)), patch.object(os, "scandir", broken(scandir)):
         for name, call in calls.items():
             with pytest.raises(CheckpointError, match=r"run: expected .*found Input/output error") as caught:
                 call()

@@ -174,45 +174,6 @@ def test_what_could_not_be_read_back_is_refused_by_name(name: str, tmp_path: Pat
     assert not list(tmp_path.glob("*-step-*"))
 
 
-def save_other_extra_state(folder: Path) -> dict[str, str | None]:
-    told = {}
-    for name, extra in {"number": rank(), "tensor": ONE * rank(), "nested": {"a": ONE * rank()}}.items():
-        model = Buffers(filled=True)
-        model.extra = extra
-        told |= refusals({name: lambda model=model: save_distributed(folder, model, step=1)})
-        save_distributed(folder / name, model, step=1, per_rank={"_extra_state": extra})
-    return told
-
-
-def test_what_a_model_adds_is_the_same_on_all_ranks_or_given_as_per_rank(tmp_path: Path) -> None:
-    told = run_on_ranks(save_other_extra_state, tmp_path)
-    words = ("_extra_state", "on all ranks", "rank 1", "goes into per_rank=")
-    assert_told(told, dict.fromkeys(("number", "tensor", "nested"), words))
-
-
-def save_other_copies(folder: Path) -> dict[str, str | None]:
-    """Of a replicated DTensor, of which the first rank's values would be saved."""
-    mesh, model = init_device_mesh("cpu", (world_size(),)), nn.Linear(2, 2)
-    for param in model.parameters():
-        nn.init.zeros_(param)
-    tensors = {name: torch.full((2,), value) for name, value in {"same": 1, "other": rank()}.items()}
-    states = {
-        name: {"x": DTensor.from_local(one, mesh, [Replicate()], run_check=False)}
-        for name, one in tensors.items()
-    }
-    return refusals(
-        {
-            name: lambda s=state: save_distributed(folder, model, step=1, state=s)
-            for name, state in states.items()
-        }
-    )
-
-
-def test_copies_of_a_dtensor_that_differ_are_refused(tmp_path: Path) -> None:
-    told = run_on_ranks(save_other_copies, tmp_path)
-    assert_told(told, {"same": "None", "other": "found that 'state.x' on rank 1 differs from rank 0"})
-
-
 STEP = "expected step to be a whole number of at least 0, found"
 KEEP = "expected keep to be a whole number of at least 1, or None, found"
 MAPPING = "to be a mapping from names to values"
@@ -321,7 +282,13 @@ def wrong_calls(folder: Path) -> dict[str, str | None]:
     with FSDP1.state_dict_type(flat, StateDictType.SHARDED_STATE_DICT):
         parts = flat.state_dict()
     one = torch.tensor([1 + 1j])
+    copies = [DTensor.from_local(torch.full((2,), float(rank())), mesh, [Replicate()], run_check=False)]
     save_distributed(folder, model, step=1, state={"data": Loader(1)})
+    extras, with_extra = {"number": rank(), "in a dict": {"a": ONE * rank()}}, Buffers(filled=True)
+    told = {}
+    for name, with_extra.extra in extras.items():
+        told |= refusals({name: lambda: save_distributed(folder / "x", with_extra, step=1)})
+        save_distributed(folder / name, with_extra, step=1, per_rank={"_extra_state": with_extra.extra})
     states: dict[str, dict[str, Any]] = {
         "value": {"a": 1, "b": {"x": rank()}},
         "type": {"b": 1 if rank() else 1.0},
@@ -331,6 +298,7 @@ def wrong_calls(folder: Path) -> dict[str, str | None]:
         "names": {f"b{rank()}": 1},
         "broken": {"data": Broken() if rank() else Loader()},
         "partial": {"b": [DTensor.from_local(torch.ones(2), mesh, [Partial()])]},
+        "copies": {"b": copies},
         "parts": {"average": parts},
         "model": {"average": flat},
     }
@@ -344,11 +312,15 @@ def wrong_calls(folder: Path) -> dict[str, str | None]:
     saves = {k: lambda v=v: save_distributed(folder / "x", model, step=1, state=v) for k, v in states.items()}
     own = {"own part": lambda: save_distributed(folder / "x", model, step=1, per_rank={"b": part})}
     loads = {k: lambda v=v: load_distributed(folder, model, state=v) for k, v in given.items()}
-    return refusals({**saves, **own, **loads})
+    return told | refusals({**saves, **own, **loads})
 
 
 def test_what_cannot_be_saved_or_loaded_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+    extra = ("_extra_state", "on all ranks", "rank 1", "goes into per_rank=")
     expected = {
+        "number": extra,
+        "in a dict": extra,
+        "copies": "found that 'state.b.0' on rank 1 differs from rank 0",
         "value": ("state", "'b'", "rank 1", "per_rank"),
         "type": ("state", "'b'", "rank 1", "per_rank"),
         "bit": ("state.b", "rank 1", "per_rank"),

@@ -13,7 +13,6 @@ import torch
 from blake3 import blake3
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from fsdp_utils import export_safetensors, run_on_ranks, save_distributed
 from tests.checkpoints import Data, build, train, wholes
@@ -197,36 +196,3 @@ def test_large_models_are_cut_into_files_with_an_index(
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / file, "pt") as opened:
             assert name in opened.keys()  # noqa: SIM118 (it is no dict)
-
-
-def small_transformers() -> dict[str, Callable[[], Any]]:
-    transformers = pytest.importorskip("transformers")
-    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    llama = {**small, "intermediate_size": 48, "num_key_value_heads": 2}
-    gpt2 = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    return {
-        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama)),
-        "gpt2, tied": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2)),
-    }
-
-
-def save_transformers(folder: Path) -> None:
-    for name, make in small_transformers().items():
-        torch.manual_seed(0)
-        save_distributed(folder / name, fully_shard(make()), step=1)
-
-
-@pytest.mark.timeout(400)  # the imports of transformers take most of it
-def test_transformers_reads_what_is_exported(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    run_on_ranks(save_transformers, tmp_path, timeout=200)
-    words = torch.arange(8).reshape(1, 8)
-    for name, limit in (("llama", 9000 / 2**30), ("gpt2, tied", 4.0), ("gpt2, tied", 9000 / 2**30)):
-        torch.manual_seed(0)
-        expected = small_transformers()[name]().eval()
-        out = export_safetensors(tmp_path / name, tmp_path / f"{name} out", shard_gib=limit)
-        assert (len(list(out.glob("*.safetensors"))) > 1) == (limit < 1)
-        found = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
-        assert type(found) is type(expected)
-        with torch.no_grad():
-            assert torch.equal(found(words).logits, expected(words).logits)

@@ -5,6 +5,7 @@ an example on the same page holds an instance of it, as that of `plan` holds a `
 """
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -13,8 +14,6 @@ import os
 import re
 import textwrap
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -131,19 +130,17 @@ EXAMPLES = {
 }
 
 
-def said(source: str) -> str:
-    """What an example should print by its comments: the one after print(), or those on the lines below."""
-    lines, below = [], False
+def difference(source: str, printed: str) -> str:
+    """Says so where the code has printed something else than the comments after print() or below it say.
+
+    "..." in a comment stands for any text.
+    """
+    said, below = [], False
     for line in source.splitlines():
         code, comment = (text.strip() for text in f"{line}  # ".split("# ")[:2])
         below = code.startswith("print(") or (below and not code)
-        lines += [comment] if below and comment else []
-    return "\n".join(lines)
-
-
-def difference(source: str, printed: str) -> str:
-    """Says so where the code has printed something else; "..." in its comments stands for any text."""
-    pattern = ".*".join(map(re.escape, said(source).split("...")))
+        said += [comment] if below and comment else []
+    pattern = ".*".join(map(re.escape, "\n".join(said).split("...")))
     lines = "\n".join(line.strip() for line in printed.splitlines())
     if not pattern or re.fullmatch(pattern, lines, re.DOTALL):
         return ""
@@ -162,7 +159,7 @@ def run(source: str, names: dict[str, Any], *, compare: bool = True) -> Told:
         for statement, end in zip(statements, [*ends, len(lines)], strict=True):
             code = "\n".join(lines[statement.lineno - 1 : end])
             printed = StringIO()
-            with redirect_stdout(printed):
+            with contextlib.redirect_stdout(printed):
                 if isinstance(statement, ast.Expr):
                     names["_"] = eval(code, names)
                 else:
@@ -207,13 +204,9 @@ def around(name: str) -> dict[str, Any]:
         "loss": 2.5,
         "step": 7,
         "epoch": 3,
-        "dataclasses": dataclasses,
-        "dist": dist,
-        "nn": nn,
-        "torch": torch,
-        **{thing.__name__: thing for thing in (DataLoader, Path, Transformer)},
+        **{"dataclasses": dataclasses, "dist": dist, "nn": nn, "torch": torch},
+        **{thing.__name__: thing for thing in (DataLoader, MixedPrecisionPolicy, Path, Transformer)},
         "FullyShardedDataParallel": fsdp1,  # told the device, without which FSDP1 expects a GPU
-        "MixedPrecisionPolicy": MixedPrecisionPolicy,
     }
     more = MORE.get(name, MORE.get(name.rpartition(".")[2], ""))
     linecache.cache["train.py"] = (len(more), None, more.splitlines(keepends=True), "train.py")
@@ -263,42 +256,26 @@ def train_step(batch):
     dist.all_reduce(x, op)
 """,
 }
-# what has happened before the example runs
-_CUT = """
-import os
-for file in Path("run").rglob("rank-*.safetensors"):
-    os.truncate(file, 100)
-"""
-FAULTS = {
-    "CheckpointDamagedError": _CUT,
-    "CheckpointError": _CUT,
-}
 
 
 def run_all(names: list[str], folder: Path) -> dict[str, Told]:
     """Run examples in this process, each in a directory of its own, which the ranks share."""
-    told = {}
+    told, here = {}, Path.cwd()
     for name in names:
         last = name.rpartition(".")[2]
-        with inside(folder / name.removeprefix("fsdp_utils.")):
-            variables = around(name)
-            if last in GOES_ON:
-                (before,) = (name for name in EXAMPLES if name.endswith(f".{GOES_ON[last]}"))
-                run(EXAMPLES[before], variables)
-            exec(FAULTS.get(last, ""), variables)
-            told[name] = run(EXAMPLES[name], variables, compare=fsdp_utils.get_rank() == 0)
+        place = folder / name.removeprefix("fsdp_utils.")
+        place.mkdir(exist_ok=True)
+        os.chdir(place)
+        variables = around(name)
+        if last in GOES_ON:
+            (before,) = (name for name in EXAMPLES if name.endswith(f".{GOES_ON[last]}"))
+            run(EXAMPLES[before], variables)
+        if last in ("CheckpointDamagedError", "CheckpointError"):
+            for file in Path("run").rglob("rank-*.safetensors"):
+                os.truncate(file, 100)
+        told[name] = run(EXAMPLES[name], variables, compare=fsdp_utils.get_rank() == 0)
+    os.chdir(here)
     return told
-
-
-@contextmanager
-def inside(place: Path) -> Iterator[None]:
-    place.mkdir(exist_ok=True)
-    here = Path.cwd()
-    os.chdir(place)
-    try:
-        yield
-    finally:
-        os.chdir(here)
 
 
 IN_CELLS = {  # by the notebook's function: the cell before its example
@@ -385,13 +362,3 @@ def test_the_first_line_of_a_property_has_no_colon() -> None:
         if isinstance(thing, property) and not last.startswith("_")
     }
     assert [name for name, text in properties.items() if not text or ": " in text.splitlines()[0]] == []
-
-
-def test_docstrings_write_an_example_as_code() -> None:
-    """Sphinx sets the lines below "Example:", with one colon, as a paragraph."""
-    found = [
-        str(path)
-        for path in PACKAGE.rglob("*.py")
-        if re.search(r"^ *Examples?:$", path.read_text(), re.MULTILINE)
-    ]
-    assert found == []

@@ -27,15 +27,9 @@ from transformers import (
 
 from fsdp_utils import plan, run_on_ranks, search
 from fsdp_utils.planner import COLORS, GPUS, Efficiency, Plan
-from tests.planner_net import RANKS, REAL, Block, Net, tokens, train_really, with_fsdp1
+from tests.planner_net import RANKS, REAL, SIZES, Block, Net, tokens, train_really, with_fsdp1
 
 VOCABULARY = 4096  # large beside the hidden size, so that the logits are the peak
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-}
 LLAMA = LlamaConfig(**SIZES, vocab_size=VOCABULARY)
 DEEP = LlamaConfig(**{**SIZES, "num_hidden_layers": 7}, vocab_size=64)
 BATCH, LENGTH, WORLD = 2, 128, 8
@@ -186,14 +180,9 @@ def test_the_operations_of_a_model_are_three_times_those_of_forward() -> None:
     assert plain(checkpointing="full").timing.model_flop == flop
 
 
-MOE: dict[str, Any] = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 5,
-    "vocab_size": 96,
-}
-MIXTRAL = MixtralConfig(**MOE, hidden_size=64, intermediate_size=96, num_local_experts=8)
-QWEN = Qwen3MoeConfig(**MOE, hidden_size=64, head_dim=32, moe_intermediate_size=48, num_experts=16)
+MOE: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "vocab_size": 96}
+MIXTRAL = MixtralConfig(**MOE, num_local_experts=8)
+QWEN = Qwen3MoeConfig(**MOE, head_dim=32, moe_intermediate_size=48, num_experts=16)
 
 
 @pytest.mark.parametrize(  # experts, of which a token has, width of attention
@@ -430,14 +419,8 @@ def test_a_root_without_parameters_gathers_nothing(shard: Any) -> None:
             return x
 
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    found = plan(
-        WithoutRoot(),
-        world_size=2,
-        batch_size=2,
-        mp_policy=policy,
-        shard=shard,
-        inputs=lambda batch, _: torch.zeros(batch, 32),
-    )
+    options: dict[str, Any] = {"world_size": 2, "batch_size": 2, "mp_policy": policy, "shard": shard}
+    found = plan(WithoutRoot(), **options, inputs=lambda batch, _: torch.zeros(batch, 32))
     assert found.at_rest["parameters"] == pytest.approx(4 * found.parameters / 2 / 2**30, rel=0.03)
     in_forward = [m for m in found.moments if m.label.phase == "forward" and m.step == 2]
     assert not any("gathered parameters" in m.gib for m in in_forward if m.label.unit == "(root)")

@@ -17,14 +17,8 @@ from transformers import LlamaConfig
 from fsdp_utils import plan
 from fsdp_utils.planner import GPUS
 from fsdp_utils.planner.__main__ import main
-from tests.planner_net import Block, Net, tokens
+from tests.planner_net import SIZES, Block, Net, tokens
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-}
 LLAMA = LlamaConfig(**SIZES, vocab_size=128)
 
 

@@ -294,6 +294,15 @@ def test_tied_weights_may_be_there_twice_if_they_are_equal(tmp_path: Path, equal
         assert all(torch.equal(one, before[name]) for name, one in state_of(model).items())
 
 
+def index(file: object) -> dict[str, bytes]:
+    return {
+        "model.safetensors.index.json": json.dumps({"weight_map": {"weight": file, "bias": file}}).encode()
+    }
+
+
+FILES = r"expected the files by tensor under 'weight_map'"
+
+
 @pytest.mark.parametrize(
     ("files", "told"),
     [
@@ -303,33 +312,21 @@ def test_tied_weights_may_be_there_twice_if_they_are_equal(tmp_path: Path, equal
         ({"model.safetensors": b"version https://git-lfs"}, r"found 23 bytes .*git-lfs"),
         ({"model.safetensors": b"\2\0\0\0\0\0\0\0{}more"}, r"10 bytes, where the file has 14"),
         ({"model.safetensors": b"\2\0\0\0\0\0\0\0[]"}, r"expected a safetensors file, found 10 bytes"),
-        ({"model.safetensors.index.json": b"{}"}, r"expected the files by tensor under 'weight_map'"),
-        (
-            {"model.safetensors.index.json": b'{"weight_map": {"a": "gone.safetensors"}}'},
-            r"gone\.safetensors: expected to be able to read it, found No such file",
-        ),
+        (index("gone.safetensors"), r"gone\.safetensors: expected to be able to read it, found No such file"),
+        ({"model.safetensors.index.json": b"{}"}, FILES),
+        # of an index, the files are in the folder
+        *((index(file), FILES) for file in ("../model.safetensors", "/etc/passwd", "a/b.safetensors")),
+        *((index(file), FILES) for file in ("", "a\0", 7, None)),
     ],
 )
 def test_a_folder_that_is_none_is_told(tmp_path: Path, files: dict[str, bytes] | None, told: str) -> None:
+    save_file({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, tmp_path / "model.safetensors")
     folder = tmp_path / "folder"
     if files is not None:
         folder.mkdir()
         for name, content in files.items():
             (folder / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=told):
-        load_pretrained(folder, nn.Linear(1, 1))
-
-
-@pytest.mark.parametrize(
-    "file", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "", "a\0", 7, None]
-)
-def test_the_files_of_an_index_are_in_the_folder(tmp_path: Path, file: object) -> None:
-    save_file({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, tmp_path / "model.safetensors")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    index = {"weight_map": {"weight": file, "bias": file}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"expected the files by tensor under 'weight_map'"):
         load_pretrained(folder, nn.Linear(1, 1))
 
 

@@ -8,15 +8,8 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from tests.notebook_kernel import Notebook
+from tests.notebook_kernel import WHOLE, Notebook, usable
 
-IMPORTS = """%%ranks
-import os, signal, time, torch, torch.distributed as dist
-rank = dist.get_rank(); x = torch.ones(1)
-"""
-WHOLE = (
-    "%%ranks\nimport torch, torch.distributed as dist\nx = torch.ones(1); dist.all_reduce(x); print(x.item())"
-)
 VOID = "models sharded before are void"
 
 
@@ -33,14 +26,19 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Notebook]:
-    """A notebook with four ranks, shared by the tests that leave them usable."""
+def started() -> Iterator[Notebook]:
     notebook = Notebook()
     notebook.run("from fsdp_utils.notebook import ranks")
     assert notebook.run("ranks.start(4)").text == "4 ranks in one process group (gloo on CPU)\n"
-    assert notebook.run(IMPORTS).error == ""
     yield notebook
     notebook.close()
+
+
+@pytest.fixture
+def four(started: Notebook) -> Iterator[Notebook]:
+    """A notebook with four ranks, shared by the tests that leave them usable."""
+    with usable(started, 4):
+        yield started
 
 
 @pytest.fixture
@@ -106,7 +104,6 @@ def test_an_exception_on_one_rank_frees_the_others_and_shows_that_ranks_lines(fo
     )
     assert VOID in failed.traceback
     assert failed.seconds < 20  # and not the 60 s that a collective waits
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
     assert four.run("ranks.get('kept')").value == "['kept', 'kept', 'kept', 'kept']"
 
 
@@ -121,7 +118,6 @@ def test_a_rank_that_loops_is_freed_when_another_fails(four: Notebook) -> None:
     failed = four.run("%%ranks\nif rank == 1:\n    raise KeyError('k')\nwhile True:\n    pass")
     assert failed.error == "RankError: rank 1 raised KeyError: 'k'"
     assert "rank 0 stood at line" in failed.traceback
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
 
 
 def test_a_mistake_that_all_ranks_make_alike_leaves_sharded_models_valid(four: Notebook) -> None:
@@ -152,7 +148,6 @@ def test_a_collective_that_some_ranks_never_enter_ends_and_shows_where_each_stan
     )
     failed = four.run("%%ranks --timeout 1\nif rank == 0:\n    tensor.full_tensor()")
     assert "waits at most 1 s" in failed.traceback
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
 
 
 def test_after_an_abandoned_collective_no_thread_of_a_rank_burns_a_core(four: Notebook) -> None:
@@ -169,7 +164,6 @@ def test_after_an_abandoned_collective_no_thread_of_a_rank_burns_a_core(four: No
     used = [sum(process.cpu_times()[:2]) - was for process, was in zip(processes, before, strict=True)]
     assert max(used) < 0.5, used
     assert four.run("%%ranks\ndel model\nimport gc; gc.collect()").error == ""  # gloo closes its sockets
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +183,6 @@ def test_a_rank_that_dies_is_named_and_replaced(four: Notebook, how: str, told: 
     assert failed.seconds < 20
     assert four.run(WHOLE).text == "all ranks | 4.0\n"
     assert four.run("%%ranks 0,2,3\nkept").text == "rank 0 | 0\nrank 2 | 2\nrank 3 | 3\n"
-    four.run(IMPORTS)
 
 
 def test_a_rank_that_does_not_run_the_cell_and_dies_ends_no_wait(four: Notebook) -> None:
@@ -198,8 +191,6 @@ def test_a_rank_that_does_not_run_the_cell_and_dies_ends_no_wait(four: Notebook)
     assert failed.text == "rank 0 | done\n"
     assert failed.error.startswith("RankError: rank 1 was killed by SIGKILL")
     assert "rank 0 had finished the cell" in failed.traceback
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
-    four.run(IMPORTS)
 
 
 # Interrupt a cell in which rank 1 dies at the n-th of the lines that the notebook's side executes for it once
@@ -254,8 +245,6 @@ def test_an_interrupt_at_any_line_loses_no_rank_that_ended(another: Callable[...
 def test_rank_0_can_be_replaced_too(four: Notebook) -> None:
     failed = four.run("%%ranks\nif rank == 0:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     assert failed.error.startswith("RankError: rank 0 was killed by SIGKILL")
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
-    four.run(IMPORTS)
 
 
 def test_a_death_between_two_cells_is_told_before_the_next_one_runs(four: Notebook) -> None:
@@ -263,8 +252,6 @@ def test_a_death_between_two_cells_is_told_before_the_next_one_runs(four: Notebo
     failed = four.run("%%ranks\nran = True")
     assert failed.error.startswith("RankError: rank 3 was killed by SIGKILL")
     assert "this cell was not run" in failed.error
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
-    four.run(IMPORTS)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +265,6 @@ def test_an_interrupt_gives_the_prompt_back_and_keeps_the_ranks(four: Notebook, 
     stood = [f"rank {rank} stood at line 1: {stuck}" for rank in range(4)]
     assert stopped.traceback.splitlines()[2:6] == stood
     assert stopped.seconds < 20
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
 
 
 def test_an_interrupt_shows_which_ranks_had_finished(four: Notebook) -> None:
@@ -334,7 +320,6 @@ def test_starting_again_keeps_the_ranks(four: Notebook) -> None:
 )
 def test_a_wrong_start_says_what_was_expected(four: Notebook, call: str, told: str) -> None:
     assert four.run(call).error.startswith(told)
-    assert four.run(WHOLE).text == "all ranks | 4.0\n"
 
 
 def test_every_port_is_on_the_loopback_interface(four: Notebook) -> None:

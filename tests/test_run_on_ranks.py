@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from fsdp_utils import get_rank, run_on_ranks, sampler
+from tests.notebook_kernel import Notebook
 
 TwoRanks = Callable[..., list[Any]]
 ROOT = Path(__file__).parent.parent
@@ -146,45 +147,27 @@ def test_a_forked_process_may_call_it_although_the_server_is_its_parents(two_ran
 # ---- what is refused -------------------------------------------------------------------------------------
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
-    **{
-        f"world_size {value!r}": (
-            get_rank,
-            {"world_size": value},
-            ValueError,
-            f"expected world_size of at least 1, found {value!r}",
-        )
-        for value in ("2", 2.0, True, 0)
-    },
-    **{
-        f"timeout {value}": (
-            get_rank,
-            {"timeout": value},
-            ValueError,
-            "above 0 and at most 1,000,000 seconds",
-        )
-        for value in (0.0, -1.0, float("nan"), float("inf"), 1e9)
-    },
-    "result not sent": (
-        threading.Lock,
-        {},
-        TypeError,
-        "cannot pickle.*lock",
-    ),
-}
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"world_size": n}, f"world_size of at least 1, found {n!r}") for n in ("2", 2.0, True, 0)),
+        *(
+            ({"timeout": seconds}, "above 0 and at most 1,000,000 seconds")
+            for seconds in (0.0, -1.0, float("nan"), float("inf"), 1e9)
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"expected.* {message}"):
+        run_on_ranks(get_rank, **options)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_in_words(case: str) -> None:
-    fn, options, kind, message = REFUSED[case]
-    with pytest.raises(kind, match=message):
-        run_on_ranks(fn, **options)
-
-
-def test_a_function_that_cannot_travel_is_refused_before_anything_starts() -> None:
+def test_what_cannot_travel_is_refused() -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"cannot be sent to the ranks: .*lock"):
-        run_on_ranks(lambda: lock)
+        run_on_ranks(lambda: lock)  # before anything starts
+    with pytest.raises(TypeError, match=r"cannot pickle.*lock"):
+        run_on_ranks(threading.Lock)
 
 
 # ---- one exception, the earliest rank's ------------------------------------------------------------------
@@ -418,15 +401,11 @@ def test_a_script_may_call_it_at_its_top_level_and_takes_all_with_it(
 # ---- in a notebook -----------------------------------------------------------------------------------------
 
 
-def test_a_function_from_a_notebook_cell_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    nbclient = pytest.importorskip("nbclient")
-    nbformat = pytest.importorskip("nbformat")
-    cells = [
-        "import torch.distributed as dist\nfrom fsdp_utils import run_on_ranks\nscale = 7",
-        "def fn(x):\n    return x * scale + dist.get_rank()",
-        "run_on_ranks(fn, 2)",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
-    assert notebook.cells[2].outputs[0]["data"]["text/plain"] == "[14, 15]"
+def test_a_function_from_a_notebook_cell_runs() -> None:
+    notebook = Notebook()
+    try:
+        notebook.run("import torch.distributed as dist\nfrom fsdp_utils import run_on_ranks\nscale = 7")
+        notebook.run("def fn(x):\n    return x * scale + dist.get_rank()")
+        assert notebook.run("run_on_ranks(fn, 2)").value == "[14, 15]"
+    finally:
+        notebook.close()
