@@ -85,8 +85,6 @@ def shard(
     mesh = _mesh(mesh, strategy)
     blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
     _refuse_wrapped(model, blocks)
-    if checkpointing is not None:
-        compute_again(blocks, checkpointing)
     scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     ranks = mesh.size(mesh.ndim - 1)
     policy = mp_policy or MixedPrecisionPolicy()
@@ -97,6 +95,8 @@ def shard(
     if scalars:
         options["ignored_params"] = set(map(model.get_parameter, scalars))
     of_blocks = {**options, "mp_policy": replace(policy, output_dtype=None)}
+    if checkpointing is not None:
+        compute_again(blocks, checkpointing)
     for unit in _units(model, blocks):
         part = unit[0] if len(unit) == 1 else unit
         fully_shard(part, reshard_after_forward=strategy != "grad_op", **of_blocks)
@@ -162,6 +162,14 @@ def _refuse_wrapped(model: nn.Module, blocks: list[nn.Module]) -> None:
                 f"shard: {plain_name(name) or 'the model'} is wrapped in {type(module).__name__} already. "
                 "Call shard once, on the model without; fully_shard before it on other modules than blocks."
             )
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
+        raise ValueError(f"shard: expected a model with a forward, found a {type(model).__name__}")
+    odd = [plain_name(name) for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
+    if odd:
+        raise ValueError(
+            f"shard: FSDP2 takes contiguous parameters only, found {len(odd)} others, such as {odd[0]}. Assign "
+            "nn.Parameter(p.detach().contiguous())."
+        )
 
 
 def _units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:

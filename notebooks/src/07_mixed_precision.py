@@ -801,7 +801,8 @@ if rank == 0:
 print("Checked: dcp.load casts, load_distributed refuses and loads nothing, with cast=True it casts.")
 
 # %% [markdown]
-# The refusal names the tensors, the model's dtype, the checkpoint's dtype, and what to do if you want the cast.
+# The refusal names the tensors, the model's dtype, the checkpoint's dtype, and what to do if you want the
+# cast.
 #
 # ## Your turn 2 · Mixed precision by hand
 #
