@@ -167,8 +167,8 @@ def _refuse_wrapped(model: nn.Module, blocks: list[nn.Module]) -> None:
     odd = [plain_name(name) for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
     if odd:
         raise ValueError(
-            f"shard: FSDP2 takes contiguous parameters only, found {len(odd)} others, such as {odd[0]}. Assign "
-            "nn.Parameter(p.detach().contiguous())."
+            f"shard: FSDP2 takes contiguous parameters only, found {len(odd)} others, such as {odd[0]}. "
+            "Assign nn.Parameter(p.detach().contiguous())."
         )
 
 
