@@ -27,17 +27,17 @@ def fisher_mask(
 ) -> dict[str, Tensor]:
     """Select the weights to fine-tune on a task: those with the largest squared gradients.
 
-    Sums the squares of the gradient over the batches, in float64, and keeps the largest fraction of all
-    weights that require gradients. The Fisher information is an expectation over single samples, so smaller
-    batches come closer to it. Under DDP and FSDP the gradient is the mean over the ranks (for single samples
-    give every rank the same one), and every rank must call this, with as many batches. Call model.eval()
-    first to leave dropout out. Afterwards all p.grad are None.
+    Sums the squares of the gradient over the batches, in float64. The Fisher information is an expectation
+    over single samples, so smaller batches come closer to it. Under DDP and FSDP the gradient is the mean
+    over the ranks (for single samples give every rank the same one), and every rank must call this. Call
+    model.eval() first to leave dropout out. Afterwards all p.grad are None.
 
     Args:
         model: plain, or wrapped by DDP, FSDP1 or FSDP2.
-        batches: this rank's batches.
+        batches: this rank's batches, as many on every rank.
         loss_fn: loss_fn(model, batch) -> the loss, of which it takes the gradient.
-        keep: the fraction to keep, in (0, 1]. Exact to one weight: of equal values the first ones are kept.
+        keep: the fraction to keep of all weights that require gradients, in (0, 1]. Exact to one weight: of
+            equal values the first ones are kept.
 
     Returns:
         By parameter name a tensor of bools with the parameter's shape, True where the weight is kept. It is
@@ -141,10 +141,7 @@ def _largest(fisher: list[Tensor], where: list[Piece], keep: float, ranks: "_Ran
 
 
 def _bound(tensors: list[Tensor], wanted: int, ranks: "_Ranks") -> tuple[int, int]:
-    """Find the wanted-th largest of all ranks' values, and how many that equal it are among the wanted.
-
-    Its 64 bits are found 16 at a time, from above: the ranks add up histograms.
-    """
+    """Find the wanted-th largest of all ranks' values, and how many that equal it are among the wanted."""
     bound = 0
     for shift in (48, 32, 16, 0):
         counts = torch.zeros(2**16, dtype=torch.int64)

@@ -24,26 +24,24 @@ class ChildTuningAdamW(AdamW):
     """AdamW for child tuning: each step lets only a part of each gradient through.
 
     Mode "taskfree" (the paper's F) keeps each element of a gradient with probability reserve_p, drawn anew at
-    each step, and divides it by reserve_p. Steps get shorter than AdamW's, down to sqrt(reserve_p) times as
-    long: compare at several learning rates. Mode "task" (D) always keeps the elements of one mask, such as
-    `fisher_mask` finds. Mode None, and "taskfree" with reserve_p=1, is torch.optim.AdamW bit for bit.
+    each step, and divides it by reserve_p; steps get shorter than AdamW's, down to sqrt(reserve_p) times as
+    long. Mode "task" (D) always keeps the elements of one mask, such as `fisher_mask` finds. Mode None, and
+    "taskfree" with reserve_p=1, is torch.optim.AdamW bit for bit.
 
     p.grad stays as it is. In mode "taskfree" momentum also moves weights whose gradient is masked; weight
     decay moves masked weights in both modes; a gradient that is not finite spoils even a weight that mode
-    "task" masks. A random mask is a function of seed, step and the element's place in the unsharded model, on
-    any number of ranks. Tensors split along another dimension than the first, FSDP1's flat parameters and
-    its parameters in channels_last have masks that differ from those of one process.
+    "task" masks. A random mask depends on seed, step and the element's place in the unsharded model, on any
+    number of ranks. Tensors split along another dimension than the first, and FSDP1's flat parameters and
+    those in channels_last, have masks that differ from those of one process.
 
     Mode "taskfree" takes 4 to 8 bytes for each element of a group's largest parameter, or of a sixteenth of
-    all on a CPU, and 32 to 64 MiB on a GPU. Mode "task" keeps the masks, and makes the second moments of
-    masked weights infinite: a state dict brings its own masks, mode, reserve_p, seed and number of steps. For
-    one of AdamW itself, those that were given apply. For AdamW, set infinite second moments to 0.
+    all on a CPU, and 32 to 64 MiB on a GPU. Mode "task" makes the second moments of masked weights infinite.
+    A state dict brings masks, mode, reserve_p, seed and number of steps; to one of AdamW, those given apply.
 
     Args:
         params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
-        lr, betas, eps: as for AdamW. lr, weight_decay and reserve_p may differ between groups.
-        weight_decay: as for AdamW; but the default is 0 instead of 0.01.
-        reserve_p: the fraction that is kept, in (0, 1]; only for mode "taskfree".
+        lr, betas, eps, weight_decay: as for AdamW, but without weight decay by default.
+        reserve_p: the fraction that mode "taskfree" keeps, in (0, 1]; groups may have their own.
         mode: "taskfree", "task" or None.
         gradient_mask: for mode "task": by parameter name what to keep, as bools: this rank's part or the
             whole. The gradients of parameters that it does not name pass as they are.
@@ -104,8 +102,6 @@ class ChildTuningAdamW(AdamW):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             threshold(group["reserve_p"])  # raises if it is out of range
-            if group["mode"] == "task":
-                group.update(fused=True, foreach=False)
         self._planned: dict[Any, tuple[Any, MaskedGradients]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,7 +137,6 @@ class ChildTuningAdamW(AdamW):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = _laid_out(state[name], p)
             if of_adamw:
-                state["step"] = state["step"].to(p.device)
                 state["exp_avg_sq"] = state["exp_avg_sq"].clone()  # its owner may go on with it
         if of_adamw:
             self._mask_moments()
@@ -159,49 +154,48 @@ class ChildTuningAdamW(AdamW):
             lists: list[Any] = [[] for _ in range(6)]
             states = sum(map(bool, self.state.values()))
             has_complex = collect_adamw(self, group, lists)
-            if group["mode"] == "taskfree" and group["reserve_p"] != 1:
+            if group["mode"] == "task" and sum(map(bool, self.state.values())) > states:
+                self._mask_moments(only_new=True)
+            if group["mode"] == "task" or (group["mode"] == "taskfree" and group["reserve_p"] != 1):
                 if lists[0]:
-                    self._random_step(number, group, _local(lists), [id(p) for p in lists[0]])
+                    self._masked_step(number, group, lists)
                 continue
-            settings: dict[str, Any] = {name: group[name] for name in _SETTINGS}
             beta1, beta2 = group["betas"]
-            if group["mode"] == "task":
-                if sum(map(bool, self.state.values())) > states:
-                    self._mask_moments(only_new=True)
-                lists = _local(lists)
-                lists[1] = [_laid_out(grad, p) for p, grad in zip(lists[0], lists[1], strict=True)]
-                beta2 = max(beta2, torch.finfo(torch.float32).tiny)  # 0 times infinity would be NaN
+            settings: dict[str, Any] = {name: group[name] for name in _SETTINGS}
             adamw(*lists, has_complex=has_complex, beta1=beta1, beta2=beta2, **settings)
         return loss
 
-    def _random_step(
-        self, number: int, group: dict[str, Any], lists: list[list[Tensor]], ids: list[int]
-    ) -> None:
-        steps = lists[5]
+    def _masked_step(self, number: int, group: dict[str, Any], lists: list[list[Any]]) -> None:
+        ids = [id(p) for p in lists[0]]
+        lists = [[local(t) for t in column] for column in lists]
         # one tensor for all: with a number, each addition on the CPU would make another tensor
-        foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
+        foreach_add_(lists[5], torch.ones((), device=lists[5][0].device), alpha=1.0)
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, part in enumerate(lists[0]):
             alike.setdefault((part.dtype, part.device), []).append(i)
         bound, fraction = threshold(group["reserve_p"])
         settings: Any = {name: group[name] for name in ("weight_decay", "eps", *_FLAGS)}
-        settings |= {"lr": float(group["lr"]), "beta1": group["betas"][0], "beta2": group["betas"][1]}
+        settings |= {"lr": float(group["lr"]), "beta1": group["betas"][0]}
+        settings["beta2"] = max(group["betas"][1], torch.finfo(torch.float32).tiny)  # 0 * infinity is NaN
         for (dtype, device), chosen in alike.items():
             own = [[column[i] for i in chosen] if column else [] for column in lists]
             if device.type != "cpu" and own[5][0].device.type == "cpu":  # as AdamW keeps steps unless fused
                 own[5] = list(torch.stack(own[5]).to(device, torch.float32, non_blocking=True).unbind())
-            known, masks = self._planned.get((number, dtype, device), (None, None))
-            these = [(ids[i], lists[0][i].numel()) for i in chosen]
-            if masks is None or known != these:
-                first_of = self._first_elements()
-                masks = MaskedGradients(own[0], [first_of.get(ids[i], 0) for i in chosen])
-                self._planned[number, dtype, device] = these, masks
-            divisor = torch.full((), fraction, dtype=torch.float32, device=device)
-            masked = masks.of(own[1], seed=group["seed"], step=group["mask_step"], bound=bound)
-            for batch, grads in zip(masks.batches, masked, strict=True):
+            batches, masked = [list(range(len(chosen)))], iter([own[1]])
+            if group["mode"] == "taskfree":
+                settings["grad_scale"] = torch.full((), fraction, dtype=torch.float32, device=device)
+                known, masks = self._planned.get((number, dtype, device), (None, None))
+                these = [(ids[i], lists[0][i].numel()) for i in chosen]
+                if masks is None or known != these:
+                    first_of = self._first_elements()
+                    masks = MaskedGradients(own[0], [first_of.get(ids[i], 0) for i in chosen])
+                    self._planned[number, dtype, device] = these, masks
+                batches = masks.batches
+                masked = masks.of(own[1], seed=group["seed"], step=group["mask_step"], bound=bound)
+            for batch, grads in zip(batches, masked, strict=True):
                 params, _, *others = ([column[i] for i in batch] if column else [] for column in own)
                 grads = [_laid_out(grad, p) for p, grad in zip(params, grads, strict=True)]
-                fused_adamw_(params, grads, *others, **settings, grad_scale=divisor)
+                fused_adamw_(params, grads, *others, **settings)
 
     def _first_elements(self) -> dict[int, int]:
         """Return by a parameter's id the number of its part's first element among those of the model."""
@@ -239,10 +233,6 @@ def _cut(mask: Tensor, p: Tensor, piece: Piece) -> Tensor:
         f"ChildTuningAdamW: gradient_mask[{piece.name!r}]: expected shape {tuple(piece.shape)}, or this "
         f"rank's part of it, found {tuple(mask.shape)}"
     )
-
-
-def _local(lists: list[list[Tensor]]) -> list[Any]:
-    return [[local(t) if isinstance(t, DTensor) else t for t in column] for column in lists]
 
 
 def _laid_out(tensor: Tensor, p: Tensor) -> Tensor:

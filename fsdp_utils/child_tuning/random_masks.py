@@ -1,10 +1,9 @@
 """Random masks that are a function of seed, step and place, at the price of one multiplication per element.
 
-All elements of all parameters are numbered in one row, as if nothing were sharded. The row is cut into
-pages. Element i of a page draws the 32-bit number `k1 + k2 * TABLE[i]` (mod 2^32), where TABLE is fixed and
-k1 and k2 are hashes of seed, step and page: multiplicative hashing (Dietzfelbinger et al. 1997), under which
-each number is uniform and, nearly, any two are independent. An element is kept where its number is among the
-largest fraction p. There is no generator whose state could depend on which rank draws or holds what.
+All elements of the unsharded model are numbered in one row, and the row is cut into pages. Element i of a
+page draws `k1 + k2 * TABLE[i]` (mod 2^32); k1 and k2 are hashes of seed, step and page: multiplicative
+hashing (Dietzfelbinger et al. 1997), under which each number is uniform and, nearly, any two are
+independent. The largest fraction p is kept.
 """
 
 import struct
@@ -24,10 +23,7 @@ _GAMMA, *_FACTORS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB
 
 
 def threshold(p: float) -> tuple[int, float]:
-    """Return the number above which an element is kept, and the fraction that this keeps.
-
-    The fraction is p as fp32 has it, so that fp32 can divide by exactly what is kept.
-    """
+    """Return the number above which an element is kept, and the fraction that this keeps."""
     if not 0 < p <= 1:
         raise ValueError(f"ChildTuningAdamW: expected reserve_p in (0, 1], found {p}")
     (p,) = struct.unpack("f", struct.pack("f", p))
@@ -36,14 +32,10 @@ def threshold(p: float) -> tuple[int, float]:
 
 
 class MaskedGradients:
-    """Masks gradients of one dtype and device, batch by batch, in memory that it keeps.
-
-    Args:
-        parts: this rank's parts of the parameters.
-        firsts: for each the number of its first element among those of the model.
-    """
+    """Masks gradients of one dtype and device, batch by batch, in memory that it keeps."""
 
     def __init__(self, parts: list[Tensor], firsts: list[int]) -> None:
+        """Plan for a rank's parts of parameters, by the number of each one's first element in the model."""
         dtype, device, sizes = parts[0].dtype, parts[0].device, [part.numel() for part in parts]
         most = min(_MOST["cpu"], sum(sizes) // 16) if device.type == "cpu" else _MOST["gpu"]
         self.batches: list[list[int]] = [[0]]
@@ -65,12 +57,10 @@ class MaskedGradients:
         # One large parameter at a time is read where it lies; bringing several together first is faster.
         self._alone = dtype == wide and len(self.batches) == len(parts)
         gathered = masked if self._alone else memory(wide)
-        entries = torch.from_numpy(_mix(np.arange(PAGE) * _GAMMA.astype(np.int64)).astype(np.int32)).to(
-            device
-        )
-        runs = [
-            list(_page_runs([(firsts[i], firsts[i] + sizes[i]) for i in batch])) for batch in self.batches
-        ]
+        table = _mix(np.arange(PAGE) * _GAMMA.astype(np.int64)).astype(np.int32)
+        entries = torch.from_numpy(table).to(device)
+        ends = [[(firsts[i], firsts[i] + sizes[i]) for i in batch] for batch in self.batches]
+        runs = [list(_page_runs(of_batch)) for of_batch in ends]
         flat = [these for of_batch in runs for these, _ in of_batch]
         self._pages = np.array([page for these in flat for page in these], np.uint64)
         self._keys = torch.empty(len(self._pages), 2, dtype=torch.int32, device=device)
@@ -80,26 +70,18 @@ class MaskedGradients:
             draws, at = [], 0
             for these, part in of_batch:
                 n = len(these) * (part.stop - part.start)
-                draws.append(
-                    (numbers[at : at + n].view(len(these), -1), entries[part], *next(rows).split(1, 1))
-                )
+                drawn = numbers[at : at + n].view(len(these), -1)
+                draws.append((drawn, entries[part], *next(rows).split(1, dim=1)))
                 at += n
             pieces = [
                 [piece.view(parts[i].shape) for i, piece in zip(batch, each, strict=True)]
                 for each in (t[:at].split([sizes[i] for i in batch]) for t in (gathered, bits, out))
             ]
-            self._plan.append(
-                (draws, [t[:at] for t in (numbers, bits, gathered.view(bits.dtype), masked, out)], pieces)
-            )
+            whole = [t[:at] for t in (numbers, bits, gathered.view(bits.dtype), masked, out)]
+            self._plan.append((draws, whole, pieces))
 
     def of(self, grads: list[Tensor], *, seed: int, step: int, bound: int) -> Iterator[list[Tensor]]:
-        """Yield the masked gradients of each of self.batches: valid until the next, and may be overwritten.
-
-        Args:
-            grads: the gradients of the local parts.
-            seed, step: what the masks are a function of.
-            bound: numbers greater than this one are kept.
-        """
+        """Yield the masked gradients of each of self.batches, valid until the next."""
         self._keys.copy_(torch.from_numpy(_keys(self._pages, seed, step)), non_blocking=True)
         for batch, (draws, whole, pieces) in zip(self.batches, self._plan, strict=True):
             (numbers, bits, source, masked, out), (before, own_bits, after) = whole, pieces
@@ -121,10 +103,7 @@ class MaskedGradients:
 
 
 def _page_runs(parts: list[tuple[int, int]]) -> Iterator[tuple[range, slice]]:
-    """Cut the elements [first, stop) of the parts where pages begin: pages, and each one's part of the table.
-
-    Parts that follow each other are cut as one, and whole pages that follow each other are one run.
-    """
+    """Cut elements [first, stop) where pages begin: runs of pages, and each one's part of the table."""
     merged: list[list[int]] = []
     for first, stop in parts:
         if merged and merged[-1][1] == first:
