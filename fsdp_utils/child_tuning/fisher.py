@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_utils.sharding.local_part import Piece, local, pieces
 
@@ -74,16 +74,14 @@ def fisher_mask(
             f"{' and others' if len(names) > 3 else ''}. Lower the loss's scale, or compute in fp32 or bf16."
         )
     result = {}
-    for (p, piece), mask in zip(
-        parts, _largest(fisher, [piece for _, piece in parts], keep, ranks), strict=True
-    ):
+    masks = _largest(fisher, [piece for _, piece in parts], keep, ranks)
+    for (p, piece), mask in zip(parts, masks, strict=True):
         part = local(p)
         if mask.numel() == part.numel():  # else it is one of several in FSDP1's flat parameter
             mask = mask.view(part.shape)
         if isinstance(p, DTensor):
-            mask = DTensor.from_local(
-                mask, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
+            like = {"shape": p.shape, "stride": p.stride()}
+            mask = DTensor.from_local(mask, p.device_mesh, p.placements, run_check=False, **like)
         result[piece.name] = mask
     return result
 
@@ -93,11 +91,10 @@ def _squared_gradients(
 ) -> list[Tensor]:
     """Sum the squares over the batches, for this rank's elements."""
     # In fp32 the square of 1e20 is infinite and that of 1e-23 is 0. Apple's GPU has no fp64.
-    devices = ["cpu" if local(p).device.type == "mps" else local(p).device for p, _ in parts]
-    fisher = [
-        torch.zeros(piece.numel, dtype=torch.float64, device=device)
-        for (_, piece), device in zip(parts, devices, strict=True)
-    ]
+    fisher = []
+    for p, piece in parts:
+        device = "cpu" if p.device.type == "mps" else p.device
+        fisher.append(torch.zeros(piece.numel, dtype=torch.float64, device=device))
     given, end, iterator = 0, object(), iter(() if batches is None else batches)
     while with_one := int(ranks.sum(torch.tensor(int((batch := next(iterator, end)) is not end)))):
         if with_one < ranks.world_size:  # which would leave the others waiting
@@ -160,9 +157,7 @@ class _Ranks:
     """The ranks that share the model; this one alone, where the model is not distributed."""
 
     def __init__(self, model: nn.Module, params: list[nn.Parameter]) -> None:
-        wrapped = any(
-            isinstance(m, DistributedDataParallel | FullyShardedDataParallel) for m in model.modules()
-        )
+        wrapped = any(isinstance(m, DDP | FSDP1) for m in model.modules())
         meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
         self.together = wrapped or bool(meshes)
         self.device = torch.device(meshes[0].device_type) if meshes else params[0].device

@@ -1,6 +1,7 @@
 """AdamW that lets only a part of each gradient through."""
 
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -83,7 +84,7 @@ class ChildTuningAdamW(AdamW):
         super().__init__(params, lr, betas, eps, weight_decay)
         self.defaults.update(reserve_p=reserve_p, mode=mode, seed=seed, mask_step=0)
         self.__setstate__({})
-        given = (gradient_mask or {}) if mode == "task" else {}
+        given = gradient_mask if mode == "task" and gradient_mask else {}
         self._masks = {plain_name(name).removeprefix("module."): mask for name, mask in given.items()}
         everything = self._each()
         known = [piece.name for *_, own in everything for piece in own]
@@ -91,7 +92,7 @@ class ChildTuningAdamW(AdamW):
             raise ValueError(
                 f"ChildTuningAdamW: gradient_mask names {', '.join(unknown[:3])}"
                 f"{' and others' if len(unknown) > 3 else ''}, which the optimizer does not have. Give it "
-                f"model.named_parameters(), and masks with names such as {known[0]}."
+                f"model.named_parameters(), and masks with names such as {known[0] or 'head.weight'}."
             )
         for _, p, own in everything if given else ():
             self._kept(p, own)  # raises if a mask does not fit
@@ -112,9 +113,7 @@ class ChildTuningAdamW(AdamW):
         each = [
             (group, name, p)
             for group in self.param_groups
-            for name, p in zip(
-                group.get("param_names", [""] * len(group["params"])), group["params"], strict=True
-            )
+            for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False)
         ]
         found = pieces([(name, p) for _, name, p in each])
         return [(group, p, own) for (group, _, p), own in zip(each, found, strict=True)]

@@ -8,30 +8,23 @@ import torch
 
 from fsdp_utils.memory import MemoryReport
 
-_NUMBERS = (
-    "steps",
-    "max_reserved_gib",
-    "max_allocated_gib",
-    "num_alloc_retries",
-    "num_ooms",
-    "samples_per_s",
-)
+_NUMBERS = "steps max_reserved_gib max_allocated_gib num_alloc_retries num_ooms samples_per_s"
 
 
 def numbers_of(report: MemoryReport) -> dict[str, float]:
     """Return the numbers that the device has, under names with "memory_"."""
-    return {f"memory_{name}": n for name in _NUMBERS if (n := getattr(report, name)) is not None}
+    values = {f"memory_{name}": getattr(report, name) for name in _NUMBERS.split()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def rng_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and torch's generators on this rank, as plain data."""
     name, keys, *others = np.random.get_state()
-    has_gpu = torch.cuda.is_available()
     return {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys), *others),
         "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if has_gpu else None,
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
