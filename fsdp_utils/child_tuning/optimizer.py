@@ -90,7 +90,8 @@ class ChildTuningAdamW(AdamW):
         known = [piece.name for *_, own in everything for piece in own]
         if unknown := sorted(self._masks.keys() - {*known}):
             raise ValueError(
-                f"ChildTuningAdamW: gradient_mask names {', '.join(unknown[:3])}"
+                'ChildTuningAdamW: mode "task" finds its masks by name. '
+                f"gradient_mask names {', '.join(unknown[:3])}"
                 f"{' and others' if len(unknown) > 3 else ''}, which the optimizer does not have. Give it "
                 f"model.named_parameters(), and masks with names such as {known[0] or 'head.weight'}."
             )
