@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, empty
 
-from fsdp_utils.sharding.local_part import local, local_chunk, member_names, places
+from fsdp_utils.sharding.local_part import local, local_chunk, pieces
 from fsdp_utils.torch_internals.groups import fake_store
 
 
@@ -39,10 +39,10 @@ def test_chunk_of_a_dtensor_is_what_the_rank_holds(mesh: list, placements: list,
     offsets, sizes = local_chunk(tensor)
     assert (offsets, sizes) == wanted
     assert local(tensor).numel() == sizes[0] * sizes[1]
-    (place,) = places([tensor])
-    assert (place.shape, place.numel) == (tensor.shape, local(tensor).numel())
+    ((piece,),) = pieces([("", tensor)])
+    assert (piece.shape, piece.numel) == (tensor.shape, local(tensor).numel())
     if placements == [Shard(0)]:
-        assert place.offset == 6 * offsets[0]
+        assert piece.offset == 6 * offsets[0]
 
 
 def test_a_plain_tensor_is_its_own_chunk() -> None:
@@ -61,26 +61,25 @@ def test_a_summand_is_no_part() -> None:
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning")
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-def test_places_in_the_flat_parameter_of_fsdp1(strategy: ShardingStrategy, views: bool) -> None:
+def test_pieces_in_the_flat_parameter_of_fsdp1(strategy: ShardingStrategy, views: bool) -> None:
     net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2, bias=False))  # 15 + 3 + 6 elements
     device = torch.device("cpu")
     unit = FSDP1(net, sharding_strategy=strategy, use_orig_params=views, device_id=device)
     params = list(unit.parameters())
-    found = places(params)
+    found = pieces(list(unit.named_parameters()))
     if views:
-        assert [(place.offset, place.numel) for place in found] == (
+        places = [(piece.offset, piece.numel) for (piece,) in found]
+        assert places == (
             [(0, 15), (0, 3), (0, 6)]
             if strategy == ShardingStrategy.NO_SHARD
-            else [(place.offset, param.numel()) for place, param in zip(found, params, strict=True)]
+            else [(piece.offset, param.numel()) for (piece,), param in zip(found, params, strict=True)]
         )
-        assert [place.shape for place in found] == [(3, 5), (3,), (2, 3)]
+        assert [piece.shape for (piece,) in found] == [(3, 5), (3,), (2, 3)]
         return
-    (place,) = found
-    held = [(member.offset, member.start, member.numel) for member in place.members]
-    (name,) = (name for name, _ in unit.named_parameters())
-    assert member_names(name, place) == ["0.weight", "0.bias", "1.weight"]
-    assert place.numel == params[0].numel()
+    (inside,) = found
+    held = [(piece.offset, piece.start, piece.numel) for piece in inside]
+    assert [piece.name for piece in inside] == ["0.weight", "0.bias", "1.weight"]
     if strategy == ShardingStrategy.NO_SHARD:
-        assert (place.offset, held) == (0, [(0, 0, 15), (0, 15, 3), (0, 18, 6)])
+        assert held == [(0, 0, 15), (0, 15, 3), (0, 18, 6)]
     else:  # elements 6 to 11 of 24
-        assert (place.offset, held) == (6, [(6, 0, 6), (0, 0, 0), (0, 0, 0)])
+        assert held == [(6, 0, 6), (0, 0, 0), (0, 0, 0)]

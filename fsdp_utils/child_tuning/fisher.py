@@ -1,8 +1,4 @@
-"""Find the weights with the largest Fisher information for a task, over the whole sharded model.
-
-No rank ever sees another rank's values: the ranks add up histograms of the values' bits, and so find the
-exact threshold.
-"""
+"""Find the weights with the largest Fisher information for a task: ranks add up histograms of its bits."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,16 +6,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fsdp_utils.child_tuning.given_masks import name_in_model, names_at
-from fsdp_utils.sharding.local_part import Place, as_dtensor, local, places
+from fsdp_utils.sharding.local_part import Piece, local, pieces
 
 __all__ = ["fisher_mask"]
 
 _CHUNK = 2**20  # values that are counted at once
+_Parts = list[tuple[nn.Parameter, Piece]]
 
 
 def fisher_mask(
@@ -31,22 +27,21 @@ def fisher_mask(
 ) -> dict[str, Tensor]:
     """Select the weights to fine-tune on a task: those with the largest squared gradients.
 
-    Sums the squares of the gradient over the batches, in float64, and keeps the largest fraction of all
-    weights that require gradients. The Fisher information is an expectation over single samples, so smaller
-    batches come closer to it. Under DDP and FSDP the gradient is the mean over the ranks: for single samples
-    give every rank the same one. Call model.eval() first to leave dropout out. Under DDP and FSDP every rank
-    must call it, with as many batches; afterwards all p.grad are None.
+    Sums the squares of the gradient over the batches, in float64. The Fisher information is an expectation
+    over single samples, so smaller batches come closer to it. Under DDP and FSDP the gradient is the mean
+    over the ranks (for single samples give every rank the same one), and every rank must call this. Call
+    model.eval() first to leave dropout out. Afterwards all p.grad are None.
 
     Args:
         model: plain, or wrapped by DDP, FSDP1 or FSDP2.
-        batches: this rank's batches.
+        batches: this rank's batches, as many on every rank.
         loss_fn: loss_fn(model, batch) -> the loss, of which it takes the gradient.
-        keep: the fraction to keep, in (0, 1]. Exact to one weight: of equal values the first ones are kept.
+        keep: the fraction to keep of all weights that require gradients, in (0, 1]. Exact to one weight: of
+            equal values the first ones are kept.
 
     Returns:
         By parameter name a tensor of bools with the parameter's shape, True where the weight is kept. It is
-        sharded as the parameter is: DTensors under FSDP2, this rank's part in one dimension under FSDP1
-        (parameter by parameter with flat parameters too).
+        sharded as the parameter is: DTensors under FSDP2, this rank's part in one dimension under FSDP1.
 
     Raises:
         ValueError: keep is out of range; no parameter requires gradients; there are no batches; keep or the
@@ -61,54 +56,46 @@ def fisher_mask(
     """
     if not 0 < keep <= 1:
         raise ValueError(f"fisher_mask: expected keep in (0, 1], found {keep}")
-    named = {name_in_model(name): p for name, p in model.named_parameters() if p.requires_grad}
-    if not named:
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not params:
         raise ValueError("fisher_mask: no parameter of the model requires gradients.")
-    ranks = _Ranks(model, list(named.values()))
-    asked = ranks.gather(torch.tensor([keep, batches is None], dtype=torch.float64))
-    if len(set(asked[:, 0].tolist())) > 1:
-        found = ", ".join(f"{other:g}" for other in asked[:8, 0].tolist())
+    ranks = _Ranks(model, list(params.values()))
+    keeps = ranks.gather(torch.tensor(keep, dtype=torch.float64)).tolist()
+    if len({*keeps}) > 1:
+        found = ", ".join(f"{other:g}" for other in keeps[:8])
         raise ValueError(f"fisher_mask: expected the same keep on all ranks, found {found}")
-    if asked[:, 1].any():
-        raise ValueError("fisher_mask: expected batches to compute gradients on, found None")
-    where = places(list(named.values()))
-    fisher = _squared_gradients(model, batches, loss_fn, list(named.values()), where, ranks)
+    inside = zip(params.values(), pieces(list(params.items())), strict=True)
+    parts = [(p, piece) for p, own in inside for piece in own]
+    fisher = _squared_gradients(model, batches, loss_fn, parts, ranks)
     bad = ranks.sum(torch.tensor([int(not total.isfinite().all()) for total in fisher])).tolist()
-    if names := [name for name, found in zip(named, bad, strict=True) if found]:
+    if names := [piece.name for (_, piece), found in zip(parts, bad, strict=True) if found]:
         raise ValueError(
             f"fisher_mask: expected finite gradients, found others in {', '.join(names[:3])}"
             f"{' and others' if len(names) > 3 else ''}. Lower the loss's scale, or compute in fp32 or bf16."
         )
     result = {}
-    for (name, p), place, mask in zip(
-        named.items(), where, _largest(fisher, where, keep, ranks), strict=True
-    ):
+    masks = _largest(fisher, [piece for _, piece in parts], keep, ranks)
+    for (p, piece), mask in zip(parts, masks, strict=True):
+        part = local(p)
+        if mask.numel() == part.numel():  # else it is one of several in FSDP1's flat parameter
+            mask = mask.view(part.shape)
         if isinstance(p, DTensor):
-            result[name] = as_dtensor(mask.view(local(p).shape), p)
-        elif place.members:
-            for member, inner in zip(place.members, names_at(name, place), strict=True):
-                result[inner] = mask[member.start : member.start + member.numel]
-        else:
-            result[name] = mask.view(p.shape)
+            like = {"shape": p.shape, "stride": p.stride()}
+            mask = DTensor.from_local(mask, p.device_mesh, p.placements, run_check=False, **like)
+        result[piece.name] = mask
     return result
 
 
 def _squared_gradients(
-    model: nn.Module,
-    batches: Iterable[Any],
-    loss_fn: Callable[[nn.Module, Any], Tensor],
-    params: list[nn.Parameter],
-    where: list[Place],
-    ranks: "_Ranks",
+    model: nn.Module, batches: Any, loss_fn: Any, parts: _Parts, ranks: "_Ranks"
 ) -> list[Tensor]:
-    """Sum the squares over the batches, for this rank's elements without padding."""
+    """Sum the squares over the batches, for this rank's elements."""
     # In fp32 the square of 1e20 is infinite and that of 1e-23 is 0. Apple's GPU has no fp64.
-    devices = ["cpu" if local(p).device.type == "mps" else local(p).device for p in params]
-    fisher = [
-        torch.zeros(place.numel - place.padding, dtype=torch.float64, device=device)
-        for place, device in zip(where, devices, strict=True)
-    ]
-    given, end, iterator = 0, object(), iter(batches)
+    fisher = []
+    for p, piece in parts:
+        device = "cpu" if p.device.type == "mps" else p.device
+        fisher.append(torch.zeros(piece.numel, dtype=torch.float64, device=device))
+    given, end, iterator = 0, object(), iter(() if batches is None else batches)
     while with_one := int(ranks.sum(torch.tensor(int((batch := next(iterator, end)) is not end)))):
         if with_one < ranks.world_size:  # which would leave the others waiting
             raise ValueError(
@@ -118,9 +105,9 @@ def _squared_gradients(
         given += 1
         model.zero_grad(set_to_none=True)
         loss_fn(model, batch).backward()
-        for total, p in zip(fisher, params, strict=True):
+        for total, (p, piece) in zip(fisher, parts, strict=True):
             if p.grad is not None:
-                grad = local(p.grad).detach().reshape(-1)[: total.numel()].to(total)
+                grad = local(p.grad).detach().reshape(-1)[piece.start : piece.start + piece.numel].to(total)
                 total.addcmul_(grad, grad)
     if given == 0:
         raise ValueError("fisher_mask: expected batches to compute gradients on, found none.")
@@ -128,24 +115,21 @@ def _squared_gradients(
     return fisher
 
 
-def _largest(fisher: list[Tensor], where: list[Place], keep: float, ranks: "_Ranks") -> list[Tensor]:
+def _largest(fisher: list[Tensor], where: list[Piece], keep: float, ranks: "_Ranks") -> list[Tensor]:
     """Mask the largest fraction `keep` of all values on all ranks; each replicated value counts once."""
-    mine = torch.tensor([[place.offset, f.numel()] for place, f in zip(where, fisher, strict=True)])
+    mine = torch.tensor([[piece.offset, piece.numel] for piece in where])
     before = ranks.gather(mine)[: ranks.rank]
-    owned = [  # not by an earlier rank too
-        i
-        for i, (offset, n) in enumerate(mine.tolist())
-        if n and not ((before[:, i, 0] == offset) & (before[:, i, 1] > 0)).any()
-    ]
+    held = ((before[:, :, 0] == mine[:, 0]) & (before[:, :, 1] > 0)).any(0)  # by an earlier rank too
+    owned = [i for i, piece in enumerate(where) if piece.numel and not held[i]]
     total = int(ranks.sum(torch.tensor(sum(fisher[i].numel() for i in owned))))
     # The bits of floats that are not negative are in the order of the floats.
     bits = [f.view(torch.int64) for f in fisher]
     bound, ties = _bound([bits[i] for i in owned], max(1, round(keep * total)), ranks)
     # Of those that are equal to the bound, keep the first in the model.
     places_of_ties, following = [], 0
-    for b, place in zip(bits, where, strict=True):
-        places_of_ties.append(2**62 - following - place.offset - (b == bound).nonzero()[:, 0])
-        following += place.shape.numel()
+    for b, piece in zip(bits, where, strict=True):
+        places_of_ties.append(2**62 - following - piece.offset - (b == bound).nonzero()[:, 0])
+        following += piece.shape.numel()
     last, _ = _bound([places_of_ties[i] for i in owned], ties, ranks)
     masks = [b > bound for b in bits]
     for mask, b, at in zip(masks, bits, places_of_ties, strict=True):
@@ -154,10 +138,7 @@ def _largest(fisher: list[Tensor], where: list[Place], keep: float, ranks: "_Ran
 
 
 def _bound(tensors: list[Tensor], wanted: int, ranks: "_Ranks") -> tuple[int, int]:
-    """Find the wanted-th largest of all ranks' values, and how many that equal it are among the wanted.
-
-    Its 64 bits are found 16 at a time, from above: the ranks add up histograms.
-    """
+    """Find the wanted-th largest of all ranks' values, and how many that equal it are among the wanted."""
     bound = 0
     for shift in (48, 32, 16, 0):
         counts = torch.zeros(2**16, dtype=torch.int64)
@@ -176,9 +157,7 @@ class _Ranks:
     """The ranks that share the model; this one alone, where the model is not distributed."""
 
     def __init__(self, model: nn.Module, params: list[nn.Parameter]) -> None:
-        wrapped = any(
-            isinstance(m, DistributedDataParallel | FullyShardedDataParallel) for m in model.modules()
-        )
+        wrapped = any(isinstance(m, DDP | FSDP1) for m in model.modules())
         meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
         self.together = wrapped or bool(meshes)
         self.device = torch.device(meshes[0].device_type) if meshes else params[0].device

@@ -1,6 +1,7 @@
 """AdamW that lets only a part of each gradient through."""
 
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -8,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import AdamW, adamw
 
-from fsdp_utils.child_tuning.given_masks import Masks, assign, mask_of
 from fsdp_utils.child_tuning.random_masks import MaskedGradients, threshold
-from fsdp_utils.sharding.local_part import local, places
+from fsdp_utils.sharding.local_part import Piece, local, local_chunk, pieces
+from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.names import disable_dynamo, foreach_add_, fused_adamw_
 from fsdp_utils.torch_internals.runtime import collect_adamw
 
@@ -23,30 +24,25 @@ _SETTINGS = ("foreach", "fused", "capturable", "differentiable", "lr", "weight_d
 class ChildTuningAdamW(AdamW):
     """AdamW for child tuning: each step lets only a part of each gradient through.
 
-    Mode "taskfree" (the paper's F) keeps each element of each gradient with probability reserve_p, drawn
-    anew at each step, and divides it by reserve_p. Steps get shorter than AdamW's, down to sqrt(reserve_p)
-    times as long: compare at several learning rates. Mode "task" (D) always keeps the elements of one mask,
-    as `fisher_mask` finds it. Mode None, and "taskfree" with reserve_p=1, is torch.optim.AdamW bit for bit.
+    Mode "taskfree" (the paper's F) keeps each element of a gradient with probability reserve_p, drawn anew at
+    each step, and divides it by reserve_p; steps get shorter than AdamW's, down to sqrt(reserve_p) times as
+    long. Mode "task" (D) always keeps the elements of one mask, such as `fisher_mask` finds. Mode None, and
+    "taskfree" with reserve_p=1, is torch.optim.AdamW bit for bit.
 
     p.grad stays as it is. In mode "taskfree" momentum also moves weights whose gradient is masked; weight
     decay moves masked weights in both modes; a gradient that is not finite spoils even a weight that mode
-    "task" masks.
-
-    A random mask is a function of seed, step and the element's place in the unsharded model, on any number of
-    ranks, with DDP, FSDP2 and FSDP1. Tensors split along another dimension than the first, FSDP1's flat
-    parameters and its parameters in channels_last have masks of their own.
+    "task" masks. A random mask depends on seed, step and the element's place in the unsharded model, on any
+    number of ranks. Tensors split along another dimension than the first, and FSDP1's flat parameters and
+    those in channels_last, have masks that differ from those of one process.
 
     Mode "taskfree" takes 4 to 8 bytes for each element of a group's largest parameter, or of a sixteenth of
-    all on a CPU, and 32 to 64 MiB on a GPU. Mode "task" keeps the masks, and makes the second moment of
-    a masked weight infinite. So masks, mode, reserve_p, seed and the number of steps are part of the state,
-    and a state dict brings its own; one of AdamW itself has no mask, and those that were given apply. Before
-    AdamW goes on from a state of mode "task", set its infinite second moments to 0.
+    all on a CPU, and 32 to 64 MiB on a GPU. Mode "task" makes the second moments of masked weights infinite.
+    A state dict brings masks, mode, reserve_p, seed and number of steps; to one of AdamW, those given apply.
 
     Args:
         params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
-        lr, betas, eps: as for AdamW. lr, weight_decay and reserve_p may differ between groups.
-        weight_decay: as for AdamW; but the default is 0, and not AdamW's 0.01.
-        reserve_p: the fraction that is kept, in (0, 1]; only for mode "taskfree".
+        lr, betas, eps, weight_decay: as for AdamW, but without weight decay by default.
+        reserve_p: the fraction that mode "taskfree" keeps, in (0, 1]; groups may have their own.
         mode: "taskfree", "task" or None.
         gradient_mask: for mode "task": by parameter name what to keep, as bools: this rank's part or the
             whole. The gradients of parameters that it does not name pass as they are.
@@ -87,8 +83,20 @@ class ChildTuningAdamW(AdamW):
             )
         super().__init__(params, lr, betas, eps, weight_decay)
         self.defaults.update(reserve_p=reserve_p, mode=mode, seed=seed, mask_step=0)
-        self._masks: Masks = assign(gradient_mask or {}, self.param_groups) if mode == "task" else {}
         self.__setstate__({})
+        given = gradient_mask if mode == "task" and gradient_mask else {}
+        self._masks = {plain_name(name).removeprefix("module."): mask for name, mask in given.items()}
+        everything = self._each()
+        known = [piece.name for *_, own in everything for piece in own]
+        if unknown := sorted(self._masks.keys() - {*known}):
+            raise ValueError(
+                'ChildTuningAdamW: mode "task" finds its masks by name. '
+                f"gradient_mask names {', '.join(unknown[:3])}"
+                f"{' and others' if len(unknown) > 3 else ''}, which the optimizer does not have. Give it "
+                f"model.named_parameters(), and masks with names such as {known[0] or 'head.weight'}."
+            )
+        for _, p, own in everything if given else ():
+            self._kept(p, own)  # raises if a mask does not fit
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -96,23 +104,41 @@ class ChildTuningAdamW(AdamW):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             threshold(group["reserve_p"])  # raises if it is out of range
-            if group["mode"] == "task":
-                group.update(fused=True, foreach=False)
         self._planned: dict[Any, tuple[Any, MaskedGradients]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_masks": self._masks}
 
+    def _each(self) -> list[tuple[dict[str, Any], Tensor, list[Piece]]]:
+        """Return group, parameter, and what this rank holds of it, for each parameter."""
+        each = [
+            (group, name, p)
+            for group in self.param_groups
+            for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False)
+        ]
+        found = pieces([(name, p) for _, name, p in each])
+        return [(group, p, own) for (group, _, p), own in zip(each, found, strict=True)]
+
+    def _kept(self, p: Tensor, own: list[Piece]) -> Tensor:
+        """Return what the masks keep of this rank's part, in its shape."""
+        part = local(p)
+        kept = torch.ones(part.numel(), dtype=torch.bool, device=part.device)
+        for piece in own:
+            if piece.name in self._masks:
+                mask = _cut(self._masks[piece.name], p, piece)
+                kept[piece.start : piece.start + piece.numel] = mask.reshape(-1)
+        return kept.view(part.shape)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As AdamW's; masks, mode, reserve_p and seed are those of the state, where it has them."""
         super().load_state_dict(state_dict)
+        of_adamw = not all("mode" in group for group in state_dict["param_groups"])
         for p, state in self.state.items():
             for name in state.keys() - {"step"} if not isinstance(p, DTensor) else ():
                 state[name] = _laid_out(state[name], p)
-        if not all("mode" in group for group in state_dict["param_groups"]):  # AdamW's own
-            for state in self.state.values():  # the state's owner may go on with these tensors
-                state["exp_avg_sq"] = state["exp_avg_sq"].clone()
-                state["step"] = state["step"].to(local(state["exp_avg"]).device)
+            if of_adamw:
+                state["exp_avg_sq"] = state["exp_avg_sq"].clone()  # its owner may go on with it
+        if of_adamw:
             self._mask_moments()
 
     @disable_dynamo
@@ -128,73 +154,85 @@ class ChildTuningAdamW(AdamW):
             lists: list[Any] = [[] for _ in range(6)]
             states = sum(map(bool, self.state.values()))
             has_complex = collect_adamw(self, group, lists)
-            if group["mode"] == "taskfree" and group["reserve_p"] != 1:
+            if group["mode"] == "task" and sum(map(bool, self.state.values())) > states:
+                self._mask_moments(only_new=True)
+            if group["mode"] == "task" or (group["mode"] == "taskfree" and group["reserve_p"] != 1):
                 if lists[0]:
-                    self._random_step(number, group, _local(lists), [id(p) for p in lists[0]])
+                    self._masked_step(number, group, lists)
                 continue
-            settings: dict[str, Any] = {name: group[name] for name in _SETTINGS}
             beta1, beta2 = group["betas"]
-            if group["mode"] == "task":
-                if sum(map(bool, self.state.values())) > states:
-                    self._mask_moments(only_new=True)
-                lists = _local(lists)
-                lists[1] = [_laid_out(grad, p) for p, grad in zip(lists[0], lists[1], strict=True)]
-                beta2 = max(beta2, torch.finfo(torch.float32).tiny)  # 0 times infinity would be NaN
+            settings: dict[str, Any] = {name: group[name] for name in _SETTINGS}
             adamw(*lists, has_complex=has_complex, beta1=beta1, beta2=beta2, **settings)
         return loss
 
-    def _random_step(
-        self, number: int, group: dict[str, Any], lists: list[list[Tensor]], ids: list[int]
-    ) -> None:
-        steps = lists[5]
+    def _masked_step(self, number: int, group: dict[str, Any], lists: list[list[Any]]) -> None:
+        ids = [id(p) for p in lists[0]]
+        lists = [[local(t) for t in column] for column in lists]
         # one tensor for all: with a number, each addition on the CPU would make another tensor
-        foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
+        foreach_add_(lists[5], torch.ones((), device=lists[5][0].device), alpha=1.0)
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, part in enumerate(lists[0]):
             alike.setdefault((part.dtype, part.device), []).append(i)
-        bound, kept = threshold(group["reserve_p"])
+        bound, fraction = threshold(group["reserve_p"])
         settings: Any = {name: group[name] for name in ("weight_decay", "eps", *_FLAGS)}
-        settings |= {"lr": float(group["lr"]), "beta1": group["betas"][0], "beta2": group["betas"][1]}
+        settings |= {"lr": float(group["lr"]), "beta1": group["betas"][0]}
+        settings["beta2"] = max(group["betas"][1], torch.finfo(torch.float32).tiny)  # 0 * infinity is NaN
         for (dtype, device), chosen in alike.items():
             own = [[column[i] for i in chosen] if column else [] for column in lists]
             if device.type != "cpu" and own[5][0].device.type == "cpu":  # as AdamW keeps steps unless fused
                 own[5] = list(torch.stack(own[5]).to(device, torch.float32, non_blocking=True).unbind())
-            known, masks = self._planned.get((number, dtype, device), (None, None))
-            these = [(ids[i], lists[0][i].numel()) for i in chosen]
-            if masks is None or known != these:
-                first_of = self._first_elements()
-                masks = MaskedGradients(own[0], [first_of[ids[i]] for i in chosen])
-                self._planned[number, dtype, device] = these, masks
-            divisor = torch.full((), kept, dtype=torch.float32, device=device)
-            masked = masks.of(own[1], seed=group["seed"], step=group["mask_step"], bound=bound)
-            for batch, grads in zip(masks.batches, masked, strict=True):
+            batches, masked = [list(range(len(chosen)))], iter([own[1]])
+            if group["mode"] == "taskfree":
+                settings["grad_scale"] = torch.full((), fraction, dtype=torch.float32, device=device)
+                known, masks = self._planned.get((number, dtype, device), (None, None))
+                these = [(ids[i], lists[0][i].numel()) for i in chosen]
+                if masks is None or known != these:
+                    first_of = self._first_elements()
+                    masks = MaskedGradients(own[0], [first_of.get(ids[i], 0) for i in chosen])
+                    self._planned[number, dtype, device] = these, masks
+                batches = masks.batches
+                masked = masks.of(own[1], seed=group["seed"], step=group["mask_step"], bound=bound)
+            for batch, grads in zip(batches, masked, strict=True):
                 params, _, *others = ([column[i] for i in batch] if column else [] for column in own)
                 grads = [_laid_out(grad, p) for p, grad in zip(params, grads, strict=True)]
-                fused_adamw_(params, grads, *others, **settings, grad_scale=divisor)
+                fused_adamw_(params, grads, *others, **settings)
 
     def _first_elements(self) -> dict[int, int]:
         """Return by a parameter's id the number of its part's first element among those of the model."""
-        first_of, following = dict[int, int](), 0
-        everything = [p for group in self.param_groups for p in group["params"]]
-        for p, place in zip(everything, places(everything), strict=True):
-            first_of[id(p)] = following + place.offset
-            following += place.shape.numel()
+        first_of, before = dict[int, int](), 0
+        for _, p, own in self._each():
+            for piece in own:
+                if piece.numel:
+                    first_of.setdefault(id(p), before + piece.offset - piece.start)
+                before += piece.shape.numel()
         return first_of
 
     def _mask_moments(self, only_new: bool = False) -> None:
         """Make the second moments of masked weights infinite, where there are moments by now."""
-        for (number, i), masks in self._masks.items():
-            group = self.param_groups[number]
-            p = group["params"][i]
+        for group, p, own in self._each():
             state = self.state.get(p)
             if state and group["mode"] == "task" and not (only_new and state["step"] > 0):
-                (place,) = places([p])
-                kept = mask_of(group["param_names"][i], masks, p, place)
-                local(state["exp_avg_sq"]).masked_fill_(kept == 0, torch.inf)
+                local(state["exp_avg_sq"]).masked_fill_(~self._kept(p, own), torch.inf)
 
 
-def _local(lists: list[list[Tensor]]) -> list[Any]:
-    return [[local(t) if isinstance(t, DTensor) else t for t in column] for column in lists]
+def _cut(mask: Tensor, p: Tensor, piece: Piece) -> Tensor:
+    """Return the mask of a piece."""
+    if isinstance(p, DTensor) and mask.shape == p.shape:
+        if isinstance(mask, DTensor):
+            return local(mask.redistribute(p.device_mesh, p.placements))
+        return mask[tuple(slice(at, at + n) for at, n in zip(*local_chunk(p), strict=True))]
+    if not isinstance(mask, DTensor):
+        if mask.shape == piece.shape:
+            if piece.strides:
+                laid_out = mask.new_empty_strided(piece.shape, piece.strides).copy_(mask)
+                mask = laid_out.as_strided((mask.numel(),), (1,))
+            return mask.reshape(-1)[piece.offset : piece.offset + piece.numel]
+        if mask.numel() == piece.numel and mask.shape in (local(p).shape, (piece.numel,)):
+            return mask
+    raise ValueError(
+        f"ChildTuningAdamW: gradient_mask[{piece.name!r}]: expected shape {tuple(piece.shape)}, or this "
+        f"rank's part of it, found {tuple(mask.shape)}"
+    )
 
 
 def _laid_out(tensor: Tensor, p: Tensor) -> Tensor:

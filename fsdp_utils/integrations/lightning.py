@@ -65,10 +65,10 @@ class MemoryCallback(Callback):
 class CheckpointCallback(Callback):
     """Saves the training of `Trainer.fit()` with `save_distributed`, and resumes it, on any number of ranks.
 
-    A checkpoint holds model, optimizers, learning rate schedules, gradient scaler, the progress of the loops,
-    the callbacks' states, and each rank's random number generators. `fit()` of a new Trainer begins with the
-    newest one. Within an epoch it reads the epoch's earlier batches again and drops them: the order of the
-    data must depend on the epoch alone, as that of `fsdp_utils.sampler(dataset)` does.
+    A checkpoint holds model, optimizers, schedules, gradient scaler, the progress of the loops, the
+    callbacks' states, and each rank's random number generators. `fit()` of a new Trainer begins with the
+    newest one. Within an epoch it skips the batches that were read: their order must depend on the epoch
+    alone, as that of `fsdp_utils.sampler(dataset)` does.
 
     Args:
         directory: as for `save_distributed`.

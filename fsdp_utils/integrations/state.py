@@ -1,4 +1,4 @@
-"""Numbers of a memory report, and the states of random number generators."""
+"""Numbers of a memory report, and states of random number generators."""
 
 import random
 from typing import Any

@@ -29,9 +29,9 @@ __all__ = ["CheckpointCallback", "MemoryCallback"]
 class MemoryCallback(TrainerCallback):
     """Measures the memory of `Trainer.train()` on all ranks with `Memory_Maximizer`.
 
-    The last line of the Trainer's log and `trainer.train().metrics` get the report's numbers, such as
-    `memory_max_reserved_gib`. For them to reach reporters such as TensorBoard's too, put this callback
-    first: `trainer.callback_handler.callbacks.insert(0, MemoryCallback())`.
+    The last line of the log and `trainer.train().metrics` get the report's numbers, such as
+    `memory_max_reserved_gib`; reporters such as TensorBoard's too, if this callback comes first:
+    `trainer.callback_handler.callbacks.insert(0, MemoryCallback())`.
 
     Args:
         **options: as for `Memory_Maximizer`.
@@ -52,7 +52,7 @@ class MemoryCallback(TrainerCallback):
         self._options = options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._micro_batches = 1  # what came before may have ended within a step, as where memory ran out
+        self._micro_batches = 1
         self._memory = Memory_Maximizer(**{"device": args.device.type, **self._options})
         self._memory.start()
 
@@ -76,16 +76,15 @@ class CheckpointCallback(TrainerCallback):
     """Saves a Trainer's training with `save_distributed` whenever the Trainer would save, and resumes it.
 
     A checkpoint holds model, optimizer, learning rate schedule, scaler, the Trainer's state, and each rank's
-    random number generators. It replaces the Trainer's own `checkpoint-<step>` folders. `save_strategy`,
-    `save_steps` and `save_total_limit` apply.
+    random number generators, in place of the Trainer's own folders. `save_strategy`, `save_steps` and
+    `save_total_limit` apply.
 
     Args:
         trainer: gets this callback.
         directory: as for `save_distributed`.
 
     Raises:
-        ValueError: the Trainer needs its own folders, to load its best model at the end or to upload what it
-            saves; or it trains with DeepSpeed.
+        ValueError: the Trainer needs its own folders, for its best model or to upload them, or DeepSpeed.
 
     Example::
 
@@ -104,52 +103,46 @@ class CheckpointCallback(TrainerCallback):
         }
         if found := [name for name, is_on in refused.items() if is_on]:
             raise ValueError(
-                "CheckpointCallback: expected a Trainer that does without checkpoints of its own, which this "
+                "CheckpointCallback: expected a Trainer that needs no checkpoints of its own, which this "
                 f"callback replaces, found {', '.join(found)}"
             )
         self._trainer: Any = trainer
-        self._directory = directory
+        self._directory, self._step = directory, 0
         self._resuming: tempfile.TemporaryDirectory[str] | None = None
         self._rng: dict[str, Any] | None = None  # to be restored before the first step
         trainer.add_callback(self)
-        load_own = self._trainer._load_from_checkpoint
-
-        def load(folder: str, *args: Any) -> None:
-            if self._resuming is None or folder != self._resuming.name:
-                load_own(folder, *args)
-
-        self._trainer._load_from_checkpoint = load
+        self._trainer._load_from_checkpoint = lambda *_: None  # on_train_begin loads
         self._trainer._save_checkpoint = lambda model, trial: self._save()
 
     def newest(self) -> str | None:
         """Prepare to resume from the newest checkpoint. Call it on every rank.
 
         Returns:
-            What `trainer.train(resume_from_checkpoint=...)` takes: a temporary folder with the Trainer's
-            state; the rest is loaded when the training begins. None where there is no checkpoint.
+            What `trainer.train(resume_from_checkpoint=...)` takes, a temporary folder with the Trainer's
+            state: the rest is loaded when the training begins. None where there is no checkpoint.
 
         Raises:
-            CheckpointError: the newest checkpoint is damaged, or was not saved by this callback; or a rank
-                did not call this.
+            CheckpointError: it is damaged, or not from this callback; or a rank did not call this.
         """
 
         def look() -> tuple[int, dict[str, Any]] | None:
             steps = checkpoints(self._directory)
             return (last := [*steps][-1], read_state(steps[last])) if steps else None  # saved last
 
-        # One rank looks, for all: another may see the directory later, and find an older checkpoint or none.
+        # rank 0 looks: others may see the directory later
         ranks = agree("CheckpointCallback.newest", dict, error=CheckpointError, topic="newest")
         with ranks.guard():
             found = ranks.first(look)
         ranks.close()
         if found is None:
             return None
-        self._step, state = found
+        step, state = found
         if "trainer" not in state:
             raise CheckpointError(
                 f"{self._directory}: expected a checkpoint that CheckpointCallback saved, found in that of "
-                f"step {self._step} the state {sorted(state)}"
+                f"step {step} the state {sorted(state)}"
             )
+        self._step = step
         self._resuming = tempfile.TemporaryDirectory(prefix="trainer-state-")
         Path(self._resuming.name, "trainer_state.json").write_text(state["trainer"])
         return self._resuming.name
@@ -157,20 +150,20 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
     ) -> None:
-        if self._resuming is None:
-            return
         if state.global_step != self._step:
             raise CheckpointError(
                 "expected trainer.train(resume_from_checkpoint=...) with what newest() returned, the "
                 f"checkpoint of step {self._step}, found a training that begins at step {state.global_step}"
             )
+        if self._resuming is None:
+            return
         saved = load_distributed(self._directory, model, optimizer, step=self._step)
         lr_scheduler.load_state_dict(saved["scheduler"])
         if saved["scaler"] is not None:
             self._trainer.accelerator.scaler.load_state_dict(saved["scaler"])
         self._rng = None if isinstance(saved["rng"], PerRank) else saved["rng"]
         self._resuming.cleanup()
-        self._resuming = None
+        self._resuming, self._step = None, 0
 
     # The Trainer fetches the batches that it skips between these two: they draw random numbers.
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -1,14 +1,14 @@
 """The part of a parameter that this rank holds.
 
-`local_chunk` gives it by dimension, `places` by position in the flattened parameter, for FSDP1 as well: for
+`local_chunk` gives it by dimension, `pieces` by position in the flattened parameter, for FSDP1 as well: for
 what must come out alike however the model is sharded, such as masks.
 """
 
 import ctypes
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,36 +20,19 @@ from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, is_fsdp1_paramet
 from fsdp_utils.torch_internals.names import FLAT_PARAM, detect_fake_mode
 
 
-@dataclass(frozen=True)
-class Member:
-    """This rank's part of a parameter inside FSDP1's flat parameter."""
-
-    name: str  # within its FSDP unit
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int  # the part begins here, in elements of the full parameter
-    start: int  # and here in this rank's flat parameter
-    numel: int
-
-
-@dataclass(frozen=True)
-class Place:
-    """This rank's part of a parameter: `numel` contiguous elements from `offset` on.
+class Piece(NamedTuple):
+    """This rank's part of a parameter.
 
     Where a tensor is split along another dimension than the first, the ranks' parts count as if they lay one
     after the other.
     """
 
+    name: str  # without FSDP and DDP
     shape: torch.Size  # the full parameter's
-    offset: int
+    strides: tuple[int, ...]  # with FSDP1, which counts elements in the order of their memory
+    offset: int  # the part begins here, in elements of the full parameter
+    start: int  # and here in this rank's tensor
     numel: int
-    members: tuple[Member, ...] = ()  # inside FSDP1's flat parameter
-    strides: tuple[int, ...] = ()  # with FSDP1, which counts elements in the order of their memory
-
-    @property
-    def padding(self) -> int:
-        """Elements of padding at the end: FSDP1 makes the ranks' parts equal."""
-        return min(self.numel, max(0, self.offset + self.numel - self.shape.numel()))
 
 
 def local_chunk(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -68,12 +51,17 @@ def local_chunk(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def places(params: Sequence[Tensor]) -> list[Place]:
-    """The place of this rank's part of each parameter."""
-    fsdp1 = _fsdp1_places() if any(map(is_fsdp1_parameter, params)) else {}
+def pieces(named: Sequence[tuple[str, Tensor]]) -> list[list[Piece]]:
+    """What this rank holds of each tensor: of several parameters, if it is FSDP1's flat one."""
+    fsdp1 = _fsdp1_pieces() if any(is_fsdp1_parameter(p) for _, p in named) else {}
     return [
-        _dtensor_place(p) if isinstance(p, DTensor) else fsdp1.get(id(p)) or Place(p.shape, 0, p.numel())
-        for p in params
+        [
+            piece._replace(
+                name=plain_name(name.removesuffix(FLAT_PARAM) + piece.name).removeprefix("module.")
+            )
+            for piece in fsdp1.get(id(p)) or [_piece(p)]
+        ]
+        for name, p in named
     ]
 
 
@@ -109,48 +97,29 @@ def view(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def as_dtensor(part: Tensor, like: DTensor) -> DTensor:
-    """The DTensor made of the ranks' parts, sharded like another one."""
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
-def member_names(name: str, place: Place) -> list[str]:
-    """The names of the parameters inside FSDP1's flat parameter `name`."""
-    unit = plain_name(name).removesuffix(FLAT_PARAM)
-    return [unit + member.name for member in place.members]
-
-
-def _dtensor_place(param: DTensor) -> Place:
+def _piece(param: Tensor) -> Piece:
     offsets, sizes = local_chunk(param)
-    offset = sum(
-        offset * prod(sizes[:dim]) * prod(param.shape[dim + 1 :]) for dim, offset in enumerate(offsets)
-    )
-    return Place(param.shape, offset, prod(sizes))
+    offset = sum(at * prod(sizes[:dim]) * prod(param.shape[dim + 1 :]) for dim, at in enumerate(offsets))
+    return Piece("", param.shape, (), offset, 0, prod(sizes))
 
 
-def _fsdp1_places() -> dict[int, Place]:
+def _fsdp1_pieces() -> dict[int, list[Piece]]:
     """By id, all parameters of the process's FSDP1 models: an optimizer has only them, not the model."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-    found: dict[int, Place] = {}
+    found: dict[int, list[Piece]] = {}
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), FSDP1)]
     for handle in filter(None, map(fsdp1_handle, modules)):
         flat = Flat(handle.flat_param)
-        members = tuple(
-            Member(
-                name, shape, strides, info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard
-            )
-            if info.in_shard
-            else Member(name, shape, strides, 0, 0, 0)
-            for name, shape, strides, info in zip(
+        inside = [
+            Piece(name, shape, strides, at.intra_param_start_idx, at.offset_in_shard, at.numel_in_shard)
+            if at.in_shard
+            else Piece(name, shape, strides, 0, 0, 0)
+            for name, shape, strides, at in zip(
                 flat.names, flat.shapes, flat.strides, flat.shards, strict=True
             )
-        )
-        numel = flat.shard_shape.numel()
-        offset = handle.rank * numel if handle.uses_sharded_strategy else 0  # NO_SHARD, or one rank alone
-        found[id(handle.flat_param)] = Place(flat.full_shape, offset, numel, members)
-        for param, member in zip(flat.params, members, strict=False):
-            found[id(param)] = Place(member.shape, member.offset, member.numel, strides=member.strides)
+        ]
+        found[id(handle.flat_param)] = inside
+        for param, piece in zip(flat.params, inside, strict=False):
+            found[id(param)] = [piece._replace(name="", start=0)]
     return found
