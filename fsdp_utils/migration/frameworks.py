@@ -31,13 +31,12 @@ def translate(
         TypeError: the config is neither a file nor a dict.
         OSError: the file cannot be read.
 
-    Source: each row names its own.
-
     Example::
 
         found = translate("ds_config.json")
         Path("shard_model.py").write_text(found.code())
-        print(found)
+        for row in found.rows:
+            print(row.key, "->", row.fsdp2)
     """
     settings = read_config(config, given or {})
     return _framework_of(settings)(settings)

@@ -1,8 +1,7 @@
 """The logs of a run. Rank 0 writes them; all ranks call.
 
-`metrics.jsonl` has one line for each logged step, as if the run had never been interrupted. `events.jsonl`
-lists what happened to the run, and nothing is removed from it. A full disk does not end a run here: lines
-are kept in memory and written when there is room again.
+`metrics.jsonl` has one line for each logged step, as if the run had never been interrupted; `events.jsonl`
+keeps what happened to the run. A full disk does not end a run here: lines wait in memory until there is room.
 """
 
 import contextlib
