@@ -136,7 +136,7 @@ class ChildTuningAdamW(AdamW):
         for p, state in self.state.items():
             for name in state.keys() - {"step"} if not isinstance(p, DTensor) else ():
                 state[name] = _laid_out(state[name], p)
-            if of_adamw:
+            if of_adamw and state:
                 state["exp_avg_sq"] = state["exp_avg_sq"].clone()  # its owner may go on with it
         if of_adamw:
             self._mask_moments()
