@@ -87,8 +87,10 @@ class Simulation:
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw reserved and allocated memory over the events; without axes, in a new figure."""
+        need("matplotlib", "notebooks")
+        import matplotlib.pyplot as plt
+
         if ax is None:
-            plt = need("matplotlib.pyplot", "notebooks")
             _, ax = plt.subplots(figsize=(8, 3.2), layout="constrained")
         reserved = [size / GIB for size in self.reserved]
         ax.fill_between(range(len(reserved)), reserved, step="post", alpha=0.25, label="reserved")
