@@ -213,6 +213,9 @@ def test_the_right_optimizer_is_no_problem_at_any_time(two_ranks: TwoRanks) -> N
         problems.append(check_sharding(model, optimizer))
         assert changes(model, optimizer)
         problems.append(check_sharding(model, sgd(model, nn.Linear(8, 8))))  # which trains another one too
+        both = [*model.parameters(), *shard(HandWritten()).parameters()]
+        matrices = torch.optim.SGD([parameter for parameter in both if parameter.dim() == 2], lr=0.1)
+        problems.append(check_sharding(model, matrices))
         original = HandWritten()
         optimizer = sgd(original)
         wrapped = fsdp1_by_block(original, use_orig_params=True)
@@ -220,7 +223,7 @@ def test_the_right_optimizer_is_no_problem_at_any_time(two_ranks: TwoRanks) -> N
         assert changes(wrapped, optimizer)
         return problems
 
-    assert two_ranks(fn) == [[[]] * 5] * 2
+    assert two_ranks(fn) == [[[]] * 6] * 2
 
 
 class WithMasters(torch.optim.AdamW):

@@ -345,6 +345,7 @@ def hold(directory: Path, pipe: Connection) -> None:
     """Save until the last moment before the commit, and stay there."""
 
     def stay(*_: object, **__: object) -> None:
+        (directory / ".saving-lock").open().close()  # as a copy of the directory does
         pipe.send("is saving")
         time.sleep(LIMIT_S)
 
