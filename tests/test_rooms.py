@@ -25,8 +25,8 @@ LEVEL = {
     "notebook": 6,
     "lessons": 7,
 }
-# Lines of a room, with docstrings. The first rooms have reached their aim, a budget and a tenth. The others only
-# get fewer on the way to theirs, the second number.
+# Lines of a room, with docstrings. The first rooms have reached their aim, a budget and a tenth. The others
+# only get fewer on the way to theirs, the second number.
 MOST_LINES = {
     "allocator": 660,
     "lessons": 1430,
