@@ -48,6 +48,16 @@ def test_a_large_or_a_small_loss_selects_the_same_weights(scale: float) -> None:
     assert all(torch.equal(found[name], mask) for name, mask in expected.items())
 
 
+def test_sparse_gradients_count_like_dense_ones() -> None:
+    masks = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 2))
+        ids = torch.tensor([1, 5, 5])
+        masks.append(fisher_mask(model, [ids], lambda m, x: m(x).square().sum(), keep=0.5))
+    assert all(torch.equal(mask, masks[1][name]) for name, mask in masks[0].items())
+
+
 def test_parameters_without_gradients_are_left_out_or_come_last() -> None:
     model = net()
     model.embed.weight.requires_grad_(False)

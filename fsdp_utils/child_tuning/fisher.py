@@ -107,7 +107,8 @@ def _squared_gradients(
         loss_fn(model, batch).backward()
         for total, (p, piece) in zip(fisher, parts, strict=True):
             if p.grad is not None:
-                grad = local(p.grad).detach().reshape(-1)[piece.start : piece.start + piece.numel].to(total)
+                dense = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                grad = local(dense).detach().reshape(-1)[piece.start : piece.start + piece.numel].to(total)
                 total.addcmul_(grad, grad)
     if given == 0:
         raise ValueError("fisher_mask: expected batches to compute gradients on, found none.")
