@@ -12,7 +12,7 @@ endif
 test: export FSDP_RANKS ?= 4
 NBVAL = $(if $(filter 4,$(FSDP_RANKS)),--nbval,--nbval-lax)
 
-.PHONY: lab test lessons lint bench book setup
+.PHONY: lab test lessons lint bench book progress setup
 
 # Without the limit on the rate of outputs: four ranks that print at length exceed it.
 lab: setup
@@ -28,6 +28,10 @@ test: setup .venv/made-for-test
 lessons: setup
 	@$(VENV_PYTHON) tools/build_lessons.py $(ONLY)
 	@$(VENV_PYTHON) tools/claims_page.py
+
+# which turns you have solved
+progress: setup
+	@$(VENV_PYTHON) -m fsdp_utils.lessons.progress
 
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .

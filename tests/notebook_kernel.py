@@ -30,6 +30,7 @@ class Reply:
     error: str = ""  # "" or name: message
     traceback: str = ""
     value: str = ""
+    shown: str = ""  # what it displayed, as text
     streamed: list[str] = field(default_factory=list)  # pieces of text in the order of their arrival
     cleared: bool = False
     seconds: float = 0.0
@@ -79,6 +80,7 @@ class Notebook:
             reply.text, reply.cleared = "", True
         elif kind == "display_data":
             reply.images += "image/png" in content["data"]
+            reply.shown += content["data"].get("text/plain", "")
         elif kind == "execute_result":
             reply.value = content["data"]["text/plain"]
         elif kind == "error":

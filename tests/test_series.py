@@ -1,5 +1,7 @@
 """The lessons as one series: how they follow each other, and the pages that are about all of them."""
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -13,24 +15,44 @@ import torch
 from torch.distributed import TCPStore
 
 from fsdp_utils import run_on_ranks
+from fsdp_utils.lessons import progress, your_turn
 from fsdp_utils.lessons.turns import answers
 from tools import build_lessons, claims_page
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = {source.stem: source.read_text(encoding="utf-8") for source in build_lessons.sources()}
 STEMS = list(TEXTS)
+ONE_CELL = [stem for stem, text in TEXTS.items() if "\n# %%turn 1\n" in text]
 
 
 def test_lessons_link_each_other_and_nothing_that_is_not_there() -> None:
     for before, after in pairwise(STEMS):
-        ending = TEXTS[before].partition("\n# ## Next\n")[2].partition("# ## Solutions")[0]
-        assert f"[lesson {int(after[:2])} →]({after}.ipynb)" in ending
-        assert f"[← lesson {int(before[:2])}]({before}.ipynb)" in TEXTS[after].partition("\n# ## Next\n")[2]
+        assert f"[lesson {int(after[:2])} →]({after}.ipynb)" in TEXTS[before][-1000:]
+        assert f"[← lesson {int(before[:2])}]({before}.ipynb)" in TEXTS[after][-1000:]
     for text in TEXTS.values():
         assert set(re.findall(r"\]\((\d\d_\w+)\.ipynb\)", text)) <= set(STEMS)
 
 
-@pytest.mark.parametrize("stem", STEMS)
+def test_the_card_of_a_lesson_is_its_own() -> None:
+    for stem in ONE_CELL:
+        assert f"\nlesson.card(\n    {int(stem[:2])}," in TEXTS[stem], stem
+
+
+@pytest.mark.parametrize("stem", ONE_CELL)
+def test_a_turn_is_one_cell_with_its_answers_beside_it(stem: str) -> None:
+    """nbval runs them: a right one has to be accepted, a wrong one refused with the words that it `says`."""
+    found, turns = your_turn.answers(TEXTS[stem]), len(progress.turns(TEXTS[stem]))
+    assert turns == 2
+    for turn in range(1, turns + 1):
+        assert TEXTS[stem].count(f"\n# %%turn {turn}\n") == 1
+        kinds = [answer.kind for answer in found if answer.turn == turn]
+        assert kinds.count("solution") == 1
+        assert kinds.count("right") >= 3
+        assert kinds.count("wrong") >= 3
+    assert [answer.code for answer in found if answer.kind == "wrong" and not answer.says] == []
+
+
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem not in ONE_CELL])
 def test_every_turn_has_a_solution_and_a_wrong_answer_which_nbval_runs(stem: str) -> None:
     text, found = TEXTS[stem], answers(TEXTS[stem])
     turns = len(re.findall(r"^# ## Your turn \d+ · ", text, re.MULTILINE))
@@ -50,18 +72,27 @@ def test_every_turn_has_a_solution_and_a_wrong_answer_which_nbval_runs(stem: str
 
 def to_copy(stem: str) -> str:
     """Return the script of a lesson that readers copy."""
-    (block,) = re.findall(r"# ## In your own code\n.*?# ```python\n(.*?)# ```\n", TEXTS[stem], re.DOTALL)
-    return re.sub(r"^# ?", "", block, flags=re.MULTILINE)
+    return script(stem)[0]
 
 
-WITH_A_SCRIPT = [stem for stem in STEMS if "# ## In your own code\n" in TEXTS[stem]]
+def script(stem: str) -> tuple[str, str]:
+    """Return the script of a lesson that readers copy, and the output that stands beneath it, if any."""
+    head = (
+        r"# ## (?:In your own code|The script)\n.*?# ```python\n(.*?)# ```\n(?:# ```(?:text)?\n(.*?)# ```\n)?"
+    )
+    ((code, output),) = re.findall(head, TEXTS[stem], re.DOTALL)
+    return re.sub(r"^# ?", "", code, flags=re.MULTILINE), re.sub(r"^# ?", "", output, flags=re.MULTILINE)
+
+
+WITH_A_SCRIPT = [stem for stem in STEMS if re.search(r"# ## (In your own code|The script)\n", TEXTS[stem])]
 
 
 @pytest.mark.parametrize("stem", WITH_A_SCRIPT)
-def test_the_code_to_copy_runs_on_two_ranks(
+def test_the_code_to_copy_runs_and_prints_what_stands_beneath_it(
     stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the variables and the store that torchrun gives to its processes."""
+    output = script(stem)[1]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(to_copy(stem))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -71,10 +102,13 @@ def test_the_code_to_copy_runs_on_two_ranks(
         torch.distributed.destroy_process_group()
         agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ.update(agent, MASTER_PORT=port)
-        runpy.run_path("train.py", run_name="__main__")
-        return "all lines have run"
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path("train.py", run_name="__main__")
+        return printed.getvalue()
 
-    assert run_on_ranks(on_rank, timeout=100) == ["all lines have run"] * 2
+    printed = "".join(run_on_ranks(on_rank, world_size=4 if output else 2, timeout=100))
+    assert not output or printed == output
 
 
 def test_the_code_to_copy_runs_under_torchrun(tmp_path: Path) -> None:
@@ -99,10 +133,13 @@ def test_the_readme_lists_every_lesson_with_the_minutes_of_its_card() -> None:
     rows = dict(found)
     assert list(rows) == STEMS
     for stem, row in rows.items():
-        ((to_run, to_read),) = re.findall(
-            r"^# takes: (.+) to run on .* (\d+) minutes to read$", TEXTS[stem], re.M
-        )
-        assert f"| {to_run} · {to_read} |" in row, stem
+        if stem in ONE_CELL:
+            (takes,) = re.findall(r"^    minutes=\((\d+), (\d+), (\d+)\),$", TEXTS[stem], re.M)
+        else:
+            takes = re.search(
+                r"^# takes: (.+) to run on .* (\d+) minutes to read$", TEXTS[stem], re.M
+            ).groups()
+        assert f"| {' · '.join(takes)} |" in row, stem
 
 
 def test_the_page_of_claims_is_what_its_script_makes_of_the_lessons() -> None:

@@ -31,8 +31,14 @@ SOURCES = NOTEBOOKS / "src"
 
 CELL_TIMEOUT_S = 120
 LARGEST_BYTES = 1_500_000
-# What a lesson's kernel runs under, here and under nbval: the same hashes each time, no look at a model hub.
-KERNEL_ENV = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# What a lesson's kernel runs under, here and under nbval: the same hashes each time, no look at a model hub,
+# and every turn tries the answers in the lesson's source.
+KERNEL_ENV = {
+    "PYTHONHASHSEED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "FSDP_TRY_ANSWERS": "1",
+}
 STORED_RANKS = "4"
 
 # What no output may hold: it differs from one machine or run to the next, or says that something is wrong.
@@ -68,7 +74,7 @@ def notebook_of(source: Path) -> Path:
 def read_source(source: Path) -> NotebookNode:
     """Return the lesson as a notebook not yet run; ids and metadata come from the source, for small diffs."""
     lesson = jupytext.read(source, fmt="py:percent")
-    lesson.cells = [as_published(cell) for cell in lesson.cells if "wrong" not in tags_of(cell)]
+    lesson.cells = [as_published(cell) for cell in lesson.cells if not {"right", "wrong"} & {*tags_of(cell)}]
     for index, cell in enumerate(lesson.cells):
         cell.id = f"{source.stem[:2]}-{index:03d}"
         cell.metadata = NotebookNode({k: v for k, v in cell.metadata.items() if k in ("tags", "jupyter")})
@@ -83,13 +89,13 @@ def tags_of(cell: NotebookNode) -> list[str]:
 
 def as_published(cell: NotebookNode) -> NotebookNode:
     """Make the card a table and the solution of a turn a text that every viewer folds; fold checks."""
-    if "card" in tags_of(cell):
+    if "card" in tags_of(cell) and cell.cell_type == "markdown":
         cell.source = card(yaml.safe_load(cell.source))
     elif "solution" in tags_of(cell) and "turn" in cell.metadata:
         code = f"```python\n{cell.source}\n```"
         text = f"<details><summary>Solution</summary>\n\n{code}\n\n</details>"
         return nbformat.v4.new_markdown_cell(text, metadata={"tags": ["solution"]})
-    elif "check" in tags_of(cell):
+    elif {"check", "card"} & {*tags_of(cell)}:
         cell.metadata["jupyter"] = {"source_hidden": True}
     return cell
 

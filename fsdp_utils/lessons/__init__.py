@@ -1,8 +1,9 @@
 """Helpers that only the lessons use. No other room imports this one.
 
-turns.py measures and judges a reader's answer, together.py runs it on all ranks; tables.py, plots.py and
-sliders.py show results; tasks.py has small models with data; meter.py counts the gathers and bytes of a step,
-probe.py the bytes held and sent in any training; lesson.py shows claims, recorded.py stored measurements.
+your_turn.py is the cell that judges a reader's answer, together.py runs it on all ranks, progress.py keeps
+what is solved; tables.py, plots.py and sliders.py show results; tasks.py has small models with data; meter.py
+counts gathers and bytes of a step, probe.py the bytes held and sent in any training; lesson.py shows cards
+and claims, recorded.py stored measurements.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The table of claims of a lesson."""
+"""The card at the top of a lesson, and its table of claims."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,9 +7,24 @@ from typing import Any
 import yaml
 from IPython.display import Markdown
 
-_CHECKOUT = Path(__file__).parents[2] / "notebooks"
-# where the library is installed without -e, as in Colab: the folder of the notebook that runs
-NOTEBOOKS = _CHECKOUT if _CHECKOUT.is_dir() else Path.cwd()
+from fsdp_utils.lessons import progress
+from fsdp_utils.lessons.progress import NOTEBOOKS
+
+
+def card(number: int, *, learn: str, needs: str, minutes: tuple[int, int, int], ranks: str = "") -> Markdown:
+    """Show what a lesson teaches, needs and takes, and how many of its turns are solved.
+
+    Args:
+        number: Number of the lesson.
+        learn, needs: Sentences without a period.
+        minutes: To run on two cores, to read, and for the turns.
+        ranks: Default: four, of which two or three are enough.
+    """
+    to_run, to_read, turns = minutes
+    takes = f"{to_run} to run, {to_read} to read, {turns} for the turns · {progress.begin(number)}"
+    fields = [learn, needs, ranks or "4 (2 or 3 work: set `FSDP_RANKS`)", takes]
+    head = "| learn | needs | ranks | minutes |\n| :-- | :-- | :-- | :-- |"
+    return Markdown(f"{head}\n| {' | '.join(fields)} |")
 
 
 def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS) -> Markdown:
@@ -31,7 +46,7 @@ def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS
             f"were given for {sorted(measured)}. Give each claim its own: claims({lesson}, {{id: text}})."
         )
     # all columns aligned left: JupyterLab's default is right
-    rows = [f"| {_claimed(claim)} | {measured[claim['id']]} |" for claim in found]
+    rows = [f"| {claimed(claim)} | {measured[claim['id']]} |" for claim in found]
     return Markdown("\n".join(["| Claimed | Measured here |", "| :-- | :-- |", *rows]))
 
 
@@ -40,7 +55,8 @@ def read_claims(folder: Path = NOTEBOOKS) -> list[dict[str, Any]]:
     return yaml.safe_load((folder / "claims.yaml").read_text(encoding="utf-8"))
 
 
-def _claimed(claim: Mapping[str, Any]) -> str:
+def claimed(claim: Mapping[str, Any]) -> str:
+    """Return the words of a claim, with who made it."""
     context = ", ".join(str(claim[field]) for field in ("when", "hardware") if claim.get(field))
     words = claim["claim"] if claim.get("paraphrased") else f"“{claim['claim']}”"
     return f"{words} [{claim['who']}]({claim['url']}), {context}"

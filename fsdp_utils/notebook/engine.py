@@ -28,7 +28,7 @@ from fsdp_utils.notebook.group import group_is_healthy, join_group, open_store, 
 from fsdp_utils.torch_internals.groups import process_groups, set_group_timeout
 
 GRACE_S = 0.5  # how long an interrupted cell may take to come back by itself before its group is cut
-REPORT_EVERY_S = 1.0  # tell where a cell that takes longer stands
+REPORT_EVERY_S = 0.2  # tell where a cell that takes longer stands
 AT_THE_END = "the end of the cell, where it waits for its GPU"
 
 _cell_is_over = threading.Event()

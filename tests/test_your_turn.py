@@ -1,0 +1,150 @@
+"""`%%turn` runs a reader's answer from a clean start and names what went wrong."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_utils.lessons import progress, your_turn
+from fsdp_utils.lessons.your_turn import Goal, Measured, Verdict, at_least, at_most, exactly, near
+from tests.notebook_kernel import Notebook
+
+SET_UP = """%%ranks
+import torch, torch.distributed as dist
+from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
+
+rank, world = dist.get_rank(), dist.get_world_size()
+
+@turn(1, {"the sum": exactly(2, less="Too few ranks add.", more="Too much.")})
+def score(add):
+    if not callable(add):
+        raise NotYet("`add` should be a function.")
+    return {"the sum": add(torch.ones(1))}
+"""
+RIGHT = "def add(x):\n    dist.all_reduce(x)\n    return x"
+NOT_RIGHT = {  # the cell of a reader -> words of the verdict
+    "def add(x):\n    return None  # your lines": "Not yet: fill in the cell and run it again.",
+    "def plus(x):\n    return x": "does not define `add`",
+    "def add(x:": "raised SyntaxError",
+    "def add(x):\n    dist.all_reduce(x)": "`add` returned None: is a `return` missing?",
+    "def add(x):\n    return x": "Too few ranks add.",
+    "def add(x):\n    dist.all_reduce(x)\n    return 2 * x": "Too much.",
+    "def add(x):\n    return 'two'": "Expected for “the sum”: 2, found a str.",
+    "def add(x):\n    return eight": "raised NameError: name 'eight' is not defined (line 2: return eight)",
+    "add = 8": "`add` should be a function.",
+    "def add(x):\n    if rank == 0: dist.all_reduce(x)\n    return x": "A rank would wait for ever",
+    "if rank == 0:\n    def add(x):\n        return x": "does not define `add`",
+    "def add(x):\n    if rank == 0: dist.recv(x, 1)\n    return x": "rank 0 waits at line 2",
+    "def add(x):\n    dist.recv(x, 1 - rank)\n    return x": "rank 0 waits at line 2",
+    "def add(x):\n    while rank: pass\n    return dist.all_reduce(x)": "rank 1 stood at line 2",
+}
+SOON_S = {"dist.recv(x, 1 - rank)": 20, "while rank": 20}
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    notebook = Notebook()
+    start = "import fsdp_utils.lessons.your_turn; from fsdp_utils.notebook import ranks; ranks.start(2)"
+    assert not notebook.run(start).error
+    notebook.run(SET_UP)
+    yield notebook
+    notebook.close()
+
+
+@pytest.mark.parametrize(("code", "told"), NOT_RIGHT.items())
+def test_each_answer_starts_anew_and_its_mistake_is_a_sentence(
+    code: str, told: str, notebook: Notebook
+) -> None:
+    right = notebook.run(f"%%turn 1\n{RIGHT}")
+    assert "Right: every rank meets the target." in right.shown, right
+    said = notebook.run(f"%%turn 1\n{code}")
+    assert not said.error
+    assert told in said.shown + said.text, said
+    assert "Right" not in said.shown
+    assert said.seconds < next((s for part, s in SOON_S.items() if part in code), 3)
+
+
+def test_an_answer_leaves_no_names_behind(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nkept = 1")
+    notebook.run(f"%%turn 1\nkept = 2; other = 3\n{RIGHT}")
+    assert notebook.run("%%ranks\nprint(kept, 'other' in globals(), 'add' in globals())").text == (
+        "all ranks | 1 False False\n"
+    )
+
+
+def test_without_its_set_up_the_cell_says_what_to_run(notebook: Notebook) -> None:
+    assert "its set-up has not run" in notebook.run("%%turn 2\nx = 1").error
+    assert "expected the number of a turn" in notebook.run("%%turn one\nx = 1").error
+
+
+def test_a_turn_in_the_notebook_needs_no_ranks(notebook: Notebook) -> None:
+    notebook.run(
+        "from fsdp_utils.lessons.your_turn import Picture, exactly, turn\n"
+        "@turn(3, {'eight': exactly(8, 'Count again.')})\n"
+        "def score(mine): return {'eight': mine(), 'picture': Picture('losses', [{'yours': [2.0, 1.0]}])}"
+    )
+    right = notebook.run("%%turn 3\ndef mine(): return 8")
+    assert "Right." in right.shown
+    assert right.images == 1
+    assert "Count again." in notebook.run("%%turn 3\ndef mine(): return 7").shown
+    said = notebook.run("%%turn 3\ndef mine():\n    return 1 / 0")
+    assert "your code raised ZeroDivisionError: division by zero (line 2: return 1 / 0)" in said.shown
+
+
+@pytest.mark.parametrize(
+    ("goal", "found", "mark", "advice"),
+    [
+        (exactly(8, "Count."), 8.0, "✓", ""),
+        (exactly(8, less="Few.", more="Many."), 9, "✗", "Many."),
+        (exactly(True, "No."), False, "✗", "No."),
+        (at_most(130, "Free."), float("nan"), "✗", "Free."),
+        (at_least(3, "More."), 3, "✓", ""),
+        (near(100, less="Low.", more="High."), 100.9, "✓", ""),
+        (near(100, less="Low.", more="High."), 98, "✗", "Low."),
+        (near(100, "Off."), "x", "✗", "Expected for “n”: 100, found a str."),
+        (at_most(1, "x"), None, "·", ""),
+        (Goal("odd", lambda n: n % 2 == 1, lambda n: f"{n} is even."), 4, "✗", "4 is even."),
+    ],
+)
+def test_advice_stands_only_beside_a_missed_value(goal: Goal, found: object, mark: str, advice: str) -> None:
+    row = goal.row("n", found)
+    assert (row.mark, row.advice) == (mark, advice)
+
+
+def test_the_worst_rank_is_shown_and_a_value_that_is_missing_is_named() -> None:
+    goals = {"gathers": exactly(8, "Gather twice."), "peak": at_most(130, "Free it.")}
+
+    def of_rank(gathers: object, peak: object) -> Measured:
+        return Measured([goals["gathers"].row("gathers", gathers), goals["peak"].row("peak", peak)], "")
+
+    assert Verdict([of_rank(8, 1), of_rank(8, 130)]).solved
+    verdict = Verdict([of_rank(8, 1), of_rank(4, 1)])
+    assert (verdict.solved, verdict.note, verdict.rows[0][1]) == (False, "Gather twice.", "4")
+    assert Verdict([of_rank(8, 1), of_rank(8, None)]).note == "Not measured: peak."
+
+
+def test_solved_turns_are_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSDP_TRY_ANSWERS", raising=False)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "00_a.py").write_text(
+        "# # 0 · A lesson\n# ## Your turn 1 · A\n# ## Your turn 2 · B\n"
+    )
+    monkeypatch.setattr(progress, "_lesson", 0)
+    progress.solved(2, tmp_path)
+    progress.solved(2, tmp_path)
+    assert json.loads((tmp_path / progress.FILE).read_text()) == {"00": [2]}
+    assert repr(progress.progress(tmp_path)).splitlines()[1:] == [
+        "00      A lesson  ○●",
+        "1 of 2 turns solved.",
+    ]
+    (tmp_path / progress.FILE).write_text("not json")
+    assert progress.read(tmp_path) == {}
+
+
+def test_answers_are_found_in_a_source() -> None:
+    text = '# %% tags=["wrong"] turn=2 says="twice"\nx = 1\n\n# %% tags=["solution"] turn=1\ny = 2\n\n# %%\nz'
+    assert your_turn.answers(text) == [
+        your_turn.Answer("wrong", 2, "twice", "x = 1"),
+        your_turn.Answer("solution", 1, "", "y = 2"),
+    ]
