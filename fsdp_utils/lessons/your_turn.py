@@ -255,7 +255,7 @@ def _is_empty(part: Any) -> bool:
     """Tell whether a function, or each method of a class but `__init__`, does nothing, as in a stub."""
     if isinstance(part, type):
         methods = [m for name, m in vars(part).items() if isinstance(m, FunctionType) and name != "__init__"]
-        return all(map(_is_empty, methods))
+        return bool(methods) and all(map(_is_empty, methods))
     code, nothing = getattr(part, "__code__", None), (lambda: None).__code__
     return code is not None and (code.co_code, code.co_consts) == (nothing.co_code, nothing.co_consts)
 
@@ -398,5 +398,10 @@ def _try_answers(number: int) -> None:
             assert answer.says in verdict.note, f"expected {answer.says!r} in the verdict on the {about}"
 
 
-if (_shell := get_ipython()) is not None:
-    _shell.register_magic_function(_magic, magic_kind="cell", magic_name="turn")
+def register_magic() -> None:
+    """Make `%%turn` known to the notebook."""
+    if (shell := get_ipython()) is not None:
+        shell.register_magic_function(_magic, magic_kind="cell", magic_name="turn")
+
+
+register_magic()
