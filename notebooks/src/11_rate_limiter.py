@@ -22,7 +22,7 @@ def blocks_over_time(panels):
         axes.set_yticks(range(len(names)), names)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    return plots.show(fig, alt="Blocks over time: FSDP1 without a limit uses four for four units, FSDP2 three.")
+    return plots.show(fig, alt="Blocks over time: FSDP1 without a limit uses four, FSDP2 three.")
 
 
 done = [1.65, 2.65, 3.65, 4.65]                  # when the GPU has computed with each of four units
@@ -38,8 +38,8 @@ blocks_over_time({
 
 # %% [markdown]
 # A drawing of one forward pass on a GPU. Each colour is a *unit*, a layer whose parameters FSDP gathers
-# together. FSDP1 without a limiter holds memory for all units almost from the start. FSDP2 uses the same three
-# blocks again and again.
+# together. FSDP1 without a limiter holds memory for all units almost from the start. FSDP2 uses the same
+# three blocks again and again.
 
 # %% tags=["card"]
 lesson.card(
@@ -52,8 +52,8 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It counts how often the CPU waits for the
-# limiter in one step of training.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It counts how often the CPU waits for
+# the limiter in one step of training.
 #
 # ```python
 # import torch
@@ -83,7 +83,8 @@ lesson.card(
 #     return fully_shard(nn.Sequential(*layers), mesh=mesh)
 #
 #
-# for name, shard, limit in [("FSDP1", fsdp1, True), ("FSDP1, no limit", fsdp1, False), ("FSDP2", fsdp2, None)]:
+# ways = [("FSDP1", fsdp1, True), ("FSDP1, no limit", fsdp1, False), ("FSDP2", fsdp2, None)]
+# for name, shard, limit in ways:
 #     torch.manual_seed(0)                                     # the same weights on every rank
 #     model = shard([nn.Linear(256, 256, device=device) for _ in range(8)], limit)
 #     optimizer = torch.optim.AdamW(model.parameters())
@@ -104,18 +105,18 @@ lesson.card(
 # FSDP2            0 waits of the CPU in a step
 # ```
 #
-# With eight units a step has sixteen all-gathers, and in FSDP1 the CPU waits before each of them. On a CPU these
-# waits end at once. On a GPU they last until memory is free.
+# With eight units a step has sixteen all-gathers, and in FSDP1 the CPU waits before each of them. On a CPU
+# these waits end at once. On a GPU they last until memory is free.
 #
 # ## The CPU runs ahead
 #
 # On a GPU, a line of PyTorch code does not compute. It puts a kernel into a **stream**, a queue that the GPU
-# works off in order, and returns. FSDP computes on one stream and gathers on another. Memory is different: the
-# allocator hands out memory *when Python asks*, although the kernel that fills it runs later.
+# works off in order, and returns. FSDP computes on one stream and gathers on another. Memory is different:
+# the allocator hands out memory *when Python asks*, although the kernel that fills it runs later.
 #
-# The next cell is a simulation: it calculates what would start when. Its unit of time is the computation of one
-# unit; the CPU takes 0.05 to issue a unit's work. With a limit of `n`, the CPU waits before each all-gather for
-# the unit that is `n` before it.
+# The next cell is a simulation: it calculates what would start when. Its unit of time is the computation of
+# one unit; the CPU takes 0.05 to issue a unit's work. With a limit of `n`, the CPU waits before each
+# all-gather for the unit that is `n` before it.
 
 # %% tags=["replay"]
 from fsdp_utils.lessons.tables import Table
@@ -145,20 +146,20 @@ for limit in (None, 1, 2, 3, 4):
 Table(["limit", "units in memory", "time added, at most", "with all-gathers of"], rows)
 
 # %% [markdown]
-# Without a limit all eight units hold memory at once: the CPU has issued everything before the GPU has finished
-# with the first unit. A limit of one allows no overlap of gathering and computing. A limit of two is enough for
-# one all-gather beside one computation. It costs time only where an all-gather takes as long as a computation,
-# because the next all-gather is issued late by 0.05. A limit of three gains that back and takes one more unit of
-# memory.
+# Without a limit all eight units hold memory at once: the CPU has issued everything before the GPU has
+# finished with the first unit. A limit of one allows no overlap of gathering and computing. A limit of two is
+# enough for one all-gather beside one computation. It costs time only where an all-gather takes as long as a
+# computation, because the next all-gather is issued late by 0.05. A limit of three gains that back and takes
+# one more unit of memory.
 
 # %% [markdown]
 # ## FSDP1's queue
 #
 # After FSDP1 has freed a unit, it records an **event** on the stream of computation and puts it into a queue
-# (`_reshard` in `torch/distributed/fsdp/_runtime_utils.py`). Before each all-gather it asks the queue for an event
-# to wait for (`_unshard`). The queue returns one as soon as it holds two, a number that the source calls
-# "empirically chosen". That is the whole limiter. `Watched` stands between FSDP1 and the queue, and counts the
-# units that may hold memory: those gathered, less those that the CPU has waited for.
+# (`_reshard` in `torch/distributed/fsdp/_runtime_utils.py`). Before each all-gather it asks the queue for an
+# event to wait for (`_unshard`). The queue returns one as soon as it holds two, a number that the source
+# calls "empirically chosen". That is the whole limiter. `Watched` stands between FSDP1 and the queue, and
+# counts the units that may hold memory: those gathered, less those that the CPU has waited for.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -172,7 +173,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+on_gpu = torch.cuda.is_available()
+device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def build():
@@ -217,7 +219,7 @@ class Mark:
 # %%ranks
 model = build()
 watched = model._free_event_queue = Watched(model._free_event_queue)
-for step in range(2):
+for _ in range(2):
     loss = model(torch.randn(8, 32, device=device)).sum()
     loss.backward()
 watched.count()
@@ -227,16 +229,16 @@ if dist.get_rank() == 0:
         print(f"step {step + 1}: units that may hold memory in forward {forward}, in backward {backward}")
 
 # %% [markdown]
-# Two in the first forward pass, then three: in backward FSDP1 by default gathers the next unit before it frees the
-# present one, and from there on the queue never catches up. With `SHARD_GRAD_OP` forward frees nothing, so the
-# limiter cannot bound what forward gathers.
+# Two in the first forward pass, then three: in backward FSDP1 by default gathers the next unit before it
+# frees the present one, and from there on the queue never catches up. With `SHARD_GRAD_OP` forward frees
+# nothing, so the limiter cannot bound what forward gathers.
 #
 # ## Your turn 1 · Write the limiter
 #
-# Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit, and `dequeue_if_needed()` before each
-# all-gather. FSDP1 waits for the event that `dequeue_if_needed` returns; with `None` it goes on at once. At most
-# `limit` units may hold memory, and an all-gather should be able to run beside a computation. The turn puts your
-# queue into FSDP1 and counts one forward pass of six units, with a limit of two and of three.
+# Write the queue. FSDP1 calls `enqueue(event)` after it has freed a unit, and `dequeue_if_needed()` before
+# each all-gather. FSDP1 waits for the event that `dequeue_if_needed` returns; with `None` it goes on at once.
+# At most `limit` units may hold memory, and an all-gather should be able to run beside a computation. The
+# turn puts your queue into FSDP1 and counts one forward pass of six units, with a limit of two and of three.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -252,15 +254,15 @@ def counts(kind, limit):
 
 
 LATE = "The CPU waits too seldom: it should wait for one event as soon as `limit` events are in the queue."
-EARLY = "The CPU waits for a unit that is too new: wait for the oldest event, and not before the queue is full."
+EARLY = "The CPU waits for too new a unit: wait for the oldest event, and not before the queue is full."
 
 
 @turn(1, {
     "units in memory, limit of two": exactly(2, less=EARLY, more=LATE),
     "units in memory, limit of three": exactly(
         3,
-        less="With a limit of three the CPU waits too early: either the number does not come from `limit`, or a "
-        "newer event than the oldest is waited for.",
+        less="With a limit of three the CPU waits too early: either the number does not come from `limit`, "
+        "or it waits for a newer event than the oldest.",
         more="With a limit of three more units hold memory: the CPU waits too seldom.",
     ),
     "all-gathers that can run beside a computation": exactly(5, less=EARLY),
@@ -376,14 +378,15 @@ class MyQueue(list):                            # collects, and never waits
 # ## Why FSDP2 needs none
 #
 # A block that Python has freed may go out again to the *same* stream at once: a stream works in order. For
-# *another* stream there is no such order. FSDP1 allocates a unit's full parameters on the stream of all-gathers
-# and uses them on the stream of computation, so on freeing it calls `record_stream`
-# (`_free_unsharded_flat_param`): the allocator holds the block back until the GPU has passed that use. The CPU
-# is ahead, so the next all-gather gets another block. FSDP1's limiter makes the CPU wait until an old one is back.
+# *another* stream there is no such order. FSDP1 allocates a unit's full parameters on the stream of
+# all-gathers and uses them on the stream of computation, so on freeing it calls `record_stream`
+# (`_free_unsharded_flat_param`): the allocator holds the block back until the GPU has passed that use. The
+# CPU is ahead, so the next all-gather gets another block. FSDP1's limiter makes the CPU wait until an old one
+# is back.
 #
-# FSDP2 gathers into a buffer, and the stream of computation copies the parameters out of it into memory of that
-# stream. Only the buffer crosses streams. Before FSDP2 drops a buffer, it makes the *streams* of all-gathers wait
-# for the copy (`_wait_all_gather_streams_on_event`), and the CPU goes on.
+# FSDP2 gathers into a buffer, and the stream of computation copies the parameters out of it into memory of
+# that stream. Only the buffer crosses streams. Before FSDP2 drops a buffer, it makes the *streams* of
+# all-gathers wait for the copy (`_wait_all_gather_streams_on_event`), and the CPU goes on.
 
 # %% tags=["order"]
 # %%ranks
@@ -408,11 +411,11 @@ except TypeError as error:
 # %% [markdown]
 # ## Your turn 2 · Let a stream wait, not the CPU
 #
-# Write FSDP2's rule. Unit `n` is gathered into buffer `n % 2`. When it has been gathered and the computation before
-# it is over, it is copied out of the buffer. `waits_for(unit)` returns the unit whose copy-out the stream of
-# all-gathers waits for before it gathers `unit`, or `None`. The turn simulates eight units, with all-gathers of 0.3,
-# 0.6, 1 and 1.6 computations and copies of 0.1. No buffer may be overwritten before it was copied out, and the pass
-# should take no longer than two buffers require.
+# Write FSDP2's rule. Unit `n` is gathered into buffer `n % 2`. When it has been gathered and the computation
+# before it is over, it is copied out of the buffer. `waits_for(unit)` returns the unit whose copy-out the
+# stream of all-gathers waits for before it gathers `unit`, or `None`. The turn simulates eight units, with
+# all-gathers of 0.3, 0.6, 1 and 1.6 computations and copies of 0.1. No buffer may be overwritten before it
+# was copied out, and the pass should take no longer than two buffers require.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
@@ -435,7 +438,7 @@ def simulate(rule, gather):
 
 @turn(2, {
     "buffers overwritten before they were copied out": exactly(
-        0, more="A buffer is gathered into while it still holds an older unit: wait for the unit in that buffer."
+        0, more="A buffer is filled while it still holds an older unit: wait for the unit in that buffer."
     ),
     "times as long as it must take": at_most(
         1.001, "All-gathers wait longer than they need to: the unit just before is in the other buffer."
@@ -498,7 +501,7 @@ def waits_for(unit):
 #
 # ## The rule
 #
-# FSDP2: nothing to set. FSDP1: leave `limit_all_gathers=True`, and look at the order of the program if memory is
-# still high.
+# FSDP2: nothing to set. FSDP1: leave `limit_all_gathers=True`, and look at the order of the program if memory
+# is still high.
 #
 # [← lesson 10](10_end_to_end.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)
