@@ -650,8 +650,8 @@ print(f"strict=False: {untouched} parameters untouched, {len(keys.missing_keys)}
 #
 # If everything is loaded and the GPU runs out of memory in the first step, gradients, optimizer state,
 # gathered blocks and activations did not fit: [lesson 14](14_plan_before_you_rent.ipynb). More ranks make
-# shards smaller. `CPUOffloadPolicy` moves shards, gradients and optimizer state to host memory; it copies
-# them to and from the GPU, and the optimizer's step runs on the CPU.
+# shards smaller. CPU offload (`CPUOffloadPolicy`) moves shards, gradients and optimizer state to host memory;
+# it copies them to and from the GPU, and the optimizer's step runs on the CPU.
 #
 # ## The rule
 #

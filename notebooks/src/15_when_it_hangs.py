@@ -183,6 +183,7 @@ def save_on_rank_0(mesh):                       # 3: a gather under `if rank == 
 
 def branch_on_loss(mesh):                       # 4: the script's
     loss = torch.tensor([2.0 if dist.get_rank() == 0 else 0.5])
+    time.sleep(0.2)                             # stands for the step
     if loss > 1.0:
         spikes = torch.ones(1)
         dist.all_reduce(spikes, group=mesh.get_group())
@@ -210,7 +211,9 @@ def one_rank(program, cells, check):
     """Run the program on this rank; return what it returned, or its error."""
     linecache.cache.update(cells)               # so that the line of a cell can be shown
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    group, began = dist.new_group(timeout=timedelta(seconds=LIMIT_S)), time.monotonic()
+    group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+    dist.barrier()                              # all start together
+    began = time.monotonic()
     try:
         with check_in_step() if check else nullcontext():
             said = program(DeviceMesh.from_group(group, "cpu")) or "no error here"
