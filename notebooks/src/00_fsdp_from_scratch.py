@@ -79,7 +79,8 @@ lesson.card(
 # 16 bytes for each of them: 4 for the parameter, 4 for its gradient, 8 for AdamW's two averages. That is 8,224
 # KiB under DDP, and a quarter under FSDP. For a model of 8 billion parameters it is 119 GiB, or 15 GiB on each
 # of 8 GPUs. Activations, the results that backward needs, come on top: they grow with the samples of the rank,
-# and FSDP does not shard them. Neither does this count what exists only during a step. The rest of the lesson
+# and FSDP does not shard them. Nor are DDP's buckets counted, by default a second
+# copy of the gradients, or what exists only during a step. The rest of the lesson
 # builds `fully_shard`, so that you see both what it saves and what it costs.
 #
 # ## Two collectives
@@ -105,7 +106,8 @@ import torch.nn.functional as F
 from torch import nn
 
 rank, world = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+on_gpu = torch.cuda.is_available()
+device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 piece = torch.full((2,), float(rank), device=device)            # f32[2], other values on each rank
 full = torch.empty(2 * world, device=device)                    # f32[2 * world]
@@ -128,8 +130,8 @@ print(f"reduce_scatter: {own.tolist()} -> {mine.tolist()}")
 # equally long, so pad the tensor with zeros at its end, with as few as possible. The full tensor must be able
 # to leave memory afterwards. `gather(piece)` returns the padded tensor on every rank. `reduce(grad)` gets a
 # padded gradient that comes from this rank's samples, and returns this rank's piece of the mean over all
-# ranks. `rank`, `world`, `dist` and `F` are given. The turn calls each function once, with tensors whose
-# length is not a multiple of the world size.
+# ranks. `rank`, `world`, `dist` and `F` are given. The turn calls each function once; the length of
+# `flat` is not a multiple of the world size.
 #
 # <details><summary>Hint</summary>
 #
@@ -154,17 +156,19 @@ LONGER = "The shard has more elements than needed: pad to the next multiple of t
 
 
 @turn(1, {
-    "elements of the shard": exactly(5, less="Elements are missing in the shard: pad before you cut.", more=LONGER),
+    "elements of the shard": exactly(
+        5, less="Elements are missing in the shard: pad before you cut.", more=LONGER
+    ),
     "bytes that the shard keeps alive": at_most(20, "The shard is a view of the full tensor: clone it."),
     "gathered tensor is right": exactly(True, "The gathered tensor is not the flat one with zeros at its end."),
     "all-gathers": exactly(1, less="Let `all_gather` rebuild the tensor.", more="One all_gather is enough."),
     "reduced gradient, of the mean": exactly(
-        1, less="The gradient is smaller than the mean: it is divided twice.",
-        more="The gradient is larger than the mean: divide the sum by the world size, once.",
+        1, less="The gradient is smaller than the mean: either it is divided twice, or other ranks' are missing.",
+        more="The gradient is larger than the mean: either the sum isn't divided, or it is one rank's own.",
         otherwise="The gradient is not this rank's piece of the mean.",
     ),
     "reduce-scatters": exactly(
-        1, less="No reduce_scatter: every rank gets more than its piece.", more="One reduce_scatter is enough."
+        1, less="No reduce_scatter: it adds up and cuts in one call.", more="One reduce_scatter is enough."
     ),
 })
 def score_operations(shard, gather, reduce):
@@ -483,7 +487,9 @@ plots.alive({"by hand": ranks.get("kept.whole_bytes")[0]}, whole_model=ranks.get
         more="A unit is gathered more than twice in a step.",
     ),
     "full parameters at the peak, KiB": at_most(
-        130, "More than one block is complete at a time: a unit isn't freed after its forward pass."
+        130,
+        "More than one block is complete at a time: either a unit isn't freed after its forward pass, or it is "
+        "gathered before backward reaches it.",
     ),
     "losses that differ from one process's": exactly(
         0, "The losses are wrong: either forward returns something else, or backward works with other weights."
