@@ -74,21 +74,21 @@ lesson.card(
 # fully_shard  loss 0.9676, a rank holds 2,056 KiB
 # ```
 #
-# Each process is called a **rank** and has a number, 0 to 3; the **world size** is 4. Both ways give each rank
-# its own samples, and both end at the same loss. The model has 526,336 parameters in float32. Training keeps
-# 16 bytes for each of them: 4 for the parameter, 4 for its gradient, 8 for AdamW's two averages. That is 8,224
-# KiB under DDP, and a quarter under FSDP. For a model of 8 billion parameters it is 119 GiB, or 15 GiB on each
-# of 8 GPUs. Activations, the results that backward needs, come on top: they grow with the samples of the rank,
-# and FSDP does not shard them. Nor are DDP's buckets counted, by default a second
-# copy of the gradients, or what exists only during a step. The rest of the lesson
-# builds `fully_shard`, so that you see both what it saves and what it costs.
+# Each process is called a **rank** and has a number, 0 to 3; the **world size** is 4. Both ways give each
+# rank its own samples, and both end at the same loss. The model has 526,336 parameters in float32. Training
+# keeps 16 bytes for each of them: 4 for the parameter, 4 for its gradient, 8 for AdamW's two averages. That
+# is 8,224 KiB under DDP, and a quarter under FSDP. For a model of 8 billion parameters it is 119 GiB, or 15
+# GiB on each of 8 GPUs. Activations, the results that backward needs, come on top: they grow with the samples
+# of the rank, and FSDP does not shard them. Nor are DDP's buckets counted, by default a second copy of the
+# gradients, or what exists only during a step. The rest of the lesson builds `fully_shard`, so that you see
+# both what it saves and what it costs.
 #
 # ## Two collectives
 #
 # A **collective** is a call that all ranks make together. Ranks talk through a **process group**, whose bytes
 # are sent by a *backend*: gloo on CPUs, NCCL on NVIDIA GPUs. FSDP needs two collectives. `all_gather` takes a
-# piece from each rank and gives all pieces to every rank. `reduce_scatter` takes a full tensor from each rank,
-# adds them up, and gives each rank one piece of the sum.
+# piece from each rank and gives all pieces to every rank. `reduce_scatter` takes a full tensor from each
+# rank, adds them up, and gives each rank one piece of the sum.
 #
 # A cell that begins with `%%ranks` runs on every rank, here four processes on your CPU. In the comments,
 # `f32[2]` is a float32 tensor of two elements.
@@ -130,8 +130,8 @@ print(f"reduce_scatter: {own.tolist()} -> {mine.tolist()}")
 # equally long, so pad the tensor with zeros at its end, with as few as possible. The full tensor must be able
 # to leave memory afterwards. `gather(piece)` returns the padded tensor on every rank. `reduce(grad)` gets a
 # padded gradient that comes from this rank's samples, and returns this rank's piece of the mean over all
-# ranks. `rank`, `world`, `dist` and `F` are given. The turn calls each function once; the length of
-# `flat` is not a multiple of the world size.
+# ranks. `rank`, `world`, `dist` and `F` are given. The turn calls each function once; the length of `flat` is
+# not a multiple of the world size.
 #
 # <details><summary>Hint</summary>
 #
@@ -325,9 +325,9 @@ def reduce(grad):
 #
 # ## A layer on gathered weights
 #
-# The parameters that are gathered together are called a **unit**. Our unit is a layer. It keeps its
-# **shard** of the flattened parameters, which the optimizer updates, and one tensor `full`, whose *storage*
-# (the bytes behind a tensor) is emptied by `free` and filled by `gather`.
+# The parameters that are gathered together are called a **unit**. Our unit is a layer. It keeps its **shard**
+# of the flattened parameters, which the optimizer updates, and one tensor `full`, whose *storage* (the bytes
+# behind a tensor) is emptied by `free` and filled by `gather`.
 #
 # `Gather` is FSDP for autograd: forward gathers, and backward turns the gradient of the full parameters into
 # that of the shard. `functional_call` runs the layer with other tensors in place of its parameters. The layer
@@ -380,8 +380,8 @@ class Unit:
 
 # %% [markdown]
 # The model has three blocks and a last layer, and learns to tell handwritten digits apart, 24 in each step.
-# `train` runs twenty steps and returns the losses, as means over the ranks. One process with all 24 samples is
-# the reference.
+# `train` runs twenty steps and returns the losses, as means over the ranks. One process with all 24 samples
+# is the reference.
 
 # %% tags=["equality"]
 # %%ranks
@@ -643,17 +643,19 @@ held = {"flat: by hand": ranks.get("held_flat"), "by rows: fully_shard": ranks.g
 plots.shards({way: {name: [of[name] for of in each] for name in each[0]} for way, each in held.items()})
 
 # %% [markdown]
-# Each bar is a parameter, each colour a rank. By hand, a rank holds a stretch of the flat tensor, wherever that lies. FSDP1, the class
-# `FullyShardedDataParallel` of 2022, cuts in this way too, and calls the flat tensor `FlatParameter`.
-# `fully_shard` cuts each parameter by rows, so each parameter keeps its name in a checkpoint and its own
-# `requires_grad`. A parameter with fewer rows than ranks leaves some ranks with none.
+# Each bar is a parameter, each colour a rank. By hand, a rank holds a stretch of the flat tensor, wherever
+# that lies. FSDP1, the class `FullyShardedDataParallel` of 2022, cuts in this way too, and calls the flat
+# tensor `FlatParameter`. `fully_shard` cuts each parameter by rows, so each parameter keeps its name in a
+# checkpoint and its own `requires_grad`. The rows are cut as `torch.chunk` cuts them, so some ranks may hold
+# none: always with fewer rows than ranks, but also with 5 rows on 4 ranks (2, 2, 1, 0).
 #
 # ## When the losses are not equal
 #
 # FSDP takes the **mean over the ranks** of their gradients. That is the gradient of one process only if the
-# mean of the ranks' losses is the loss of one process. There are two ways in which it is not: the ranks'
-# shares are unequal, or the loss is no mean over independent samples. The next cell takes one gradient with
-# `fully_shard`, compares it with that of one process, and trains both for twenty steps on the same 24 samples.
+# mean of the ranks' losses is the loss of one process. There are two usual ways in which it is not: the
+# ranks' shares are unequal, or the loss is no mean over independent samples. The next cell takes one gradient
+# with `fully_shard`, compares it with that of one process, and trains both for twenty steps on the same 24
+# samples.
 
 # %% tags=["unequal"]
 # %%ranks
@@ -703,10 +705,10 @@ assert min(off[1], off[4]) > 0.05
 assert abs(off[3] - (1 - 1 / world)) < 1e-3
 
 # %% [markdown]
-# With unequal shares, a sample in a small share weighs more. The cure is a weight for each rank's loss:
-# its samples times the world size, divided by all samples. The same holds for tokens
-# ([lesson 10](10_end_to_end.ipynb)). A sum over the samples comes out divided by the world size. BatchNorm
-# normalises each rank's samples among themselves, unlike one process.
+# With unequal shares, a sample in a small share weighs more. The cure is a weight for each rank's loss: its
+# samples times the world size, divided by all samples. The same holds for tokens ([lesson
+# 10](10_end_to_end.ipynb)). A sum over the samples comes out divided by the world size. BatchNorm normalises
+# each rank's samples among themselves, unlike one process.
 #
 # Look at the row of the sum: its gradient is a quarter of what it should be (with four ranks), and the loss
 # hardly shows it. AdamW divides an average of the gradients by their size, so a common factor cancels. A loss
@@ -719,7 +721,7 @@ assert abs(off[3] - (1 - 1 / world)) < 1e-3
 # | `setStorage: … out of bounds for storage of size 0` | a parameter is used after it was freed: turn 2 without the hook | gather before each use |
 # | `got mixed torch.Tensor and DTensor` | `layer.forward(x)` on a unit: the hooks that gather did not run | call the module: `layer(x)` |
 # | the loss does not fall, no error | the optimizer was made before `fully_shard` and holds the old parameters, which get no gradients | make it after sharding |
-# | the losses are not those of one process | from the first step: other weights or the same samples on all ranks. Later: the shares or the loss, as above | seed, sampler, weights for the losses |
+# | the losses are not those of one process | from the first step: other weights, other samples, unequal shares, or a loss that is no mean over samples. Only later: the gradients or the optimizer | seed, sampler, weights for the losses |
 # | the program hangs | one rank did not enter a collective in which the others wait | call collectives on every rank; [lesson 15](15_when_it_hangs.ipynb) finds the line |
 #
 # ## The rule

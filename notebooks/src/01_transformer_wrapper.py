@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 1 · The transformer wrapper
 #
-# Which modules of a transformer should be FSDP units? **Its blocks: call `fully_shard` on each block, then
-# on the model.** In a model of six blocks a rank then gathers about half the bytes of the model at the peak;
+# Which modules of a transformer should be FSDP units? **Its blocks: call `fully_shard` on each block, then on
+# the model.** In a model of six blocks a rank then gathers about half the bytes of the model at the peak;
 # with the whole model as one unit it gathers twice the model.
 
 # %% jupyter={"source_hidden": true}
@@ -188,8 +188,8 @@ Table(
 # `Meter` watches one step on each rank. "Gathered at the peak" counts full parameters and the buffers into
 # which FSDP2 gathers them. One unit holds the model twice: once in the buffer, once in the parameters that
 # are copied out of it. "Wrong class" makes each feed-forward network, `LlamaMLP`, a unit. The attention of
-# all six blocks then falls to the root and stays gathered, so the peak is half as high again as by block.
-# "By matrix" has the lowest peak and six to seven times as many all-gathers as "by block".
+# all six blocks then falls to the root and stays gathered, so the peak is half as high again as by block. "By
+# matrix" has the lowest peak and six to seven times as many all-gathers as "by block".
 #
 # ## Why 13 all-gathers
 #
@@ -203,16 +203,15 @@ curves = dict(ranks.get("[(way, meter.whole_bytes) for way, meter in meters.item
 plots.alive(curves, whole_model=ranks.get("whole")[0])
 
 # %% [markdown]
-# The same four steps over time, this time without the buffers. By block, forward holds the root and one
-# block, backward the root and two blocks. The buffers make forward the peak of the table: the root, the
-# parameters of one block, its buffer, and the buffer of the block before, which FSDP2 keeps until the next
-# one is copied out.
+# The same four steps over time. A buffer counts here only until its unit is copied out. By block, forward
+# holds the root and one block, backward the root and two blocks. The buffers make forward the peak of the
+# table: the root, the parameters of one block, its buffer, and the buffer of the block before, which FSDP2
+# keeps until the next one is copied out.
 #
 # ## Why not smaller
 #
 # The peak can be calculated from the sizes of the units. The next cell does that for seven choices in a Llama
 # of twelve blocks, measures the same on the ranks, and asserts that the two agree.
-
 
 # %% tags=["sweep"]
 # %%ranks
@@ -310,8 +309,8 @@ Table(["model", "block class", "blocks", "in the root, %", "gathered at the peak
 # %% [markdown]
 # The larger the vocabulary, the more is in the root. Where embedding and head are two matrices, as in Llama,
 # make each a unit of its own, before the call on the model; turn 1 does this. In GPT-2 and T5 one matrix is
-# both embedding and head: the weights are **tied**. A tied matrix must lie in one unit. Leave both modules
-# to the root, or name them together: `fully_shard([embedding, head])`.
+# both embedding and head: the weights are **tied**. A tied matrix must lie in one unit. Leave both modules to
+# the root, or name them together: `fully_shard([embedding, head])`.
 #
 # ## Your turn 1 · A large vocabulary
 #
@@ -427,7 +426,6 @@ def choose_units(model):
 # its head, `model.lm_head`. Make each block a unit, and leave no parameter out. The verdict counts
 # all-gathers and compares the loss with the unsharded model's.
 
-
 # %% jupyter={"source_hidden": true}
 # %%ranks
 def gpt2():
@@ -530,7 +528,10 @@ def shard_by_hand(model):
 #
 # The same loop as you would run it: loaded weights, mixed precision, clipping, checkpoints. Each line names
 # the lesson that explains it. `folder` is what `save_pretrained` wrote, `runs` is where checkpoints go; a
-# folded cell makes both. As a program it follows the first lines of `train.py`, up to `mesh`.
+# folded cell makes both. As a program it needs the first lines of `train.py`, up to `mesh` (pass it as
+# `mesh=mesh`), then `rank = dist.get_rank()`, your two folders, `from torch.distributed.fsdp import
+# MixedPrecisionPolicy` and `from fsdp_utils import check_sharding, checkpoints, load_pretrained,
+# save_distributed`.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks

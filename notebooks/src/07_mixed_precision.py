@@ -3,7 +3,8 @@
 #
 # Which tensor has which dtype in a training step, and does bf16 lose anything? **Keep the model in float32,
 # give `fully_shard` a `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`, and
-# leave autocast off**: gathers and matmuls are bf16 then, and all that is kept or added up is float32.
+# leave autocast off**: gathers, matmuls and activations are bf16 then; the shards, the sum of gradients over
+# the ranks and AdamW's moments are float32.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -118,7 +119,7 @@ lesson.card(
 # FSDP keeps each rank's shard in the dtype in which the model was made. Before a unit computes, its shards
 # are cast to `param_dtype` and gathered. After its backward, gradients are reduced in `reduce_dtype`; the
 # result is cast to the shard's dtype and becomes `.grad`. PyTorch calls a *dispatch mode* for each operation:
-# `Probe` notes the dtypes of collectives, matmuls, norms and softmaxes.
+# `Probe` notes the dtypes of collectives, and of `mm`, `addmm`, LayerNorm and softmax.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -242,27 +243,30 @@ draw_dtypes(ways)
 # - **policy**: as in the drawing at the top. The matmuls of backward are bf16, too; what the 2022 code says in a comment, that local gradients are always fp32, holds for the shard in `.grad` alone.
 # - **no reduce_dtype**: gradients are added up in bf16, and `.grad` does not show it.
 # - **autocast alone**: matmuls are bf16, and the all-gather sends fp32, twice the bytes, because autocast casts each weight after the all-gather.
-# - **policy and autocast**: what Accelerate runs. The collectives are the policy's.
+# - **policy and autocast**: what Accelerate runs with `mixed_precision="bf16"` (it casts the output to fp32 as well, which this row does not). The collectives are the policy's.
 # - **made in bf16**: a model that was loaded in bf16 stays in bf16 at rest, and so do gradients and moments.
 #
-# Norms and softmax depend on who casts:
+# On a CPU all five ways run LayerNorm and softmax in bf16:
 
 # %%
 moments = ["norm and softmax, forward", "clipped norm"]
 Table(["", *moments], [[way, *(found[moment] for moment in moments)] for way, found in ways.items()])
 
 # %% [markdown]
-# Under a policy a norm gets bf16 like everything else. (Autocast on CUDA runs `layer_norm` and `softmax` in
-# fp32, by [its list of operations](https://docs.pytorch.org/docs/stable/amp.html); autocast on a CPU, as
-# here, does not. The RMS norm of transformers' Llama casts to fp32 itself.) Where a norm has to be fp32, make
-# it a unit of its own with another policy. `clip_grad_norm_` works on `.grad`, so its norm has the dtype of
-# the shards.
+# Under a policy a norm's parameters and inputs are bf16; buffers keep their dtype. (Autocast on CUDA runs
+# `layer_norm` and `softmax` in fp32, by [its list of
+# operations](https://docs.pytorch.org/docs/stable/amp.html); autocast on a CPU, as here, does not. The RMS
+# norm of transformers' Llama casts to fp32 itself.) Where a norm has to be fp32, make it a unit of its own
+# with `MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)`: without `output_dtype`
+# the next layer gets fp32 and raises. `clip_grad_norm_` works on `.grad`, so its norm has the dtype of the
+# shards.
 #
 # ## What adding up in bf16 costs
 #
-# bf16 has 8 significant bits, so each addition of numbers of about the same size rounds. Each rank has 65,536
-# gradients of about 1. One process computes their sum for up to 64 ranks, in a **chain**, one rank after the
-# other, and in **pairs**, then pairs of pairs. A ring, the usual way of a reduce-scatter, is a chain.
+# bf16 has 8 significant bits, so an addition of two numbers of about the same size often rounds. Each rank
+# has 65,536 gradients of about 1. One process computes their sum for up to 64 ranks, in a **chain**, one rank
+# after the other, and in **pairs**, then pairs of pairs. A ring is a chain; NCCL may choose another
+# algorithm.
 
 # %% tags=["reduction"]
 # %%ranks
@@ -302,9 +306,10 @@ print(f"a real all_reduce in bf16, {world} ranks: {100 * error(total, world):.2f
 Table(["ranks (simulated)", "bf16, in a chain", "bf16, in pairs", "fp32"], ranks.get("rows")[0])
 
 # %% [markdown]
-# In a chain the error grows with the number of ranks; in pairs it hardly does. In fp32 these sums are exact,
-# because numbers of 8 bits leave 16 of its 24 bits to spare. So `reduce_dtype=torch.float32` costs twice the
-# bytes of the reduction and buys sums without rounding; up to 64 ranks the error stays below one percent.
+# In a chain the error grows with the number of ranks; in pairs it hardly does. For these numbers, all about
+# 1, fp32 is exact; real gradients differ in size and sign, so fp32 rounds too, 65,536 times finer, and where
+# the ranks cancel one sum in bf16 may be off by far more than a percent. `reduce_dtype=torch.float32` costs
+# twice the bytes of the reduction.
 #
 # ## Why the model stays in fp32
 #
@@ -695,7 +700,7 @@ if rank == 0:
 # | you see | cause | cure |
 # |:--|:--|:--|
 # | `mat1 and mat2 must have the same dtype` | `cast_forward_inputs=False`, or `forward` made a tensor or used a buffer in fp32: FSDP2 has no dtype for buffers | cast it to the dtype of the weights |
-# | the loss is worse with more ranks | one cause: no `reduce_dtype`, so gradients are added up in bf16 | `reduce_dtype=torch.float32` |
+# | gradients differ from one process's more and more with more ranks | one cause: no `reduce_dtype`, so gradients are added up in bf16 | `reduce_dtype=torch.float32` |
 # | the loss stops falling early, with a small learning rate | the model was made or loaded in bf16 | `model.float()` before sharding |
 # | `Attempting to unscale FP16 gradients.` | the model itself is fp16, and a scaler is used | make the model fp32, and leave fp16 to the policy |
 # | the all-gather is not faster than in fp32 | bf16 comes from `torch.autocast` | the policy |

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 11 · The rate limiter
 #
-# Why did FSDP1 need a rate limiter, and why does `fully_shard` (FSDP2) have none? **There is nothing for you
-# to set:** FSDP2 lets the GPU's streams wait for each other, so its memory follows the order of the program;
-# FSDP1 makes the CPU wait, with `limit_all_gathers=True`, which is its default.
+# Why did FSDP1 need a rate limiter, and why does `fully_shard` (FSDP2) have none? **For all-gathers there is
+# nothing for you to set:** FSDP2 lets the GPU's streams wait for each other, so its memory follows the order
+# of the program; FSDP1 makes the CPU wait, with `limit_all_gathers=True`, which is its default.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -32,7 +32,7 @@ blocks_over_time({
     ),
     "FSDP2: three blocks": (
         TWO_BUFFERS + [2] * 4, ["buffer", "buffer", "parameters"],
-        [0.05, 0.65, 1.25, 2.25, *(end - 1 for end in done)], [*(end - 1 for end in done), *done],
+        [0.05, 0.65, 1.25, 1.85, *(end - 1 for end in done)], [*(end - 1 for end in done), *done],
     ),
 })
 
@@ -105,8 +105,8 @@ lesson.card(
 # FSDP2            0 waits of the CPU in a step
 # ```
 #
-# With eight units a step has sixteen all-gathers, and in FSDP1 the CPU waits before each of them. On a CPU
-# these waits end at once. On a GPU they last until memory is free.
+# With eight units a step has sixteen all-gathers, and in FSDP1 the CPU waits before each of them from the
+# second step on. On a CPU these waits end at once. On a GPU they last until memory is free.
 #
 # ## The CPU runs ahead
 #
@@ -148,9 +148,9 @@ Table(["limit", "units in memory", "time added, at most", "with all-gathers of"]
 # %% [markdown]
 # Without a limit all eight units hold memory at once: the CPU has issued everything before the GPU has
 # finished with the first unit. A limit of one allows no overlap of gathering and computing. A limit of two is
-# enough for one all-gather beside one computation. It costs time only where an all-gather takes as long as a
-# computation, because the next all-gather is issued late by 0.05. A limit of three gains that back and takes
-# one more unit of memory.
+# enough for one all-gather beside one computation. In this simulation it costs time only where an all-gather
+# takes about as long as a computation, because the next all-gather is issued late by 0.05. A limit of three
+# gains that back and takes one more unit of memory.
 
 # %% [markdown]
 # ## FSDP1's queue
@@ -158,7 +158,7 @@ Table(["limit", "units in memory", "time added, at most", "with all-gathers of"]
 # After FSDP1 has freed a unit, it records an **event** on the stream of computation and puts it into a queue
 # (`_reshard` in `torch/distributed/fsdp/_runtime_utils.py`). Before each all-gather it asks the queue for an
 # event to wait for (`_unshard`). The queue returns one as soon as it holds two, a number that the source
-# calls "empirically chosen". That is the whole limiter. `Watched` stands between FSDP1 and the queue, and
+# calls "empirically chosen". That is the whole queue. `Watched` stands between FSDP1 and the queue, and
 # counts the units that may hold memory: those gathered, less those that the CPU has waited for.
 
 # %%
@@ -385,8 +385,8 @@ class MyQueue(list):                            # collects, and never waits
 # is back.
 #
 # FSDP2 gathers into a buffer, and the stream of computation copies the parameters out of it into memory of
-# that stream. Only the buffer crosses streams. Before FSDP2 drops a buffer, it makes the *streams* of
-# all-gathers wait for the copy (`_wait_all_gather_streams_on_event`), and the CPU goes on.
+# that stream. Of the gathered memory only the buffer crosses streams. Before FSDP2 drops a buffer, it makes
+# the *streams* of all-gathers wait for the copy (`_wait_all_gather_streams_on_event`), and the CPU goes on.
 
 # %% tags=["order"]
 # %%ranks
@@ -398,7 +398,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, 
 fsdp1, fsdp2 = [_flat_param], [_fsdp_collectives, _fsdp_param, _fsdp_param_group]
 for call in ("record_stream(", "wait_event("):
     times = [sum(inspect.getsource(module).count(call) for module in modules) for modules in (fsdp1, fsdp2)]
-    print(f"{call.rstrip('('):13} FSDP1's _flat_param.py: {times[0]}, FSDP2: {times[1]}")
+    print(f"{call.rstrip('('):13} FSDP1's _flat_param.py: {times[0]}, three files of FSDP2: {times[1]}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 # %%ranks
@@ -411,11 +411,11 @@ except TypeError as error:
 # %% [markdown]
 # ## Your turn 2 · Let a stream wait, not the CPU
 #
-# Write FSDP2's rule. Unit `n` is gathered into buffer `n % 2`. When it has been gathered and the computation
-# before it is over, it is copied out of the buffer. `waits_for(unit)` returns the unit whose copy-out the
-# stream of all-gathers waits for before it gathers `unit`, or `None`. The turn simulates eight units, with
-# all-gathers of 0.3, 0.6, 1 and 1.6 computations and copies of 0.1. No buffer may be overwritten before it
-# was copied out, and the pass should take no longer than two buffers require.
+# Write FSDP2's rule for the forward pass. Unit `n` is gathered into buffer `n % 2`. When it has been gathered
+# and the computation before it is over, it is copied out of the buffer. `waits_for(unit)` returns the unit
+# whose copy-out the stream of all-gathers waits for before it gathers `unit`, or `None`. The turn simulates
+# eight units, with all-gathers of 0.3, 0.6, 1 and 1.6 computations and copies of 0.1. No buffer may be
+# overwritten before it was copied out, and the pass should take no longer than two buffers require.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
@@ -501,7 +501,7 @@ def waits_for(unit):
 #
 # ## The rule
 #
-# FSDP2: nothing to set. FSDP1: leave `limit_all_gathers=True`, and look at the order of the program if memory
-# is still high.
+# FSDP2: nothing to set for all-gathers. FSDP1: leave `limit_all_gathers=True`, and look at the order of the
+# program if memory is still high.
 #
 # [← lesson 10](10_end_to_end.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)

@@ -27,8 +27,9 @@ for axes, (title, pieces) in zip(panels, HELD.items()):
 plots.show(fig, alt="What each of four ranks holds while it loads, for three ways to load a model.")
 
 # %% [markdown]
-# A drawing of the most that four ranks hold while a model is loaded. A column is a rank, and each colour is
-# one quarter of the model. In the end each rank needs its own quarter alone.
+# A drawing of the most that four ranks hold while a model is loaded, apart from the one tensor that is on its
+# way. A column is a rank, and each colour is one quarter of the model. In the end each rank needs its own
+# quarter alone.
 
 # %% tags=["card"]
 lesson.card(
@@ -98,7 +99,8 @@ lesson.card(
 # built on meta: held 0.00 MiB before sharding, 0.26 after; loss 4.17
 # ```
 #
-# The loss is the same. Built on meta, the model never took more memory than its shards.
+# The loss is the same. Built on meta, the model held nothing before it was sharded, and a quarter of itself
+# afterwards.
 #
 # ## Shapes without memory
 #
@@ -134,7 +136,8 @@ Table(["model", "billions of parameters", "GiB in float32", "GiB if each of 8 ra
 
 # %% [markdown]
 # This process has grown by less than half a GiB: the memory that Python needs to describe the modules. The
-# last column is what a host with 8 ranks needs if every rank loads the complete model.
+# last column is what a host needs if each of its 8 ranks owns a complete float32 copy; in bfloat16 it is
+# half.
 #
 # ## Memory without values, and a trap
 #
@@ -222,8 +225,8 @@ print("not in the file:", ", ".join(n for n, _ in model.named_buffers() if n not
 # %% [markdown]
 # Two buffers hold the frequencies of the rotary position embedding. They are computed when the module is
 # built, and on meta nothing is computed. They are registered with `persistent=False`, so no file holds them,
-# and no key is missing. NaN would be lucky, because the loss is NaN at once. Memory that comes fresh from the
-# operating system is full of zeros:
+# and no key is missing. NaN would be lucky, because the loss is NaN at once. Host memory that comes fresh
+# from the operating system is full of zeros (on a GPU anything may be there):
 
 # %% tags=["zeros", "nbval-ignore-output"]
 # %%ranks
@@ -240,9 +243,9 @@ assert losses["frequencies of zero"] > 1.1 * losses["right"]
 # module with `LlamaRotaryEmbedding.reset_parameters = lambda _: None`.
 #
 # Compute such buffers **after `to_empty` and before loading**. Loading then overwrites everything that is in
-# the file, so whole modules may be initialised. For a model of transformers, `model._init_weights(module)`
-# sets a module's own parameters and buffers. For a module of your own, write `reset_parameters`, which FSDP1
-# and `load_pretrained` call:
+# the file, so whole modules may be initialised. In transformers 5, `model._init_weights(module)` sets a
+# module's own parameters and the buffers that it knows, such as rotary frequencies. For a module of your own,
+# write `reset_parameters`, which FSDP1 calls, and `load_pretrained` for modules with unsaved buffers:
 
 # %%
 # %%ranks
@@ -458,8 +461,10 @@ plots.amounts({
 #   rank can see.
 #
 # A dtype other than the file's costs memory, too: `from_pretrained(..., dtype=...)` with another dtype than
-# the file's makes each rank own a converted copy of the complete model. Keep the file's dtype while loading,
-# and leave the conversion to `MixedPrecisionPolicy`.
+# the file's makes each rank own a converted copy of the complete model. If the file is bfloat16 and the model
+# should train in float32, build it in float32 and call `load_pretrained(..., cast=True)`: each rank converts
+# its part as it reads. `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` then computes in bfloat16; it never
+# changes the dtype of the shards.
 #
 # ## Rows that are not there
 #
@@ -650,12 +655,12 @@ print(f"strict=False: {untouched} parameters untouched, {len(keys.missing_keys)}
 #
 # If everything is loaded and the GPU runs out of memory in the first step, gradients, optimizer state,
 # gathered blocks and activations did not fit: [lesson 14](14_plan_before_you_rent.ipynb). More ranks make
-# shards smaller. CPU offload (`CPUOffloadPolicy`) moves shards, gradients and optimizer state to host memory;
-# it copies them to and from the GPU, and the optimizer's step runs on the CPU.
+# shards smaller. CPU offload (`CPUOffloadPolicy`) keeps shards, gradients and optimizer state in host memory:
+# shards go to the GPU to be gathered, gradients come back, and the optimizer's step runs on the CPU.
 #
 # ## The rule
 #
-# Meta, shard, `to_empty`, buffers, load: in this order, with `strict=True`. Then compare one loss with a
-# known one.
+# Meta, shard, `to_empty`, buffers, load: in this order, with `strict=True`; `load_pretrained` does the last
+# three. Then compare one loss with a known one.
 #
 # [← lesson 11](11_rate_limiter.ipynb) · [lesson 13 →](13_from_fsdp1_to_fsdp2.ipynb)

@@ -3,7 +3,8 @@
 #
 # A training stands still, or its numbers are wrong, and no error says why: on which line do the ranks part?
 # **Run it under `check_in_step`**: at the first collective that is not the same on all ranks it names the
-# line of each rank and stops them all. Then go back to a checkpoint from before.
+# line of each rank, on rank 0's stderr, and each rank raises it at its next collective. Then go back to a
+# checkpoint from before.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -25,9 +26,9 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="Three calls of four ranks: rank 2 parts at call 2, and rank 3 makes no call 3.")
 
 # %% [markdown]
-# A drawing. Collectives carry no label: the second call of a rank is paired with the second call of every
-# other rank, whatever it means there. Rank 2 parts at call 2, and everything after it is paired wrongly. Rank
-# 3 makes no third call, so the others wait for it.
+# A drawing. Within a process group, calls are paired by their order: the second call of a rank is paired with
+# the second call of every other rank, whatever it means there. Rank 2 parts at call 2, and everything after
+# it is paired wrongly. Rank 3 makes no third call, so the others wait for it.
 
 # %% tags=["card"]
 lesson.card(
@@ -260,7 +261,7 @@ Table(["program", "without a check"], [[name, in_words(found)] for name, found i
 # it has room for. (A rank that receives *less* gets no error from gloo.) NCCL does not compare sizes at all.
 #
 # The time-out of a real job is 10 minutes with NCCL and 30 minutes with gloo, unless you pass `timeout=` to
-# `init_process_group`. Its message names a rank that waited, not the one that is to blame.
+# `init_process_group`. Its message does not name the rank that is to blame.
 #
 # ## `check_in_step` on each
 #
@@ -274,17 +275,21 @@ for name, found in checked.items():
     print(name, report.strip(), sep="\n", end="\n\n")
 
 # %% [markdown]
-# All five, the two lies among them. A rank that already waits inside a collective raises the report when its
-# wait ends, at the latest at the time-out. So set `timeout=` to some minutes.
+# All five, the two lies among them. (The sixth, `other_sizes`, may be ended by gloo before the ranks are
+# compared.) Rank 0 prints the report to stderr within about a second. With gloo, a rank that already waits
+# inside a collective raises it when its wait ends, at the latest at the time-out. With NCCL the watchdog ends
+# the process at the time-out, so read rank 0's stderr. Where a rank only stands still, it is reported after
+# 10 seconds, and nothing is raised. Set `timeout=` to some minutes.
 #
-# **What it cannot see:** wrong values in equal calls from the same line; send and recv; collectives of
-# threads that the program starts. It ends a *correct* program whose ranks call equal collectives from
-# different lines, unless you pass `by_line=False`. And it reports up to a second late, so the steps between
-# the parting and the error have computed with mixed data. **Afterwards, go back to a checkpoint from
-# before.**
+# **What it cannot see:** wrong values in equal calls from the same line; send, recv and `monitored_barrier`;
+# different lines of `broadcast`, `reduce`, `gather` and `scatter`; collectives of threads that the program
+# starts; and a rank that gloo ends first because too many bytes came, as in `other_sizes`. It ends a
+# *correct* program whose ranks call equal collectives from different lines, unless you pass `by_line=False`.
+# And it reports up to a second late, so the steps between the parting and the error have computed with mixed
+# data. **Afterwards, go back to a checkpoint from before.**
 #
-# It costs about 1% of a step of 20 to 45 ms with 23 collectives (`benchmarks/in_step.py`, on two cores), so
-# it can stay on.
+# It costs 1 to 3% of a step of 20 to 45 ms with 23 collectives (`benchmarks/in_step.py`, two CPU ranks):
+# measure it at your size before you leave it on.
 #
 # ## Your turn 1 · Who parts?
 #
@@ -512,9 +517,9 @@ assert min(errors.values()) > 0.1
 Table(["the mistake, with FSDP2", "error of the gradients"], [[name, f"{e:.2f}"] for name, e in errors.items()])
 
 # %% [markdown]
-# A right step is equal up to rounding. Each of the others is off by a tenth of the largest gradient or more,
-# and none raises an error. With the sync left off, the sharded gradients are never written: the error is
-# 1.00, and the model does not learn.
+# A right step is equal up to rounding. Each of the others is off, in some parameter, by at least that
+# parameter's largest gradient, and none raises an error. With the sync left off, the sharded gradients are
+# never written: the error is 1.00, and the model does not learn.
 #
 # ## Your turn 2 · Stop together
 #
@@ -619,10 +624,10 @@ def should_stop(loss, target):
 #
 # | tool | tells you | does not see |
 # |:--|:--|:--|
-# | `py-spy dump --pid PID` on each rank, or `faulthandler.dump_traceback_later(240)` in the program | the line on which each rank stands; read the odd one out first | where they parted; with NCCL, what the GPU waits for |
+# | `py-spy dump --pid PID` on each rank, or `faulthandler.dump_traceback_later(240)` in each step of the program | the line on which each rank stands; read the odd one out first | where they parted; with NCCL, what the GPU waits for |
 # | NCCL's flight recorder: the watchdog writes one file per rank at a time-out (`TORCH_FR_DUMP_TEMP_FILE` is the prefix of their names), `torchfrtrace DIR` compares them | the last collectives of each rank, with their stacks | units and data |
 # | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | kinds and shapes that differ, and a missing rank, before the call is issued | equal calls that mean different things |
-# | `dist.monitored_barrier` (gloo) | which rank did not come | where it is |
+# | `dist.monitored_barrier` (gloo) | the first rank that did not come (`wait_all_ranks=True`: all of them) | where it is |
 #
 # ## When it goes wrong
 #
@@ -631,7 +636,7 @@ def should_stop(loss, target):
 # | nothing moves, GPUs at 100% | NCCL's kernels wait for a rank | `py-spy` on all ranks; next time `check_in_step` |
 # | `Timed out waiting`, `Watchdog caught collective operation timeout` | the same, after the limit | as above; the rank that reports it has waited |
 # | `Connection closed by peer` | another rank has ended | the first error in *its* output |
-# | `Received data size doesn't match expected size` | ranks are in different collectives | `check_in_step`; `TORCH_DISTRIBUTED_DEBUG=DETAIL` |
+# | `Received data size doesn't match expected size` | ranks are in different collectives | `TORCH_DISTRIBUTED_DEBUG=DETAIL`, which compares before the call |
 # | it hangs in the last step of an epoch | unequal numbers of batches | `DistributedSampler` gives each rank as many; a `DataLoader`'s `drop_last=True` over unequal parts does not |
 #
 # ## The rule
