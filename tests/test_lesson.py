@@ -41,7 +41,7 @@ def test_every_claim_is_complete_and_names_a_cell_of_its_lesson() -> None:
     claims = lesson.read_claims()
     assert len({claim["id"] for claim in claims}) == len(claims)
     for claim in claims:
-        assert CLAIM.keys() - {"hardware"} <= claim.keys() <= CLAIM.keys() | {"paraphrased"}, claim
+        assert CLAIM.keys() - {"hardware"} <= claim.keys() <= CLAIM.keys() | {"paraphrased", "found"}, claim
         (source,) = (lesson.NOTEBOOKS / "src").glob(f"{claim['lesson']:02d}_*.py")
         assert f'"{claim["cell"]}"' in source.read_text(encoding="utf-8"), claim
 

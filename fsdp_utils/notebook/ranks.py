@@ -157,6 +157,10 @@ def run(
 
     Raises:
         RankError: the cell fails on a rank.
+
+    Example::
+
+        ranks.run("print(rank)", timeout_s=10)
     """
     cluster = _running()
     chosen = [*range(cluster.world_size)] if chosen is None else chosen
