@@ -41,7 +41,7 @@ LIMIT_S = 240.0  # for all strategies at one rate
 STRATEGIES = ("DDP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 
 
-# --- the two hosts ---------------------------------------------------------------------------------------
+# --- the two hosts
 
 
 def why_not() -> str | None:
@@ -120,7 +120,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-# --- a rank ----------------------------------------------------------------------------------------------
+# --- a rank
 
 
 def be_rank(folder: Path, steps: int) -> None:
@@ -200,7 +200,7 @@ def crossing(event: Any, rank: int) -> float:
     return event.sent_bytes * (2 if event.kind == "reduce_scatter" else 1)
 
 
-# --- the table -------------------------------------------------------------------------------------------
+# --- the table
 
 
 def summarize(by_rank: list[dict[str, Any]]) -> dict[str, Any]:

@@ -47,9 +47,9 @@ class MemoryReport:
     device: str
     total_gib: float  # that a rank may use
     world_size: int  # ranks in the process group, whether they took part or not
-    steps: int  # of the rank that took the most
+    steps: int  # the most that a rank took
     seconds: float  # from start() to the end of the last step, on the slowest rank
-    samples_per_s: float | None  # of all ranks together; None unless every update() had samples
+    samples_per_s: float | None  # all ranks together; None unless every update() had samples
     max_reserved_gib: float  # the most that the allocator held; on CPU the most that was resident
     max_reserved_pct: float  # in percent of total_gib
     max_allocated_gib: float | None  # the most that tensors occupied on any rank

@@ -32,7 +32,7 @@ class DeviceFacts:
     Attributes:
         kind: "cuda", "cpu" or the name of another device.
         name: what the device is called.
-        problem: why there is no such device, or what a small matmul in bf16 raised; empty where it ran.
+        problem: why the device is missing, or what a small matmul in bf16 raised; empty where it ran.
         capability: CUDA's compute capability.
         architecture: AMD's name of it (gfx…).
         units: the CPU's instructions for bf16.
