@@ -4,12 +4,12 @@ Most devices here are stand-ins: what torch would say on them is patched, the ju
 """
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -251,14 +251,11 @@ with patch.object(torch.cuda, "is_available", fail), patch.object(torch.accelera
     import fsdp_utils.bf16
 sys.exit(fsdp_utils.bf16.main(["--device", "cuda"]))
 """
-    done = subprocess.run(
+    command, environment = (
         [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 1, done.stderr
     assert "not ready for bf16" in done.stdout
 
@@ -267,19 +264,15 @@ def launched(port: int) -> str:
     """As a rank under torchrun would run the command; the group of run_on_ranks is given up for it."""
     rank = dist.get_rank()
     dist.destroy_process_group()
-    variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
-    variables["MASTER_PORT"] = port
+    variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with patch.dict(os.environ, {key: str(value) for key, value in variables.items()}), a_cpu(amx_bf16=True):
         code = main(["--device", "cpu"])
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=9)
-    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return str(code)
 
 
 def test_under_a_launcher_the_command_checks_the_network_too(two_ranks: TwoRanks) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     assert two_ranks(launched, port) == ["0", "0"]

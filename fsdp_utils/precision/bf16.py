@@ -56,9 +56,8 @@ class Bf16Support:
     def __str__(self) -> str:
         network = {True: "works", False: "fails", None: "not tried"}[self.network]
         head = f"{self.device}: {'ready' if self.ready else 'not ready'} for bf16"
-        return "\n".join(
-            [f"{head} (compute: {self.compute}, network: {network})", *(f"- {text}" for text in self.reasons)]
-        )
+        head += f" (compute: {self.compute}, network: {network})"
+        return "\n".join([head, *(f"- {text}" for text in self.reasons)])
 
 
 class _NoAnswer(RuntimeError):
