@@ -4,14 +4,13 @@
     python benchmarks/gpu.py --dry-run DIR        all of the code, with small sizes on a CPU; writes to DIR
 
 The job is one rank, by itself on the GPU (two ranks cannot share one under NCCL). Each result is written to
-notebooks/recorded/PART.json when it is measured; the same command with the same code goes on where it was
-interrupted. Needs transformers, and torch 2.11 or later. Exits with 1 on failure, 2 without a GPU.
+notebooks/recorded/PART.json when it is measured. Needs transformers, and torch 2.11 or later. Exits with 1 on
+failure, 2 without a GPU.
 """
 
 import argparse
 import contextlib
 import gc
-import json
 import sys
 import tempfile
 import time
@@ -33,13 +32,13 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_utils
-from benchmarks.machine import RECORDED, commit, keep, table
+from benchmarks.machine import RECORDED, keep, table
 from fsdp_utils.planner import GPUS
 
 Result = dict[str, Any]
 GIB = 2**30
 
-# ---- smoke: the library's CUDA paths, as a process group of one rank shows them ---------------------------
+# ---- smoke: the library's CUDA paths, as a process group of one rank shows them
 
 
 def ranks_on_the_cpu_do_not_see_the_gpu(device: torch.device) -> Result:
@@ -51,10 +50,8 @@ def ranks_on_the_cpu_do_not_see_the_gpu(device: torch.device) -> Result:
             model(torch.ones(1, 256)).sum().backward()
         return trace.bytes_by_kind()
 
-    expected, found = (
-        dict.fromkeys(["all_gather", "reduce_scatter"], 4 * 256**2),
-        fsdp_utils.run_on_ranks(step),
-    )
+    expected = dict.fromkeys(["all_gather", "reduce_scatter"], 4 * 256**2)
+    found = fsdp_utils.run_on_ranks(step)
     assert found == [expected] * 2, f"expected {expected} on each of 2 ranks, found {found}"
     return expected
 
@@ -75,21 +72,17 @@ def a_recording_has_device_times(device: torch.device) -> Result:
 def an_asynchronous_save_keeps_the_weights_of_its_step_for_each_wrapper(device: torch.device) -> Result:
     """The steps after the call change the weights while the save is under way."""
 
-    def build(wrap: Callable[[nn.Sequential], nn.Module]) -> tuple[nn.Module, torch.optim.AdamW]:
-        model = wrap(layers(device))
-        return model, torch.optim.AdamW(model.parameters(), fused=True)
-
     x = torch.ones(8, 256, device=device)
     for save_as in (fsdp1, fsdp2):
         with tempfile.TemporaryDirectory() as folder:
-            model, optimizer = build(save_as)
+            model, optimizer = with_adamw(save_as(layers(device)))
             train(model, optimizer, x)
             saving = fsdp_utils.save_distributed(folder, model, optimizer, step=1, asynchronous=True)
             before = [local(parameter).clone() for parameter in model.parameters()]  # one rank: all of it
             train(model, optimizer, x)
             saving.wait()
             for load_as in (fsdp1, fsdp2, lambda module: module):
-                model, optimizer = build(load_as)
+                model, optimizer = with_adamw(load_as(layers(device)))
                 fsdp_utils.load_distributed(folder, model, optimizer)
                 pairs = zip(before, model.parameters(), strict=True)
                 changed = sum(not torch.equal(old.flatten(), local(new).flatten()) for old, new in pairs)
@@ -119,23 +112,20 @@ def child_tuning_steps_as_on_the_cpu(device: torch.device) -> Result:
 
 
 def a_search_survives_out_of_memory(device: torch.device) -> Result:
-    cuda, room_gib = device.type == "cuda", 2
-    width = 1024 if cuda else 64
-    model = fsdp2(layers(device, width))
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = with_adamw(fsdp2(layers(device, 1024)))
 
     def step(batch_size: int) -> None:
-        train(model, optimizer, torch.randn(batch_size, width, device=device), steps=1)
+        train(model, optimizer, torch.randn(batch_size, 1024, device=device), steps=1)
 
-    if not cuda:
+    if device.type == "cpu":
         return {"best": fsdp_utils.find_batch_size(step, limit=4).best}
-    torch.cuda.set_per_process_memory_fraction(room_gib * GIB / torch.cuda.mem_get_info()[1])
+    torch.cuda.set_per_process_memory_fraction(2 * GIB / torch.cuda.mem_get_info()[1])
     try:
         search = fsdp_utils.find_batch_size(step, start=4096)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert search.best, f"no batch size fits: {search}"
-    assert len(search.trials) > 1, f"nothing was too much for {room_gib} GiB: {search}"
+    assert len(search.trials) > 1, f"nothing was too much for 2 GiB: {search}"
     return {"best": search.best, "trials": len(search.trials)}
 
 
@@ -147,12 +137,9 @@ def bf16_gets_an_answer(device: torch.device) -> Result:
 
 
 CHECKS = (
-    ranks_on_the_cpu_do_not_see_the_gpu,
-    a_recording_has_device_times,
+    *(ranks_on_the_cpu_do_not_see_the_gpu, a_recording_has_device_times),
     an_asynchronous_save_keeps_the_weights_of_its_step_for_each_wrapper,
-    child_tuning_steps_as_on_the_cpu,
-    a_search_survives_out_of_memory,
-    bf16_gets_an_answer,
+    *(child_tuning_steps_as_on_the_cpu, a_search_survives_out_of_memory, bf16_gets_an_answer),
 )
 
 
@@ -171,6 +158,10 @@ def fsdp2(model: nn.Sequential) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
+def with_adamw(model: nn.Module) -> tuple[nn.Module, torch.optim.AdamW]:
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, steps: int = 2) -> None:
     for _ in range(steps):
         model(x).square().mean().backward()
@@ -183,7 +174,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# ---- planner: predicted beside measured ------------------------------------------------------------------
+# ---- planner: predicted beside measured
 
 SETTINGS = (  # layers, width, batch, length, strategy, precision, checkpointing
     (16, 2048, 4, 2048, "full", "bf16", None),
@@ -195,8 +186,7 @@ SETTINGS = (  # layers, width, batch, length, strategy, precision, checkpointing
 )
 TINY = ((2, 64, 2, 16, "full", "bf16", "full"),)
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-KINDS = ("allocated", "reserved")  # of memory
-COMPARED = {**{f"peak_{kind}_gib": kind for kind in KINDS}, "step_s": "step time"}
+COMPARED = {"peak_allocated_gib": "allocated", "peak_reserved_gib": "reserved", "step_s": "step time"}
 
 
 def predicted_and_measured(row: tuple[Any, ...], device: torch.device) -> Result:
@@ -224,22 +214,21 @@ def measured_steps(
     model.to_empty(device=device)
     for tensor in [*model.parameters(), *model.buffers()]:
         local(tensor).normal_(std=0.02)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = with_adamw(model)
     tokens = torch.randint(config.vocab_size, shape, device=device)
-    cuda, seconds = device.type == "cuda", []
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(12 if cuda else 4):
-        begin = time.perf_counter()
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    stats = torch.cuda.memory_stats() if cuda else {}
-    peaks = {f"peak_{kind}_gib": stats.get(f"{kind}_bytes.all.peak", 0) / GIB for kind in KINDS}
-    return {**peaks, "step_s": median(seconds[2:])}
+    maximizer = fsdp_utils.Memory_Maximizer(device, verbose=False)
+    for counted in (False, True):
+        maximizer.start()
+        for _ in range(10 if counted and device.type == "cuda" else 2):
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            maximizer.update()
+    report = maximizer.stop()
+    if device.type == "cpu":  # which has no allocator to be planned
+        return {**dict.fromkeys(COMPARED, 0.0), "step_s": report.seconds / report.steps}
+    peaks = [report.max_allocated_gib, report.max_reserved_gib, report.seconds / report.steps]
+    return dict(zip(COMPARED, peaks, strict=True))
 
 
 def planned_gpu(device: torch.device) -> str:
@@ -248,8 +237,7 @@ def planned_gpu(device: torch.device) -> str:
         return "H100"
     name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1] / GIB
     alike = [gpu for gpu in GPUS if gpu.split("-")[0] in name]
-    if not alike:
-        raise LookupError(f"expected a GPU of the planner's table ({', '.join(GPUS)}), found {name}")
+    assert alike, f"expected a GPU of the planner's table ({', '.join(GPUS)}), found {name}"
     return min(alike, key=lambda gpu: abs(GPUS[gpu].usable_gib - memory))
 
 
@@ -263,7 +251,7 @@ def errors(rows: list[Result]) -> Result:
     return {name: {"median": median(off), "worst": max(off)} for name, off in found.items()}
 
 
-# ---- the command -----------------------------------------------------------------------------------------
+# ---- the command
 
 
 def smoke(device: torch.device) -> dict[str, Callable[[], Result]]:
@@ -295,21 +283,15 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 
 def record(part: Callable[..., Any], device: torch.device, out: Path) -> list[str]:
-    """Measure what the recording of a part lacks; return what failed, with the error of each."""
-    file = out / f"{part.__name__}.json"
-    before = json.loads(file.read_text()) if file.exists() else {}
-    same = (before.get("commit"), before.get("dry_run")) == (commit(), device.type == "cpu")
-    done = {row["setting"]: row for row in before["results"]["rows"] if "error" not in row} if same else {}
+    """Measure and record a part; return what failed, with the error of each."""
     rows: list[Result] = []
     for name, measure in part(device).items():
-        if name not in done:
-            begin = time.perf_counter()
-            try:
-                result = measure()
-            except Exception as error:  # the other settings are measured all the same
-                result = {"error": f"{type(error).__name__}: {error}"}
-            done[name] = {"setting": name, "took_s": time.perf_counter() - begin, **result}
-        rows.append(done[name])
+        begin = time.perf_counter()
+        try:
+            result = measure()
+        except Exception as error:  # the other settings are measured all the same
+            result = {"error": f"{type(error).__name__}: {error}"}
+        rows.append({"setting": name, "took_s": time.perf_counter() - begin, **result})
         held: Result = {"dry_run": device.type == "cpu", "results": {"rows": rows, "errors": errors(rows)}}
         keep(part.__name__, part.__doc__, group="one rank", folder=out, **held)
     print("\n" + table([part.__name__, ""], [[row["setting"], row.get("error", "recorded")] for row in rows]))

@@ -34,32 +34,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fsdp_utils"
 # one process runs these, without a process group; two ranks run all others
 ALONE = {
-    "CheckpointError",
-    "GPU",
-    "Efficiency",
-    "PerRank",
-    "TranslationError",
-    "export_safetensors",
-    "plan",
-    "record_allocations",
-    "run_on_ranks",
-    "search",
-    "simulate_allocator",
-    "translate",
+    *("CheckpointError", "GPU", "Efficiency", "PerRank", "TranslationError", "export_safetensors", "plan"),
+    *("record_allocations", "run_on_ranks", "search", "simulate_allocator", "translate"),
     "verify_checkpoint",
 }
 # an example that continues another one, with its variables and its files
 GOES_ON = {
-    "CheckpointDamagedError": "save_distributed",
-    "CheckpointError": "save_distributed",
-    "LoadedState": "save_distributed",
-    "Replay": "record_collectives",
-    "checkpoints": "save_distributed",
-    "export_safetensors": "save_distributed",
-    "load_distributed": "save_distributed",
-    "play": "record_collectives",
-    "simulate_allocator": "record_allocations",
-    "verify_checkpoint": "save_distributed",
+    **dict.fromkeys(["CheckpointDamagedError", "CheckpointError", "LoadedState"], "save_distributed"),
+    **dict.fromkeys(["checkpoints", "export_safetensors", "load_distributed"], "save_distributed"),
+    **{"verify_checkpoint": "save_distributed", "simulate_allocator": "record_allocations"},
+    **{"Replay": "record_collectives", "play": "record_collectives"},
 }
 LIMIT_LINES, LIMIT_COLUMNS = 8, 88  # what the book shows without a scroll bar
 
@@ -85,7 +69,7 @@ class Transformer(nn.Module):
         return self.head(x).relu()  # no view: torch warns of one
 
 
-# ---- what the reference lists, and its examples ----------------------------------------------------------
+# ---- what the reference lists, and its examples
 
 
 def listed() -> dict[str, tuple[str, Any]]:
@@ -147,7 +131,7 @@ def difference(source: str, printed: str) -> str:
     return f"{source}\nprinted {printed!r}, not what its comment says\n"
 
 
-# ---- running them ----------------------------------------------------------------------------------------
+# ---- running them
 
 
 def run(source: str, names: dict[str, Any], *, compare: bool = True) -> Told:
@@ -316,7 +300,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
     return found | run_all(sorted(by_process[True]), folder)
 
 
-# ---- the tests -------------------------------------------------------------------------------------------
+# ---- the tests
 
 
 def test_the_reference_lists_every_public_name() -> None:
@@ -351,14 +335,3 @@ def test_a_wrong_example_is_found() -> None:
     assert run("x = 1\nprint(x)  # 1", {}).problem == ""
     assert "printed '1\\n'" in run("x = 1\nprint(x)  # 2", {}).problem
     assert "NameError" in run("train()", {}).problem
-
-
-def test_the_first_line_of_a_property_has_no_colon() -> None:
-    """Sphinx takes the words before it for the type."""
-    properties = {
-        f"{name}.{last}": inspect.getdoc(thing)
-        for name, (_, one) in LISTED.items()
-        for last, thing in (vars(one).items() if inspect.isclass(one) else ())
-        if isinstance(thing, property) and not last.startswith("_")
-    }
-    assert [name for name, text in properties.items() if not text or ": " in text.splitlines()[0]] == []

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fsdp_utils.allocator.trace import AllocationEvent, Recorder, listening
+from fsdp_utils.allocator.trace import AllocationEvent, Recorder
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
 from fsdp_utils.collectives.fsdp_hooks import Listener, in_backward, listen
 from fsdp_utils.planner import work_items
@@ -220,7 +220,7 @@ class StepRecorder(Recorder, Listener):
 
     def _blocks_of(self, tensor: torch.Tensor) -> Iterator[int]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        event = self._allocated.get(storage_id(local.untyped_storage()))
+        event = self.allocated.get(storage_id(local.untyped_storage()))
         if event is not None:
             yield event.block
 
@@ -240,7 +240,7 @@ def recording_steps(model: nn.Module, ranks_per_host: int) -> Iterator[StepRecor
     """Record the steps inside, of a sharded model."""
     units = find_units(model)
     recorder = StepRecorder(units, ranks_per_host)
-    with listening(recorder), listen_to_calls(recorder.collective), listen(model, units, recorder):
+    with recorder, listen_to_calls(recorder.collective), listen(model, units, recorder):
         yield recorder
 
 
