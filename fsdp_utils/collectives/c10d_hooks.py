@@ -1,7 +1,6 @@
 """Intercept the collectives that this process issues, from Python or from C++.
 
-torch's CommDebugMode does not serve here: it counts calls, without their bytes, groups and moments, and slows
-every operation of the model.
+torch's CommDebugMode counts calls, without their bytes, groups and moments, and slows every operation.
 """
 
 from __future__ import annotations
@@ -139,11 +138,10 @@ def _redispatch(name: str) -> Callable[..., Any]:
 
 
 def when_done(kind: str, result: Any, callback: Callable[[], None]) -> Callable[[], bool]:
-    """Call back as soon as a collective is over: on the CPU in the thread that has ended it; on a GPU at
-    once, with a current stream that waits for it.
+    """Call back when a collective is over: on a GPU at once, with a current stream that waits for it.
 
-    Returns a function that says whether it is over, for the callback may come late. Not all work has a future
-    to call back: gloo's reduce-scatter has none. Then it says yes, and is to be asked after a wait.
+    Returns a function that says whether it is over, as the callback may come late. Work without a future,
+    such as gloo's reduce-scatter, calls nobody: the function then says yes, and is to be asked after a wait.
     """
     if result is None or kind in _without_future:
         return lambda: True

@@ -16,48 +16,40 @@ UNFINISHED = (
 
 
 class Clock:
-    """The clock of a CPU, which computes while it issues. A mark, for `set_time`, is a moment."""
+    """The clock of what is computed on a device: a CPU computes while it issues, a GPU later."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        self._device = device if accelerator and accelerator.type == device.type else None
         self._began = time.perf_counter()
+        self._first = self.mark()
+        self._times: list[tuple[StepEvent, torch.Event, torch.Event]] = []  # of the GPU, to be set at the end
 
     def now(self) -> float:
         """Seconds since the recording began."""
         return time.perf_counter() - self._began
 
     def mark(self) -> Any:
-        return self.now()
-
-    def set_time(self, event: StepEvent, begin: Any, end: Any) -> None:
-        event.seconds = end - begin
-
-    def finish(self, *, failed: bool) -> str:
-        """Set all times that are still to be set; return a note if some cannot be.
-
-        A device may never finish after an exception has ended the recording (`failed`).
-        """
-        return ""
-
-
-class DeviceClock(Clock):
-    """The clock of a device, which runs later what the CPU issues: a mark is an event in its stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._first = self.mark()
-        self._times: list[tuple[StepEvent, torch.Event, torch.Event]] = []
-
-    def mark(self) -> torch.Event:
+        """Mark this moment, for `set_time`: in seconds, or by an event in the GPU's current stream."""
+        if self._device is None:
+            return self.now()
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def set_time(self, event: StepEvent, begin: Any, end: Any) -> None:
-        self._times.append((event, begin, end))
+        """Set the duration of an event between two marks."""
+        if self._device is None:
+            event.seconds = end - begin
+        else:
+            self._times.append((event, begin, end))
 
     def finish(self, *, failed: bool) -> str:
-        if not failed:
+        """Set all times that are still to be set; return a note if some cannot be.
+
+        A GPU may never finish after an exception has ended the recording (`failed`).
+        """
+        if self._device is not None and not failed:
             torch.accelerator.synchronize(self._device)
         note = ""
         try:
@@ -72,9 +64,3 @@ class DeviceClock(Clock):
                 raise
             note = UNFINISHED
         return note
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock for what is computed on a device."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return DeviceClock(device) if accelerator and accelerator.type == device.type else Clock()

@@ -18,18 +18,16 @@ class StepEvent:
         order: Place in the order of issue, from 0.
         kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast", ...; "compute" for what was computed
             between two other events for one module; "free" when gathered parameters were freed.
-        module: Name of the FSDP unit that the bytes belong to, "(root)" for the model itself, "bucket 0",
-            "bucket 1", ... for the gradients of DDP, "" where it belongs to no unit.
+        module: Name of the FSDP unit, "(root)" for the model itself, "bucket 0", "bucket 1", ... for the
+            gradients of DDP, "" for none.
         phase: "forward", "backward", "optimizer", or "other" for what is none of these.
         bytes_in, bytes_out: What this rank gave to the collective and what it got, padding included.
         ranks: Global ranks that took part; empty where nothing was sent.
         link: "within a host" or "between hosts"; "" where nothing was sent.
-        start: Seconds since the recording began. On a GPU, where streams run side by side, events need not
-            start in their order.
+        start: Seconds since the recording began; on a GPU not in the order of issue.
         seconds: Duration; None for a collective whose end was not seen. gloo tells no end of a
             reduce-scatter, a send or a receive: what is not FSDP's own lasts until the model's next event.
-        dimension: Name of the mesh dimension whose ranks took part, such as "fsdp" or "tp"; "" for a process
-            group that belongs to no dimension with a name.
+        dimension: Name of the mesh dimension whose ranks took part, such as "fsdp" or "tp"; "" for none.
     """
 
     order: int

@@ -42,10 +42,10 @@ class Listener:
         """The model is called (1), or a call of it is over (-1)."""
 
     def begin(self, module: str, phase: str) -> None:
-        """The computation of that unit, or of the model itself, begins. In backward, possibly told twice."""
+        """The computation of that unit, or of the model itself, begins; in backward, possibly told twice."""
 
     def end(self, module: str, phase: str) -> None:
-        """That computation is over. Possibly told twice."""
+        """That computation is over; possibly told twice."""
 
     def freed(self, unit: str) -> None:
         """The full parameters of that unit are freed, if they were gathered."""
@@ -75,7 +75,8 @@ def listen(
         for unit in units:
             for module in unit.modules:
                 _hook_computation(module, unit.name, listener, hidden, hooks)
-        for (owner, attribute), at, role in _functions({unit.fsdp1 for unit in units}):
+        kinds = {unit.fsdp1 for unit in units}
+        for (owner, attribute), at, role in [function for kind in kinds for function in _FUNCTIONS[kind]]:
             original = getattr(owner, attribute)
             replaced.append((owner, attribute, original))
             setattr(owner, attribute, hidden(_told(original, at, role, names, listener)))
@@ -146,25 +147,25 @@ def _hook_computation(
     )
 
 
-def _functions(kinds: set[bool]) -> Iterator[tuple[tuple[Any, str], int, str]]:
-    """The functions inside of FSDP1 (True) and FSDP2 (False) that work for a unit.
-
-    With each, which of its arguments tells the unit, which "begins" to compute in backward after it, "ends"
-    before it, or is "freed" by it.
-    """
-    if True in kinds:
-        yield (FlatParamHandle, "pre_unshard"), 0, ""
-        yield (FlatParamHandle, "unshard"), 0, ""
-        yield (FlatParamHandle, "reshard"), 0, "freed"
-        yield place("fsdp1_pre_backward"), 2, "begins"
-        yield place("fsdp1_post_backward"), 1, "ends"
-        yield place("fsdp1_post_backward_frozen"), 1, "ends"  # a unit whose parameters are all frozen
-    if False in kinds:
-        yield (FSDPParamGroup, "unshard"), 0, ""
-        yield (FSDPParamGroup, "wait_for_unshard"), 0, ""
-        yield (FSDPParamGroup, "reshard"), 0, "freed"
-        yield place("fsdp2_pre_backward"), 0, "begins"
-        yield (FSDPParamGroup, "post_backward"), 0, "ends"
+# The functions inside of FSDP1 (True) and FSDP2 (False) that work for a unit. With each, which argument tells
+# the unit, and whether the unit "begins" to compute in backward after it, "ends" before it, or is "freed" by it.
+_FUNCTIONS: dict[bool, list[tuple[tuple[Any, str], int, str]]] = {
+    True: [
+        ((FlatParamHandle, "pre_unshard"), 0, ""),
+        ((FlatParamHandle, "unshard"), 0, ""),
+        ((FlatParamHandle, "reshard"), 0, "freed"),
+        (place("fsdp1_pre_backward"), 2, "begins"),
+        (place("fsdp1_post_backward"), 1, "ends"),
+        (place("fsdp1_post_backward_frozen"), 1, "ends"),  # a unit whose parameters are all frozen
+    ],
+    False: [
+        ((FSDPParamGroup, "unshard"), 0, ""),
+        ((FSDPParamGroup, "wait_for_unshard"), 0, ""),
+        ((FSDPParamGroup, "reshard"), 0, "freed"),
+        (place("fsdp2_pre_backward"), 0, "begins"),
+        ((FSDPParamGroup, "post_backward"), 0, "ends"),
+    ],
+}
 
 
 def _told(

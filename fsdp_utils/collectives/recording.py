@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls, when_done
-from fsdp_utils.collectives.clock import Clock, clock_of
+from fsdp_utils.collectives.clock import Clock
 from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, StepEvent
 from fsdp_utils.collectives.fsdp_hooks import Listener, as_it_is, in_backward, listen
 from fsdp_utils.collectives.trace import CollectiveTrace
@@ -34,21 +34,18 @@ _recording = False
 def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -> Iterator[CollectiveTrace]:
     """Record which collectives FSDP or DDP issues: their order, bytes, links and durations.
 
-    Put it around any number of training steps, on one rank or on all. Nothing is sent by the recording
-    itself, and what it watches runs as it would without it. If the block raises, what was recorded until then
-    is in the trace, with a note.
+    Put it around any number of training steps, on one rank or on all. The recording itself sends nothing. If
+    the block raises, the trace has what was recorded until then, with a note.
 
-    All collectives of the process are recorded, and how long they took, including the wait for other ranks.
+    All collectives of the process are recorded, with their durations, which include the wait for other ranks.
     Of the computation, the model's forward and backward and the optimizer's steps are recorded, but not the
-    loss, nor in backward what stands between two units. On a GPU, times are those at which the GPU ran what
-    was issued; they are set when the block ends.
+    loss. On a GPU, times are those at which the GPU ran what was issued; they are set when the block ends.
 
     Args:
         model: Under fully_shard, FullyShardedDataParallel or DistributedDataParallel, and not wrapped once
             more inside the block.
-        ranks_per_host: How many consecutive ranks share a host, to tell the links apart. By default what
-            torchrun says (LOCAL_WORLD_SIZE); without torchrun, all ranks are on one host. Give it to see
-            what another placement of the same ranks would send over which link.
+        ranks_per_host: How many consecutive ranks share a host, to tell the links apart; by default
+            torchrun's LOCAL_WORLD_SIZE, else all. Another number shows another placement of the same ranks.
 
     Returns:
         A context manager that gives a `CollectiveTrace`.
@@ -86,7 +83,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     is_compiled = has_compiled() or any(map(is_under_compile, model.modules()))
     hidden = torch.compiler.disable if is_compiled else as_it_is
     # where the model computes, wherever its shards are at rest
-    clock = clock_of(units[0].parts[0].device if units else next(model.parameters()).device)
+    clock = Clock(units[0].parts[0].device if units else next(model.parameters()).device)
     ddp = any(isinstance(part, DistributedDataParallel) for part in parts)
     recorder = _Recorder(trace, clock, ddp, parents(units), on_host, _dimensions(model))
     failed, _recording = True, True
@@ -105,7 +102,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         raise
     finally:
         _recording = False
-        recorder.close()
+        recorder.closed = True
         if note := clock.finish(failed=failed):
             trace.notes.append(note)
 
@@ -140,7 +137,7 @@ class _Sent:
 
 @dataclass
 class _Recorder(Listener):
-    """Writes the trace: `listen_to_calls` tells it what is sent, `listen` what FSDP does and computes."""
+    """Writes the trace, from what `listen_to_calls` and `listen` tell."""
 
     trace: CollectiveTrace
     clock: Clock
@@ -154,14 +151,10 @@ class _Recorder(Listener):
     gathered: set[str] = field(default_factory=set)
     pending: dict[int, _Sent] = field(default_factory=dict)  # collectives whose end was not seen yet, by id
     piece: _Piece | None = None  # what is being computed since the last event
-    closed: bool = False
+    closed: bool = False  # hooks that autograd still holds may be called after the block
     forwards: int = 0  # calls of the model that are running
     buckets: int = 0  # that DDP has reduced in this backward pass
     thread: int = 0  # in which FSDP worked, or the model computed, last
-
-    def close(self) -> None:
-        """Record nothing more: hooks that autograd still holds may be called after the block."""
-        self.closed = True
 
     # what `listen` tells
 
@@ -212,7 +205,6 @@ class _Recorder(Listener):
     # what `listen_to_calls` tells
 
     def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
-        """Record a call around its issue."""
         ranks, link, dimension = self._link(call.group)
         is_ours = self.thread in (0, get_ident())  # else another thread sends something
         module, phase = "", "other"
@@ -236,7 +228,7 @@ class _Recorder(Listener):
         return result
 
     def _end_finished(self) -> None:
-        """Called when FSDP goes on and has waited for what it needs: set the end of what is over."""
+        """Set the end of what is over, when FSDP goes on and has waited for what it needs."""
         for sent in list(self.pending.values()):
             if sent.is_over():
                 self._ended(sent)

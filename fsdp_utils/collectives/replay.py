@@ -94,23 +94,20 @@ def replay(
     """Simulate how long this order takes if computation and communication overlap.
 
     The CPU issues the events in their recorded order. Each waits for its stream; computation also for the
-    all-gather of its unit; a reduce-scatter or all-reduce also for all computation issued before it. An
-    all-gather waits for nothing else, as on a GPU, unless `limit_units` holds it back.
-
-    What the model itself sends (`StepEvent.is_of_the_model`), as under tensor parallelism, has a stream of
-    its own, and the computation issued after it waits for it. Collectives that run at the same time do not
-    slow each other down, even if they share a link.
+    all-gather of its unit; a reduce-scatter or all-reduce also for all computation issued before it. What the
+    model itself sends (`StepEvent.is_of_the_model`), as under tensor parallelism, has another stream, and the
+    computation issued after it waits for it. Collectives that share a link do not slow each other down.
 
     Args:
         events: As recorded; of one step or of several.
         units: Names of the units, in the model's order.
-        compute_s: Seconds that a unit computes in forward: one number for all, or by name. What is not named,
-            and the root if there is one number, takes none. Backward takes twice as long, an optimizer step
-            no time, and neither does what activation checkpointing computes again. None: as recorded.
+        compute_s: Seconds that a unit computes in forward: one number for all but the root, or by name; what
+            is not named takes none. Backward takes twice as long, and an optimizer step, and what activation
+            checkpointing computes again, no time. None: as recorded.
         link_gib_s: GiB/s at which a rank sends: one number, or by link ("within a host", "between hosts"). A
-            collective takes `StepEvent.sent_bytes` divided by it. None: as long as it was recorded.
+            collective takes `StepEvent.sent_bytes` divided by it. None: as recorded.
         issue_s: Seconds that the CPU takes to issue the computation of a unit in forward, and twice that in
-            backward. It begins with the first kernel, and is not over before the last one is issued.
+            backward: computation does not end before its last kernel is issued.
         limit_units: An all-gather waits until the unit is done that was freed that many units before, as
             under FSDP1's limit_all_gathers, whose limit is 2. None: no limit.
     """

@@ -1,12 +1,12 @@
-"""Agreement of ranks: all of them are here, they want the same, and a failure of one is the failure of all.
+"""Agreement of ranks: a function runs on all of them, and each gets the results, or the same error.
 
 A collective that one rank does not enter blocks until the process group's timeout. So `agree` first lets the
 ranks register in the process group's key-value store, where a rank can wait for a limited time and name the
-ranks that are missing. After that they exchange results over a separate gloo group: it does not disturb the
-training's collectives, and when a rank dies or leaves it, its connections close and the others notice.
+missing ones. After that they exchange results over a separate gloo group: when a rank dies or leaves it, its
+connections close and the others notice. torch.distributed alone holds that group, so a rank can always leave.
 
-Traffic grows with the number of ranks and not with its square: each rank writes and reads a few short keys,
-`each` and `same` gather a few integers, and texts travel only where ranks fail or differ.
+Each rank writes and reads a few short keys, `each` and `same` gather a few integers, and texts travel only
+where ranks fail or differ: traffic grows with the number of ranks and not with its square.
 """
 
 import gc
@@ -38,12 +38,11 @@ _SHOWN, _SHOWN_LENGTH = 3, 200  # entries that differ, characters of a value
 _CURE = ". Decide on one rank and broadcast the decision."
 _END_LATER = ": call .wait() before destroy_process_group()"
 
-# The groups by topic. Weak: torch.distributed alone decides how long a group, with its sockets, lives.
-_groups: dict[str, Callable[[], dist.ProcessGroup | None]] = {}
+_groups: dict[str, Callable[[], dist.ProcessGroup | None]] = {}  # weak references, by topic
 
 
 def usable_cores() -> int:
-    """The processors that this process may use."""
+    """Count the processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -53,7 +52,7 @@ def has_peers() -> bool:
 
 
 def library_store(part: str) -> dist.Store:
-    """The process group's store, with the keys of one part of this library."""
+    """Return the process group's store, with the keys of one part of this library."""
     return dist.PrefixStore(f"fsdp_utils/{part}", default_store())
 
 
@@ -93,11 +92,16 @@ class Ranks:
         self.world_size = dist.get_world_size() if self.distributed else 1
         self.consequence = ""  # what a failure from here on means; added to the error
         self.in_background = False  # whether the program goes on meanwhile, and may end
-        self.group: dist.ProcessGroup | None = None  # None: the default group
         self._told = told
         self._topic = topic
+        self._is_apart = False  # whether these ranks have a group of their topic
         self._round = 0  # number of this topic's entries in the store
         self._shared: Exception | None = None  # the error that every rank has
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the topic; None for the default group, and once the group was left."""
+        return _groups.get(self._topic, lambda: None)() if self._is_apart else None
 
     def all(self, fn: Callable[[], T]) -> list[T]:
         """Call fn on each rank; returns all results, by rank. If it fails on any, the same error on all."""
@@ -116,9 +120,7 @@ class Ranks:
         return result
 
     def same(self, what: str, values: Mapping[str, str], *, cure: str = "") -> None:
-        """Check that these entries are equal on all ranks; where not, raise the same error on all.
-
-        The error names the first few entries that differ, and the ranks that hold each value.
+        """Check that entries are equal on all ranks; the same error on all names the first that are not.
 
         Args:
             what: what the entries are of, for the error; "" if their names say it.
@@ -155,10 +157,7 @@ class Ranks:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Make any failure inside the ranks' error, here and on the ranks that wait.
-
-        The failed rank leaves the group, which ends the others' waiting.
-        """
+        """Raise any failure inside on all ranks: the failed rank leaves the group, so the others wake up."""
         try:
             yield
         except BaseException as error:
@@ -181,29 +180,27 @@ class Ranks:
             raise self.error(text) from error
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close this rank's connections, which the others notice. The next call makes new ones.
+        """Leave the group of the topic, which the other ranks notice. The next `agree` makes a new one.
 
         Args:
-            error: what this rank fails with: the frames of its traceback hold the group, too.
+            error: the failure of this rank: its frames may hold the group, whose connections would stay open.
         """
-        if self.group is None:
+        group = self.group
+        if group is None:
             return
-        group, self.group = self.group, None
-        # The sockets close when the last reference to the group goes.
+        del _groups[self._topic]
+        if group in process_groups():  # else the program has destroyed all its groups
+            dist.destroy_process_group(group)
         cause = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
-        if group in process_groups():  # else the program has destroyed all its groups
-            dist.destroy_process_group(group)
-        del group
         if error is not None:
             gc.collect()  # frames and exceptions refer to each other
 
     # ---- exchanges ----
 
     def _call(self, fn: Callable[[], Any]) -> tuple[Any, _Problem | None]:
-        """The result of fn, and its failure."""
         try:
             return fn(), None
         except self._told as error:
@@ -231,9 +228,11 @@ class Ranks:
     def _collective(self, call: Callable[..., object], *args: Any, **options: Any) -> None:
         begun = time.monotonic()
         try:
+            if self._is_apart and self.group is None:
+                raise RuntimeError("this rank has left the group")
             call(*args, **options, group=self.group)
         except RuntimeError as error:
-            if self.group is None:
+            if not self._is_apart:
                 raise
             seconds = time.monotonic() - begun
             raise LostRank(
@@ -247,7 +246,7 @@ class Ranks:
         kinds = {problem[1] for problem in problems if problem}
         if kinds:
             text = "\n".join(by_ranks([[problem[0]] if problem else [] for problem in problems]))
-            self._fail(text, kinds.pop() if len(kinds) == 1 else None)
+            self._fail(text, kinds.pop() if len(kinds) == 1 else self.error)
 
     def _fail(self, text: str, kind: type[Exception] | None = None) -> NoReturn:
         """Raise what every rank raises now."""
@@ -267,9 +266,8 @@ class Ranks:
     def _enter(self, wait_s: float) -> None:
         """Wait for all ranks; those that came raise the same error where some did not.
 
-        Entries are numbered rounds. The rank that comes last, or whose wait ends first, decides a round,
-        once for all. A rank that finds its round decided without it goes on to the next, so that ranks find
-        together again after one of them has entered a call alone.
+        The rank that comes last, or whose wait ends first, decides the round for all. A rank that finds its
+        round decided goes on to the next, so ranks meet again after one has entered a call alone.
         """
         try:
             store = library_store(self._topic)
@@ -279,7 +277,8 @@ class Ranks:
             if store.add(f"{self._round}/count", 1) == self.world_size:
                 store.compare_set(outcome, "", _ALL_HERE)
             elif not wait_for(store, [outcome], wait_s):
-                store.compare_set(outcome, "", self._missing(store, wait_s))
+                rounds = [store.add(f"round/{rank}", 0) for rank in range(self.world_size)]
+                store.compare_set(outcome, "", self._missing(rounds, wait_s))
             found = store.get(outcome).decode()
         except Exception as error:
             raise self.error(
@@ -289,26 +288,29 @@ class Ranks:
         if found != _ALL_HERE:
             raise self.error(found)
 
-    def _missing(self, store: dist.Store, wait_s: float) -> str:
-        rounds = [store.add(f"round/{rank}", 0) for rank in range(self.world_size)]
+    def _missing(self, rounds: Sequence[int], wait_s: float) -> str:
         here = [rank for rank, number in enumerate(rounds) if number == self._round]
-        missing = [rank for rank in range(self.world_size) if rank not in here]
-        if not missing:
+        if len(here) == self.world_size:
             return _ALL_HERE
         return (
             f"{self.action}: expected all {self.world_size} ranks to enter it, found only {rank_names(here)} "
-            f"after {wait_s:g} s; missing: {rank_names(missing)}. Call it on every rank: not under "
-            "`if rank == 0`, and not under a condition that each rank decides for itself."
+            f"after {wait_s:g} s; missing: {rank_names([r for r in range(self.world_size) if r not in here])}"
+            ". Call it on every rank: not under `if rank == 0` or another condition of one rank."
         )
 
     def _connect(self, limit_s: float) -> None:
-        """Make the ranks' group, or take that of the call before: all ranks are known to be here."""
-        self.group = _groups.get(self._topic, lambda: None)()
-        if self.group is None or self.group not in process_groups():
+        """Make the group of the topic, or take that of the call before: all ranks are known to be here."""
+        self._is_apart = True
+        if self.group not in process_groups():
             made = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
             assert isinstance(made, dist.ProcessGroup)
-            _groups[self._topic], self.group = weakref.ref(made), made
-        set_group_timeout(self.group, limit_s)
+            _groups[self._topic] = weakref.ref(made)
+        self._limit(limit_s)
+
+    def _limit(self, seconds: float) -> None:
+        """Limit how long a rank waits for the others in a collective."""
+        if (group := self.group) is not None:
+            set_group_timeout(group, seconds)
 
 
 def agree(
@@ -324,11 +326,10 @@ def agree(
 
     Args:
         action: the name of the caller, for the error.
-        facts: what must be the same on all ranks (values that JSON can hold). It is called before the ranks
-            wait for each other. An exception in it is told to all ranks.
+        facts: gives what must be the same on all ranks (values that JSON can hold), before the ranks wait for
+            each other. An exception in it is told to all ranks.
         error: the class of the error.
-        topic: calls of one topic share a group, from call to call until `Ranks.close`. So they must not
-            overlap; calls of two topics may.
+        topic: calls of one topic share a group until `Ranks.close`, so they must not overlap.
         wait_s: seconds to wait for the other ranks to enter.
         collective_s: seconds that a rank may come later than the others to a collective after that; None for
             wait_s.
@@ -359,8 +360,7 @@ def agree(
         ranks.same("", {"call": json.dumps(action)}, cure=_CURE)
         ranks.action = action
         ranks.same("", ranks._settle(*stated), cure=_CURE)
-        if ranks.group is not None:
-            set_group_timeout(ranks.group, wait_s if collective_s is None else collective_s)
+        ranks._limit(wait_s if collective_s is None else collective_s)
     return ranks
 
 

@@ -16,8 +16,7 @@ def get_rank() -> int:
     """Return the rank of this process.
 
     Returns:
-        The rank in the process group once there is one; before that the rank that it will have, from the
-        launcher (torchrun's RANK, else Slurm's srun); 0 in a process that nobody launched as a rank.
+        The rank in the process group; before there is one, the launcher's (torchrun, else srun); else 0.
 
     Example::
 
@@ -31,8 +30,7 @@ def get_world_size() -> int:
     """Return the number of ranks.
 
     Returns:
-        The size of the process group once there is one, else the number of processes that the launcher
-        started (WORLD_SIZE, else Slurm's srun), else 1.
+        The size of the process group; before there is one, the launcher's (torchrun, else srun); else 1.
 
     Example::
 
@@ -113,15 +111,14 @@ def sampler(
 ) -> DistributedSampler:
     """Return this rank's share of a dataset, for `DataLoader(dataset, sampler=sampler(dataset))`.
 
-    Call its `set_epoch(epoch)` before each epoch, or each epoch has the same order. The order of the whole
-    dataset depends on seed and epoch alone: rank r of n takes every n-th sample of it, from the r-th on.
+    Call its `set_epoch(epoch)` before each epoch, or each epoch has the same order. The order depends on seed
+    and epoch alone: rank r of n takes every n-th sample, from the r-th on.
 
     Args:
         dataset: anything with a length and an index.
         shuffle: False for evaluation.
         seed: must be the same on every rank.
-        drop_last: leave out the last samples where they do not divide among the ranks. When False
-            some samples are given twice instead, so that all ranks take equally many steps.
+        drop_last: leave out the last samples where they do not divide among the ranks; else some come twice.
 
     Returns:
         The sampler of this rank; of the whole dataset when not distributed.

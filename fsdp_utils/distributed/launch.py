@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,17 +21,10 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from fsdp_utils.distributed import rank_errors
+from fsdp_utils.distributed import rank_errors, rank_processes
 from fsdp_utils.distributed.agreement import usable_cores
-from fsdp_utils.distributed.rank_errors import pack_error, read_finding, unpack_error
-from fsdp_utils.distributed.rank_processes import (
-    EXIT_S,
-    Ended,
-    RankProcess,
-    receive,
-    start_rank,
-    start_server,
-)
+from fsdp_utils.distributed.rank_errors import pack_error, unpack_error
+from fsdp_utils.distributed.rank_processes import Ended, RankProcess, receive
 from fsdp_utils.torch_internals.names import DYNAMO
 from fsdp_utils.torch_internals.runtime import hide_apple_gpu
 
@@ -54,7 +48,7 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     torchrun sets them (without MASTER_ADDR: there is no port). fn may be defined anywhere: in a notebook
     cell, in a script (no `if __name__ == "__main__"` needed), in another function. It, its arguments and its
     results travel by value, tensors too; of a DTensor return `.full_tensor()` or `.to_local()`. No rank sees
-    a GPU: use torchrun for those. However the call ends, the ranks and what they started are gone then.
+    a GPU: use torchrun for those. When the call ends, the ranks and all that they started are gone.
 
     Args:
         fn: called on every rank.
@@ -97,10 +91,10 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
         directory = Path(name)
         ranks: list[RankProcess] = []
         try:
-            method = start_server(PRELOAD)
+            method = rank_processes.start_server(PRELOAD)
             for rank in range(world_size):  # appended one by one: all that are started are to be ended
-                settings = world_size, call, timeout
-                ranks.append(start_rank(method, f"{__name__}:_call_function", rank, directory, *settings))
+                on_rank = f"{__name__}:_call_function", rank, directory, world_size, call, timeout
+                ranks.append(rank_processes.start_rank(method, *on_rank))
             _receive_all(ranks, _START_LIMIT_S, directory, during_start=True)
             for rank in ranks:
                 rank.send("go")
@@ -108,7 +102,7 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
             results = [_loads(rank, result) for rank, result in enumerate(packed)]
             for rank in ranks:
                 rank.send("done")
-            limit = time.monotonic() + EXIT_S
+            limit = time.monotonic() + rank_processes.EXIT_S
             for rank in ranks:
                 rank.process.join(max(0.0, limit - time.monotonic()))
             return results
@@ -126,20 +120,24 @@ def _receive_all(
     waiting = {rank.rank: rank for rank in ranks}
     received: dict[int, Any] = {}
     failures: list[tuple[int, BaseException]] = []  # (when, what)
+    finding: bytes | None = None  # of check_in_step
     limit = time.monotonic() + timeout
     while waiting and (left := limit - time.monotonic()) > 0:
         for rank, message in receive(waiting.values(), left):
-            del waiting[rank.rank]
             if isinstance(message, Ended):
-                # A death is never the consequence of an exception elsewhere, but the other way round it
-                # is the rule (connection closed by peer): so it counts as the earliest.
+                # A death is never the consequence of an exception elsewhere, but often its cause
+                # (connection closed by peer): so it counts as the earliest.
                 text = f"run_on_ranks: rank {rank.rank} {message} before fn returned"
                 failures.append((0, RuntimeError(text)))
             elif message[0] == "failure":
                 when, error = message[1]
                 failures.append((when, unpack_error(error, f"rank {rank.rank} of {len(ranks)}")))
+            elif message[0] == "finding":
+                finding = message[1]
+                continue
             else:
                 received[rank.rank] = message[1]
+            del waiting[rank.rank]
             if failures:
                 limit = min(limit, time.monotonic() + _BLAME_S)
     if failures:
@@ -148,15 +146,11 @@ def _receive_all(
         raise TimeoutError(f"run_on_ranks: ranks {sorted(waiting)} were not ready after {timeout:g} s")
     if waiting:
         time.sleep(_BLAME_S)  # the faulthandlers of the ranks went off at this moment
+        stood = [f"\n{_stack(n, directory)}" if n in waiting else " has returned" for n in range(len(ranks))]
         lines = [f"run_on_ranks: fn did not return on ranks {sorted(waiting)} within {timeout:g} s."]
-        lines.append("They stand at:")
-        for rank in ranks:
-            stood = f"\n{_stack(rank, directory)}" if rank.rank in waiting else " has returned"
-            lines.append(f"rank {rank.rank}:{stood}")
+        lines += ["They stand at:", *(f"rank {number}:{place}" for number, place in enumerate(stood))]
         stood_at = TimeoutError("\n".join(lines))
-        if (found := read_finding(directory / "finding")) is not None:
-            raise found from stood_at
-        raise stood_at
+        raise stood_at if finding is None else unpack_error(finding, "check_in_step") from stood_at
     return [received[rank.rank] for rank in ranks]
 
 
@@ -171,9 +165,9 @@ def _loads(rank: int, result: bytes) -> Any:
         ) from error
 
 
-def _stack(rank: RankProcess, directory: Path) -> str:
+def _stack(rank: int, directory: Path) -> str:
     """The main thread's part of a faulthandler dump, from fn inwards, as a Python traceback reads."""
-    file = directory / f"stack_{rank.rank}"
+    file = directory / f"stack_{rank}"
     text = file.read_text() if file.exists() else ""
     main_thread = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)[-1]  # it is written last
     frames = []
@@ -213,7 +207,13 @@ def _call_function(
     rank: int, pipe: Connection, directory: Path, world_size: int, call: bytes, timeout: float
 ) -> None:
     """Join the process group, call the function, and send what it returns, or its failure."""
-    rank_errors.finding = directory / "finding"
+    sending = threading.Lock()
+
+    def send(*message: Any) -> None:
+        with sending:
+            pipe.send(message)
+
+    rank_errors.send_finding = lambda finding: send("finding", finding)
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
         del os.environ[name]
     try:
@@ -228,7 +228,7 @@ def _call_function(
             world_size=world_size,
             timeout=timedelta(seconds=timeout + _START_LIMIT_S),  # the caller's timeout is to come first
         )
-        pipe.send(("ready", None))
+        send("ready", None)
         pipe.recv()
         faulthandler.dump_traceback_later(timeout, file=(directory / f"stack_{rank}").open("w"))
         fn, args = cloudpickle.loads(call)
@@ -237,7 +237,7 @@ def _call_function(
         message = "failure", (time.monotonic_ns(), pack_error(error))
     faulthandler.cancel_dump_traceback_later()
     try:
-        pipe.send(message)
+        send(*message)
         # Stay until everybody is done: were the group to close now, peers would fail in their collectives,
         # and the caller would have to tell their failures from the first. After a failure SIGKILL ends this.
         pipe.recv()
