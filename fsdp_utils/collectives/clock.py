@@ -38,29 +38,26 @@ class Clock:
         return event
 
     def set_time(self, event: StepEvent, begin: Any, end: Any) -> None:
-        """Set the duration of an event between two marks."""
+        """Set when an event ran, by two marks."""
         if self._device is None:
-            event.seconds = end - begin
+            event.start, event.seconds = begin, end - begin
         else:
             self._times.append((event, begin, end))
 
-    def finish(self, *, failed: bool) -> str:
-        """Set all times that are still to be set; return a note if some cannot be.
-
-        A GPU may never finish after an exception has ended the recording (`failed`).
-        """
+    def finish(self, *, failed: bool) -> list[str]:
+        """Set the times of the GPU, which may never finish after a failure; return notes on that."""
         if self._device is not None and not failed:
             torch.accelerator.synchronize(self._device)
-        note = ""
+        notes: list[str] = []
         try:
             for event, begin, end in self._times:
                 if end.query():
                     event.start = self._first.elapsed_time(begin) / 1e3
                     event.seconds = begin.elapsed_time(end) / 1e3
                 else:
-                    note = UNFINISHED
+                    notes = [UNFINISHED]
         except RuntimeError:  # the device's; the program's own exception tells more
             if not failed:
                 raise
-            note = UNFINISHED
-        return note
+            notes = [UNFINISHED]
+        return notes

@@ -49,10 +49,7 @@ class StepEvent:
 
     @property
     def is_of_the_model(self) -> bool:
-        """Did the model's own forward or backward communicate, as under tensor parallelism, not FSDP or DDP?
-
-        The computation after such a collective uses its result.
-        """
+        """Did the model itself communicate, as under tensor parallelism, and not FSDP or DDP?"""
         return self.is_collective and not self.module and self.phase in ("forward", "backward")
 
     @property
@@ -62,10 +59,9 @@ class StepEvent:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that this rank has to send if they go around a ring, the least that is possible.
+        """The least bytes that this rank has to send, around a ring; the mean over the ranks if they differ.
 
-        (n - 1) / n of `bytes` for n ranks, and twice that for an all-reduce. For kinds in which ranks send
-        different amounts, such as a broadcast, it is the mean over the ranks.
+        (n - 1) / n of `bytes` for n ranks, and twice that for an all-reduce.
 
         Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
         """

@@ -23,9 +23,7 @@ from fsdp_utils.distributed.rank_errors import keep_finding
 POLL_S = 0.5  # how often a rank publishes its new calls, and rank 0 compares those of all ranks
 ANSWER_S = 3.0  # for the ranks to hear of the comparison when one leaves the block
 MOST_SITES = 4096  # that a rank remembers: more only where shapes differ in each step
-
-# Paired one to one between two ranks, not by order within the group.
-_POINT_TO_POINT = {"send", "recv"}
+_POINT_TO_POINT = {"send", "recv"}  # paired between two ranks, not by order within the group
 
 
 class OutOfStep(RuntimeError):
@@ -45,13 +43,9 @@ class OutOfStep(RuntimeError):
 
 
 class InStep:
-    """The result of `check_in_step`.
+    """The result of `check_in_step`."""
 
-    Attributes:
-        report: where the ranks part, or which rank a collective waits for; "" while they are in step.
-    """
-
-    report: str = ""
+    report: str = ""  # where the ranks part, or which rank a collective waits for; "" while they are in step
 
 
 @contextmanager
@@ -66,24 +60,22 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
     the root or FSDP2's unit of a call differs, where an all_to_all gives a rank another number of elements
     than it takes, where equal calls come from different lines, or where a rank leaves the block while others
     wait in a collective for it. Rank 0 then prints a report to stderr, within about a second, and each rank
-    raises it at its next collective, or at the end of the block. A rank that waits inside a collective raises
-    when that wait ends: when a peer has gone, or at the time-out of its process group. Where the time of
-    `run_on_ranks` ends first, it raises the report.
+    raises it at its next collective or at the end of the block, or when the collective that it waits in ends:
+    at the latest at the time-out of its process group. `run_on_ranks` raises it where its time ends first.
 
     A rank that computes for long while others wait for it looks like a hang, and may be none. Rank 0 reports
     such a wait once, after `after_s`, and nothing is raised.
 
     Not watched: send, recv and what is built of them (batch_isend_irecv, pipelines); monitored_barrier;
     collectives of threads that the program starts, such as those of an asynchronous save; and the values of
-    tensors. Lines are not compared of broadcast, reduce, gather and scatter, which one rank may call on
-    another line, nor of gather_object. Where more bytes arrive than a rank expects, gloo ends its process
-    before the ranks are compared.
+    tensors. Lines are not compared of broadcast, reduce, gather, scatter and gather_object. Where more bytes
+    arrive than a rank expects, gloo ends its process before the ranks are compared.
 
     Args:
         after_s: seconds that a collective may wait for a rank until the wait is reported; also the longest
             that a rank waits at the end of the block for the others to arrive there.
-        by_line: whether equal calls from different lines count as parting. Set it to False for programs in
-            which ranks call the same collective on different lines, such as DDP's `join`.
+        by_line: whether equal calls from different lines count as parting; False for programs in which they
+            are right, such as DDP's `join`.
 
     Returns:
         A context manager that gives an `InStep`. Without a process group, and on one rank, it does nothing.
@@ -249,8 +241,7 @@ class _Watch(threading.Thread):
 
 
 def _own_connection(part: str) -> dist.Store:
-    """Open the library's store over another connection, where the store has such: the program may be inside
-    a blocking call of the default one."""
+    """Open the library's store over another connection: the program may block the default one."""
     store = library_store(part)
     try:
         return store.clone()  # pyright: ignore[reportAttributeAccessIssue]

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls, when_done
 from fsdp_utils.collectives.clock import Clock
 from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, StepEvent
-from fsdp_utils.collectives.fsdp_hooks import Listener, as_it_is, in_backward, listen
+from fsdp_utils.collectives.fsdp_hooks import Listener, in_backward, listen
 from fsdp_utils.collectives.trace import CollectiveTrace
 from fsdp_utils.sharding.units import ROOT, find_units, parents
 from fsdp_utils.torch_internals.names import sequence_nr
@@ -73,42 +73,38 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     if ranks_per_host is not None and ranks_per_host < 1:
         raise ValueError(f"record_collectives: expected ranks_per_host of at least 1, found {ranks_per_host}")
     if _recording:
-        raise RuntimeError(
-            "record_collectives: expected no other recording in this process, found one that still runs"
-        )
+        raise RuntimeError("record_collectives: expected no other recording in this process, found one")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     units = find_units(model)
     trace = CollectiveTrace(rank, world_size, {unit.name: unit.nbytes for unit in units})
     is_compiled = has_compiled() or any(map(is_under_compile, model.modules()))
-    hidden = torch.compiler.disable if is_compiled else as_it_is
+    hidden = (torch.compiler.disable,) if is_compiled else ()
     # where the model computes, wherever its shards are at rest
     clock = Clock(units[0].parts[0].device if units else next(model.parameters()).device)
     ddp = any(isinstance(part, DistributedDataParallel) for part in parts)
     recorder = _Recorder(trace, clock, ddp, parents(units), on_host, _dimensions(model))
-    failed, _recording = True, True
+    _recording = True
     try:
         with (
             listen_to_calls(recorder.collective),
-            listen(model, units, recorder, hidden),
+            listen(model, units, recorder, *hidden),
             # the steps of every optimizer are computation
             register_optimizer_step_pre_hook(lambda *_: recorder.begin(ROOT, "optimizer")),
             register_optimizer_step_post_hook(lambda *_: recorder.end(ROOT, "optimizer")),
         ):
             yield trace
-        failed = False
     except BaseException as error:
         trace.notes.append(f"the block ended early, by {type(error).__name__}: {error}")
         raise
     finally:
         _recording = False
         recorder.closed = True
-        if note := clock.finish(failed=failed):
-            trace.notes.append(note)
+        trace.notes += clock.finish(failed=bool(trace.notes))
 
 
 def _dimensions(model: nn.Module) -> dict[Any, str]:
-    """By process group, the name of its mesh dimension, for the meshes that the model's parameters are on."""
+    """By process group, the name of its mesh dimension, for the meshes of the model's parameters."""
     names: dict[Any, str] = {}
     for mesh in {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}:
         for dimension, name in enumerate(mesh.mesh_dim_names or ()):
@@ -120,8 +116,7 @@ def _dimensions(model: nn.Module) -> dict[Any, str]:
 class _Piece(NamedTuple):
     """Computation of one module between two events."""
 
-    start: float  # seconds since the recording began
-    mark: Any  # the clock's
+    begin: Any  # a mark of the clock
     is_first: bool  # among its module's pieces
     nodes: int  # that autograd had made when it began
 
@@ -242,7 +237,7 @@ class _Recorder(Listener):
     def _begin_piece(self, *, is_first: bool = False) -> None:
         if self.working_for or not self.computing:
             return  # nothing is computed now
-        self.piece = _Piece(self.clock.now(), self.clock.mark(), is_first, sequence_nr())
+        self.piece = _Piece(self.clock.mark(), is_first, sequence_nr())
 
     def _end_piece(self, *, is_last: bool = False) -> None:
         """End the current piece of computation; record it if anything was computed in it."""
@@ -252,8 +247,8 @@ class _Recorder(Listener):
         if piece is None:
             return
         module, phase = self.computing[-1]
-        # A module may compute nothing between two units, and a unit nothing more before it ends.
-        # In forward, new nodes of autograd show it; backward adds none: a unit's first and last piece count.
+        # A module may compute nothing between two units. In forward, new nodes of autograd show whether it
+        # did; backward adds none: a unit's first and last piece count.
         is_end = piece.is_first or is_last
         if phase == "forward" and module in self.parents:
             if torch.is_grad_enabled():
@@ -265,9 +260,8 @@ class _Recorder(Listener):
             return
         if phase == "forward":
             phase = self._phase()  # backward, where activation checkpointing computes it again
-        event = StepEvent(0, COMPUTE, module, phase, start=piece.start)
-        self._add(event)
-        self.clock.set_time(event, piece.mark, self.clock.mark())
+        self._add(event := StepEvent(0, COMPUTE, module, phase))
+        self.clock.set_time(event, piece.begin, self.clock.mark())
 
     def _add(self, event: StepEvent) -> None:
         if not self.closed:

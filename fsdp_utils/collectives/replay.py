@@ -23,7 +23,7 @@ class Replay:
     Args:
         spans: In the order of issue.
         units: Names of the units, in the model's order.
-        peak_units: The largest number of units that were gathered and not yet freed, in the order of issue.
+        peak_units: The largest number of units that were gathered and not yet freed.
 
     Example::
 
@@ -67,14 +67,11 @@ class Replay:
         return exposed
 
     def plot(self, *, title: str = "replay", until: float | None = None) -> Any:
-        """Draw the streams, with a colour for each unit.
+        """Draw the streams, with a colour for each unit; returns a matplotlib Figure.
 
         Args:
             title: Over the figure. It should say that this is a replay.
             until: Seconds that the axis shows, to compare several replays; by default, all.
-
-        Returns:
-            A matplotlib Figure.
         """
         need("matplotlib", "notebooks")
         from fsdp_utils.collectives.plot import timelines  # here, as matplotlib may not be installed
@@ -153,9 +150,8 @@ def replay(
 def _shares(events: Sequence[StepEvent]) -> dict[int, float]:
     """By order of each computation: which part it is of its unit's forward or backward.
 
-    A unit's computation is in several events where something came between: in backward, parts in proportion
-    to the bytes of DDP's buckets after them; where FSDP reduced another unit's gradients, the first part is
-    all of it, as the unit's own gradients are only copied together after it; else equal parts.
+    Where something came between, a unit has several. In backward they are in proportion to the bytes of DDP's
+    buckets after them; under FSDP the first is all, as the others only copy gradients together; else equal.
     """
     passes: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
     bucket_bytes: dict[int, int] = defaultdict(int)  # that follow a computation

@@ -67,11 +67,7 @@ class CollectiveTrace:
         return dict(total)
 
     def order(self, phase: str | None = None) -> list[str]:
-        """List what was issued, in words such as "all_gather blocks.3", without what was freed.
-
-        Args:
-            phase: Only that phase.
-        """
+        """List what was issued, or that of one phase, in words such as "all_gather blocks.3"."""
         return [
             f"{event.kind} {event.module}".rstrip()
             for event in self.events
