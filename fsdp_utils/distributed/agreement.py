@@ -4,9 +4,7 @@ A collective that one rank does not enter blocks until the process group's timeo
 ranks register in the process group's key-value store, where a rank can wait for a limited time and name the
 missing ones. After that they exchange results over a separate gloo group: when a rank dies or leaves it, its
 connections close and the others notice. torch.distributed alone holds that group, so a rank can always leave.
-
-Each rank writes and reads a few short keys, `each` and `same` gather a few integers, and texts travel only
-where ranks fail or differ: traffic grows with the number of ranks and not with its square.
+Traffic grows with the number of ranks and not with its square: texts travel only where ranks fail or differ.
 """
 
 import gc
@@ -34,7 +32,7 @@ _LONGEST_S = 1e9  # 30 years
 _SLOWEST_POLL_S = 0.05
 _CONNECT_S = 5.0  # the least time that ranks have to make their group
 _ALL_HERE = "all"  # the outcome of a round, or else the error's text
-_SHOWN, _SHOWN_LENGTH = 3, 200  # entries that differ, characters of a value
+_SHOWN, _SHOWN_LENGTH = 3, 200  # values that differ, characters of a value
 _CURE = ". Decide on one rank and broadcast the decision."
 _END_LATER = ": call .wait() before destroy_process_group()"
 
@@ -72,8 +70,8 @@ class LostRank(RuntimeError):
 class Ranks:
     """The ranks of the default process group, which exchange results and failures.
 
-    `agree` makes one whose ranks are known to be here, with a separate group. Made directly, it uses the
-    default group. Without a process group, and with a fake one, this process is the only rank.
+    `agree` makes one with a separate group; made directly, it uses the default group. Without a process
+    group, and with a fake one, this process is the only rank.
 
     Args:
         action: what the ranks do together, for the errors; "" for nothing.
@@ -88,8 +86,7 @@ class Ranks:
         self.action = action
         self.error = error
         self.distributed = has_peers()
-        self.rank = dist.get_rank() if self.distributed else 0
-        self.world_size = dist.get_world_size() if self.distributed else 1
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if self.distributed else (0, 1)
         self.consequence = ""  # what a failure from here on means; added to the error
         self.in_background = False  # whether the program goes on meanwhile, and may end
         self._told = told
@@ -120,15 +117,15 @@ class Ranks:
         return result
 
     def same(self, what: str, values: Mapping[str, str], *, cure: str = "") -> None:
-        """Check that entries are equal on all ranks; the same error on all names the first that are not.
+        """Check that values, or hashes of them, are equal on all ranks; the error names those that differ.
 
         Args:
-            what: what the entries are of, for the error; "" if their names say it.
-            values: values, or hashes of them, by the names of the entries.
+            what: what the values are of, for the error; "" if their names say it.
+            values: by name.
             cure: what to do, for the error.
         """
-        digest = hashlib.sha256(json.dumps(sorted(values.items())).encode()).digest()
-        if len(set(self.numbers(int.from_bytes(digest[:8], "big", signed=True)))) == 1:
+        digest = int(fingerprint([json.dumps(sorted(values.items()))]), 16) - 2**63
+        if len(set(self.numbers(digest))) == 1:
             return
         # Each rank reports its first entries that differ from rank 0's: the first of all are complete then.
         expected: dict[str, str] = self._broadcast(dict(values))
@@ -175,16 +172,12 @@ class Ranks:
                     store = library_store(self._topic)
                     text = store.compare_set(f"{self._round}/failure", "", text).decode()
             self.close(error)
-            if not isinstance(error, Exception):
-                raise
-            raise self.error(text) from error
+            if isinstance(error, Exception):
+                raise self.error(text) from error
+            raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the group of the topic, which the other ranks notice. The next `agree` makes a new one.
-
-        Args:
-            error: the failure of this rank: its frames may hold the group, whose connections would stay open.
-        """
+        """Leave the group of the topic, which the others notice; the frames of an error may hold it, too."""
         group = self.group
         if group is None:
             return
@@ -208,7 +201,6 @@ class Ranks:
             return None, (self._words(error), type(error) if known else self.error)
 
     def _settle(self, result: T, problem: _Problem | None) -> T:
-        """The result, if no rank has a problem."""
         if any(self.numbers(problem is not None)):
             self._raise(self._gather(problem))
         return result
@@ -299,18 +291,13 @@ class Ranks:
         )
 
     def _connect(self, limit_s: float) -> None:
-        """Make the group of the topic, or take that of the call before: all ranks are known to be here."""
+        """Make the group of the topic, or take that of the call before, and limit its collectives."""
         self._is_apart = True
-        if self.group not in process_groups():
-            made = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
-            assert isinstance(made, dist.ProcessGroup)
-            _groups[self._topic] = weakref.ref(made)
-        self._limit(limit_s)
-
-    def _limit(self, seconds: float) -> None:
-        """Limit how long a rank waits for the others in a collective."""
-        if (group := self.group) is not None:
-            set_group_timeout(group, seconds)
+        group = self.group
+        if group not in process_groups():
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
+            _groups[self._topic] = weakref.ref(group)
+        set_group_timeout(group, limit_s)
 
 
 def agree(
@@ -326,16 +313,12 @@ def agree(
 
     Args:
         action: the name of the caller, for the error.
-        facts: gives what must be the same on all ranks (values that JSON can hold), before the ranks wait for
-            each other. An exception in it is told to all ranks.
+        facts: gives what must be the same on all ranks (values that JSON can hold). It is called before the
+            ranks wait for each other.
         error: the class of the error.
         topic: calls of one topic share a group until `Ranks.close`, so they must not overlap.
         wait_s: seconds to wait for the other ranks to enter.
-        collective_s: seconds that a rank may come later than the others to a collective after that; None for
-            wait_s.
-
-    Returns:
-        The ranks, connected.
+        collective_s: seconds to wait for a rank in a collective after that; None for wait_s.
 
     Raises:
         error: a rank did not come, the facts differ, or facts failed on some rank.
@@ -354,24 +337,24 @@ def agree(
     with ranks.guard():
         if ranks.distributed:
             ranks._connect(max(wait_s, _CONNECT_S))
-        # Gloo connects a rank before its peers are done: these collectives keep one that closes at once from
-        # cutting them off.
-        ranks.action = ""  # in which the ranks may differ, and all have to raise the same text
+        # These collectives also keep a rank that closes at once from cutting off peers that still connect.
+        ranks.action = ""  # in which the ranks may differ, and all raise the same text
         ranks.same("", {"call": json.dumps(action)}, cure=_CURE)
         ranks.action = action
         ranks.same("", ranks._settle(*stated), cure=_CURE)
-        ranks._limit(wait_s if collective_s is None else collective_s)
+        if ranks.distributed:
+            ranks._connect(wait_s if collective_s is None else collective_s)
     return ranks
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """Such as "rank 3", "ranks 0, 1", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"."""
+    """Name ranks: "rank 3", "ranks 0, 1", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def by_ranks(texts: Sequence[Iterable[str]]) -> list[str]:
-    """The texts of each rank, by rank: each once, with the ranks that it is from unless these are all."""
+    """Give each text of the ranks once, with the ranks that it is from unless these are all."""
     ranks: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(texts):
         for text in of_rank:
@@ -380,7 +363,7 @@ def by_ranks(texts: Sequence[Iterable[str]]) -> list[str]:
 
 
 def fingerprint(lines: list[str]) -> str:
-    """A short name for a long list, to compare it between ranks."""
+    """Hash a long list, to compare it between ranks."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

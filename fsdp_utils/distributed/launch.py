@@ -28,7 +28,7 @@ from fsdp_utils.distributed.rank_processes import Ended, RankProcess, receive
 from fsdp_utils.torch_internals.names import DYNAMO
 from fsdp_utils.torch_internals.runtime import hide_apple_gpu
 
-# Imported once by the server, so that the ranks, which are forked from it, need not import it.
+# imported once by the server that the ranks are forked from
 PRELOAD = [
     DYNAMO,  # fully_shard imports it: most of a second on each rank
     "torch.distributed.fsdp",
@@ -62,8 +62,8 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     Raises:
         Exception: the failure that happened first among the ranks, with that rank's traceback as its cause.
         RuntimeError: that exception cannot be sent or would end this process, or a rank died: says how.
-        TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand. What
-            `check_in_step` has found is raised in its place, from this error.
+        TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand. The report of
+            `check_in_step` is raised in its place, from this error.
         TypeError: fn or args cannot be pickled.
         ValueError: world_size is below 1, or timeout is not above 0.
 
@@ -96,8 +96,6 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
                 on_rank = f"{__name__}:_call_function", rank, directory, world_size, call, timeout
                 ranks.append(rank_processes.start_rank(method, *on_rank))
             _receive_all(ranks, _START_LIMIT_S, directory, during_start=True)
-            for rank in ranks:
-                rank.send("go")
             packed = _receive_all(ranks, timeout, directory)
             results = [_loads(rank, result) for rank, result in enumerate(packed)]
             for rank in ranks:
@@ -124,9 +122,7 @@ def _receive_all(
     limit = time.monotonic() + timeout
     while waiting and (left := limit - time.monotonic()) > 0:
         for rank, message in receive(waiting.values(), left):
-            if isinstance(message, Ended):
-                # A death is never the consequence of an exception elsewhere, but often its cause
-                # (connection closed by peer): so it counts as the earliest.
+            if isinstance(message, Ended):  # it counts as the earliest: others fail as it closes connections
                 text = f"run_on_ranks: rank {rank.rank} {message} before fn returned"
                 failures.append((0, RuntimeError(text)))
             elif message[0] == "failure":
@@ -160,9 +156,8 @@ def _loads(rank: int, result: bytes) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # unpickling runs the caller's code, which may raise SystemExit as well
-        raise RuntimeError(
-            f"run_on_ranks: what rank {rank} returned cannot be read here: {type(error).__name__}: {error}"
-        ) from error
+        text = f"run_on_ranks: what rank {rank} returned cannot be read here"
+        raise RuntimeError(f"{text}: {type(error).__name__}: {error}") from error
 
 
 def _stack(rank: int, directory: Path) -> str:
@@ -229,7 +224,6 @@ def _call_function(
             timeout=timedelta(seconds=timeout + _START_LIMIT_S),  # the caller's timeout is to come first
         )
         send("ready", None)
-        pipe.recv()
         faulthandler.dump_traceback_later(timeout, file=(directory / f"stack_{rank}").open("w"))
         fn, args = cloudpickle.loads(call)
         message = "result", cloudpickle.dumps(fn(*args))
@@ -238,8 +232,8 @@ def _call_function(
     faulthandler.cancel_dump_traceback_later()
     try:
         send(*message)
-        # Stay until everybody is done: were the group to close now, peers would fail in their collectives,
-        # and the caller would have to tell their failures from the first. After a failure SIGKILL ends this.
+        # Stay until everybody is done: were the group to close now, peers would fail in their collectives.
+        # After a failure SIGKILL ends this.
         pipe.recv()
     except (EOFError, OSError):  # the caller has gone, or fn has closed descriptors that it had not opened
         os._exit(1)

@@ -113,11 +113,11 @@ def start_server(modules: Sequence[str]) -> str:
 def start_rank(
     method: str, main: str, rank: int, directory: Path, *args: Any, output: Sequence[int] = (1, 2)
 ) -> RankProcess:
-    """Start a rank, with this process's environment.
+    """Start a rank, with this process's environment, which calls `main(rank, pipe, directory, *args)`.
 
     Args:
         method: from `start_server`.
-        main: "module:function", called on the rank as `function(rank, pipe, directory, *args)`.
+        main: "module:function".
         rank: the rank's number.
         directory: temporary files of the ranks, removed when this process dies.
         args: further arguments of the function.
