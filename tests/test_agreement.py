@@ -277,7 +277,9 @@ def test_the_text_of_a_failure_is_told_once_with_the_ranks_that_it_is_from() -> 
     assert run_on_ranks(fn, world_size=3) == [("RoomError", f"enter: ranks 0, 2: {zero}")] * 3
 
 
-def test_what_fails_inside_the_guard_is_the_error_of_all_whoever_else_knows_the_group(two_ranks: TwoRanks) -> None:
+def test_what_fails_inside_the_guard_is_the_error_of_all_whoever_else_knows_the_group(
+    two_ranks: TwoRanks,
+) -> None:
     def body() -> None:
         earlier, ranks = enter(wait_s=60), enter(wait_s=60)
         with ranks.guard():

@@ -1,7 +1,6 @@
 """How ranks on GPUs join, fail and recover, with CUDA faked: the real group underneath is gloo's."""
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,8 +16,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from fsdp_utils import run_on_ranks
 from fsdp_utils.notebook import engine, group, nccl
-from fsdp_utils.notebook.cell import Cell
-from fsdp_utils.notebook.cluster import Call, Interrupts, choose
+from fsdp_utils.notebook.cluster import choose
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -156,49 +154,6 @@ def test_a_context_is_lost_if_the_error_does_not_pass(answers: list[str | bool],
 
     with faked_cuda([]), patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(query=query)):
         assert nccl.gpu_is_lost() is lost
-
-
-class FakeCluster:
-    """Two ranks on GPUs, of which rank 1 has lost its context."""
-
-    world_size, device = 2, "cuda"
-
-    def __init__(self) -> None:
-        self.signals: list[tuple[list[int], int]] = []
-        self.replaced: list[int] = []
-        self.exits: dict[int, Any] = {}
-
-    def call(self, rank: int, *_: Any) -> Call:
-        return Call()
-
-    def forget_printed(self) -> None:
-        pass
-
-    def ask(self, some: list[int], function: str) -> list[bool]:
-        return [function == "gpu_is_lost" and rank == 1 for rank in some]
-
-    def signal(self, some: list[int], number: int) -> None:
-        self.signals.append((some, number))
-
-    def regroup(self, dead: list[int]) -> list[int]:
-        self.replaced = list(dead)
-        return self.replaced
-
-
-@pytest.mark.parametrize(("device", "killed"), [("cuda", False), ("cpu", True)])
-def test_ranks_on_gpus_have_time_to_abort_and_are_replaced_without_a_context(
-    device: str, killed: bool
-) -> None:
-    cluster = FakeCluster()
-    cluster.device = device
-    cell = Cell(cluster, "x = 1", [0, 1], 5.0, Interrupts())  # type: ignore[arg-type]
-    cell.trouble_at = time.monotonic() - 5
-    cell._free_stuck_ranks()
-    assert ([0, 1], signal.SIGINT) in cluster.signals
-    assert (([0, 1], signal.SIGKILL) in cluster.signals) == killed
-    note = cell._recover()
-    assert cluster.replaced == ([1] if device == "cuda" else [])
-    assert ("The new rank 1 has no variables yet" in note) == (device == "cuda")
 
 
 @pytest.mark.parametrize(

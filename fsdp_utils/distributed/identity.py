@@ -72,10 +72,8 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
     """
     if not _has_group():
         if get_world_size() > 1:
-            found = f"rank {get_rank()} of {get_world_size()} without a process group to wait with"
-            raise RuntimeError(
-                f"rank0_first: found {found}. Call torch.distributed.init_process_group() first."
-            )
+            found = f"rank {get_rank()} of {get_world_size()} without a process group"
+            raise RuntimeError(f"rank0_first: {found}. Call torch.distributed.init_process_group() first.")
         yield
         return
     # The store and not a collective: the wait has a separate limit, can be interrupted, and holds up no GPU.
