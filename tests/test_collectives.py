@@ -88,7 +88,7 @@ def padded_fsdp2(shapes: list[tuple[int, ...]], ranks: int, itemsize: int) -> in
 
 
 def in_theory(padded: Any, *, ranks: int, itemsize: int, reshard: bool) -> dict[str, Any]:
-    """What theory says of one step of Model: as `by_unit`."""
+    """Compute the collectives of one step of Model from theory, as `by_unit`."""
     units = {f"layers.{i}": (LAYER, reshard) for i in range(LAYERS)} | {"(root)": (HEAD, False)}
     seen = {}
     for name, (shapes, gathered_twice) in units.items():
@@ -308,7 +308,7 @@ def test_what_a_ring_of_four_sends(kind: str, given: int, got: int, sent: float)
 
 
 def called_directly() -> dict[str, list[tuple[str, int, int]]]:
-    """What torch.distributed sends, in Python, and what DTensor and compiled graphs send, from C++."""
+    """Record calls of torch.distributed in Python, and of DTensor and compiled graphs in C++."""
     model = fsdp2(Model())
     small, large = torch.ones(3), torch.ones(6)
     functional, group = torch.ops._c10d_functional, dist.group.WORLD.group_name

@@ -129,7 +129,7 @@ def test_a_mistake_that_all_ranks_make_alike_leaves_sharded_models_valid(four: N
 
 
 def test_a_syntax_error_is_shown_with_its_line(four: Notebook) -> None:
-    # (a bracket that is not closed has an error of its own in Python 3.13)
+    # (Python 3.13 has another error for a bracket that is not closed)
     failed = four.run("%%ranks 0\nx = 1\nprint('a'))")
     assert failed.error.startswith("RankError: rank 0 raised SyntaxError")
     assert "line 2: print('a'))" in failed.traceback

@@ -1,4 +1,4 @@
-"""How ranks on GPUs join, fail and recover, with CUDA faked: the real group underneath is gloo's."""
+"""Ranks on GPUs join, fail and recover, with CUDA faked: the real group underneath is gloo's."""
 
 import os
 import time
@@ -108,7 +108,7 @@ def test_the_health_check_polls_an_all_reduce_on_the_gpus_and_has_a_limit(two_ra
 
 
 def alone(fn: Callable[..., Any], *arguments: Any) -> Any:
-    """In a process of its own, as a cell changes signal handlers."""
+    """Call it in another process, as a cell changes signal handlers."""
     return run_on_ranks(fn, *arguments, world_size=1)[0]
 
 

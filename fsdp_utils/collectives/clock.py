@@ -23,7 +23,7 @@ class Clock:
         self._device = device if accelerator and accelerator.type == device.type else None
         self._began = time.perf_counter()
         self._first = self.mark()
-        self._times: list[tuple[StepEvent, torch.Event, torch.Event]] = []  # of the GPU, to be set at the end
+        self._times: list[tuple[StepEvent, torch.Event, torch.Event]] = []  # to be set at the end, on a GPU
 
     def now(self) -> float:
         """Seconds since the recording began."""

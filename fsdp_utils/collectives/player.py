@@ -35,7 +35,7 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
         The player, as a notebook shows it.
 
     Raises:
-        ValueError: there is no run, or one in which nothing takes time.
+        ValueError: no run is given, or nothing takes time in one.
 
     Example::
 

@@ -118,7 +118,7 @@ def _receive_all(
     waiting = {rank.rank: rank for rank in ranks}
     received: dict[int, Any] = {}
     failures: list[tuple[int, BaseException]] = []  # (when, what)
-    finding: bytes | None = None  # of check_in_step
+    finding: bytes | None = None  # from check_in_step
     limit = time.monotonic() + timeout
     while waiting and (left := limit - time.monotonic()) > 0:
         for rank, message in receive(waiting.values(), left):
