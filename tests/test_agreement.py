@@ -269,14 +269,6 @@ def test_a_process_on_its_own_agrees_with_itself() -> None:
     assert told(lambda: enter(lambda: {"own": 1 // 0})) == ("RoomError", zero)
 
 
-def test_the_text_of_a_failure_is_told_once_with_the_ranks_that_it_is_from() -> None:
-    def fn() -> tuple[str, str]:
-        return told(lambda: enter().each(lambda: 1 // (rank() % 2)))
-
-    zero = "ZeroDivisionError: integer division or modulo by zero"
-    assert run_on_ranks(fn, world_size=3) == [("RoomError", f"enter: ranks 0, 2: {zero}")] * 3
-
-
 def test_what_fails_inside_the_guard_is_the_error_of_all_whoever_else_knows_the_group(
     two_ranks: TwoRanks,
 ) -> None:

@@ -141,22 +141,6 @@ def test_a_collective_past_its_limit_ends_the_cell_and_not_the_process():
 
 
 @pytest.mark.parametrize(
-    ("answers", "lost"), [([ASSERT, ASSERT], True), ([ASSERT, True], False), ([False, True], False)]
-)
-def test_a_context_is_lost_if_the_error_does_not_pass(answers: list[str | bool], lost: bool) -> None:
-    left = iter(answers)
-
-    def query() -> bool:
-        answer = next(left)
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        return answer
-
-    with faked_cuda([]), patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(query=query)):
-        assert nccl.gpu_is_lost() is lost
-
-
-@pytest.mark.parametrize(
     ("gpus", "asked", "chosen"),
     [
         (0, (None, None), (4, "cpu", 0)),
@@ -175,8 +159,3 @@ def test_as_many_ranks_as_gpus_or_as_share_a_lessons_batch_equally(
     gpus: int, asked: tuple[int | None, str | None], chosen: tuple[int, str, int]
 ) -> None:
     assert choose(*asked, gpus) == chosen
-
-
-def test_more_ranks_than_gpus_are_refused_if_they_are_asked_for() -> None:
-    with pytest.raises(ValueError, match="torch finds 2 here"):
-        choose(4, "cuda", 2)
