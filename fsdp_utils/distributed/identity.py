@@ -121,13 +121,10 @@ def sampler(
                 train_step(batch)
     """
     if not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"sampler: expected a dataset with a length, found {type(dataset).__name__}. An iterable dataset "
-            "takes no sampler: split it by get_rank() and get_world_size() in its __iter__."
-        )
-    return DistributedSampler(
-        dataset, get_world_size(), get_rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
-    )
+        found = f"expected a dataset with a length, found {type(dataset).__name__}"
+        raise TypeError(f"sampler: {found}. Split it by get_rank() and get_world_size() in its __iter__.")
+    ranks = get_world_size(), get_rank()
+    return DistributedSampler(dataset, *ranks, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
 
 def _has_group() -> bool:

@@ -79,9 +79,8 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"run_on_ranks: expected world_size of at least 1, found {world_size!r}")
     if not 0 < timeout <= _LONGEST_S:  # false for nan, too
-        raise ValueError(
-            f"run_on_ranks: expected a timeout above 0 and at most {_LONGEST_S:,.0f} seconds, found {timeout}"
-        )
+        found = f"at most {_LONGEST_S:,.0f} seconds, found {timeout}"
+        raise ValueError(f"run_on_ranks: expected a timeout above 0 and {found}")
     try:
         call = cloudpickle.dumps((fn, args))
     except Exception as error:
@@ -138,9 +137,9 @@ def _receive_all(
                 limit = min(limit, time.monotonic() + _BLAME_S)
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
-    if waiting and during_start:
-        raise TimeoutError(f"run_on_ranks: ranks {sorted(waiting)} were not ready after {timeout:g} s")
     if waiting:
+        if during_start:
+            raise TimeoutError(f"run_on_ranks: ranks {sorted(waiting)} were not ready after {timeout:g} s")
         time.sleep(_BLAME_S)  # the faulthandlers of the ranks went off at this moment
         stood = [f"\n{_stack(n, directory)}" if n in waiting else " has returned" for n in range(len(ranks))]
         lines = [f"run_on_ranks: fn did not return on ranks {sorted(waiting)} within {timeout:g} s."]
@@ -180,15 +179,10 @@ def _stack(rank: int, directory: Path) -> str:
 
 def set_up(rank: int, world_size: int, *, gpu: bool = False) -> None:
     """Set the environment and the threads of a rank, which without `gpu` must not find one."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        # gloo takes its interface from here, and would otherwise listen on another.
-        GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
-    )
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), GROUP_RANK="0")
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)))
+    # gloo would otherwise listen on another interface
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     if not gpu:
         # HIP (ROCm) takes an empty list for none given.
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="-1")
@@ -216,13 +210,9 @@ def _call_function(
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A killed rank has still shown its prints; a line arrives whole, under PYTHONUNBUFFERED too.
             sys.stdout.reconfigure(line_buffering=True, write_through=False)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{directory.as_posix()}/store",  # a file: no port that others could reach
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout + _START_LIMIT_S),  # the caller's timeout is to come first
-        )
+        store = f"file://{directory.as_posix()}/store"  # a file: no port that others could reach
+        limit = timedelta(seconds=timeout + _START_LIMIT_S)  # the caller's timeout comes first
+        dist.init_process_group("gloo", store, limit, world_size, rank)
         send("ready", None)
         faulthandler.dump_traceback_later(timeout, file=(directory / f"stack_{rank}").open("w"))
         fn, args = cloudpickle.loads(call)
