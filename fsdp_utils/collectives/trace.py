@@ -80,7 +80,8 @@ class CollectiveTrace:
         for event in self.collectives:
             key = (event.kind, event.phase, event.dimension, str(len(event.ranks)), event.link)
             rows.setdefault(key, []).append(event)
-        table = [("collective", "phase", "dimension", "ranks", "link", "count", "MiB", "MiB sent")]
+        titles = "collective", "phase", "dimension", "ranks", "link", "count", "MiB", "MiB sent"
+        table: list[tuple[str, ...]] = [titles]
         for key, events in rows.items():
             mib, sent = sum(e.bytes for e in events) / MIB, sum(e.sent_bytes for e in events) / MIB
             table.append((*key, str(len(events)), f"{mib:.3f}", f"{sent:.3f}"))

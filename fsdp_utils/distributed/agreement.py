@@ -293,7 +293,7 @@ class Ranks:
     def _connect(self, limit_s: float) -> None:
         """Make the group of the topic, or take that of the call before, and limit its collectives."""
         self._is_apart = True
-        group = self.group
+        group: Any = self.group
         if group not in process_groups():
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
             _groups[self._topic] = weakref.ref(group)
