@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -245,7 +245,7 @@ def test_parameters_in_bf16_without_masters(two_ranks: TwoRanks) -> None:
         unmoved = (whole(model[0].weight.detach()) == before).float().mean().item()
         model.requires_grad_(False)
         found.append(check_sharding(model, adamw))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         mixed = shard(HandWritten(), strategy="grad_op", mp_policy=policy)
         adamw = torch.optim.AdamW(mixed.parameters())
         mixed(**hand_written_batch())  # now the model holds gathered parameters in bf16
@@ -260,33 +260,24 @@ def test_parameters_in_bf16_without_masters(two_ranks: TwoRanks) -> None:
         assert unmoved > 0.8  # "most weights never move"
 
 
-# ---- gradient sync ----
+# ---- gradients ----
 
 
-def test_gradient_sync_that_was_left_off(two_ranks: TwoRanks) -> None:
+def test_gradients_that_are_reduced_in_bf16(two_ranks: TwoRanks) -> None:
     def fn() -> list[list[str]]:
-        model: Any = shard(HandWritten())
-        model.set_requires_gradient_sync(False)
-        found = [check_sharding(model)]
-        model.set_requires_gradient_sync(True)
-        model.set_requires_all_reduce(False)  # there are no replicas
-        found.append(check_sharding(model))
-        replicated = hybrid()
-        replicated.set_requires_all_reduce(False)
-        found.append(check_sharding(replicated))
-        for wrapped in (fsdp1_by_block(HandWritten()), DDP(HandWritten())):
-            with wrapped.no_sync():  # type: ignore[operator]
-                found.append(check_sharding(wrapped))
-            found.append(check_sharding(wrapped))
-        return found
+        of_fsdp2, of_fsdp1 = (
+            [dtypes(param_dtype=torch.bfloat16, reduce_dtype=reduce) for reduce in (None, torch.float32)]
+            for dtypes in (MixedPrecisionPolicy, MixedPrecision)
+        )
+        found = [check_sharding(shard(HandWritten(), mp_policy=policy)) for policy in of_fsdp2]
+        return found + [
+            check_sharding(fsdp1_by_block(HandWritten(), mixed_precision=policy)) for policy in of_fsdp1
+        ]
 
-    fsdp2, no_replicas, all_reduce, in_fsdp1, after, in_ddp, after_ddp = two_ranks(fn)[0]
-    assert no_replicas == after == after_ddp == []
-    off = (
-        r"^Gradient sync is off in {} units \(such as \(root\)\): .*model\.set_requires_gradient_sync\(True\)"
-    )
-    for problems, count in ((fsdp2, 4), (all_reduce, 4), (in_fsdp1, 4), (in_ddp, 1)):
-        assert_said(problems, [off.format(count)])
+    for low, high, low_in_fsdp1, high_in_fsdp1 in two_ranks(fn):
+        assert high == high_in_fsdp1 == []
+        for problems in (low, low_in_fsdp1):
+            assert_said(problems, [r"^Gradients of 4 units \(such as \(root\)\) are summed .* in bfloat16"])
 
 
 def test_fsdp1_with_shard_groups_of_one_rank_does_not_sync(two_ranks: TwoRanks) -> None:

@@ -331,13 +331,6 @@ def one_block_sharded() -> nn.Module:
     return model
 
 
-def with_a_transposed_weight() -> nn.Module:
-    model = HandWritten()
-    module = next(one for one in model.blocks[0].modules() if "weight" in one._parameters)
-    module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
-    return model
-
-
 STRATEGIES = 'expected strategy "full", "grad_op" or "hybrid", found '
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "strategy": (HandWritten, {"strategy": "NO_SHARD"}, f"^shard: {STRATEGIES}'NO_SHARD'"),
@@ -361,17 +354,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "only the root": (lambda: fully_shard(HandWritten()), {}, "the model is wrapped in FSDPHandWritten"),
     "FSDP1": (lambda: fsdp1(HandWritten()), {}, "the model is wrapped in FullyShardedDataParallel already"),
-    "no forward": (lambda: nn.ModuleList([HandWritten()]), {}, "expected a model with a forward"),
-    "gaps in memory": (
-        with_a_transposed_weight,
-        {"checkpointing": "full"},
-        r"found 1 others, such as blocks\.0\.\S+\. Assign",
-    ),
-    "policy with checkpointing": (
-        HandWritten,
-        {"mp_policy": torch.bfloat16, "checkpointing": "full"},
-        "dataclass instances",
-    ),
     "DDP inside": (
         lambda: nn.ModuleDict({"net": nn.parallel.DistributedDataParallel(HandWritten())}),
         {},
