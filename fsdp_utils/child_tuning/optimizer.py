@@ -30,14 +30,13 @@ class ChildTuningAdamW(AdamW):
     "taskfree" with reserve_p=1, is torch.optim.AdamW bit for bit.
 
     p.grad stays as it is. In mode "taskfree" momentum also moves weights whose gradient is masked; weight
-    decay moves masked weights in both modes; a gradient that is not finite spoils even a weight that mode
-    "task" masks. A random mask depends on seed, step and the element's place in the unsharded model, on any
-    number of ranks. Tensors split along another dimension than the first, and FSDP1's flat parameters and
-    those in channels_last, have masks that differ from those of one process.
+    decay moves masked weights in both modes. A random mask depends on seed, step and the element's place in
+    the unsharded model, on any number of ranks. Tensors split along another dimension than the first, and
+    FSDP1's flat parameters and those in channels_last, have masks that differ from those of one process.
 
     Mode "taskfree" takes 4 to 8 bytes for each element of a group's largest parameter, or of a sixteenth of
-    all on a CPU, and 32 to 64 MiB on a GPU. Mode "task" makes the second moments of masked weights infinite.
-    A state dict brings masks, mode, reserve_p, seed and number of steps; to one of AdamW, those given apply.
+    all on a CPU, and 32 to 64 MiB on a GPU. Mode "task" makes the second moments of masked weights infinite:
+    so a state dict brings its masks, and mode, reserve_p and seed; to one of AdamW, those given apply.
 
     Args:
         params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
@@ -85,15 +84,18 @@ class ChildTuningAdamW(AdamW):
         self.defaults.update(reserve_p=reserve_p, mode=mode, seed=seed, mask_step=0)
         self.__setstate__({})
         given = gradient_mask if mode == "task" and gradient_mask else {}
-        self._masks = {plain_name(name).removeprefix("module."): mask for name, mask in given.items()}
+        self._masks = {plain_name(name): mask for name, mask in given.items()}
         everything = self._each()
         known = [piece.name for *_, own in everything for piece in own]
-        if unknown := sorted(self._masks.keys() - {*known}):
+        if (unknown := self._masks.keys() - {*known}) and all(name.startswith("module.") for name in known):
+            self._masks = {f"module.{name}": mask for name, mask in self._masks.items()}  # under DDP
+            unknown = {name for name in unknown if f"module.{name}" not in known}
+        if unknown:
             raise ValueError(
-                'ChildTuningAdamW: mode "task" finds its masks by name. '
-                f"gradient_mask names {', '.join(unknown[:3])}"
-                f"{' and others' if len(unknown) > 3 else ''}, which the optimizer does not have. Give it "
-                f"model.named_parameters(), and masks with names such as {known[0] or 'head.weight'}."
+                'ChildTuningAdamW: mode "task" finds its masks by name. gradient_mask names '
+                f"{', '.join(sorted(unknown)[:3])}{' and others' if len(unknown) > 3 else ''}, which the "
+                "optimizer does not have. Give it model.named_parameters(), and masks with names such as "
+                f"{known[0] or 'head.weight'}."
             )
         for _, p, own in everything if given else ():
             self._kept(p, own)  # raises if a mask does not fit
@@ -132,14 +134,14 @@ class ChildTuningAdamW(AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As AdamW's; masks, mode, reserve_p and seed are those of the state, where it has them."""
         super().load_state_dict(state_dict)
-        of_adamw = not all("mode" in group for group in state_dict["param_groups"])
         for p, state in self.state.items():
             for name in state.keys() - {"step"} if not isinstance(p, DTensor) else ():
                 state[name] = _laid_out(state[name], p)
-            if of_adamw and state:
-                state["exp_avg_sq"] = state["exp_avg_sq"].clone()  # its owner may go on with it
-        if of_adamw:
-            self._mask_moments()
+        if not all("mode" in group for group in state_dict["param_groups"]):
+            loaded = [p for p, state in self.state.items() if state]
+            for p in loaded:  # its owner may go on with it
+                self.state[p]["exp_avg_sq"] = self.state[p]["exp_avg_sq"].clone()
+            self._mask_moments(loaded)
 
     @disable_dynamo
     @torch.no_grad()
@@ -152,10 +154,9 @@ class ChildTuningAdamW(AdamW):
         for number, group in enumerate(self.param_groups):
             group["mask_step"] += 1
             lists: list[Any] = [[] for _ in range(6)]
-            states = sum(map(bool, self.state.values()))
+            new = [p for p in group["params"] if p.grad is not None and not self.state.get(p)]
             has_complex = collect_adamw(self, group, lists)
-            if group["mode"] == "task" and sum(map(bool, self.state.values())) > states:
-                self._mask_moments(only_new=True)
+            self._mask_moments(new)
             if group["mode"] == "task" or (group["mode"] == "taskfree" and group["reserve_p"] != 1):
                 if lists[0]:
                     self._masked_step(number, group, lists)
@@ -207,12 +208,12 @@ class ChildTuningAdamW(AdamW):
                 before += piece.shape.numel()
         return first_of
 
-    def _mask_moments(self, only_new: bool = False) -> None:
-        """Make the second moments of masked weights infinite, where there are moments by now."""
-        for group, p, own in self._each():
-            state = self.state.get(p)
-            if state and group["mode"] == "task" and not (only_new and state["step"] > 0):
-                local(state["exp_avg_sq"]).masked_fill_(~self._kept(p, own), torch.inf)
+    def _mask_moments(self, params: list[Tensor]) -> None:
+        """Make the second moments of masked weights infinite."""
+        wanted = set(params)
+        for group, p, own in self._each() if params else ():
+            if group["mode"] == "task" and p in wanted:
+                local(self.state[p]["exp_avg_sq"]).masked_fill_(~self._kept(p, own), torch.inf)
 
 
 def _cut(mask: Tensor, p: Tensor, piece: Piece) -> Tensor:
@@ -242,7 +243,7 @@ def _laid_out(tensor: Tensor, p: Tensor) -> Tensor:
     copy = torch.empty_like(p)
     if copy.stride() != p.stride():
         raise ValueError(
-            f"ChildTuningAdamW: expected parameters without gaps in memory, found one of shape "
-            f"{tuple(p.shape)} with strides {p.stride()}. Make the parameters contiguous."
+            "ChildTuningAdamW: expected parameters without gaps in memory, found one with strides "
+            f"{p.stride()}. Make the parameters contiguous."
         )
     return copy.copy_(tensor)
