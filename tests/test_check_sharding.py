@@ -72,13 +72,6 @@ def three_in_one_of_fsdp1() -> nn.Module:
     return fsdp1(model)
 
 
-def sharing() -> nn.Module:
-    model = HandWritten()
-    for block in model.blocks[1:]:
-        block.mlp[0].weight = model.blocks[0].mlp[0].weight
-    return shard(model)
-
-
 def top_heavy() -> HandWritten:
     # root: 2 * 1000 * 8 + 8 * 8 + 8 = 16072; blocks: 3 * (2 * 8 * 32 + 32 + 8) = 1656
     return HandWritten(vocabulary=1000)
@@ -116,7 +109,6 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         three_in_one_of_fsdp1,
         [r"^83% of the parameters are in one unit, blocks, .*" + GIVE_POLICY],
     ),
-    "blocks that share a parameter": (sharing, []),
     "top-heavy": (lambda: shard(top_heavy()), [TOP_HEAVY]),
     "top-heavy, FSDP1": (lambda: fsdp1_by_block(top_heavy()), [TOP_HEAVY]),
     "inside a training wrapper": (lambda: nn.ModuleDict({"model": shard(HandWritten())}), []),
@@ -254,7 +246,7 @@ def test_parameters_in_bf16_without_masters(two_ranks: TwoRanks) -> None:
 
     for (adamw, child, *others), unmoved in two_ranks(fn):
         assert others == [[], [], [], []]
-        held = r"^4 trainable parameters are held in bfloat16 \(such as 0\.weight\), and {} keeps no float32"
+        held = r"^4 trainable parameters are held in torch\.bfloat16, and {} keeps no float32"
         assert_said(adamw, [held.format("AdamW")])
         assert_said(child, [held.format("ChildTuningAdamW")])
         assert unmoved > 0.8  # "most weights never move"
@@ -277,7 +269,9 @@ def test_gradients_that_are_reduced_in_bf16(two_ranks: TwoRanks) -> None:
     for low, high, low_in_fsdp1, high_in_fsdp1 in two_ranks(fn):
         assert high == high_in_fsdp1 == []
         for problems in (low, low_in_fsdp1):
-            assert_said(problems, [r"^Gradients of 4 units \(such as \(root\)\) are summed .* in bfloat16"])
+            assert_said(
+                problems, [r"^Gradients of 4 units \(such as \(root\)\) are summed .* in torch.bfloat16"]
+            )
 
 
 def test_fsdp1_with_shard_groups_of_one_rank_does_not_sync(two_ranks: TwoRanks) -> None:

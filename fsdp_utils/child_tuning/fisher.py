@@ -27,10 +27,9 @@ def fisher_mask(
 ) -> dict[str, Tensor]:
     """Select the weights to fine-tune on a task: those with the largest squared gradients.
 
-    Sums the squares of the gradient over the batches, in float64. The Fisher information is an expectation
-    over single samples, so smaller batches come closer to it. Under DDP and FSDP the gradient is the mean
-    over the ranks (for single samples give every rank the same one), and every rank must call this. Call
-    model.eval() first to leave dropout out. Afterwards all p.grad are None.
+    Sums the squares of the gradient over the batches, in float64; the fewer samples in a batch, the closer to
+    the Fisher information. Under DDP and FSDP the gradient is the mean over the ranks (for single samples
+    give every rank the same one), and every rank must call this. Afterwards all p.grad are None.
 
     Args:
         model: plain, or wrapped by DDP, FSDP1 or FSDP2.
@@ -44,8 +43,8 @@ def fisher_mask(
         sharded as the parameter is: DTensors under FSDP2, this rank's part in one dimension under FSDP1.
 
     Raises:
-        ValueError: keep is out of range; no parameter requires gradients; there are no batches; keep or the
-            number of batches differs between ranks; a gradient is not finite. The same on all ranks.
+        ValueError: nothing to keep or to train; no batches, or not as many on all ranks; another keep on
+            another rank; a gradient that is not finite. The same on all ranks.
 
     Source: Xu et al. 2021, "Raise a Child in Large Language Model" (arXiv 2109.05687), section 2.2.2.
 

@@ -25,18 +25,16 @@ class ChildTuningAdamW(AdamW):
     """AdamW for child tuning: each step lets only a part of each gradient through.
 
     Mode "taskfree" (the paper's F) keeps each element of a gradient with probability reserve_p, drawn anew at
-    each step, and divides it by reserve_p; steps get shorter than AdamW's, down to sqrt(reserve_p) times as
-    long. Mode "task" (D) always keeps the elements of one mask, such as `fisher_mask` finds. Mode None, and
-    "taskfree" with reserve_p=1, is torch.optim.AdamW bit for bit.
+    each step, and divides it by reserve_p. Mode "task" (D) always keeps the elements of one mask, such as
+    `fisher_mask` finds. Mode None, and "taskfree" with reserve_p=1, is torch.optim.AdamW bit for bit.
 
-    p.grad stays as it is. In mode "taskfree" momentum also moves weights whose gradient is masked; weight
-    decay moves masked weights in both modes. A random mask depends on seed, step and the element's place in
-    the unsharded model, on any number of ranks. Tensors split along another dimension than the first, and
-    FSDP1's flat parameters and those in channels_last, have masks that differ from those of one process.
+    In mode "taskfree" momentum also moves weights whose gradient is masked; weight decay moves masked weights
+    in both modes. A random mask depends on seed, step and the element's place in the unsharded model, on any
+    number of ranks. Tensors split along another dimension than the first, and FSDP1's flat parameters, have
+    masks that differ from those of one process.
 
-    Mode "taskfree" takes 4 to 8 bytes for each element of a group's largest parameter, or of a sixteenth of
-    all on a CPU, and 32 to 64 MiB on a GPU. Mode "task" makes the second moments of masked weights infinite:
-    so a state dict brings its masks, and mode, reserve_p and seed; to one of AdamW, those given apply.
+    Mode "task" makes the second moments of masked weights infinite. So a state dict brings its masks, and
+    mode, reserve_p and seed; to one of AdamW, those given apply.
 
     Args:
         params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
@@ -48,8 +46,7 @@ class ChildTuningAdamW(AdamW):
         seed: the same on all ranks.
 
     Raises:
-        ValueError: reserve_p or mode is unknown; mode "task" without a mask or without names; the mask names
-            no parameter, or has another shape.
+        ValueError: reserve_p or mode is unknown; mode "task" has no mask or no names; a mask does not fit.
 
     Source: Xu et al. 2021, "Raise a Child in Large Language Model" (arXiv 2109.05687).
 
@@ -134,9 +131,6 @@ class ChildTuningAdamW(AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As AdamW's; masks, mode, reserve_p and seed are those of the state, where it has them."""
         super().load_state_dict(state_dict)
-        for p, state in self.state.items():
-            for name in state.keys() - {"step"} if not isinstance(p, DTensor) else ():
-                state[name] = _laid_out(state[name], p)
         if not all("mode" in group for group in state_dict["param_groups"]):
             loaded = [p for p, state in self.state.items() if state]
             for p in loaded:  # its owner may go on with it
@@ -169,6 +163,12 @@ class ChildTuningAdamW(AdamW):
     def _masked_step(self, number: int, group: dict[str, Any], lists: list[list[Any]]) -> None:
         ids = [id(p) for p in lists[0]]
         lists = [[local(t) for t in column] for column in lists]
+        # AdamW's kernel takes for granted that all lie in memory alike.
+        if odd := [t for column in (lists[0], *lists[2:5]) for t in column if not t.is_contiguous()]:
+            raise ValueError(
+                "ChildTuningAdamW: expected contiguous parameters and moments, found strides "
+                f"{odd[0].stride()}. Assign nn.Parameter(p.detach().contiguous())."
+            )
         # one tensor for all: with a number, each addition on the CPU would make another tensor
         foreach_add_(lists[5], torch.ones((), device=lists[5][0].device), alpha=1.0)
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -182,7 +182,8 @@ class ChildTuningAdamW(AdamW):
             own = [[column[i] for i in chosen] if column else [] for column in lists]
             if device.type != "cpu" and own[5][0].device.type == "cpu":  # as AdamW keeps steps unless fused
                 own[5] = list(torch.stack(own[5]).to(device, torch.float32, non_blocking=True).unbind())
-            batches, masked = [list(range(len(chosen)))], iter([own[1]])
+            batches = [list(range(len(chosen)))]
+            masked = iter([[grad.to(dtype).contiguous() for grad in own[1]]])
             if group["mode"] == "taskfree":
                 settings["grad_scale"] = torch.full((), fraction, dtype=torch.float32, device=device)
                 known, masks = self._planned.get((number, dtype, device), (None, None))
@@ -195,7 +196,6 @@ class ChildTuningAdamW(AdamW):
                 masked = masks.of(own[1], seed=group["seed"], step=group["mask_step"], bound=bound)
             for batch, grads in zip(batches, masked, strict=True):
                 params, _, *others = ([column[i] for i in batch] if column else [] for column in own)
-                grads = [_laid_out(grad, p) for p, grad in zip(params, grads, strict=True)]
                 fused_adamw_(params, grads, *others, **settings)
 
     def _first_elements(self) -> dict[int, int]:
@@ -234,16 +234,3 @@ def _cut(mask: Tensor, p: Tensor, piece: Piece) -> Tensor:
         f"ChildTuningAdamW: gradient_mask[{piece.name!r}]: expected shape {tuple(piece.shape)}, or this "
         f"rank's part of it, found {tuple(mask.shape)}"
     )
-
-
-def _laid_out(tensor: Tensor, p: Tensor) -> Tensor:
-    """Return it in the parameter's dtype and memory format: AdamW's kernel takes both for granted."""
-    if tensor.stride() == p.stride() and tensor.dtype == p.dtype:
-        return tensor
-    copy = torch.empty_like(p)
-    if copy.stride() != p.stride():
-        raise ValueError(
-            "ChildTuningAdamW: expected parameters without gaps in memory, found one with strides "
-            f"{p.stride()}. Make the parameters contiguous."
-        )
-    return copy.copy_(tensor)

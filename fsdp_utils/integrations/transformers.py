@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from fsdp_utils._extras import need
 from fsdp_utils.checkpoint import CheckpointError, PerRank, checkpoints, load_distributed, save_distributed
 from fsdp_utils.checkpoint.load import read_state
@@ -73,8 +75,7 @@ class MemoryCallback(TrainerCallback):
 class CheckpointCallback:
     """Saves a Trainer's training with `save_distributed` whenever the Trainer would save, and resumes it.
 
-    A checkpoint holds model, optimizer, learning rate schedule, scaler, the Trainer's state, and each rank's
-    random number generators, in place of the Trainer's own folders. `save_strategy`, `save_steps` and
+    The checkpoints take the place of the Trainer's own folders. `save_strategy`, `save_steps` and
     `save_total_limit` apply.
 
     Args:
@@ -94,23 +95,19 @@ class CheckpointCallback:
 
     def __init__(self, trainer: "Trainer", directory: str | os.PathLike[str]) -> None:
         args = trainer.args
-        refused = {
-            "load_best_model_at_end": args.load_best_model_at_end,
-            'push_to_hub without hub_strategy="end"': args.push_to_hub and args.hub_strategy != "end",
-            "DeepSpeed": trainer.is_deepspeed_enabled,
-        }
-        if found := [name for name, is_on in refused.items() if is_on]:
+        uploads = args.push_to_hub and args.hub_strategy != "end"
+        if args.load_best_model_at_end or uploads or trainer.is_deepspeed_enabled:
             raise ValueError(
-                "CheckpointCallback: expected a Trainer that needs no checkpoints of its own, which this "
-                f"callback replaces, found {', '.join(found)}"
+                "CheckpointCallback: expected a Trainer that needs no folders of its own, found "
+                'load_best_model_at_end, push_to_hub without hub_strategy="end", or DeepSpeed'
             )
         self._trainer: Any = trainer
         self._directory = directory
         self._resuming: tuple[int, tempfile.TemporaryDirectory[str]] | None = None
         self._rng: Any = None
         self._trainer._save_checkpoint = lambda model, trial: self._save()
-        # The Trainer calls these with what newest() returned: the first before it shards, the last when it has
-        # skipped the batches that were trained on, which draws random numbers.
+        # The Trainer calls these to resume: the first before it shards, the last when it has
+        # skipped the batches that were trained on, which draws random numbers
         self._trainer._load_from_checkpoint = lambda *_: None
         self._trainer._load_optimizer_and_scheduler = self._load
         self._trainer._load_scaler = lambda _: None
@@ -120,16 +117,16 @@ class CheckpointCallback:
         """Prepare to resume from the newest checkpoint. Call it on every rank.
 
         Returns:
-            What `trainer.train(resume_from_checkpoint=...)` takes, a temporary folder with the Trainer's
-            state: the rest is loaded when the training begins. None where there is no checkpoint.
+            What `trainer.train(resume_from_checkpoint=...)` takes: a temporary folder with the Trainer's
+            state. None where there is no checkpoint.
 
         Raises:
             CheckpointError: it is damaged, or not from this callback; or a rank did not call this.
         """
 
         def look() -> tuple[int, dict[str, Any]] | None:
-            steps = checkpoints(self._directory)
-            return (last := [*steps][-1], read_state(steps[last])) if steps else None  # saved last
+            steps = [*checkpoints(self._directory).items()]
+            return (steps[-1][0], read_state(steps[-1][1])) if steps else None  # saved last
 
         # rank 0 looks: others may see the directory later
         ranks = agree("CheckpointCallback.newest", dict, error=CheckpointError, topic="newest")
@@ -141,8 +138,7 @@ class CheckpointCallback:
         step, state = found
         if "trainer" not in state:
             raise CheckpointError(
-                f"{self._directory}: expected a checkpoint that CheckpointCallback saved, found in that of "
-                f"step {step} the state {sorted(state)}"
+                f"{self._directory}: expected a checkpoint of CheckpointCallback, found state {sorted(state)}"
             )
         folder = tempfile.TemporaryDirectory(prefix="trainer-state-")
         Path(folder.name, "trainer_state.json").write_text(state["trainer"])
@@ -168,6 +164,9 @@ class CheckpointCallback:
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         stateful: Any = [one for one in callbacks if isinstance(one, ExportableState)]
         trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+        text = [json.dumps(dataclasses.asdict(trainer.state))]
+        if dist.is_initialized():  # rank 0's for all: times of an evaluation in it differ
+            dist.broadcast_object_list(text)
         scaler, limit = getattr(trainer.accelerator, "scaler", None), trainer.args.save_total_limit
         save_distributed(
             self._directory,
@@ -178,9 +177,7 @@ class CheckpointCallback:
             state={
                 "scheduler": trainer.lr_scheduler.state_dict(),
                 "scaler": scaler and scaler.state_dict(),
+                "trainer": text[0],
             },
-            per_rank={
-                "trainer": json.dumps(dataclasses.asdict(trainer.state)),  # times of an evaluation in it differ
-                "rng": rng_state(),
-            },
+            per_rank={"rng": rng_state()},
         )

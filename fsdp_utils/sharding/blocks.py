@@ -90,15 +90,3 @@ def _outermost(
             yield plain_name(prefix, name), child
         else:
             yield from _outermost(child, wanted, plain_name(prefix, name))
-
-
-def by_shared_parameters(blocks: list[nn.Module]) -> list[tuple[list[nn.Module], set[nn.Parameter]]]:
-    """Group the blocks so that no two groups share a parameter; with the parameters of each group."""
-    groups: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
-    for block in blocks:
-        modules, parameters = [block], set(block.parameters())
-        for group in [group for group in groups if not group[1].isdisjoint(parameters)]:
-            groups.remove(group)
-            modules, parameters = group[0] + modules, group[1] | parameters
-        groups.append((modules, parameters))
-    return groups

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from fsdp_utils.distributed.agreement import agree, has_peers
-from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
+from fsdp_utils.sharding.blocks import SMALL, outermost, transformer_block_classes
 from fsdp_utils.sharding.copies import buffer_copies, differing, in_words, parameter_copies
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, within
-from fsdp_utils.sharding.wrapping import UNEVEN, dimension, padding
+from fsdp_utils.sharding.wrapping import UNEVEN, padding
 from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp2_whole
 
 _HALF = 0.5  # a unit that gathers a larger share of the parameters undoes most of what sharding saves
@@ -81,8 +81,8 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
     if loose:
         cure = "Wrap the whole model in FSDP." if root.fsdp1 else "Call fully_shard(model) after its parts."
         yield (
-            f"{len(loose)} parameters are in no unit (such as {next(iter(loose))}): they are not sharded and "
-            f"their gradients are not averaged over the ranks. {cure}"
+            f"{len(loose)} parameters are in no unit (such as {next(iter(loose))}): they are not sharded, "
+            f"nor are their gradients averaged. {cure}"
         )
         return
     if root.name != ROOT and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
@@ -105,9 +105,8 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
         )
         return
     for unit, own in ((unit, wrapped.sizes[unit]) for unit in units):
-        held = [block for name, block in blocks.items() if within(name, own)]
-        # A block alone, and blocks that share a parameter, must be in one unit.
-        if (unit is root or len(by_shared_parameters(held)) > 1) and _share(own, sizes) > _HALF:
+        held = [name for name in blocks if within(name, own)]
+        if (unit is root or len(held) > 1) and _share(own, sizes) > _HALF:  # a block is not split
             yield (
                 f"{_share(own, sizes):.0%} of the parameters are in one unit, {unit.name}, so that each rank "
                 "holds them and their gradients whole at once; the largest is "
@@ -141,22 +140,19 @@ def _ties(wrapped: _Wrapped) -> Iterator[str]:
 def _rows(wrapped: _Wrapped) -> Iterator[str]:
     """Find parameters, such as experts, that are cut between fewer rows than the ranks can share evenly."""
     added: dict[str, float] = {}  # bytes of padding on each rank
-    share, elsewhere = 0.0, False
+    share = 0.0
     for name, p in wrapped.model.named_parameters():
         if isinstance(p, DTensor) and p.dim() and p.placements[-1].is_shard() and p.numel():
             ranks = p.device_mesh.size(p.device_mesh.ndim - 1)
             share += p.nbytes / ranks
             if p.placements[-1].is_shard(0) and padding(p.shape, ranks) > UNEVEN * p.numel():
                 added[plain_name(name)] = padding(p.shape, ranks) * p.itemsize / ranks
-                elsewhere = elsewhere or dimension(p.shape, ranks) > 0
     if sum(added.values()) > max(_FEW_BYTES, UNEVEN * share):
-        cure = 'They divide no other dimension: shard over fewer ranks (strategy "hybrid").'
-        if elsewhere:
-            cure = "Call shard(model), or give fully_shard a shard_placement_fn with a dimension they divide."
         yield (
             f"{len(added)} parameters, such as {max(added, key=added.__getitem__)}, are cut between rows "
             "that the ranks cannot share evenly: with padding, each rank holds "
-            f"{sum(added.values()) / share:.0%} more than its share of the model. {cure}"
+            f"{sum(added.values()) / share:.0%} more than its share of the model. shard(model) cuts along a "
+            "dimension that the ranks divide; where there is none, shard over fewer ranks."
         )
 
 
@@ -188,12 +184,10 @@ def _master_weights(wrapped: _Wrapped) -> Iterator[str]:
     # Those of the optimizer: between forward and backward the model may hold gathered copies in bf16.
     low = [p for p in _trained(optimizer) if p.requires_grad and p.dtype in _LOW]
     if optimizer and low and type(optimizer).step.__module__.startswith(_WITHOUT_MASTERS):
-        names = [plain_name(name) for name, p in wrapped.model.named_parameters() if p is low[0]]
         yield (
-            f"{len(low)} trainable parameters are held in {_name(low[0].dtype)}"
-            f"{f' (such as {names[0]})' if names else ''}, and {type(optimizer).__name__} keeps no float32 "
-            "copy of them: at a small learning rate most updates are rounded away. Call model.float() before "
-            "sharding, and compute in bf16 by MixedPrecisionPolicy (FSDP1: MixedPrecision)."
+            f"{len(low)} trainable parameters are held in {low[0].dtype}, and {type(optimizer).__name__} "
+            "keeps no float32 copy: at a small learning rate most updates are rounded away. Call "
+            "model.float() before sharding, and compute in bf16 by MixedPrecisionPolicy."
         )
 
 
@@ -206,14 +200,9 @@ def _reduction(wrapped: _Wrapped) -> Iterator[str]:
     found = [(name, policy.reduce_dtype or policy.param_dtype) for name, policy in policies]
     if low := [(name, dtype) for name, dtype in found if dtype in _LOW]:
         yield (
-            f"Gradients of {len(low)} units (such as {low[0][0]}) are summed over the ranks in "
-            f"{_name(low[0][1])}, which loses digits with each rank. Give MixedPrecisionPolicy (FSDP1: "
-            "MixedPrecision) reduce_dtype=torch.float32."
+            f"Gradients of {len(low)} units (such as {low[0][0]}) are summed over the ranks in {low[0][1]}, "
+            "which loses digits. Set the policy's reduce_dtype=torch.float32."
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _alone(wrapped: _Wrapped) -> Iterator[str]:
@@ -227,8 +216,7 @@ def _alone(wrapped: _Wrapped) -> Iterator[str]:
     if alone:
         yield (
             f"HYBRID_SHARD over groups of one rank in {len(alone)} FSDP1 units (such as {alone[0]}): FSDP1 "
-            "averages its gradients with no other rank. Put at least two ranks into a shard group, or use "
-            "DistributedDataParallel or fully_shard."
+            "averages their gradients with no other rank. Put more ranks into a group, or use fully_shard."
         )
 
 
@@ -253,8 +241,8 @@ def _copies(wrapped: _Wrapped) -> Iterator[str]:
     if some := {name: said for name, said in differ.items() if name in parameters}:
         yield (
             f"Replicas of a parameter differ between ranks: {in_words(some)}. Build the model with one seed "
-            "on all ranks; if they were the same once, look for ignored parameters, whose gradients FSDP "
-            "does not average, a step that only some ranks take, and gradient sync that is off."
+            "on all ranks; if they were the same once, look for ignored parameters, whose gradients nobody "
+            "averages, a step that only some ranks take, and gradient sync that is off."
         )
     if some := {name: said for name, said in differ.items() if name in buffers}:
         yield (

@@ -1,6 +1,7 @@
 """Wrap a model with FSDP2, block by block: so only a block or two hold full parameters at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_utils.sharding.blocks import by_shared_parameters, outermost, transformer_block_classes
+from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
 from fsdp_utils.sharding.checkpointing import compute_again
 from fsdp_utils.sharding.copies import make_replicas_equal
 from fsdp_utils.sharding.names import plain_name
@@ -38,9 +39,9 @@ def shard(
 ) -> nn.Module:
     """Call fully_shard on each transformer block, then on the model.
 
-    Call it on all ranks, and build the optimizer after it. Blocks that share a parameter become one unit; one
-    that shares a parameter with the rest of the model stays in the root's, as embedding, last norm and head
-    do, which is held in full for the whole step. Scalars stay on each rank; their gradients are averaged.
+    Call it on all ranks, and build the optimizer after it. Embedding, last norm and head stay in the root's
+    unit, which is held in full for the whole step, and so does a block that shares a parameter with other
+    modules. Scalars stay on each rank; their gradients are averaged.
 
     A parameter is cut between rows if that gives each rank its share to within 5% of padding, else (8 experts
     on 32 ranks) along the first dimension that the ranks divide, which costs a copy at each all-gather. If
@@ -99,9 +100,8 @@ def shard(
         options["ignored_params"] = set(map(model.get_parameter, scalars))
     if checkpointing is not None:
         compute_again(blocks, checkpointing)
-    for unit in _units(model, blocks):
-        part: Any = unit[0] if len(unit) == 1 else unit
-        fully_shard(part, reshard_after_forward=strategy != "grad_op", mp_policy=of_blocks, **options)
+    for block in _units(model, blocks):
+        fully_shard(block, reshard_after_forward=strategy != "grad_op", mp_policy=of_blocks, **options)
     if strategy == "grad_op":
         options["reshard_after_forward"] = False  # else torch's default, which is the same for a root
     fully_shard(model, mp_policy=policy, **options)
@@ -153,18 +153,14 @@ def _mesh(mesh: DeviceMesh | None, strategy: str) -> DeviceMesh:
     return mesh
 
 
-def _units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Group the blocks so that no two units share a parameter, nor one with what stays in the root."""
+def _units(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Choose the blocks that share no parameter with a module outside of them."""
 
-    def outside(module: nn.Module) -> Iterator[nn.Parameter]:
-        yield from module.parameters(recurse=False)
-        for child in module.children():
-            if child not in blocks:
-                yield from outside(child)
+    def uses(of: nn.Module) -> Counter[nn.Parameter]:
+        return Counter(p for module in of.modules() for p in module.parameters(recurse=False) if p.dim())
 
-    in_root = {parameter for parameter in outside(model) if parameter.dim()}
-    groups = by_shared_parameters(blocks)
-    return [modules for modules, parameters in groups if parameters.isdisjoint(in_root)]
+    in_model = uses(model)
+    return [one for one in dict.fromkeys(blocks) if all(in_model[p] == n for p, n in uses(one).items())]
 
 
 def _gather_what_can_train(unit: Any, _: Any) -> None:
