@@ -16,7 +16,7 @@ ROOMS = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py"))
 LEVEL = {
     "torch_internals": 0,
     "distributed": 1,
-    "sharding": 1058,
+    "sharding": 2,
     **dict.fromkeys(
         ["memory", "allocator", "checkpoint", "collectives", "child_tuning", "precision", "migration"], 3
     ),
