@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils import check_sharding, shard, transformer_block_classes
+from fsdp_utils import check_sharding, shard
 
 TwoRanks = Callable[..., list[Any]]
 
@@ -53,9 +52,6 @@ class HandWritten(nn.Module):
 
 def hand_written_batch() -> dict[str, Any]:
     return {"x": torch.arange(8).reshape(2, 4)}
-
-
-HAND_WRITTEN = Tiny(HandWritten, hand_written_batch, {"Block"}, 3)
 
 
 def fsdp1(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
@@ -114,34 +110,3 @@ def assert_same(outcome: Outcome, units: int) -> None:
     assert outcome.unsharded == []
     assert outcome.problems == []
     assert outcome.units == units
-
-
-class OutcomeFSDP1(NamedTuple):
-    loss: float
-    plain_loss: float
-    units: list[str]  # the classes of what is wrapped, the root first
-    problems: list[str]
-
-
-def compare_fsdp1(tiny: Tiny) -> list[OutcomeFSDP1]:
-    """One forward, unsharded and under FSDP1 with flat and with original parameters."""
-    outcomes = []
-    for use_orig_params in (False, True):
-        torch.manual_seed(0)
-        model = tiny.make().eval()
-        plain_loss = loss_of(model(**tiny.batch())).item()
-        policy = ModuleWrapPolicy(transformer_block_classes(model))
-        model = fsdp1(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-        units = [type(unit.module).__name__ for unit in FullyShardedDataParallel.fsdp_modules(model)]
-        loss = loss_of(model(**tiny.batch())).item()
-        outcomes.append(OutcomeFSDP1(loss, plain_loss, units, check_sharding(model)))
-    return outcomes
-
-
-def assert_same_fsdp1(outcomes: list[OutcomeFSDP1], tiny: Tiny) -> None:
-    assert len(outcomes) == 2
-    for outcome in outcomes:
-        assert outcome.loss == pytest.approx(outcome.plain_loss, rel=1e-5)
-        assert len(outcome.units) == tiny.number + 1
-        assert set(outcome.units[1:]) == tiny.blocks
-        assert outcome.problems == []

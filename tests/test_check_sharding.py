@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -72,13 +72,6 @@ def three_in_one_of_fsdp1() -> nn.Module:
     return fsdp1(model)
 
 
-def sharing() -> nn.Module:
-    model = HandWritten()
-    for block in model.blocks[1:]:
-        block.mlp[0].weight = model.blocks[0].mlp[0].weight
-    return shard(model)
-
-
 def top_heavy() -> HandWritten:
     # root: 2 * 1000 * 8 + 8 * 8 + 8 = 16072; blocks: 3 * (2 * 8 * 32 + 32 + 8) = 1656
     return HandWritten(vocabulary=1000)
@@ -116,7 +109,6 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         three_in_one_of_fsdp1,
         [r"^83% of the parameters are in one unit, blocks, .*" + GIVE_POLICY],
     ),
-    "blocks that share a parameter": (sharing, []),
     "top-heavy": (lambda: shard(top_heavy()), [TOP_HEAVY]),
     "top-heavy, FSDP1": (lambda: fsdp1_by_block(top_heavy()), [TOP_HEAVY]),
     "inside a training wrapper": (lambda: nn.ModuleDict({"model": shard(HandWritten())}), []),
@@ -245,7 +237,7 @@ def test_parameters_in_bf16_without_masters(two_ranks: TwoRanks) -> None:
         unmoved = (whole(model[0].weight.detach()) == before).float().mean().item()
         model.requires_grad_(False)
         found.append(check_sharding(model, adamw))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         mixed = shard(HandWritten(), strategy="grad_op", mp_policy=policy)
         adamw = torch.optim.AdamW(mixed.parameters())
         mixed(**hand_written_batch())  # now the model holds gathered parameters in bf16
@@ -254,39 +246,32 @@ def test_parameters_in_bf16_without_masters(two_ranks: TwoRanks) -> None:
 
     for (adamw, child, *others), unmoved in two_ranks(fn):
         assert others == [[], [], [], []]
-        held = r"^4 trainable parameters are held in bfloat16 \(such as 0\.weight\), and {} keeps no float32"
+        held = r"^4 trainable parameters are held in torch\.bfloat16, and {} keeps no float32"
         assert_said(adamw, [held.format("AdamW")])
         assert_said(child, [held.format("ChildTuningAdamW")])
         assert unmoved > 0.8  # "most weights never move"
 
 
-# ---- gradient sync ----
+# ---- gradients ----
 
 
-def test_gradient_sync_that_was_left_off(two_ranks: TwoRanks) -> None:
+def test_gradients_that_are_reduced_in_bf16(two_ranks: TwoRanks) -> None:
     def fn() -> list[list[str]]:
-        model: Any = shard(HandWritten())
-        model.set_requires_gradient_sync(False)
-        found = [check_sharding(model)]
-        model.set_requires_gradient_sync(True)
-        model.set_requires_all_reduce(False)  # there are no replicas
-        found.append(check_sharding(model))
-        replicated = hybrid()
-        replicated.set_requires_all_reduce(False)
-        found.append(check_sharding(replicated))
-        for wrapped in (fsdp1_by_block(HandWritten()), DDP(HandWritten())):
-            with wrapped.no_sync():  # type: ignore[operator]
-                found.append(check_sharding(wrapped))
-            found.append(check_sharding(wrapped))
-        return found
+        of_fsdp2, of_fsdp1 = (
+            [dtypes(param_dtype=torch.bfloat16, reduce_dtype=reduce) for reduce in (None, torch.float32)]
+            for dtypes in (MixedPrecisionPolicy, MixedPrecision)
+        )
+        found = [check_sharding(shard(HandWritten(), mp_policy=policy)) for policy in of_fsdp2]
+        return found + [
+            check_sharding(fsdp1_by_block(HandWritten(), mixed_precision=policy)) for policy in of_fsdp1
+        ]
 
-    fsdp2, no_replicas, all_reduce, in_fsdp1, after, in_ddp, after_ddp = two_ranks(fn)[0]
-    assert no_replicas == after == after_ddp == []
-    off = (
-        r"^Gradient sync is off in {} units \(such as \(root\)\): .*model\.set_requires_gradient_sync\(True\)"
-    )
-    for problems, count in ((fsdp2, 4), (all_reduce, 4), (in_fsdp1, 4), (in_ddp, 1)):
-        assert_said(problems, [off.format(count)])
+    for low, high, low_in_fsdp1, high_in_fsdp1 in two_ranks(fn):
+        assert high == high_in_fsdp1 == []
+        for problems in (low, low_in_fsdp1):
+            assert_said(
+                problems, [r"^Gradients of 4 units \(such as \(root\)\) are summed .* in torch.bfloat16"]
+            )
 
 
 def test_fsdp1_with_shard_groups_of_one_rank_does_not_sync(two_ranks: TwoRanks) -> None:

@@ -1,7 +1,6 @@
 """ChildTuningAdamW: is the mask what it should be, wherever the weights lie, and is the rest AdamW?"""
 
 import copy
-import gc
 import zlib
 from collections import Counter
 from typing import Any
@@ -178,43 +177,18 @@ def test_gradients_stay_as_they_are(dtype: torch.dtype) -> None:
 
 
 def test_missing_empty_and_oddly_laid_out_gradients() -> None:
-    missing, empty = nn.Parameter(torch.ones(3)), parameter(0, 4)
-    channels_last = nn.Parameter(torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
-    channels_last.grad = torch.ones(2, 3, 4, 4)
-    transposed = parameter(8, 5)
+    missing, empty, transposed = nn.Parameter(torch.ones(3)), parameter(0, 4), parameter(8, 5)
     transposed.grad = torch.ones(5, 8).T
-    optimizer = ChildTuningAdamW([missing, empty, channels_last, transposed], reserve_p=0.5)
+    optimizer = ChildTuningAdamW([missing, empty, transposed], reserve_p=0.5)
     optimizer.step()
     assert bool((missing == 1).all())
-    for p in (channels_last, transposed):
-        seen = optimizer.state[p]["exp_avg"]
-        assert 0 < float((seen != 0).float().mean()) < 1
-        torch.testing.assert_close(seen[seen != 0], torch.full((int((seen != 0).sum()),), 0.2))
-
-    twin = parameter(2, 3, 4, 4)  # has the masks of channels_last
-    of_twin = seen_by_adamw(parameter(3), parameter(0, 4), twin, reserve_p=0.5)[3:] != 0
-    of_last = seen_by_adamw(parameter(3), parameter(0, 4), channels_last, reserve_p=0.5)[3:] != 0
-    assert torch.equal(of_twin, of_last)
-
-    kernel = nn.Parameter(torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
-    mask, before = torch.rand(2, 3, 4, 4) < 0.5, kernel.detach().clone()
-    kernel.grad = torch.ones(2, 3, 4, 4)
-    ChildTuningAdamW([("p", kernel)], mode="task", gradient_mask={"p": mask}).step()
-    assert torch.equal(kernel != before, mask)
-
-
-@pytest.mark.parametrize("mode", ["task", "taskfree"])
-def test_a_gradient_of_another_dtype_is_converted(mode: Any) -> None:
-    found = []
-    for grad_dtype in (torch.float32, torch.bfloat16):
-        p = nn.Parameter(torch.ones(5, 3, dtype=torch.bfloat16))
-        p.grad_dtype = grad_dtype
-        p.grad = torch.linspace(-1, 1, 15).view(5, 3).bfloat16().to(grad_dtype)
-        options: Any = {"gradient_mask": {"p": torch.eye(5, 3)}} if mode == "task" else {}
-        ChildTuningAdamW([("p", p)], lr=0.1, mode=mode, **options).step()
-        found.append(p.detach())
-    assert torch.equal(*found)
-    assert not torch.equal(found[0], torch.ones_like(found[0]))
+    seen = optimizer.state[transposed]["exp_avg"]
+    assert 0 < float((seen != 0).float().mean()) < 1
+    torch.testing.assert_close(seen[seen != 0], torch.full((int((seen != 0).sum()),), 0.2))
+    mask, before = torch.rand(8, 5) < 0.5, transposed.detach().clone()
+    transposed.grad = torch.arange(1.0, 41).view(5, 8).T
+    ChildTuningAdamW([("p", transposed)], lr=0.1, mode="task", gradient_mask={"p": mask}).step()
+    assert torch.equal(transposed != before, mask)
 
 
 def test_groups_have_their_own_fraction_and_rate() -> None:
@@ -285,28 +259,6 @@ def test_a_step_takes_few_calls(number: int, side: int, device: str, dtype: torc
         assert calls.names["aten::_to_copy"] <= 1  # the counts of steps go there, in one copy
 
 
-def tensor_bytes(device: str = "cpu") -> int:
-    """Of all storages that are alive."""
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    storages = [t.untyped_storage() for t in tensors if t.device.type == device]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-@pytest.mark.parametrize(
-    ("mode", "device", "mib"), [("taskfree", "cpu", 4.3), ("taskfree", "meta", 32.3), ("task", "cpu", 0.01)]
-)
-def test_the_memory_that_a_mask_takes(mode: Any, device: str, mib: float) -> None:
-    """Random masks: scratch memory and a table. Given masks: nothing more than the masks themselves."""
-    params = [parameter(2**20, device=device) for _ in range(8)]
-    masks = {str(i): torch.rand(2**20) < 0.5 for i in range(8)} if mode == "task" else None
-    named = [(str(i), p) for i, p in enumerate(params)]
-    optimizer = ChildTuningAdamW(named, mode=mode, gradient_mask=masks)
-    before = tensor_bytes(device)
-    optimizer.step()
-    assert (tensor_bytes(device) - before) / 2**20 - 2 * 8 * 4 <= mib
-
-
 # ---- saving and loading --------------------------------------------------------------------------------
 
 
@@ -334,33 +286,25 @@ def test_a_resumed_run_is_the_run(mode: str) -> None:
         assert torch.equal(p, first.get_parameter(name)), name
 
 
-def test_masks_outlast_states_that_are_loaded_one_after_the_other() -> None:
+def test_a_state_brings_its_masks_and_one_of_adamw_gets_those_that_were_given() -> None:
     plain = torch.optim.AdamW([parameter(100)], weight_decay=0.0)
     plain.step()
     _, lender = masked(~EVEN)
     lender.step()
-    without, other = plain.state_dict(), lender.state_dict()
-    cases = {
-        "the one that was given": ((without, without), EVEN),
-        "the one that was loaded": ((without, other), ~EVEN),
-        "the one that was given, for a state without one": ((other, without), EVEN),
-    }
-    for states, expected in cases.values():
+    for state, expected in ((plain.state_dict(), EVEN), (lender.state_dict(), ~EVEN)):
         for stepped in (False, True):
             p, optimizer = masked()
             if stepped:
                 optimizer.step()
-            for state in states:
-                optimizer.load_state_dict(state)
+            optimizer.load_state_dict(state)
             before = p.detach().clone()
             optimizer.step()
             assert torch.equal(p != before, expected)
             again, resumed = masked(torch.ones(100))  # from what was saved after that
             resumed.load_state_dict(optimizer.state_dict())
             assert torch.equal(is_kept(resumed, again), expected)
-    assert bool(
-        plain.state_dict()["state"][0]["exp_avg_sq"].isfinite().all()
-    )  # the lender's stay as they are
+    (lent,) = plain.state_dict()["state"].values()
+    assert bool(lent["exp_avg_sq"].isfinite().all())  # the lender's stay as they are
 
 
 # ---- on ranks ------------------------------------------------------------------------------------------
@@ -510,49 +454,6 @@ def test_a_checkpoint_goes_on_alike_on_another_number_of_ranks(tmp_path: Any) ->
                 torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
-def trained_by_accelerate() -> dict[str, dict[str, Tensor]]:
-    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
-        cpu_ram_efficient_loading=False,
-    )
-    found = {}
-    for mode in ("task", "taskfree"):
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        # On a CPU Accelerate does not choose FSDP by itself; its prepare is the same there.
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
-        model = net()
-        optimizer = ChildTuningAdamW(
-            model.named_parameters(), lr=0.05, mode=mode, gradient_mask=some_masks(), seed=2
-        )
-        model, optimizer = accelerator.prepare(model, optimizer)
-        for number in range(3):
-            optimizer.zero_grad()
-            accelerator.backward(loss_of(model, batch_of(number)))
-            optimizer.step()
-        assert {type(p).__name__ for p in optimizer.param_groups[0]["params"]} == {"DTensor"}
-        found[mode] = weights(model)
-    return found
-
-
-def test_the_masks_follow_the_parameters_through_accelerates_prepare() -> None:
-    # on ranks of their own: Accelerate's state belongs to the whole process
-    for found in on_ranks(trained_by_accelerate, world_size=2):
-        for mode in ("task", "taskfree"):
-            model = net()
-            masks = some_masks()
-            optimizer = ChildTuningAdamW(
-                model.named_parameters(), lr=0.05, mode=mode, gradient_mask=masks, seed=2
-            )
-            train(model, optimizer, range(3))
-            for name, expected in weights(model).items():
-                torch.testing.assert_close(found[mode][name], expected, rtol=1e-5, atol=1e-6)
-
-
 # ---- mistakes ------------------------------------------------------------------------------------------
 
 
@@ -577,6 +478,17 @@ def test_mistakes_are_told(options: dict, words: str) -> None:
         ChildTuningAdamW([("p", parameter(2, 4))], **options)
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_masks_belong_to_exact_names(prefix: str) -> None:
+    """DDP puts "module." before all names; a submodule may be called so, too."""
+    ps = {f"{prefix}{name}": parameter(3) for name in ("module.w", "w")}
+    kept, options = torch.tensor([True, False, False]), {"mode": "task", "lr": 0.1}
+    before = {name: p.detach().clone() for name, p in ps.items()}
+    ChildTuningAdamW([*ps.items()], gradient_mask={"module.w": kept, "w": ~kept}, **options).step()  # pyright: ignore
+    assert torch.equal(ps[f"{prefix}module.w"] != before[f"{prefix}module.w"], kept)
+    assert torch.equal(ps[f"{prefix}w"] != before[f"{prefix}w"], ~kept)
+
+
 def test_what_no_step_can_do_is_refused() -> None:
     p = parameter(2)
     with pytest.raises(ValueError, match="named_parameters"):
@@ -586,7 +498,7 @@ def test_what_no_step_can_do_is_refused() -> None:
     whole = torch.ones(6, 6)
     part = nn.Parameter(whole[:, ::2])
     part.grad = torch.ones(6, 3)
-    with pytest.raises(ValueError, match="Make the parameters contiguous"):
+    with pytest.raises(ValueError, match="expected contiguous parameters"):
         ChildTuningAdamW([part]).step()
     assert torch.equal(whole, torch.ones(6, 6))
     embedding = nn.Embedding(5, 2, sparse=True)

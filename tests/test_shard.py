@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.torch_version import TorchVersion
 
-from fsdp_utils import check_sharding, load_distributed, run_on_ranks, save_distributed, shard
+from fsdp_utils import check_sharding, run_on_ranks, shard
 from tests.sharded import (
     Block,
     HandWritten,
@@ -50,12 +50,11 @@ def checkpoint_wrapped() -> nn.Module:
 
 
 def sharing() -> nn.Module:
-    """Blocks 0 and 2 share a parameter, and 1, 4 and the root: units are [0, 2], 3 and the root."""
+    """Blocks 0 and 2 share a parameter, and 1 one with the root: units are 3 and the root."""
     model = HandWritten()
-    model.blocks.extend([Block(), Block()])
+    model.blocks.append(Block())
     model.blocks[0].mlp[0].weight = model.blocks[2].mlp[0].weight
-    model.blocks[1].mlp[0].weight = model.blocks[4].mlp[0].weight
-    model.blocks[4].mlp[2].bias = model.head[0].bias
+    model.blocks[1].mlp[2].bias = model.head[0].bias
     return model
 
 
@@ -78,7 +77,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], d
     "of torch": (of_torch, batch_of_torch, {}, 5),
     "partly frozen": (partly_frozen, hand_written_batch, {}, 4),
     "checkpoint wrappers": (checkpoint_wrapped, hand_written_batch, {}, 4),
-    "sharing": (sharing, hand_written_batch, {}, 4),
+    "sharing": (sharing, hand_written_batch, {}, 2),
 }
 
 
@@ -93,7 +92,7 @@ def outcomes() -> list[dict[str, Outcome]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sharded_model_has_the_loss_and_gradients_of_the_unsharded_one(outcomes: Any, name: str) -> None:
     for of_rank in outcomes:
-        if name == "sharing":  # its root's unit has two of five blocks, which check_sharding says
+        if name == "sharing":  # its root's unit has three of four blocks, which check_sharding says
             of_rank[name].problems.clear()
         assert_same(of_rank[name], units=MODELS[name][3])
 
@@ -121,7 +120,6 @@ def test_which_modules_share_a_unit(two_ranks: TwoRanks) -> None:
 
     shared, wrapped = two_ranks(lambda: [units(shard(sharing())), units(shard(checkpoint_wrapped()))])[0]
     assert shared == [
-        ["FSDPBlock blocks.0", "FSDPBlock blocks.2"],
         ["FSDPBlock blocks.3"],
         ["FSDPHandWritten "],
     ]
@@ -300,8 +298,8 @@ def test_scalars_train_as_in_one_process(how: str, ranks: int) -> None:
             torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_scalar_may_be_unfrozen_saved_and_loaded(two_ranks: TwoRanks, tmp_path: Any) -> None:
-    def fn() -> tuple[float, list[float]]:
+def test_a_scalar_may_be_unfrozen(two_ranks: TwoRanks) -> None:
+    def fn() -> float:
         torch.manual_seed(0)
         model = Scaled()
         model.scale.requires_grad_(False)
@@ -310,16 +308,10 @@ def test_a_scalar_may_be_unfrozen_saved_and_loaded(two_ranks: TwoRanks, tmp_path
         assert model.scale.grad is None
         model.scale.requires_grad_(True)
         model(samples()[dist.get_rank(), 0]).sum().backward()
-        with torch.no_grad():
-            model.scale.fill_(5.0)
-        save_distributed(tmp_path / "saved", model, step=1)
-        other = shard(Scaled())
-        load_distributed(tmp_path / "saved", other)
-        return model.scale.grad.item(), [p.item() for p in other.parameters() if not isinstance(p, DTensor)]
+        return model.scale.grad.item()
 
     first, second = two_ranks(fn)
     assert first == second
-    assert first[1] == [5.0, *[pytest.approx(0.7)] * 3]
 
 
 # ---- what is refused, and what is not ----
@@ -328,13 +320,6 @@ def test_a_scalar_may_be_unfrozen_saved_and_loaded(two_ranks: TwoRanks, tmp_path
 def one_block_sharded() -> nn.Module:
     model = HandWritten()
     fully_shard(model.blocks[1])
-    return model
-
-
-def with_a_transposed_weight() -> nn.Module:
-    model = HandWritten()
-    module = next(one for one in model.blocks[0].modules() if "weight" in one._parameters)
-    module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
     return model
 
 
@@ -361,17 +346,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "only the root": (lambda: fully_shard(HandWritten()), {}, "the model is wrapped in FSDPHandWritten"),
     "FSDP1": (lambda: fsdp1(HandWritten()), {}, "the model is wrapped in FullyShardedDataParallel already"),
-    "no forward": (lambda: nn.ModuleList([HandWritten()]), {}, "expected a model with a forward"),
-    "gaps in memory": (
-        with_a_transposed_weight,
-        {"checkpointing": "full"},
-        r"found 1 others, such as blocks\.0\.\S+\. Assign",
-    ),
-    "policy with checkpointing": (
-        HandWritten,
-        {"mp_policy": torch.bfloat16, "checkpointing": "full"},
-        "dataclass instances",
-    ),
     "DDP inside": (
         lambda: nn.ModuleDict({"net": nn.parallel.DistributedDataParallel(HandWritten())}),
         {},

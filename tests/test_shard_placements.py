@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_utils import (
     check_sharding,
-    export_safetensors,
-    load_distributed,
     run_on_ranks,
-    save_distributed,
     shard,
-    verify_checkpoint,
 )
 from fsdp_utils.collectives import record_collectives
 from tests.sharded import HandWritten, TwoRanks, loss_of, whole
@@ -107,7 +102,7 @@ def test_uneven_rows_of_a_model_sharded_by_hand_are_named_where_they_matter() ->
             fully_shard(model)
         (problem,) = check_sharding(large)
         assert problem.startswith("14 parameters, such as blocks.0.up, are cut between rows")
-        assert "each rank holds 60% more than its share of the model. Call shard(model)" in problem
+        assert "each rank holds 60% more than its share of the model. shard(model) cuts" in problem
         assert check_sharding(small) == []
         assert check_sharding(shard(Mixture((40, 1024, 512)))) == []
 
@@ -124,44 +119,21 @@ def stepped(model: nn.Module, seed: int, **adamw: Any) -> dict[str, torch.Tensor
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
-def train_on_experts(folder: Path, **options: Any) -> list[str]:
+def train_on_experts(**options: Any) -> list[str]:
     torch.manual_seed(0)
     expected = stepped(Mixture(), seed=1)
     different = []
     for adamw in ({"foreach": True}, {"fused": True}):
         torch.manual_seed(0)
         found = stepped(model := shard(Mixture(), **options), seed=1, **adamw)
-        different += [
-            name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5)
-        ]
+        different += [n for n in expected if not torch.allclose(found[n], expected[n], rtol=1e-3, atol=1e-5)]
     dims = {p.placements[-1].dim for p in model.parameters()}
     assert dims == {0, 1}, dims
-    save_distributed(folder / "run", model, step=1)
     return different
 
 
-def load_experts(folder: Path) -> list[str]:
-    model = shard(Mixture(), checkpointing="full")
-    load_distributed(folder / "run", model)
-    torch.manual_seed(0)
-    expected = stepped(Mixture(), seed=1)
-    found = {name: whole(p.detach()) for name, p in model.named_parameters()}
-    return [n for n in expected if not torch.allclose(found[n], expected[n], rtol=1e-3, atol=1e-5)]
-
-
-def test_experts_train_as_in_one_process_and_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    assert run_on_ranks(train_on_experts, tmp_path, world_size=4) == [[]] * 4
-    for world_size in (2, 3):
-        assert run_on_ranks(load_experts, tmp_path, world_size=world_size) == [[]] * world_size
-    (checkpoint,) = (tmp_path / "run").iterdir()
-    verify_checkpoint(checkpoint)
-    export_safetensors(checkpoint, tmp_path / "out")
-    from safetensors.torch import load_file
-
-    torch.manual_seed(0)
-    for name, value in stepped(Mixture(), seed=1).items():
-        exported = load_file(tmp_path / "out" / "model.safetensors")[name]
-        torch.testing.assert_close(exported, value, rtol=1e-3, atol=1e-5)
+def test_experts_train_as_in_one_process() -> None:
+    assert run_on_ranks(train_on_experts, world_size=4) == [[]] * 4
 
 
 def after_inference(**options: Any) -> list[str]:

@@ -15,11 +15,8 @@ from tests.sharded import (
     Block,
     HandWritten,
     Outcome,
-    OutcomeFSDP1,
     assert_same,
-    assert_same_fsdp1,
     compare,
-    compare_fsdp1,
     fsdp1,
 )
 from tests.tiny_transformers import HIDDEN, TINY, VOCABULARY, text
@@ -182,14 +179,12 @@ class OfARank(NamedTuple):
     """All that is asked of ranks here: to start them is to import transformers anew."""
 
     sharded: dict[str, Outcome]
-    fsdp1: dict[str, list[OutcomeFSDP1]]
     tied: tuple[list[str], list[str]]
 
 
 def on_a_rank() -> OfARank:
     return OfARank(
         {family: compare(tiny.make, tiny.batch) for family, tiny in TINY.items()},
-        {family: compare_fsdp1(TINY[family]) for family in ("llama", "t5")},
         (tied_in_two_units_of_fsdp2(), tied_in_two_units_of_fsdp1()),
     )
 
@@ -205,12 +200,6 @@ def test_a_sharded_transformers_model_has_the_loss_and_gradients_of_the_unsharde
 ) -> None:
     for rank in by_rank:
         assert_same(rank.sharded[family], units=TINY[family].number + 1)
-
-
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_the_policy_makes_each_block_a_unit_of_fsdp1(by_rank: list[OfARank], family: str) -> None:
-    for rank in by_rank:
-        assert_same_fsdp1(rank.fsdp1[family], TINY[family])
 
 
 def test_tied_weights_are_in_two_units(by_rank: list[OfARank]) -> None:

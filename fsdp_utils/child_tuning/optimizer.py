@@ -25,19 +25,16 @@ class ChildTuningAdamW(AdamW):
     """AdamW for child tuning: each step lets only a part of each gradient through.
 
     Mode "taskfree" (the paper's F) keeps each element of a gradient with probability reserve_p, drawn anew at
-    each step, and divides it by reserve_p; steps get shorter than AdamW's, down to sqrt(reserve_p) times as
-    long. Mode "task" (D) always keeps the elements of one mask, such as `fisher_mask` finds. Mode None, and
-    "taskfree" with reserve_p=1, is torch.optim.AdamW bit for bit.
+    each step, and divides it by reserve_p. Mode "task" (D) always keeps the elements of one mask, such as
+    `fisher_mask` finds. Mode None, and "taskfree" with reserve_p=1, is torch.optim.AdamW bit for bit.
 
-    p.grad stays as it is. In mode "taskfree" momentum also moves weights whose gradient is masked; weight
-    decay moves masked weights in both modes; a gradient that is not finite spoils even a weight that mode
-    "task" masks. A random mask depends on seed, step and the element's place in the unsharded model, on any
-    number of ranks. Tensors split along another dimension than the first, and FSDP1's flat parameters and
-    those in channels_last, have masks that differ from those of one process.
+    In mode "taskfree" momentum also moves weights whose gradient is masked; weight decay moves masked weights
+    in both modes. A random mask depends on seed, step and the element's place in the unsharded model, on any
+    number of ranks. Tensors split along another dimension than the first, and FSDP1's flat parameters, have
+    masks that differ from those of one process.
 
-    Mode "taskfree" takes 4 to 8 bytes for each element of a group's largest parameter, or of a sixteenth of
-    all on a CPU, and 32 to 64 MiB on a GPU. Mode "task" makes the second moments of masked weights infinite.
-    A state dict brings masks, mode, reserve_p, seed and number of steps; to one of AdamW, those given apply.
+    Mode "task" makes the second moments of masked weights infinite. So a state dict brings its masks, and
+    mode, reserve_p and seed; to one of AdamW, those given apply.
 
     Args:
         params: as for AdamW. Mode "task" needs names: model.named_parameters(), or groups of them.
@@ -49,8 +46,7 @@ class ChildTuningAdamW(AdamW):
         seed: the same on all ranks.
 
     Raises:
-        ValueError: reserve_p or mode is unknown; mode "task" without a mask or without names; the mask names
-            no parameter, or has another shape.
+        ValueError: reserve_p or mode is unknown; mode "task" has no mask or no names; a mask does not fit.
 
     Source: Xu et al. 2021, "Raise a Child in Large Language Model" (arXiv 2109.05687).
 
@@ -85,15 +81,18 @@ class ChildTuningAdamW(AdamW):
         self.defaults.update(reserve_p=reserve_p, mode=mode, seed=seed, mask_step=0)
         self.__setstate__({})
         given = gradient_mask if mode == "task" and gradient_mask else {}
-        self._masks = {plain_name(name).removeprefix("module."): mask for name, mask in given.items()}
+        self._masks = {plain_name(name): mask for name, mask in given.items()}
         everything = self._each()
         known = [piece.name for *_, own in everything for piece in own]
-        if unknown := sorted(self._masks.keys() - {*known}):
+        if (unknown := self._masks.keys() - {*known}) and all(name.startswith("module.") for name in known):
+            self._masks = {f"module.{name}": mask for name, mask in self._masks.items()}  # under DDP
+            unknown = {name for name in unknown if f"module.{name}" not in known}
+        if unknown:
             raise ValueError(
-                'ChildTuningAdamW: mode "task" finds its masks by name. '
-                f"gradient_mask names {', '.join(unknown[:3])}"
-                f"{' and others' if len(unknown) > 3 else ''}, which the optimizer does not have. Give it "
-                f"model.named_parameters(), and masks with names such as {known[0] or 'head.weight'}."
+                'ChildTuningAdamW: mode "task" finds its masks by name. gradient_mask names '
+                f"{', '.join(sorted(unknown)[:3])}{' and others' if len(unknown) > 3 else ''}, which the "
+                "optimizer does not have. Give it model.named_parameters(), and masks with names such as "
+                f"{known[0] or 'head.weight'}."
             )
         for _, p, own in everything if given else ():
             self._kept(p, own)  # raises if a mask does not fit
@@ -132,14 +131,11 @@ class ChildTuningAdamW(AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As AdamW's; masks, mode, reserve_p and seed are those of the state, where it has them."""
         super().load_state_dict(state_dict)
-        of_adamw = not all("mode" in group for group in state_dict["param_groups"])
-        for p, state in self.state.items():
-            for name in state.keys() - {"step"} if not isinstance(p, DTensor) else ():
-                state[name] = _laid_out(state[name], p)
-            if of_adamw and state:
-                state["exp_avg_sq"] = state["exp_avg_sq"].clone()  # its owner may go on with it
-        if of_adamw:
-            self._mask_moments()
+        if not all("mode" in group for group in state_dict["param_groups"]):
+            loaded = [p for p, state in self.state.items() if state]
+            for p in loaded:  # its owner may go on with it
+                self.state[p]["exp_avg_sq"] = self.state[p]["exp_avg_sq"].clone()
+            self._mask_moments(loaded)
 
     @disable_dynamo
     @torch.no_grad()
@@ -152,10 +148,9 @@ class ChildTuningAdamW(AdamW):
         for number, group in enumerate(self.param_groups):
             group["mask_step"] += 1
             lists: list[Any] = [[] for _ in range(6)]
-            states = sum(map(bool, self.state.values()))
+            new = [p for p in group["params"] if p.grad is not None and not self.state.get(p)]
             has_complex = collect_adamw(self, group, lists)
-            if group["mode"] == "task" and sum(map(bool, self.state.values())) > states:
-                self._mask_moments(only_new=True)
+            self._mask_moments(new)
             if group["mode"] == "task" or (group["mode"] == "taskfree" and group["reserve_p"] != 1):
                 if lists[0]:
                     self._masked_step(number, group, lists)
@@ -168,6 +163,12 @@ class ChildTuningAdamW(AdamW):
     def _masked_step(self, number: int, group: dict[str, Any], lists: list[list[Any]]) -> None:
         ids = [id(p) for p in lists[0]]
         lists = [[local(t) for t in column] for column in lists]
+        # AdamW's kernel takes for granted that all lie in memory alike.
+        if odd := [t for column in (lists[0], *lists[2:5]) for t in column if not t.is_contiguous()]:
+            raise ValueError(
+                "ChildTuningAdamW: expected contiguous parameters and moments, found strides "
+                f"{odd[0].stride()}. Assign nn.Parameter(p.detach().contiguous())."
+            )
         # one tensor for all: with a number, each addition on the CPU would make another tensor
         foreach_add_(lists[5], torch.ones((), device=lists[5][0].device), alpha=1.0)
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -181,7 +182,8 @@ class ChildTuningAdamW(AdamW):
             own = [[column[i] for i in chosen] if column else [] for column in lists]
             if device.type != "cpu" and own[5][0].device.type == "cpu":  # as AdamW keeps steps unless fused
                 own[5] = list(torch.stack(own[5]).to(device, torch.float32, non_blocking=True).unbind())
-            batches, masked = [list(range(len(chosen)))], iter([own[1]])
+            batches = [list(range(len(chosen)))]
+            masked = iter([[grad.to(dtype).contiguous() for grad in own[1]]])
             if group["mode"] == "taskfree":
                 settings["grad_scale"] = torch.full((), fraction, dtype=torch.float32, device=device)
                 known, masks = self._planned.get((number, dtype, device), (None, None))
@@ -194,7 +196,6 @@ class ChildTuningAdamW(AdamW):
                 masked = masks.of(own[1], seed=group["seed"], step=group["mask_step"], bound=bound)
             for batch, grads in zip(batches, masked, strict=True):
                 params, _, *others = ([column[i] for i in batch] if column else [] for column in own)
-                grads = [_laid_out(grad, p) for p, grad in zip(params, grads, strict=True)]
                 fused_adamw_(params, grads, *others, **settings)
 
     def _first_elements(self) -> dict[int, int]:
@@ -207,12 +208,12 @@ class ChildTuningAdamW(AdamW):
                 before += piece.shape.numel()
         return first_of
 
-    def _mask_moments(self, only_new: bool = False) -> None:
-        """Make the second moments of masked weights infinite, where there are moments by now."""
-        for group, p, own in self._each():
-            state = self.state.get(p)
-            if state and group["mode"] == "task" and not (only_new and state["step"] > 0):
-                local(state["exp_avg_sq"]).masked_fill_(~self._kept(p, own), torch.inf)
+    def _mask_moments(self, params: list[Tensor]) -> None:
+        """Make the second moments of masked weights infinite."""
+        wanted = set(params)
+        for group, p, own in self._each() if params else ():
+            if group["mode"] == "task" and p in wanted:
+                local(self.state[p]["exp_avg_sq"]).masked_fill_(~self._kept(p, own), torch.inf)
 
 
 def _cut(mask: Tensor, p: Tensor, piece: Piece) -> Tensor:
@@ -233,16 +234,3 @@ def _cut(mask: Tensor, p: Tensor, piece: Piece) -> Tensor:
         f"ChildTuningAdamW: gradient_mask[{piece.name!r}]: expected shape {tuple(piece.shape)}, or this "
         f"rank's part of it, found {tuple(mask.shape)}"
     )
-
-
-def _laid_out(tensor: Tensor, p: Tensor) -> Tensor:
-    """Return it in the parameter's dtype and memory format: AdamW's kernel takes both for granted."""
-    if tensor.stride() == p.stride() and tensor.dtype == p.dtype:
-        return tensor
-    copy = torch.empty_like(p)
-    if copy.stride() != p.stride():
-        raise ValueError(
-            f"ChildTuningAdamW: expected parameters without gaps in memory, found one of shape "
-            f"{tuple(p.shape)} with strides {p.stride()}. Make the parameters contiguous."
-        )
-    return copy.copy_(tensor)

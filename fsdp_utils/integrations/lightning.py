@@ -1,30 +1,25 @@
 """Callbacks for Lightning's Trainer: measure memory, and save and resume with `save_distributed`."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 from fsdp_utils._extras import need
 from fsdp_utils.checkpoint import CheckpointNotFoundError, PerRank, load_distributed, save_distributed
 from fsdp_utils.integrations.state import numbers_of, rng_state, set_rng_state
 from fsdp_utils.memory import Memory_Maximizer, MemoryReport
 
-if TYPE_CHECKING:
-
-    class Callback: ...
-else:
-    try:
-        from lightning.pytorch import Callback
-    except ModuleNotFoundError:  # the reference is built without Lightning
-        Callback = object
-
 __all__ = ["CheckpointCallback", "MemoryCallback"]
+
+# The reference is built without Lightning.
+Callback: Any = import_module("lightning.pytorch").Callback if find_spec("lightning") else object
 
 
 class MemoryCallback(Callback):
     """Measures the memory of `Trainer.fit()` on all ranks with `Memory_Maximizer`.
 
-    A step is one of the optimizer, with all micro-batches of `accumulate_grad_batches`. The Trainer's loggers
-    get the report's numbers, such as `memory_max_reserved_gib`.
+    The Trainer's loggers get the report's numbers, such as `memory_max_reserved_gib`.
 
     Args:
         **options: as for `Memory_Maximizer`.
@@ -65,10 +60,8 @@ class MemoryCallback(Callback):
 class CheckpointCallback(Callback):
     """Saves the training of `Trainer.fit()` with `save_distributed`, and resumes it, on any number of ranks.
 
-    A checkpoint holds model, optimizers, schedules, gradient scaler, the progress of the loops, the
-    callbacks' states, and each rank's random number generators. `fit()` of a new Trainer begins with the
-    newest one. Within an epoch it skips the batches that were read: their order must depend on the epoch
-    alone, as that of `fsdp_utils.sampler(dataset)` does.
+    `fit()` of a new Trainer begins with the newest checkpoint. Within an epoch it skips the batches that were
+    read: their order must depend on the epoch alone, as that of `fsdp_utils.sampler(dataset)` does.
 
     Args:
         directory: as for `save_distributed`.
@@ -101,8 +94,8 @@ class CheckpointCallback(Callback):
             return
         if trainer.ckpt_path:
             raise ValueError(
-                f"CheckpointCallback: expected fit() without ckpt_path, as there is a checkpoint in "
-                f"{self._directory}, found {trainer.ckpt_path}. Leave one of them out"
+                f"CheckpointCallback: expected fit() without ckpt_path, found {trainer.ckpt_path} beside "
+                f"the checkpoints of {self._directory}. Leave one of them out"
             )
         # on another number of ranks than the one that saved: rank 0's values
         saved = {key: one[0] if isinstance(one, PerRank) else one for key, one in found.items()}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp_utils._extras import need
 from fsdp_utils.checkpoint import CheckpointError, PerRank, checkpoints, load_distributed, save_distributed
 from fsdp_utils.checkpoint.load import read_state
-from fsdp_utils.distributed import agree, get_world_size
+from fsdp_utils.distributed import agree
 from fsdp_utils.integrations.state import numbers_of, rng_state, set_rng_state
 from fsdp_utils.memory import Memory_Maximizer, MemoryReport
 
@@ -72,15 +72,14 @@ class MemoryCallback(TrainerCallback):
                 line.update(numbers_of(self.report))
 
 
-class CheckpointCallback(TrainerCallback):
+class CheckpointCallback:
     """Saves a Trainer's training with `save_distributed` whenever the Trainer would save, and resumes it.
 
-    A checkpoint holds model, optimizer, learning rate schedule, scaler, the Trainer's state, and each rank's
-    random number generators, in place of the Trainer's own folders. `save_strategy`, `save_steps` and
+    The checkpoints take the place of the Trainer's own folders. `save_strategy`, `save_steps` and
     `save_total_limit` apply.
 
     Args:
-        trainer: gets this callback.
+        trainer: its methods that save and load are replaced.
         directory: as for `save_distributed`.
 
     Raises:
@@ -96,38 +95,38 @@ class CheckpointCallback(TrainerCallback):
 
     def __init__(self, trainer: "Trainer", directory: str | os.PathLike[str]) -> None:
         args = trainer.args
-        refused = {
-            "load_best_model_at_end": args.load_best_model_at_end,
-            'push_to_hub without hub_strategy="end"': args.push_to_hub and args.hub_strategy != "end",
-            "DeepSpeed": trainer.is_deepspeed_enabled,
-        }
-        if found := [name for name, is_on in refused.items() if is_on]:
+        uploads = args.push_to_hub and args.hub_strategy != "end"
+        if args.load_best_model_at_end or uploads or trainer.is_deepspeed_enabled:
             raise ValueError(
-                "CheckpointCallback: expected a Trainer that needs no checkpoints of its own, which this "
-                f"callback replaces, found {', '.join(found)}"
+                "CheckpointCallback: expected a Trainer that needs no folders of its own, found "
+                'load_best_model_at_end, push_to_hub without hub_strategy="end", or DeepSpeed'
             )
         self._trainer: Any = trainer
-        self._directory, self._step = directory, 0
-        self._resuming: tempfile.TemporaryDirectory[str] | None = None
-        self._rng: dict[str, Any] | None = None  # to be restored before the first step
-        trainer.add_callback(self)
-        self._trainer._load_from_checkpoint = lambda *_: None  # on_train_begin loads
+        self._directory = directory
+        self._resuming: tuple[int, tempfile.TemporaryDirectory[str]] | None = None
+        self._rng: Any = None
         self._trainer._save_checkpoint = lambda model, trial: self._save()
+        # The Trainer calls these to resume: the first before it shards, the last when it has
+        # skipped the batches that were trained on, which draws random numbers
+        self._trainer._load_from_checkpoint = lambda *_: None
+        self._trainer._load_optimizer_and_scheduler = self._load
+        self._trainer._load_scaler = lambda _: None
+        self._trainer._load_rng_state = lambda _: self._rng and set_rng_state(self._rng)
 
     def newest(self) -> str | None:
         """Prepare to resume from the newest checkpoint. Call it on every rank.
 
         Returns:
-            What `trainer.train(resume_from_checkpoint=...)` takes, a temporary folder with the Trainer's
-            state: the rest is loaded when the training begins. None where there is no checkpoint.
+            What `trainer.train(resume_from_checkpoint=...)` takes: a temporary folder with the Trainer's
+            state. None where there is no checkpoint.
 
         Raises:
             CheckpointError: it is damaged, or not from this callback; or a rank did not call this.
         """
 
         def look() -> tuple[int, dict[str, Any]] | None:
-            steps = checkpoints(self._directory)
-            return (last := [*steps][-1], read_state(steps[last])) if steps else None  # saved last
+            steps = [*checkpoints(self._directory).items()]
+            return (steps[-1][0], read_state(steps[-1][1])) if steps else None  # saved last
 
         # rank 0 looks: others may see the directory later
         ranks = agree("CheckpointCallback.newest", dict, error=CheckpointError, topic="newest")
@@ -139,41 +138,25 @@ class CheckpointCallback(TrainerCallback):
         step, state = found
         if "trainer" not in state:
             raise CheckpointError(
-                f"{self._directory}: expected a checkpoint that CheckpointCallback saved, found in that of "
-                f"step {step} the state {sorted(state)}"
+                f"{self._directory}: expected a checkpoint of CheckpointCallback, found state {sorted(state)}"
             )
-        self._step = step
-        self._resuming = tempfile.TemporaryDirectory(prefix="trainer-state-")
-        Path(self._resuming.name, "trainer_state.json").write_text(state["trainer"])
-        return self._resuming.name
+        folder = tempfile.TemporaryDirectory(prefix="trainer-state-")
+        Path(folder.name, "trainer_state.json").write_text(state["trainer"])
+        self._resuming = step, folder
+        return folder.name
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
-    ) -> None:
-        if state.global_step != self._step:
-            raise CheckpointError(
-                "expected trainer.train(resume_from_checkpoint=...) with what newest() returned, the "
-                f"checkpoint of step {self._step}, found a training that begins at step {state.global_step}"
-            )
-        if self._resuming is None:
+    def _load(self, folder: str | None) -> None:
+        if folder is None:
             return
-        saved = load_distributed(self._directory, model, optimizer, step=self._step)
-        lr_scheduler.load_state_dict(saved["scheduler"])
+        if self._resuming is None or self._resuming[1].name != folder:
+            raise CheckpointError(f"expected resume_from_checkpoint=newest(), found {folder}")
+        trainer, (step, own) = self._trainer, self._resuming
+        saved = load_distributed(self._directory, trainer.model, trainer.optimizer, step=step)
+        trainer.lr_scheduler.load_state_dict(saved["scheduler"])
         if saved["scaler"] is not None:
-            self._trainer.accelerator.scaler.load_state_dict(saved["scaler"])
-        self._rng = None if isinstance(saved["rng"], PerRank) else saved["rng"]
-        self._resuming.cleanup()
-        self._resuming, self._step = None, 0
-
-    # The Trainer fetches the batches that it skips between these two: they draw random numbers.
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.ignore_data_skip or state.epoch == int(state.epoch):
-            self.on_step_begin(args, state, control)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._rng is not None:
-            set_rng_state(self._rng)
-            self._rng = None
+            trainer.accelerator.scaler.load_state_dict(saved["scaler"])
+        self._rng = None if isinstance(saved["rng"], PerRank) else saved["rng"]  # of another number of ranks
+        own.cleanup()
 
     def _save(self) -> None:
         trainer = self._trainer
@@ -181,9 +164,8 @@ class CheckpointCallback(TrainerCallback):
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         stateful: Any = [one for one in callbacks if isinstance(one, ExportableState)]
         trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
-        # rank 0's for all: times of an evaluation in it differ
         text = [json.dumps(dataclasses.asdict(trainer.state))]
-        if get_world_size() > 1:
+        if dist.is_initialized():  # rank 0's for all: times of an evaluation in it differ
             dist.broadcast_object_list(text)
         scaler, limit = getattr(trainer.accelerator, "scaler", None), trainer.args.save_total_limit
         save_distributed(

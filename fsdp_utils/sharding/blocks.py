@@ -59,17 +59,16 @@ def transformer_block_classes(model: nn.Module) -> set[type[nn.Module]]:
     classes |= {cls for cls, size in of_class.items() if size >= _OF_A_BLOCK * largest}
     if not classes:
         raise ValueError(
-            f"{_class_of(model).__name__}: found no transformer blocks. Expected a class that stands at "
-            "least twice in a ModuleList, ModuleDict or Sequential and holds parameters. Give the repeated "
-            "part of the model a class, or call fully_shard on its parts yourself."
+            f"{_class_of(model).__name__}: found no transformer blocks. Expected a class that stands "
+            "at least twice in a ModuleList, ModuleDict or Sequential and holds parameters. Give that "
+            "part a class, or call fully_shard on its parts yourself."
         )
     return classes
 
 
 def _is_single_layer(module: nn.Module) -> bool:
     cls = _class_of(module)
-    is_leaf_of_torch = cls.__module__.startswith("torch.nn.") and not list(module.children())
-    return cls in _CONTAINERS or is_leaf_of_torch
+    return cls in _CONTAINERS or (cls.__module__.startswith("torch.nn.") and not [*module.children()])
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
@@ -91,15 +90,3 @@ def _outermost(
             yield plain_name(prefix, name), child
         else:
             yield from _outermost(child, wanted, plain_name(prefix, name))
-
-
-def by_shared_parameters(blocks: list[nn.Module]) -> list[tuple[list[nn.Module], set[nn.Parameter]]]:
-    """Group the blocks so that no two groups share a parameter; with the parameters of each group."""
-    groups: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
-    for block in blocks:
-        modules, parameters = [block], set(block.parameters())
-        for group in [group for group in groups if not group[1].isdisjoint(parameters)]:
-            groups.remove(group)
-            modules, parameters = group[0] + modules, group[1] | parameters
-        groups.append((modules, parameters))
-    return groups

@@ -53,18 +53,18 @@ def compute_again(blocks: Sequence[nn.Module], checkpointing: str | int) -> None
             f"n-th block), found {checkpointing!r}"
         )
     options = {"context_fn": selective()} if checkpointing == "selective" else {}
-    for place, block in enumerate(list(dict.fromkeys(map(unwrapped, blocks)))[::every]):
-        block.forward = _computed_again(block, options, first=place == 0)
+    for block in list(dict.fromkeys(map(unwrapped, blocks)))[::every]:
+        block.forward = _computed_again(block, options)
 
 
-def _computed_again(block: nn.Module, options: dict[str, Any], first: bool) -> Callable[..., Any]:
+def _computed_again(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
     forward = block.forward
 
     def without_cache(value: Any) -> Any:
         """Leave out a cache of transformers, as its own checkpointing does: it would be filled twice."""
         if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
             return value
-        if first and value.get_seq_length():
+        if value.get_seq_length():
             raise ValueError(
                 "A block with activation checkpointing takes no past_key_values that hold tokens already (as "
                 "of prefix tuning): it would add to them again in backward. Call shard without checkpointing."

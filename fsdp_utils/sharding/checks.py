@@ -14,16 +14,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from fsdp_utils.distributed.agreement import agree, has_peers
-from fsdp_utils.sharding.blocks import SMALL, by_shared_parameters, outermost, transformer_block_classes
+from fsdp_utils.sharding.blocks import SMALL, outermost, transformer_block_classes
 from fsdp_utils.sharding.copies import buffer_copies, differing, in_words, parameter_copies
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, within
-from fsdp_utils.sharding.wrapping import UNEVEN, dimension, padding
-from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp1_syncs, fsdp2_syncs, fsdp2_whole
+from fsdp_utils.sharding.wrapping import UNEVEN, padding
+from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp2_whole
 
-# A unit that gathers more than this share of the parameters at once undoes most of what sharding saves.
-_HALF = 0.5
+_HALF = 0.5  # a unit that gathers a larger share of the parameters undoes most of what sharding saves
 _FEW_BYTES = 2**20  # less padding than this on each rank is not reported
+_LOW = (torch.bfloat16, torch.float16)
 # Optimizers whose step() is defined here update the parameter itself, without a float32 copy of it.
 _WITHOUT_MASTERS = ("torch.optim.", "fsdp_utils.")
 _WAIT_S = 5.0  # for the other ranks; it may have been called on one rank only
@@ -68,29 +68,23 @@ def check_sharding(model: nn.Module, optimizer: Optimizer | None = None) -> list
     units = find_units(model, also_empty=True)
     wrapped = _Wrapped(model, optimizer, units, parameter_sizes(model, units))
     if not units and not wrapped.modules(DDP):
-        return [
-            "The model is not sharded: no module in it is an FSDP unit. Call shard(model), or fully_shard."
-        ]
+        return ["The model is not sharded: it has no FSDP unit. Call shard(model), or fully_shard."]
     return [problem for check in _CHECKS for problem in check(wrapped)]
 
 
 def _units(wrapped: _Wrapped) -> Iterator[str]:
-    """The first mistake in the choice of units; further ones would follow from it."""
+    """Find the first mistake in the choice of units; further ones would follow from it."""
     model, units, loose = wrapped.model, wrapped.units, wrapped.sizes[None]
     if not units:  # DDP
         return
+    root = units[0]
     if loose:
+        cure = "Wrap the whole model in FSDP." if root.fsdp1 else "Call fully_shard(model) after its parts."
         yield (
-            f"{len(loose)} parameters are in no unit (such as {next(iter(loose))}): they are not sharded and "
-            "their gradients are not averaged over the ranks. "
-            + (
-                "Wrap the whole model in FSDP."
-                if units[0].fsdp1
-                else "Call fully_shard(model) after its parts."
-            )
+            f"{len(loose)} parameters are in no unit (such as {next(iter(loose))}): they are not sharded, "
+            f"nor are their gradients averaged. {cure}"
         )
         return
-    root = units[0]
     if root.name != ROOT and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
         return  # several sharded models side by side have no common root
     classes: set[type[nn.Module]] = set()
@@ -98,11 +92,9 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
         classes = transformer_block_classes(model)
     blocks = dict(outermost(model, tuple(classes)))
     kinds = " and ".join(sorted(cls.__name__ for cls in classes)) or "part"
-    cure = (
-        "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
-        if root.fsdp1
-        else f"Call fully_shard on each {kinds} before the model, or shard(model) instead."
-    )
+    cure = f"Call fully_shard on each {kinds} before the model, or shard(model) instead."
+    if root.fsdp1:
+        cure = "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
     sizes = {name: size for some in wrapped.sizes.values() for name, size in some.items()}
     of_root = wrapped.sizes[root]
     in_root = [name for name in blocks if _share(within(name, of_root), within(name, sizes)) > SMALL]
@@ -112,17 +104,13 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
             f"gathered with the root and stay gathered. {cure}"
         )
         return
-    for unit in units:
-        own = wrapped.sizes[unit]
-        held = [block for name, block in blocks.items() if within(name, own)]
-        # A block alone, and blocks that share a parameter, must be in one unit.
-        if unit is not root and len(by_shared_parameters(held)) < 2:
-            continue
-        if (share := _share(own, sizes)) > _HALF:
-            largest = max(own, key=own.__getitem__)
+    for unit, own in ((unit, wrapped.sizes[unit]) for unit in units):
+        held = [name for name in blocks if within(name, own)]
+        if (unit is root or len(held) > 1) and _share(own, sizes) > _HALF:  # a block is not split
             yield (
-                f"{share:.0%} of the parameters are in one unit, {unit.name}, so that each rank holds them "
-                f"and their gradients whole at once; the largest is {largest}. "
+                f"{_share(own, sizes):.0%} of the parameters are in one unit, {unit.name}, so that each rank "
+                "holds them and their gradients whole at once; the largest is "
+                f"{max(own, key=own.__getitem__)}. "
                 + (cure if held else "Make its module a unit too, before the root.")
             )
             return
@@ -133,7 +121,7 @@ def _share(part: dict[str, int], whole: dict[str, int]) -> float:
 
 
 def _ties(wrapped: _Wrapped) -> Iterator[str]:
-    """Tied weights in two units."""
+    """Find tied weights in two units."""
     unit_of = {name: unit for unit, sizes in wrapped.sizes.items() if unit for name in sizes}
     pairs = {
         tuple(sorted((plain_name(prefix, target), plain_name(prefix, source))))
@@ -141,49 +129,42 @@ def _ties(wrapped: _Wrapped) -> Iterator[str]:
         # transformers: which names are one parameter. Under one unit only one of them is left.
         for target, source in getattr(module, "all_tied_weights_keys", {}).items()
     }
-    for a, b in sorted(pairs):
-        if a in unit_of and b in unit_of:
-            cure = "FSDP around a module that holds both" if unit_of[a].fsdp1 else "fully_shard([a, b])"
-            yield (
-                f"{a} and {b} are tied but in two units, {unit_of[a].name} and {unit_of[b].name}: each would "
-                f"train on its own. Leave both modules to the root's unit, or make them one unit: {cure}."
-            )
+    for a, b in sorted(pair for pair in pairs if unit_of.keys() >= {*pair}):
+        cure = "FSDP around a module that holds both" if unit_of[a].fsdp1 else "fully_shard([a, b])"
+        yield (
+            f"{a} and {b} are tied but in two units, {unit_of[a].name} and {unit_of[b].name}: each would "
+            f"train on its own. Leave both modules to the root's unit, or make them one unit: {cure}."
+        )
 
 
 def _rows(wrapped: _Wrapped) -> Iterator[str]:
-    """Parameters, such as experts, that are cut between fewer rows than the ranks can share evenly."""
+    """Find parameters, such as experts, that are cut between fewer rows than the ranks can share evenly."""
     added: dict[str, float] = {}  # bytes of padding on each rank
-    share, elsewhere = 0.0, False
+    share = 0.0
     for name, p in wrapped.model.named_parameters():
         if isinstance(p, DTensor) and p.dim() and p.placements[-1].is_shard() and p.numel():
             ranks = p.device_mesh.size(p.device_mesh.ndim - 1)
             share += p.nbytes / ranks
             if p.placements[-1].is_shard(0) and padding(p.shape, ranks) > UNEVEN * p.numel():
                 added[plain_name(name)] = padding(p.shape, ranks) * p.itemsize / ranks
-                elsewhere = elsewhere or dimension(p.shape, ranks) > 0
     if sum(added.values()) > max(_FEW_BYTES, UNEVEN * share):
-        cure = (
-            "Call shard(model), or give fully_shard a shard_placement_fn that returns a Shard(dim) that they "
-            "divide."
-            if elsewhere
-            else 'They divide no other dimension: shard over fewer ranks (strategy "hybrid").'
-        )
         yield (
             f"{len(added)} parameters, such as {max(added, key=added.__getitem__)}, are cut between rows "
             "that the ranks cannot share evenly: with padding, each rank holds "
-            f"{sum(added.values()) / share:.0%} more than its share of the model. {cure}"
+            f"{sum(added.values()) / share:.0%} more than its share of the model. shard(model) cuts along a "
+            "dimension that the ranks divide; where there is none, shard over fewer ranks."
         )
 
 
 def _optimizer(wrapped: _Wrapped) -> Iterator[str]:
-    """An optimizer of other parameters than the sharded ones."""
+    """Find an optimizer of other parameters than the sharded ones."""
     held = [p for unit in wrapped.units if not unit.fsdp1 for part in unit.parts for p in part.fsdp_params]
-    own = {p.sharded_param for p in held} | (set(wrapped.model.parameters()) - set(map(fsdp2_whole, held)))
-    whole, given = set(map(fsdp2_whole, held)), set(_trained(wrapped.optimizer))
+    whole = set(map(fsdp2_whole, held))
+    own = {p.sharded_param for p in held} | (set(wrapped.model.parameters()) - whole)
+    given = set(_trained(wrapped.optimizer))
     # Other DTensors are of another sharded model, which the optimizer may train too.
     strangers = {p for p in given - own if p in whole or not isinstance(p, DTensor)}
-    known = all(parameter in given for parameter in own if parameter.requires_grad)
-    if wrapped.units and strangers and not known:
+    if wrapped.units and strangers and any(p.requires_grad and p not in given for p in own):
         yield (
             f"The optimizer holds {len(strangers)} parameters that are not the sharded model's, so its "
             "steps do not change the model. Build it from model.parameters() after sharding, before the "
@@ -191,55 +172,57 @@ def _optimizer(wrapped: _Wrapped) -> Iterator[str]:
         )
 
 
-def _master_weights(wrapped: _Wrapped) -> Iterator[str]:
-    """Trainable parameters in bf16 or fp16 under an optimizer that is known to keep no masters."""
-    optimizer = wrapped.optimizer
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner  # inside of Accelerate's
-    # Those of the optimizer: between forward and backward the model may hold gathered copies in bf16.
-    low = [p for p in _trained(optimizer) if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
-    if optimizer and low and type(optimizer).step.__module__.startswith(_WITHOUT_MASTERS):
-        names = [plain_name(name) for name, p in wrapped.model.named_parameters() if p is low[0]]
-        yield (
-            f"{len(low)} trainable parameters are held in {str(low[0].dtype).removeprefix('torch.')}"
-            f"{f' (such as {names[0]})' if names else ''}, and {type(optimizer).__name__} keeps no float32 "
-            "copy of them: at a small learning rate most updates are rounded away. Call model.float() before "
-            "sharding, and compute in bf16 by MixedPrecisionPolicy (FSDP1: MixedPrecision)."
-        )
-
-
 def _trained(optimizer: Optimizer | None) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
 
 
-def _gradient_sync(wrapped: _Wrapped) -> Iterator[str]:
-    """Units whose gradients stay on their rank in the next backward."""
-    off = [name for name, one in wrapped.modules(DDP).items() if not one.require_backward_grad_sync]
-    off += [name for name, one in wrapped.modules(FSDP1).items() if not fsdp1_syncs(one)]
-    off += [one.name for one in wrapped.units if not one.fsdp1 and not all(map(fsdp2_syncs, one.parts))]
-    if off:
+def _master_weights(wrapped: _Wrapped) -> Iterator[str]:
+    """Find trainable parameters in bf16 or fp16 under an optimizer that is known to keep no masters."""
+    optimizer = wrapped.optimizer
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner  # inside of Accelerate's
+    # Those of the optimizer: between forward and backward the model may hold gathered copies in bf16.
+    low = [p for p in _trained(optimizer) if p.requires_grad and p.dtype in _LOW]
+    if optimizer and low and type(optimizer).step.__module__.startswith(_WITHOUT_MASTERS):
         yield (
-            f"Gradient sync is off in {len(off)} units (such as {off[0]}): in the next backward each rank "
-            "keeps its own gradients. Before a step's last micro-batch call "
-            "model.set_requires_gradient_sync(True); with FSDP1 and DDP, leave model.no_sync()."
+            f"{len(low)} trainable parameters are held in {low[0].dtype}, and {type(optimizer).__name__} "
+            "keeps no float32 copy: at a small learning rate most updates are rounded away. Call "
+            "model.float() before sharding, and compute in bf16 by MixedPrecisionPolicy."
         )
+
+
+def _reduction(wrapped: _Wrapped) -> Iterator[str]:
+    """Find units whose gradients are summed in bf16 or fp16."""
+    policies = [
+        (unit.name, part.mp_policy) for unit in wrapped.units if not unit.fsdp1 for part in unit.parts
+    ]
+    policies += [(name, unit.mixed_precision) for name, unit in wrapped.modules(FSDP1).items()]
+    found = [(name, policy.reduce_dtype or policy.param_dtype) for name, policy in policies]
+    if low := [(name, dtype) for name, dtype in found if dtype in _LOW]:
+        yield (
+            f"Gradients of {len(low)} units (such as {low[0][0]}) are summed over the ranks in {low[0][1]}, "
+            "which loses digits. Set the policy's reduce_dtype=torch.float32."
+        )
+
+
+def _alone(wrapped: _Wrapped) -> Iterator[str]:
+    """Find FSDP1's replicas that are not averaged. Source: https://github.com/volcengine/verl/issues/7493."""
     alone = [
         name
         for name, unit in wrapped.modules(FSDP1).items()
         if (replicas := fsdp1_replicas(unit)) and replicas.size() > 1
         if dist.get_world_size(unit.process_group) == 1
     ]
-    if alone:  # Source: https://github.com/volcengine/verl/issues/7493
+    if alone:
         yield (
             f"HYBRID_SHARD over groups of one rank in {len(alone)} FSDP1 units (such as {alone[0]}): FSDP1 "
-            "averages its gradients with no other rank. Put at least two ranks into a shard group, or use "
-            "DistributedDataParallel or fully_shard."
+            "averages their gradients with no other rank. Put more ranks into a group, or use fully_shard."
         )
 
 
 def _copies(wrapped: _Wrapped) -> Iterator[str]:
-    """Buffers, and parameters that several ranks hold, that differ; compared if all ranks share the model."""
-    if not has_peers() or len(_ranks_of(wrapped)) < dist.get_world_size():
+    """Compare buffers, and parameters that several ranks hold, where all ranks share the model."""
+    if not has_peers() or not _is_of_all_ranks(wrapped):
         return
     parameters = {name: copy for name, copy in parameter_copies(wrapped.model).items() if copy.replicated}
     # DDP gives all ranks the first one's buffers at the next forward.
@@ -258,8 +241,8 @@ def _copies(wrapped: _Wrapped) -> Iterator[str]:
     if some := {name: said for name, said in differ.items() if name in parameters}:
         yield (
             f"Replicas of a parameter differ between ranks: {in_words(some)}. Build the model with one seed "
-            "on all ranks; if they were the same once, look for ignored parameters, whose gradients FSDP "
-            "does not average, a step that only some ranks take, and gradient sync that is off."
+            "on all ranks; if they were the same once, look for ignored parameters, whose gradients nobody "
+            "averages, a step that only some ranks take, and gradient sync that is off."
         )
     if some := {name: said for name, said in differ.items() if name in buffers}:
         yield (
@@ -268,18 +251,14 @@ def _copies(wrapped: _Wrapped) -> Iterator[str]:
         )
 
 
-def _ranks_of(wrapped: _Wrapped) -> set[int]:
-    """The ranks that share the model; none while FSDP2 has all of it gathered."""
-    meshes = {param.device_mesh for param in wrapped.model.parameters() if isinstance(param, DTensor)}
-    fsdp1, ddp = wrapped.modules(FSDP1).values(), wrapped.modules(DDP).values()
-    groups = {module.process_group for module in (*fsdp1, *ddp)}
-    groups |= {fsdp1_replicas(module) for module in fsdp1} - {None}
-    found = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-    for module in fsdp1:  # of a hybrid strategy's grid, this rank's own groups are one row and one column
-        if replicas := fsdp1_replicas(module):
-            row, column = map(dist.get_process_group_ranks, (module.process_group, replicas))
-            found |= {r + c - dist.get_rank() for r in row for c in column}
-    return found.union(*map(dist.get_process_group_ranks, groups))
+def _is_of_all_ranks(wrapped: _Wrapped) -> bool:
+    """Say whether the model is shared by all; False while FSDP2 has all of it gathered."""
+    ranks = [p.device_mesh.size() for p in wrapped.model.parameters() if isinstance(p, DTensor)]
+    ranks += [dist.get_world_size(module.process_group) for module in wrapped.modules(DDP).values()]
+    for unit in wrapped.modules(FSDP1).values():
+        replicas = fsdp1_replicas(unit)
+        ranks.append(dist.get_world_size(unit.process_group) * (replicas.size() if replicas else 1))
+    return max(ranks, default=0) == dist.get_world_size()
 
 
-_CHECKS = (_units, _ties, _rows, _optimizer, _master_weights, _gradient_sync, _copies)
+_CHECKS = (_units, _ties, _rows, _optimizer, _master_weights, _reduction, _alone, _copies)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_utils.distributed.agreement import Ranks, fingerprint, has_peers, rank_names
 from fsdp_utils.sharding.local_part import is_readable, local, view
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_handle, fsdp1_replicas, registered_flat
+from fsdp_utils.torch_internals.fsdp import fsdp1_handle, fsdp1_replicas, is_fsdp1_parameter, registered_flat
 
 _SHOWN = 3  # names in one sentence
 
@@ -33,26 +33,25 @@ class Copy(NamedTuple):
 
 def parameter_copies(model: nn.Module) -> dict[str, Copy]:
     """Collect the parameters of which another rank may hold this rank's part, by plain name."""
-    units = {param: unit for unit in model.modules() if isinstance(unit, FSDP1) for param in _flat(unit)}
-    found = copies_of((plain_name(name), p) for name, p in model.named_parameters() if p not in units)
-    for name, param in model.named_parameters():
-        if unit := units.get(param):
-            handle, replicas = fsdp1_handle(unit), fsdp1_replicas(unit)
-            if replicas is not None or not (handle and handle.uses_sharded_strategy):
-                # Ranks of other groups may hold other parts, as of tensor parallelism.
-                ranks = dist.get_process_group_ranks(replicas or unit.process_group)
-                found[plain_name(name)] = Copy(param, f"flat of ranks {ranks}", replicated=True)
+    found = copies_of((n, p) for n, p in model.named_parameters() if not is_fsdp1_parameter(p))
+    for name, unit in model.named_modules():
+        handle = fsdp1_handle(unit) if isinstance(unit, FSDP1) else None
+        if handle and (fsdp1_replicas(unit) is not None or not handle.uses_sharded_strategy):
+            # Ranks of other groups may hold other parts, as of tensor parallelism.
+            ranks = dist.get_process_group_ranks(fsdp1_replicas(unit) or unit.process_group)
+            flat = registered_flat(handle)
+            found[f"flat parameter of {plain_name(name)}"] = Copy(flat, f"flat of ranks {ranks}", True)
     return found
 
 
 def buffer_copies(model: nn.Module) -> dict[str, Copy]:
     """Collect all buffers, by plain name: FSDP shards none of them."""
-    return copies_of((plain_name(name), buffer) for name, buffer in model.named_buffers())
+    return copies_of(model.named_buffers())
 
 
 def copies_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Copy]:
-    """Collect the tensors of which another rank may hold this rank's part, by name."""
-    copies = ((name, _copy(tensor)) for name, tensor in tensors if is_readable(local(tensor)))
+    """Collect the tensors of which another rank may hold this rank's part, by plain name."""
+    copies = ((plain_name(name), _copy(tensor)) for name, tensor in tensors if is_readable(local(tensor)))
     return {name: copy for name, copy in copies if copy is not None}
 
 
@@ -68,44 +67,35 @@ def _copy(tensor: Tensor) -> Copy | None:
     return Copy(tensor, place or "replicated", replicated)
 
 
-def _flat(unit: FSDP1) -> list[Tensor]:
-    handle = fsdp1_handle(unit)
-    return [] if handle is None else [registered_flat(handle), *Flat(handle.flat_param).params]
-
-
 def differing(copies: Mapping[str, Copy], ranks: Ranks) -> dict[str, str]:
     """Say by name which ranks hold other values than which; all ranks take part, and return the same.
 
     Digests of single tensors travel only where that of all of them together differs. Not torch.hash_tensor:
     its xor of the elements stays when two of them are swapped, or both change their sign.
     """
-    mine: dict[str, dict[str, str]] = {}  # digests by place and name
+    mine: dict[str, dict[str, str]] = defaultdict(dict)  # digests by place and name
 
     def hashes() -> dict[str, str]:
         for name, copy in sorted(copies.items()):
-            mine.setdefault(copy.place, {})[name] = digest(copy.tensor)
+            mine[copy.place][name] = digest(copy.tensor)
         return {place: fingerprint([f"{k} {v}" for k, v in of.items()]) for place, of in mine.items()}
 
     together = ranks.all(hashes)
-    places = sorted(set().union(*together))
-    odd = [place for place in places if len({one[place] for one in together if place in one}) > 1]
+    found: dict[str, set[str]] = defaultdict(set)
+    for place, value in (item for one in together for item in one.items()):
+        found[place].add(value)
+    odd = sorted(place for place, values in found.items() if len(values) > 1)
     each = ranks.all(lambda: {place: mine[place] for place in odd if place in mine}) if odd else []
-    holders: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(dict)  # ranks by digest
-    for rank, of_rank in enumerate(each):
-        for place, digests in of_rank.items():
-            for name, found in digests.items():
-                holders[name, place].setdefault(found, []).append(rank)
-    expected: dict[str, set[int]] = defaultdict(set)
-    others: dict[str, set[int]] = defaultdict(set)
-    for (name, _), by_digest in holders.items():
-        first, *odd_ranks = by_digest.values()
-        if odd_ranks:
-            expected[name].add(first[0])
-            others[name].update(*odd_ranks)
-    return {
-        name: f"{name!r} on {rank_names(sorted(who))} differs from {rank_names(sorted(expected[name]))}"
-        for name, who in sorted(others.items())
-    }
+    differ: dict[str, str] = {}
+    for place in odd:
+        held = {rank: of_rank[place] for rank, of_rank in enumerate(each) if place in of_rank}
+        for name in sorted(set().union(*held.values())):
+            first, *others = (rank for rank in held if name in held[rank])
+            others = [rank for rank in others if held[rank][name] != held[first][name]]
+            if others:
+                said = f"{name!r} on {rank_names(others)} differs from {rank_names([first])}"
+                differ.setdefault(name, said)
+    return differ
 
 
 def in_words(differences: Mapping[str, str]) -> str:
@@ -127,8 +117,7 @@ def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     if len(set(found)) > 1:
         raise RuntimeError(
             "shard: expected the same parameters and buffers in all replicas, found other names, dtypes or "
-            f"shapes, or values in some only, among ranks {dist.get_process_group_ranks(group)}. Build the "
-            "model alike on all ranks, or on meta on all."
+            f"shapes among ranks {dist.get_process_group_ranks(group)}. Build the model alike on all ranks."
         )
     for _, copy in named:
         part = local(copy.tensor.detach())

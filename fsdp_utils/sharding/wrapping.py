@@ -1,6 +1,7 @@
 """Wrap a model with FSDP2, block by block: so only a block or two hold full parameters at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_utils.sharding.blocks import by_shared_parameters, outermost, transformer_block_classes
+from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
 from fsdp_utils.sharding.checkpointing import compute_again
 from fsdp_utils.sharding.copies import make_replicas_equal
 from fsdp_utils.sharding.names import plain_name
@@ -38,12 +39,9 @@ def shard(
 ) -> nn.Module:
     """Call fully_shard on each transformer block, then on the model.
 
-    Call it on all ranks, and build the optimizer after it. Blocks that share a parameter become one unit; a
-    block that shares one with the rest of the model (tied weights) stays in the root's unit. Scalar
-    parameters, which FSDP2 cannot shard, stay on each rank in full; their gradients are averaged in backward.
-
-    Embedding, last norm and head stay in the root's unit, which is held in full for the whole step. Where
-    they are large and your loss calls the head, give fully_shard the embedding, then [norm, head], before.
+    Call it on all ranks, and build the optimizer after it. Embedding, last norm and head stay in the root's
+    unit, which is held in full for the whole step, and so does a block that shares a parameter with other
+    modules. Scalars stay on each rank; their gradients are averaged.
 
     A parameter is cut between rows if that gives each rank its share to within 5% of padding, else (8 experts
     on 32 ranks) along the first dimension that the ranks divide, which costs a copy at each all-gather. If
@@ -66,10 +64,9 @@ def shard(
 
     Raises:
         ValueError: the strategy is unknown or does not go with the mesh; the model has no transformer blocks,
-            or is sharded already. The model is unchanged then, and after a TypeError.
+            or is sharded already.
         TypeError: offload_policy is not an OffloadPolicy.
-        RuntimeError: there is no process group; this torch is too old for gloo; or, on every rank, replicas
-            hold other parameters and buffers (build the model anew then).
+        RuntimeError: there is no process group; this torch is too old for gloo; replicas are not alike.
 
     Example::
 
@@ -84,22 +81,27 @@ def shard(
         raise TypeError(f"shard: expected offload_policy to be a CPUOffloadPolicy, found {offload_policy!r}")
     mesh = _mesh(mesh, strategy)
     blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
-    _refuse_wrapped(model, blocks)
+    for name, module in model.named_modules():
+        unit = isinstance(module, FSDPModule) and (module is model or module in blocks)
+        if unit or isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
+            raise ValueError(
+                f"shard: {plain_name(name) or 'the model'} is wrapped in {type(module).__name__} already. "
+                "Call shard once, on the model without; fully_shard before it on other modules than blocks."
+            )
     scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     ranks = mesh.size(mesh.ndim - 1)
     policy = mp_policy or MixedPrecisionPolicy()
+    of_blocks = replace(policy, output_dtype=None)
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload_policy or OffloadPolicy()}
     options["shard_placement_fn"] = lambda p: (
         None if isinstance(p, DTensor) else Shard(dimension(p.shape, ranks))
     )
     if scalars:
         options["ignored_params"] = set(map(model.get_parameter, scalars))
-    of_blocks = {**options, "mp_policy": replace(policy, output_dtype=None)}
     if checkpointing is not None:
         compute_again(blocks, checkpointing)
-    for unit in _units(model, blocks):
-        part = unit[0] if len(unit) == 1 else unit
-        fully_shard(part, reshard_after_forward=strategy != "grad_op", **of_blocks)
+    for block in _units(model, blocks):
+        fully_shard(block, reshard_after_forward=strategy != "grad_op", mp_policy=of_blocks, **options)
     if strategy == "grad_op":
         options["reshard_after_forward"] = False  # else torch's default, which is the same for a root
     fully_shard(model, mp_policy=policy, **options)
@@ -113,7 +115,7 @@ def shard(
 
 
 def padding(shape: Sequence[int], ranks: int) -> int:
-    """Elements that FSDP2 adds, over all ranks, where it cuts between rows."""
+    """Count the elements that FSDP2 adds, over all ranks, where it cuts between rows."""
     return -shape[0] % ranks * prod(shape[1:])
 
 
@@ -136,8 +138,7 @@ def _mesh(mesh: DeviceMesh | None, strategy: str) -> DeviceMesh:
     if (found := 1 if mesh is None else mesh.ndim) != (expected := 2 if strategy == "hybrid" else 1):
         raise ValueError(
             f'shard: strategy "{strategy}" expects a {expected}-D mesh, found a {found}-D one. For "hybrid": '
-            "mesh=init_device_mesh(device_type, (hosts, ranks_per_host), "
-            'mesh_dim_names=("replicate", "shard")).'
+            'init_device_mesh(device_type, (hosts, ranks_per_host), mesh_dim_names=("replicate", "shard")).'
         )
     if mesh is None:
         # By the backend, as gloo ranks may run on a machine that has a GPU.
@@ -147,43 +148,19 @@ def _mesh(mesh: DeviceMesh | None, strategy: str) -> DeviceMesh:
     if torch.__version__ < "2.9" and "gloo" in {str(dist.get_backend(one)) for one in mesh.get_all_groups()}:
         raise RuntimeError(
             "shard: on ranks that talk through gloo, FSDP2 expects torch 2.9 or later, found "
-            f"{torch.__version__}. Its gloo adds gradients up where FSDP2 asks for their mean. Install a "
-            "later torch, or train with FullyShardedDataParallel."
+            f"{torch.__version__}: its gloo adds gradients up instead of averaging them. Install a later one."
         )
     return mesh
 
 
-def _refuse_wrapped(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Check before anything is changed: fully_shard would raise after some blocks were sharded already."""
-    for name, module in model.named_modules():
-        unit = isinstance(module, FSDPModule) and (module is model or module in blocks)
-        if unit or isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
-            raise ValueError(
-                f"shard: {plain_name(name) or 'the model'} is wrapped in {type(module).__name__} already. "
-                "Call shard once, on the model without; fully_shard before it on other modules than blocks."
-            )
-    if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
-        raise ValueError(f"shard: expected a model with a forward, found a {type(model).__name__}")
-    odd = [plain_name(name) for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
-    if odd:
-        raise ValueError(
-            f"shard: FSDP2 takes contiguous parameters only, found {len(odd)} others, such as {odd[0]}. "
-            "Assign nn.Parameter(p.detach().contiguous())."
-        )
+def _units(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Choose the blocks that share no parameter with a module outside of them."""
 
+    def uses(of: nn.Module) -> Counter[nn.Parameter]:
+        return Counter(p for module in of.modules() for p in module.parameters(recurse=False) if p.dim())
 
-def _units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Group the blocks so that no two units share a parameter, nor one with what stays in the root."""
-
-    def outside(module: nn.Module) -> Iterator[nn.Parameter]:
-        yield from module.parameters(recurse=False)
-        for child in module.children():
-            if child not in blocks:
-                yield from outside(child)
-
-    in_root = {parameter for parameter in outside(model) if parameter.dim()}
-    groups = by_shared_parameters(blocks)
-    return [modules for modules, parameters in groups if parameters.isdisjoint(in_root)]
+    in_model = uses(model)
+    return [one for one in dict.fromkeys(blocks) if all(in_model[p] == n for p, n in uses(one).items())]
 
 
 def _gather_what_can_train(unit: Any, _: Any) -> None:
