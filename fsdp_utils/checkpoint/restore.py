@@ -139,17 +139,16 @@ class Targets(dict[str, Tensor]):
         spec, there = self._specs[key], self._held.tensors.get(key)
         if tuple(param.shape) != spec.shape:
             return self._full(key, param.device if spec.shape else torch.device("cpu"))
-        alike = (
+        if (
             there is not None
             and there.dim()  # one number may be shared by several parameters
             and (there.dtype, there.shape, there.device) == (spec.dtype, param.shape, param.device)
             and _sharding(there) == _sharding(param)
             and _address(there) not in self._taken
-        )
-        if not alike:
-            return torch.empty_like(param, dtype=spec.dtype, requires_grad=False)
-        self._taken.add(_address(there))
-        return there
+        ):
+            self._taken.add(_address(there))
+            return there
+        return torch.empty_like(param, dtype=spec.dtype, requires_grad=False)
 
 
 def _sharding(tensor: Tensor) -> object:

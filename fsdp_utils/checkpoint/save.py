@@ -32,8 +32,16 @@ from fsdp_utils.checkpoint.state import (
     unwrapped,
 )
 from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
-from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
-from fsdp_utils.sharding.copies import buffer_copies, copies_of, differing, digest, in_words, parameter_copies
+from fsdp_utils.distributed.agreement import WAIT_S, fingerprint, has_peers
+from fsdp_utils.sharding.copies import (
+    Copy,
+    buffer_copies,
+    copies_of,
+    differing,
+    digest,
+    in_words,
+    parameter_copies,
+)
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.unsaved_buffers import samples, unsaved
 
@@ -118,7 +126,7 @@ def save_distributed(
 
     ranks = enter("save_distributed", model, optimizers, facts, wait_s=wait_s)
 
-    def collect() -> tuple[Held, dict[str, Tensor], dict[str, bytes]]:
+    def collect() -> tuple[Held, dict[str, Tensor], dict[str, bytes], dict[str, Copy], dict[str, str]]:
         held = Held.of(model)
         held.add_optimizers(model, optimizers)
         held.add_state(of_all)
@@ -132,12 +140,16 @@ def save_distributed(
             check_storable(key, tensor)
         texts = {STATE_FILE: json.dumps(held.plain).encode()} if ranks.rank == 0 else {}
         texts |= {rank_file(ranks.rank): json.dumps(own_plain).encode()} if of_rank else {}
-        return held, own, texts
+        return held, own, texts, *_to_compare(held, model, of_rank.keys(), _of_ddp(wrapped, model))
 
     with ranks.guard():
-        held, own, texts = ranks.each(collect)
-        params = {name for names in parameter_names(model).values() for name in names}
-        _check_equal(held, model, ranks, {*(of_rank.keys() - params), *_of_ddp(wrapped, model)})
+        held, own, texts, copies, digests = ranks.each(collect)
+        # One rank's values are stored, so those of the others would be lost without an error: of replicas
+        # that have drifted apart, of experts that ranks hold under the same names, of running means.
+        cure = ". Only DTensors are saved by parts; what is to differ goes into per_rank="
+        ranks.same("", digests, cure=cure)
+        if differ := differing(copies, ranks):
+            ranks.each(lambda: _refuse(in_words(differ)))  # raises on every rank alike
         about = {
             "step": step,
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -147,7 +159,7 @@ def save_distributed(
             or None,
             "tied": held.tied,
             "tensors": specs(held.tensors),
-            **describe(model),
+            **_describe(model),
         }
         tensors = held.tensors | own
         if asynchronous:
@@ -212,28 +224,6 @@ def _values(given: Any, argument: str) -> dict[str, Any]:
 # ---- what must be equal on all ranks -----------------------------------------------------------------
 
 
-def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection[str]) -> None:
-    """Check that what one rank saves for all of them is equal on all.
-
-    One rank's values are stored, so those of the others would be lost without an error: of replicas that have
-    drifted apart, of experts that ranks hold under the same names, of running means.
-    """
-    if not ranks.distributed:
-        return
-    copies = {**parameter_copies(model), **buffer_copies(model)}
-    names = {*ignored, *(name for name, _ in unsaved(model))}
-    copies = {name: copy for name, copy in copies.items() if name not in names}
-    in_state = ((key, held.tensors[key]) for key in held.plain["dims"])
-    copies |= copies_of((key, one) for key, one in in_state if isinstance(one, DTensor))
-    ranks.same(
-        "",
-        ranks.each(lambda: _digests(held, model, ignored)),
-        cure=". Only DTensors are saved by parts; what is to differ goes into per_rank=",
-    )
-    if differ := differing(copies, ranks):
-        ranks.each(lambda: _refuse(in_words(differ)))  # raises on every rank alike
-
-
 def _refuse(differences: str) -> None:
     raise CheckpointError(
         "expected the same values on all ranks that hold a copy of a parameter, a buffer or a DTensor's part "
@@ -252,26 +242,38 @@ def _of_ddp(wrapped: nn.Module, model: nn.Module) -> set[str]:
     return set()
 
 
-def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str, str]:
-    """Describe all that is saved besides parameters and buffers: values, or hashes of them, by name.
+def _to_compare(
+    held: Held, model: nn.Module, per_rank: Collection[str], of_ddp: Collection[str]
+) -> tuple[dict[str, Copy], dict[str, str]]:
+    """Return the copies to compare by value, and all else that is saved, or hashes of it, by name.
 
     DDP's copies of an optimizer's state are described by their shapes alone: to hash them would take long.
     """
+    if not has_peers():
+        return {}, {}
+    params = {name for names in parameter_names(model).values() for name in names}
+    buffers = {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
+    ignored = {*(set(per_rank) - params), *of_ddp}
+    copies = {**parameter_copies(model), **buffer_copies(model)}
+    for name in {*ignored, *(name for name, _ in unsaved(model))}:
+        copies.pop(name, None)
+    in_state = ((key, held.tensors[key]) for key in held.plain["dims"])
+    copies |= copies_of((key, one) for key, one in in_state if isinstance(one, DTensor))
+
     plain = {**held.plain, "extra": {"model": held.plain["extra"]}}
     found = {key: text if len(text) < 80 else fingerprint([text]) for key, text in _leaves("", plain)}
-    compared = {name for names in parameter_names(model).values() for name in names}
-    compared |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-    of_ddp = (name for name, one in held.of_model().items() if not isinstance(one, DTensor))
-    unhashed = tuple(f"{OPTIMIZER}{name}." for name in of_ddp)
+    whole = (name for name, one in held.of_model().items() if not isinstance(one, DTensor))
+    unhashed = tuple(f"{OPTIMIZER}{name}." for name in whole)
+    compared = {MODEL + name for name in params | buffers}
     for key, tensor in held.tensors.items():
-        if not (key.startswith(MODEL) and key.removeprefix(MODEL) in compared):
+        if key not in compared:
             found[key] = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
             if isinstance(tensor, DTensor):
                 found[key] += f" by {tensor.placements}"
             elif not tensor.dim() or not key.startswith(unhashed):
                 found[key] += f" with hash {digest(tensor)}"
     may_differ = tuple(f"{EXTRA}{name}" for name in ignored)
-    return {key: text for key, text in found.items() if not key.startswith(may_differ)}
+    return copies, {key: text for key, text in found.items() if not key.startswith(may_differ)}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -288,26 +290,31 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
 # ---- about the model ---------------------------------------------------------------------------------
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
-    """Describe the model for the manifest, or its "parts" where it has no configuration itself."""
+def _describe(model: nn.Module) -> dict[str, Any]:
+    """Describe the model for the manifest: of it and of its parts, by name, the configurations, if any."""
     module = unwrapped(model)
-    name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
-    about = {"model": name, "unsaved_buffers": samples(module), **_configuration(module)}
-    if "config" not in about:
-        about["parts"] = {name: _configuration(unwrapped(one)) for name, one in module.named_children()}
-    return about
+    parts = {"": module, **{name: unwrapped(one) for name, one in module.named_children()}}
+    return {
+        "model": _class(module),
+        "unsaved_buffers": samples(module),
+        "configurations": {name: found for name, one in parts.items() if (found := _configuration(one))},
+    }
+
+
+def _class(module: object) -> str:
+    return type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
 
 
 def _configuration(module: Any) -> dict[str, Any]:
+    """Return the "config" of a transformers model, and of peft's wrapper the "adapters"."""
     about: dict[str, Any] = {}
     base = module
-    if isinstance(adapters := getattr(module, "peft_config", None), dict):  # peft's wrapper
+    if isinstance(adapters := getattr(module, "peft_config", None), dict):
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         about["adapters"] = {key: _plain_adapter(adapter, base) for key, adapter in adapters.items()}
     config = getattr(base, "config", None)
     if config is not None and hasattr(config, "to_json_string"):
-        architecture = type(base).__name__.removeprefix("FSDP")
-        about["config"] = {**json.loads(config.to_json_string()), "architectures": [architecture]}
+        about["config"] = {**json.loads(config.to_json_string()), "architectures": [_class(base)]}
     return about
 
 

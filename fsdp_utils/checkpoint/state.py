@@ -195,10 +195,11 @@ def unwrapped(model: nn.Module, *, of_fsdp: bool = True) -> nn.Module:
     while of_fsdp or not isinstance(model, FSDP1 | FSDPModule):
         wraps = isinstance(model, DistributedDataParallel | nn.DataParallel)
         children = own_children(model)
-        names = {*WRAPPED, "_forward_module", *["module"] * wraps} & children.keys()
-        if not names:
+        names = (*WRAPPED, "_forward_module", *["module"] * wraps)
+        inner = next((child for name in names if (child := children.get(name)) is not None), None)
+        if inner is None:
             break
-        model = children[names.pop()]
+        model = inner
     return model
 
 
