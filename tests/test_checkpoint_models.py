@@ -164,12 +164,6 @@ def tensor_parallel(model: Mixture, wrap: Wrap = fully_shard) -> nn.Module:
     return wrap(model, **{"mesh" if wrap is fully_shard else "device_mesh": both["dp"]})
 
 
-def frozen_on_one_rank() -> nn.Module:
-    model, _ = build("none")
-    model.head.weight.requires_grad_(rank() == 0)
-    return fsdp2(model)
-
-
 def own_buffers(model: nn.Module) -> nn.Module:
     """With a saved and an unsaved buffer in each block that differ between the ranks."""
     for block in (module for module in model.modules() if isinstance(module, Block)):
@@ -208,8 +202,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str | tuple[str, ...]]] = {
     "meta": (lambda: fsdp2(Net().to("meta")), "model.embed.weight: expected values in memory"),
     "FSDP1(compile)": (lambda: fsdp1(compiled(Net())), (HIDDEN, "put FSDP1 inside of torch.compile")),
     "FSDP1(compile), original": (lambda: original(compiled(Net())), HIDDEN),
-    "checkpointing(DDP)": (lambda: each_block(lambda block: checkpoint_wrapper(DDP(block))), HIDDEN),
-    "frozen": (frozen_on_one_rank, "expected the same frozen parameters that are left out on all ranks"),
+    "checkpointing(DDP)": (lambda: each_block(lambda one: checkpoint_wrapper(DDP(one))), "found DDP inside"),
     "buffers": (lambda: own_buffers(build("fsdp2")[0]), BUFFERS),
     "copies, hybrid": (lambda: drifted(hybrid), DRIFTED),
     "copies, DDP": (lambda: drifted(DDP), DRIFTED),
@@ -220,38 +213,14 @@ def refused(folder: Path) -> dict[str, str | None]:
     found = {}
     for name, (make, _) in REFUSED.items():
         torch.manual_seed(0)
-        model, options = make(), {"ignore_frozen_params": name == "frozen"}
-        found[name] = outcome(lambda m=model, o=options: save_distributed(folder, m, step=1, **o)).error
+        model = make()
+        found[name] = outcome(lambda model=model: save_distributed(folder, model, step=1)).error
     return found
 
 
 def test_models_that_cannot_be_saved_are_refused_on_all_ranks(tmp_path: Path) -> None:
     assert_told(run_on_ranks(refused, tmp_path), {name: words for name, (_, words) in REFUSED.items()})
     assert not list(tmp_path.glob("*-step-*"))
-
-
-def fail_before_a_gather(folder: Path) -> tuple[str | None, float, bool]:
-    """Rank 1 fails where FSDP1 would gather: rank 0 waits in a collective of the model's own group."""
-    model, optimizer = build("fsdp1")
-    train(model, optimizer, Data(), 1)
-    options = model.process_group._get_backend(torch.device("cpu")).options
-    before = options._timeout
-
-    def hook(*_: Any) -> None:
-        raise MemoryError("not enough for the state dict")
-
-    if rank() == 1:
-        model.register_state_dict_pre_hook(hook)
-    dist.barrier()
-    found = outcome(lambda: save_distributed(folder, model, optimizer, step=1, wait_s=3.0))
-    return *found, options._timeout == before
-
-
-def test_a_rank_that_fails_before_a_gather_of_fsdp1_is_not_waited_for_long(tmp_path: Path) -> None:
-    for error, seconds, restored in run_on_ranks(fail_before_a_gather, tmp_path, timeout=30):
-        assert "rank 1: MemoryError: not enough for the state dict" in str(error)
-        assert seconds < 10
-        assert restored, "the group keeps another timeout"
 
 
 # ---- every placement ---------------------------------------------------------------------------------------
@@ -341,46 +310,6 @@ def test_frozen_parameters_have_no_state_and_get_none(trained: str, tmp_path: Pa
     ways = [("fsdp2", MIXED[1]), (MIXED[1], "fsdp2"), (MIXED[1], MIXED[1])]
     for losses, _ in run_on_ranks(load_all, tmp_path, ways, trained, world_size=3)[0]:
         assert losses == pytest.approx(by_rank[0]["fsdp2"][0], rel=1e-4)
-
-
-FROZEN = [name for name, _ in Net().named_parameters() if "blocks.1" not in name]
-
-
-def adapted(kind: str, factor: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same frozen base for any factor, another trained block."""
-    model, optimizer = build(kind, trained="blocks.1")
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(factor if param.requires_grad else 1)
-    return model, optimizer
-
-
-def save_adapters(folder: Path) -> Losses:
-    losses = []
-    for kind in MIXED[:2]:
-        (model, optimizer), data = adapted(kind, 1), Data()
-        train(model, optimizer, data, 2)
-        save_distributed(folder / kind, model, optimizer, step=1, ignore_frozen_params=True)
-        losses = train(model, optimizer, Data(), 2)
-    return losses
-
-
-def load_adapters(folder: Path, kinds: tuple[str, ...]) -> list[tuple[list[str], list[str], Losses]]:
-    found = []
-    for path in folder.iterdir():
-        for kind in kinds:
-            model, optimizer = adapted(kind, 2)
-            loaded = load_distributed(path, model, optimizer, ignore_frozen_params=True)
-            found.append((loaded.missing_keys, loaded.unexpected_keys, train(model, optimizer, Data(), 2)))
-    return found
-
-
-def test_adapters_go_on_over_the_base_that_is_there(tmp_path: Path) -> None:
-    expected = pytest.approx(run_on_ranks(save_adapters, tmp_path)[0], rel=1e-4)
-    assert not {f"model.{name}" for name in FROZEN} & manifest(tmp_path / "fsdp2")["tensors"].keys()
-    alone = load_adapters(tmp_path, ("none",))
-    for found in (alone, *run_on_ranks(load_adapters, tmp_path, MIXED[:2], world_size=3)):
-        assert found == [(FROZEN, [], expected)] * len(found)
 
 
 # ---- another model -----------------------------------------------------------------------------------------

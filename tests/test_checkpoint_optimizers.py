@@ -300,7 +300,7 @@ CHANGES: dict[str, Callable[[Optimizer, Any], object]] = {
     "step": lambda optimizer, param: optimizer.state[param]["step"].add_(1),
     "max": lambda optimizer, param: optimizer.state[param].update(max=torch.ones(2).to(KIND_OF_RANK[rank()])),
     "note": lambda optimizer, param: optimizer.state[param].update(note="b"),
-    "param_groups[0]['lr']": lambda optimizer, param: optimizer.param_groups[0].update(lr=0.5),
+    "optimizers.0.groups.0.settings.lr": lambda optimizer, param: optimizer.param_groups[0].update(lr=0.5),
     # this rank's part of a sharded parameter, as a plain tensor
     "local": lambda optimizer, param: optimizer.state[param].update(local=param.to_local().detach().clone()),
 }

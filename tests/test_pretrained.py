@@ -235,7 +235,7 @@ ERRORS: dict[str, tuple[str, ...]] = {
     ),
     "cut short": ("b.safetensors: expected a safetensors file, found 400 bytes", "cut short"),
     "another folder": ("expected the same content of the folder on all ranks",),
-    "trap": ("blocks.0.cache of Block", "reset_parameters()"),
+    "trap": ("blocks.0.cache, blocks.1.cache of Block", "reset_parameters()"),
     "summands": ("0.weight: expected one contiguous part of the tensor on each rank, found P(sum)",),
 }
 

@@ -50,26 +50,26 @@ class Save:
         path = save.wait()
     """
 
-    def __init__(self, path: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
-        self._path = path
-        self._write = write
+    def __init__(self, name: str, write: Callable[[], Path], *, asynchronous: bool) -> None:
+        self._name, self._write = name, write
+        self._path = Path()
         self._problem: str | None = None
         self._over = threading.Event()
         global _in_flight
-        if asynchronous:
-            _in_flight = self
-            try:
-                threading.Thread(target=self._run, name=f"save {path.name}").start()
-            except RuntimeError:  # no more threads; the other ranks count on this one
-                self._run()
-        else:
-            write()
+        if not asynchronous:
+            self._path = write()
             del self._write  # and with it the tensors
             self._over.set()
+            return
+        _in_flight = self
+        try:
+            threading.Thread(target=self._run, name=name).start()
+        except RuntimeError:  # no more threads; the other ranks count on this one
+            self._run()
 
     def _run(self) -> None:
         try:
-            self._write()
+            self._path = self._write()
         # Only the text is kept: the frames of an exception hold connections, which other ranks see close.
         except CheckpointError as error:
             self._problem = str(error)
@@ -97,7 +97,7 @@ class Save:
             TimeoutError: it is still going on.
         """
         if not self._over.wait(timeout):
-            raise TimeoutError(f"{self._path} is still being saved after {timeout:g} s")
+            raise TimeoutError(f"{self._name} is still being saved after {timeout:g} s")
         global _in_flight
         if _in_flight is self:
             _in_flight = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.torch_internals.names import ShardedTensor
 
-_KIND = "!"
+KIND = "!"
 _MOST_ARRAY_BYTES = 1 << 20  # the state of a NumPy generator has 2.5 KB
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 # Types that are stored as a list of their parts; a mapping's parts are pairs of a key and a value.
@@ -75,7 +75,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if kind is list:
         return [encode(part, f"{where}.{index}", tensors) for index, part in enumerate(value)]
-    if kind is dict and _KIND not in value and all(type(key) is str for key in value):
+    if kind is dict and KIND not in value and all(type(key) is str for key in value):
         return {key: encode(part, f"{where}.{key}", tensors) for key, part in value.items()}
     if kind in _CONTAINERS.values():
         if isinstance(value, dict):
@@ -87,12 +87,12 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
             parts = [encode(part, f"{where}.{index}", tensors) for index, part in enumerate(value)]
         if kind in (set, frozenset):  # the order of a set differs between processes
             parts.sort(key=json.dumps)
-        return {_KIND: kind.__name__, "value": parts}
+        return {KIND: kind.__name__, "value": parts}
     if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
         if where in tensors:
             raise CheckpointError(f"{where}: expected one tensor of this name, found two")
         tensors[where] = value.detach()
-        return {_KIND: "tensor", "value": where}
+        return {KIND: "tensor", "value": where}
     name = "numpy" if isinstance(value, np.generic) else _NAMES.get(kind)
     array: Any = value
     large = name == "numpy" and (array.dtype.kind not in "biufc" or array.nbytes > _MOST_ARRAY_BYTES)
@@ -103,7 +103,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
             "back as it is. Save what it consists of, such as its .state_dict(), dict(it) or "
             "torch.from_numpy(it)"
         )
-    return {_KIND: name, "value": _ATOMS[name][1](value)}
+    return {KIND: name, "value": _ATOMS[name][1](value)}
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
@@ -112,9 +112,9 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
         return [decode(part, tensor) for part in value]
     if not isinstance(value, dict):
         return value
-    if _KIND not in value:
+    if KIND not in value:
         return {key: decode(part, tensor) for key, part in value.items()}
-    name, content = value[_KIND], value["value"]
+    name, content = value[KIND], value["value"]
     if name == "tensor":
         return tensor(content)
     if name in _CONTAINERS:

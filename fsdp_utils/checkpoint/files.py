@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from blake3 import blake3
 
@@ -148,13 +147,13 @@ def sync_directory(path: Path) -> None:
 
 
 class Lock:
-    """A lock between programs, held until release() or the end of this process; forks do not hold it.
+    """A lock between programs and threads, held until release() or the end of this process.
 
     It holds between hosts too, where the shared file system has locks (NFS and Lustre as most are mounted).
     """
 
     def __init__(self, path: Path, *, wait_s: float) -> None:
-        self._path, self._owner, self.held = path, os.getpid(), False
+        self._path, self.held = path, False
         limit = time.monotonic() + wait_s
         while not self._take():
             with self._file:
@@ -162,11 +161,10 @@ class Lock:
                     owner = os.pread(self._file.fileno(), 200, 0).decode(errors="replace")
                     raise CheckpointError(
                         f"{path.parent}: expected to be the only program that saves there, found "
-                        f"{owner or 'another program'}, which is saving now. Give each training a directory "
-                        "of its own"
+                        f"{owner or 'another program'}, which is saving now. Give each training another "
+                        "directory"
                     )
             time.sleep(0.05)
-        _held.add(self)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError):  # a full disk; the lock holds without its owner's name
             self._file.truncate(0)
@@ -187,13 +185,8 @@ class Lock:
         return False
 
     def release(self) -> None:
-        if self._owner == os.getpid():  # not in a fork, which holds nothing
-            with suppress(OSError):
-                self._path.unlink()
-            with suppress(OSError):  # at once, also where a fork still has the file open
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+        with suppress(OSError):
+            self._path.unlink()
+        with suppress(OSError):  # at once, also where a fork still has the file open
+            fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
-
-
-_held: "WeakSet[Lock]" = WeakSet()
-os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in _held])

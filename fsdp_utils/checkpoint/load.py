@@ -3,15 +3,16 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
 
 from fsdp_utils.checkpoint.codec import decode
-from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
+from fsdp_utils.checkpoint.collective import enter, is_int, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path, read_json
 from fsdp_utils.checkpoint.folder import MANIFEST, check_files, find, read_manifest
@@ -20,17 +21,16 @@ from fsdp_utils.checkpoint.restore import (
     match_model,
     match_optimizers,
     put_back_model,
-    put_back_optimizers,
+    put_back_optimizer,
 )
 from fsdp_utils.checkpoint.save import STATE_FILE, rank_file
 from fsdp_utils.checkpoint.state import (
     MODEL,
     Held,
     Optimizers,
-    frozen_names,
+    has_fsdp1,
     listed,
     unwrapped,
-    without_unsharded_wrappers,
 )
 from fsdp_utils.checkpoint.tensor_files import open_tensors, share
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
@@ -82,7 +82,6 @@ def load_distributed(
     step: int | str = "latest",
     state: Mapping[str, Any] | None = None,
     strict: bool = True,
-    ignore_frozen_params: bool = False,
     cast: bool = False,
     wait_s: float = WAIT_S,
 ) -> "LoadedState":
@@ -104,8 +103,6 @@ def load_distributed(
             after the model and the optimizer. The dict that is returned holds what they were given, too.
         strict: False loads what the model and the checkpoint both have, in the same shapes, and leaves the
             rest of the model as it is. An optimizer has to match all the same.
-        ignore_frozen_params: leave parameters of the model that need no gradient as they are, whether or not
-            they are in the checkpoint.
         cast: convert to the model's dtypes where they differ from the saved ones.
         wait_s: as for save_distributed, in seconds.
 
@@ -127,25 +124,24 @@ def load_distributed(
         torch.set_rng_state(state["rng"])
         print(state["step"], state["epoch"])  # 7 3
     """
-    model, optimizers = without_unsharded_wrappers(model), listed(optimizer)
+    model, optimizers = unwrapped(model, of_fsdp=False), listed(optimizer)
     objects: dict[str, Any] = {}
-    ignored: list[str] = []
 
     def facts() -> dict[str, Any]:
         if step != "latest" and not is_int(step):
             raise CheckpointError(f'expected step to be a whole number or "latest", found {step!r}')
         objects.update(_objects(state))
-        ignored.extend(frozen_names(model) if ignore_frozen_params else [])
-        return {
-            "directory": str(local_path(directory)),
-            "step": step,
-            "strict": strict,
-            "frozen parameters that are left out": fingerprint(ignored),
-            "cast": cast,
-            "state": sorted(objects),
-        }
+        if on_meta := [name for name, param in model.named_parameters() if param.is_meta]:
+            raise CheckpointError(
+                f"expected a model with memory, found {on_meta[0]!r} on the meta device. export_safetensors "
+                "makes a folder of a checkpoint; load_pretrained(folder, model) gives the model memory and "
+                "values, and computes the buffers that no checkpoint holds"
+            )
+        place = str(local_path(directory))
+        return {"directory": place, "step": step, "strict": strict, "cast": cast, "state": sorted(objects)}
 
-    with collective_call("load_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
+    ranks = enter("load_distributed", model, optimizers, facts, wait_s=wait_s)
+    with ranks.guard():
         checkpoint = ranks.first(lambda: find(directory, step))
         manifest = ranks.each(lambda: _read_manifest(checkpoint))
         ranks.same("checkpoint", {str(checkpoint / MANIFEST): fingerprint([json.dumps(manifest)])})
@@ -153,17 +149,15 @@ def load_distributed(
         sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
         mine = share(sizes, ranks.rank, ranks.world_size)
         ranks.each(lambda: check_files(checkpoint, manifest, mine, threads=ranks.threads()))
-        held = ranks.each(lambda: Held.of(model))
+        held = ranks.each(lambda: _held(model, optimizers))
 
         def match() -> tuple[Any, ...]:
             stored, tied = open_tensors(checkpoint, manifest), manifest["tied"]
             found = {k.removeprefix(MODEL): spec for k, spec in stored.specs.items() if k.startswith(MODEL)}
             found |= {alias: found[name] for alias, name in tied.items()}
-            matched = match_model(
-                held, found, str(checkpoint), _NOT_STRICT, cast=cast, strict=strict, ignored=ignored
-            )
-            _check_meta({name: held.tensors[MODEL + name] for name in matched.stored})
+            matched = match_model(held, found, str(checkpoint), _NOT_STRICT, cast=cast, strict=strict)
             plain = read_json(checkpoint / STATE_FILE)
+            model_targets: list[tuple[str, Tensor]] = []  # one stored tensor may go into several
             targets = Targets(held, stored.specs, plain["dims"])
             for name, names in matched.stored.items():
                 first, *others = {tied.get(one, one) for one in names}
@@ -172,26 +166,26 @@ def load_distributed(
                         f"{name}: expected one tensor under all of its names {names} (tied in the model), "
                         "found several in the checkpoint"
                     )
-                targets.append((MODEL + first, held.tensors[MODEL + name]))
+                model_targets.append((MODEL + first, held.tensors[MODEL + name]))
             saved = match_optimizers(held, model, optimizers, plain, targets)
-            extra, own = decode(plain["extra"], targets.full), held.plain["extra"].keys()
+            extra, own = decode(plain["extra"], targets.__getitem__), held.plain["extra"].keys()
             if strict and own != extra.keys():
                 raise CheckpointError(
                     f"expected the model's state besides tensors to have {sorted(own)[:5]}, found "
                     f"{sorted(extra)[:5]} in the checkpoint; {_NOT_STRICT}"
                 )
-            values = decode(plain["state"], targets.of_state)
-            values |= _own_values(checkpoint, manifest, ranks, targets.full)
+            values = decode(plain["state"], targets.__getitem__)
+            values |= _own_values(checkpoint, manifest, ranks, targets.__getitem__)
             _check_objects(objects, values)
             extra = {name: one for name, one in extra.items() if name in own}
-            return stored, matched, targets, saved, extra, values
+            return stored, matched, [*model_targets, *targets.items()], saved, extra, values
 
         stored, matched, targets, saved, extra, values = ranks.each(match)
-        held.leave_out(matched.missing)
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
         ranks.each(lambda: stored.read_into(targets, threads=ranks.threads()))
         put_back_model(model, held, extra)
-        put_back_optimizers(model, optimizers, saved)
+        for one in saved:
+            put_back_optimizer(model, one)
         ranks.each(lambda: _load_objects(objects, values))
     if text := warning_of(unwrapped(model), manifest.get("unsaved_buffers")):
         warnings.warn(f"load_distributed: {text}", stacklevel=2)
@@ -215,13 +209,11 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     return read_manifest(checkpoint)
 
 
-def _check_meta(own: Mapping[str, Tensor]) -> None:
-    if on_meta := [name for name, tensor in own.items() if tensor.is_meta]:
-        raise CheckpointError(
-            f"expected a model with memory, found {on_meta[0]!r} on the meta device. load_pretrained(folder, "
-            "model) gives it memory and values, and computes the buffers that no checkpoint holds, which "
-            "to_empty() leaves uninitialised; export_safetensors makes a folder of a checkpoint"
-        )
+def _held(model: nn.Module, optimizers: Sequence[Optimizer]) -> Held:
+    held = Held.of(model)
+    if not has_fsdp1(model):  # which gives copies, that are not worth filling
+        held.add_optimizers(model, optimizers)
+    return held
 
 
 def _own_values(

@@ -2,8 +2,7 @@
 
 import json
 import os
-import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
-from fsdp_utils.checkpoint.codec import encode
-from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
+from fsdp_utils.checkpoint.codec import KIND, encode
+from fsdp_utils.checkpoint.collective import enter, is_int, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path, write_file
-from fsdp_utils.checkpoint.folder import abandon, begin, commit, keep_last
+from fsdp_utils.checkpoint.folder import Unfinished, keep_last
 from fsdp_utils.checkpoint.state import (
     EXTRA,
     MODEL,
@@ -27,22 +26,26 @@ from fsdp_utils.checkpoint.state import (
     PER_RANK,
     Held,
     Optimizers,
-    frozen_names,
     listed,
     parameter_names,
     specs,
     unwrapped,
-    without_unsharded_wrappers,
 )
 from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
-from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
-from fsdp_utils.sharding.copies import buffer_copies, copies_of, differing, digest, in_words, parameter_copies
+from fsdp_utils.distributed.agreement import WAIT_S, fingerprint, has_peers
+from fsdp_utils.sharding.copies import (
+    Copy,
+    buffer_copies,
+    copies_of,
+    differing,
+    digest,
+    in_words,
+    parameter_copies,
+)
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.unsaved_buffers import samples, unsaved
 
 STATE_FILE = "state.json"
-# A shared directory may show another host's new file a little late.
-_SHARED_WAIT_S = 3.0
 
 
 def save_distributed(
@@ -54,7 +57,6 @@ def save_distributed(
     state: Mapping[str, Any] | None = None,
     per_rank: Mapping[str, Any] | None = None,
     keep: int | None = None,
-    ignore_frozen_params: bool = False,
     asynchronous: bool = False,
     wait_s: float = WAIT_S,
 ) -> Save:
@@ -74,23 +76,21 @@ def save_distributed(
             (DTensors are stored sharded), and objects with state_dict() and load_state_dict() (schedulers,
             gradient scalers), of which the state_dict() is saved.
         per_rank: what differs between ranks, by name: the state of random number generators, the position in
-            this rank's data. Each rank's value comes back to it. A buffer of the model that differs is to be
-            given under its name, and copied back after loading; the model's part of the checkpoint has rank
-            0's.
+            this rank's data. Each rank's value comes back to it. Give a buffer of the model that differs
+            under its name, and copy it back after loading; the model's part of the checkpoint has rank 0's.
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
-        ignore_frozen_params: leave out parameters that need no gradient: of a model with adapters over a
-            frozen base, save the adapters. Such a checkpoint is loaded with the same option.
         asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
             in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
             second copy of this rank's shard, and keeps it for the next save.
-        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
-            the model's own groups. One rank may take an hour longer than the others to write its part.
+        wait_s: seconds to wait for all ranks to enter. One rank may take an hour longer than the others to
+            write its part.
 
     Returns:
         The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.
 
     Raises:
-        CheckpointError: the same on every rank. The checkpoints that were there still are.
+        CheckpointError: the same on every rank; of an asynchronous save's writing, from `.wait()`. The
+            checkpoints that were there still are.
 
     Example::
 
@@ -100,8 +100,7 @@ def save_distributed(
             per_rank={"rng": torch.get_rng_state()},
         )
     """
-    wrapped, model, optimizers = model, without_unsharded_wrappers(model), listed(optimizer)
-    ignored: list[str] = []
+    wrapped, model, optimizers = model, unwrapped(model, of_fsdp=False), listed(optimizer)
     of_all: dict[str, Any] = {}
     of_rank: dict[str, Any] = {}
 
@@ -116,59 +115,65 @@ def save_distributed(
         of_rank.update(_values(per_rank, "per_rank"))
         if twice := of_all.keys() & of_rank.keys():
             raise CheckpointError(f"expected each name once, found {sorted(twice)} in state and in per_rank")
-        ignored.extend(frozen_names(model) if ignore_frozen_params else [])
         return {
             "directory": str(local_path(directory)),
             "step": step,
             "keep": keep,
             "asynchronous": asynchronous,
-            "frozen parameters that are left out": fingerprint(ignored),
             "names in state": sorted(of_all),
             "names in per_rank": sorted(of_rank),
         }
 
-    with collective_call("save_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
+    ranks = enter("save_distributed", model, optimizers, facts, wait_s=wait_s)
 
-        def collect() -> tuple[Held, dict[str, Tensor], dict[str, bytes]]:
-            held = Held.of(model)
-            held.add_optimizers(model, optimizers)
-            held.leave_out(ignored)
-            held.add_state(of_all)
-            own: dict[str, Tensor] = {}
-            own_plain = encode(of_rank, f"{PER_RANK}{ranks.rank}", own)
-            for key, tensor in (held.tensors | own).items():
-                if key in own and isinstance(tensor, DTensor):
-                    raise CheckpointError(
-                        f"{key}: expected a tensor of this rank, found a DTensor: give it in state="
-                    )
-                check_storable(key, tensor)
-            texts = {STATE_FILE: json.dumps(held.plain).encode()} if ranks.rank == 0 else {}
-            if of_rank:
-                texts[rank_file(ranks.rank)] = json.dumps(own_plain).encode()
-            return held, own, texts
+    def collect() -> tuple[Held, dict[str, Tensor], dict[str, bytes], dict[str, Copy], dict[str, str]]:
+        held = Held.of(model)
+        held.add_optimizers(model, optimizers)
+        held.add_state(of_all)
+        own: dict[str, Tensor] = {}
+        own_plain = encode(of_rank, f"{PER_RANK}{ranks.rank}", own)
+        for key, tensor in (held.tensors | own).items():
+            if key in own and isinstance(tensor, DTensor):
+                raise CheckpointError(
+                    f"{key}: expected a tensor of this rank, found a DTensor: give it in state="
+                )
+            check_storable(key, tensor)
+        texts = {STATE_FILE: json.dumps(held.plain).encode()} if ranks.rank == 0 else {}
+        texts |= {rank_file(ranks.rank): json.dumps(own_plain).encode()} if of_rank else {}
+        return held, own, texts, *_to_compare(held, model, of_rank.keys(), _of_ddp(wrapped, model))
 
-        held, own, texts = ranks.each(collect)
-        params = {name for names in parameter_names(model).values() for name in names}
-        _check_equal(held, model, ranks, {*ignored, *(of_rank.keys() - params), *_of_ddp(wrapped, model)})
+    with ranks.guard():
+        held, own, texts, copies, digests = ranks.each(collect)
+        # One rank's values are stored, so those of the others would be lost without an error: of replicas
+        # that have drifted apart, of experts that ranks hold under the same names, of running means.
+        cure = ". Only DTensors are saved by parts; what is to differ goes into per_rank="
+        ranks.same("", digests, cure=cure)
+        if differ := differing(copies, ranks):
+            ranks.each(lambda: _refuse(in_words(differ)))  # raises on every rank alike
         about = {
             "step": step,
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "world_size": ranks.world_size,
             "torch": str(torch.__version__),
-            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["groups"])) or None,
+            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["optimizers"]))
+            or None,
             "tied": held.tied,
             "tensors": specs(held.tensors),
-            **describe(model),
+            **_describe(model),
         }
         tensors = held.tensors | own
         if asynchronous:
             ranks.in_background = True
             tensors = stage(tensors)
-        unfinished, final = ranks.first(lambda: begin(local_path(directory), step))
+    folder = Unfinished(local_path(directory), step)  # on rank 0 alone it is begun, committed or abandoned
 
-    def write_part() -> tuple[dict[str, Any], dict[str, Any]]:
+    def write_part(unfinished: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Write this rank's files; return the manifest's entries of them, and of this rank's tensors."""
-        _must_see(unfinished)
+        if not unfinished.is_dir():  # under a random name
+            raise CheckpointError(
+                f"{unfinished.parent}: expected the directory that rank 0 writes to, found another one: it "
+                "is not shared between the hosts. Save to a file system that all of them mount."
+            )
         files = {name: write_file(unfinished / name, text) for name, text in texts.items()}
         name = f"rank-{ranks.rank:05d}.safetensors"
         entry = write_tensors(
@@ -177,23 +182,23 @@ def save_distributed(
         return files if entry is None else {**files, name: entry}, specs(own)
 
     def finish() -> None:
-        commit(unfinished, final, about)
+        folder.commit(about)
         if keep is not None:
-            keep_last(final.parent, keep)
+            keep_last(local_path(directory), keep)
 
-    def write() -> None:
+    def write() -> Path:
         try:
             with ranks.guard():
-                parts = ranks.all(write_part)
+                unfinished, final = ranks.first(folder.begin)
+                parts = ranks.all(lambda: write_part(unfinished))
                 about["files"] = {name: entry for files, _ in parts for name, entry in files.items()}
                 about["tensors"] |= {key: spec for _, own in parts for key, spec in own.items()}
                 ranks.each(lambda: ranks.rank or finish())
-        except BaseException:
-            if ranks.rank == 0:
-                abandon(unfinished)
-            raise
+                return final
+        finally:
+            folder.abandon()
 
-    return Save(final, write, asynchronous=asynchronous)
+    return Save(f"step {step} in {directory}", write, asynchronous=asynchronous)
 
 
 def rank_file(rank: int) -> str:
@@ -216,41 +221,7 @@ def _values(given: Any, argument: str) -> dict[str, Any]:
     return found
 
 
-def _must_see(unfinished: Path) -> None:
-    """Check that this rank sees the folder that rank 0 has just made, under a random name."""
-    limit = time.monotonic() + _SHARED_WAIT_S
-    while not unfinished.is_dir():
-        if time.monotonic() > limit:
-            raise CheckpointError(
-                f"{unfinished.parent}: expected the directory that rank 0 writes to, found another one: it "
-                "is not shared between the hosts. Save to a file system that all of them mount."
-            )
-        time.sleep(0.1)
-
-
 # ---- what must be equal on all ranks -----------------------------------------------------------------
-
-
-def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection[str]) -> None:
-    """Check that what one rank saves for all of them is equal on all.
-
-    One rank's values are stored, so those of the others would be lost without an error: of replicas that have
-    drifted apart, of experts that ranks hold under the same names, of running means.
-    """
-    if not ranks.distributed:
-        return
-    copies = {**parameter_copies(model), **buffer_copies(model)}
-    names = {*ignored, *(name for name, _ in unsaved(model))}
-    copies = {name: copy for name, copy in copies.items() if name not in names}
-    in_state = ((key, held.tensors[key]) for key in held.plain["dims"])
-    copies |= copies_of((key, one) for key, one in in_state if isinstance(one, DTensor))
-    ranks.same(
-        "",
-        ranks.each(lambda: _digests(held, model, ignored)),
-        cure=". Only DTensors are saved by parts; what is to differ goes into per_rank=",
-    )
-    if differ := differing(copies, ranks):
-        ranks.each(lambda: _refuse(in_words(differ)))  # raises on every rank alike
 
 
 def _refuse(differences: str) -> None:
@@ -265,65 +236,85 @@ def _refuse(differences: str) -> None:
 
 def _of_ddp(wrapped: nn.Module, model: nn.Module) -> set[str]:
     """Name the buffers that DDP broadcasts from rank 0 before the next step."""
-    units = [one for one in wrapped.modules() if isinstance(one, DistributedDataParallel)]
-    known = {id(buffer) for one in units if one.broadcast_buffers for buffer in one.buffers()}
-    return {plain_name(name) for name, buffer in model.named_buffers() if id(buffer) in known}
+    units = (one for one in wrapped.modules() if isinstance(one, DistributedDataParallel))
+    if any(one.broadcast_buffers for one in units):
+        return {plain_name(name) for name, _ in model.named_buffers()}
+    return set()
 
 
-def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str, str]:
-    """Describe all that is saved besides parameters and buffers: values, or hashes of them, by name.
+def _to_compare(
+    held: Held, model: nn.Module, per_rank: Collection[str], of_ddp: Collection[str]
+) -> tuple[dict[str, Copy], dict[str, str]]:
+    """Return the copies to compare by value, and all else that is saved, or hashes of it, by name.
 
     DDP's copies of an optimizer's state are described by their shapes alone: to hash them would take long.
     """
-    known = {*ignored, *(name for names in parameter_names(model).values() for name in names)}
-    known |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-    plain = held.plain
-    values = {f"state {name!r}": value for name, value in plain["state"].items()}
-    values |= {name: value for name, value in plain["extra"].items() if name not in known}
-    for index, group in enumerate(plain["groups"]):
-        settings = group["settings"].items()
-        values |= {f"{OPTIMIZER}param_groups[{index}][{name!r}]": value for name, value in settings}
-    for name, entries in plain["optimizer"].items():
-        values |= {f"{OPTIMIZER}{name}.{what}": value for what, value in entries.items()}
-    texts = {name: json.dumps(value) for name, value in values.items()}
-    found = {name: text if len(text) < 80 else fingerprint([text]) for name, text in texts.items()}
-    sharded = {name for name, one in held.of_model().items() if isinstance(one, DTensor)}
-    of_ddp = tuple(f"{OPTIMIZER}{name}." for name in plain["optimizer"].keys() - sharded)
-    may_differ = tuple(f"{EXTRA}{name}." for name in ignored)
+    if not has_peers():
+        return {}, {}
+    params = {name for names in parameter_names(model).values() for name in names}
+    buffers = {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
+    ignored = {*(set(per_rank) - params), *of_ddp}
+    copies = {**parameter_copies(model), **buffer_copies(model)}
+    for name in {*ignored, *(name for name, _ in unsaved(model))}:
+        copies.pop(name, None)
+    in_state = ((key, held.tensors[key]) for key in held.plain["dims"])
+    copies |= copies_of((key, one) for key, one in in_state if isinstance(one, DTensor))
+
+    plain = {**held.plain, "extra": {"model": held.plain["extra"]}}
+    found = {key: text if len(text) < 80 else fingerprint([text]) for key, text in _leaves("", plain)}
+    whole = (name for name, one in held.of_model().items() if not isinstance(one, DTensor))
+    unhashed = tuple(f"{OPTIMIZER}{name}." for name in whole)
+    compared = {MODEL + name for name in params | buffers}
     for key, tensor in held.tensors.items():
-        if key.startswith(may_differ) or (key.startswith(MODEL) and key.removeprefix(MODEL) in known):
-            continue
-        found[key] = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
-        if isinstance(tensor, DTensor):
-            found[key] += f" by {tensor.placements}"
-        elif not tensor.dim() or not key.startswith(of_ddp):
-            found[key] += f" with hash {digest(tensor)}"
-    return found
+        if key not in compared:
+            found[key] = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
+            if isinstance(tensor, DTensor):
+                found[key] += f" by {tensor.placements}"
+            elif not tensor.dim() or not key.startswith(unhashed):
+                found[key] += f" with hash {digest(tensor)}"
+    may_differ = tuple(f"{EXTRA}{name}" for name in ignored)
+    return copies, {key: text for key, text in found.items() if not key.startswith(may_differ)}
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield what the dicts in an encoded value hold, by path, as text."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = dict(enumerate(value))
+    if isinstance(value, dict) and value and KIND not in value:
+        for key, part in value.items():
+            yield from _leaves(f"{name}.{key}".removeprefix("."), part)
+    else:
+        yield name, json.dumps(value)
 
 
 # ---- about the model ---------------------------------------------------------------------------------
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
-    """Describe the model for the manifest, or its "parts" where it has no configuration itself."""
+def _describe(model: nn.Module) -> dict[str, Any]:
+    """Describe the model for the manifest: of it and of its parts, by name, the configurations, if any."""
     module = unwrapped(model)
-    name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
-    about = {"model": name, "unsaved_buffers": samples(module), **_configuration(module)}
-    if "config" not in about:
-        about["parts"] = {name: _configuration(unwrapped(one)) for name, one in module.named_children()}
-    return about
+    parts = {"": module, **{name: unwrapped(one) for name, one in module.named_children()}}
+    return {
+        "model": _class(module),
+        "unsaved_buffers": samples(module),
+        "configurations": {name: found for name, one in parts.items() if (found := _configuration(one))},
+    }
+
+
+def _class(module: object) -> str:
+    return type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
 
 
 def _configuration(module: Any) -> dict[str, Any]:
+    """Return the "config" of a transformers model, and of peft's wrapper the "adapters"."""
     about: dict[str, Any] = {}
     base = module
-    if isinstance(adapters := getattr(module, "peft_config", None), dict):  # peft's wrapper
+    if isinstance(adapters := getattr(module, "peft_config", None), dict):
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         about["adapters"] = {key: _plain_adapter(adapter, base) for key, adapter in adapters.items()}
     config = getattr(base, "config", None)
     if config is not None and hasattr(config, "to_json_string"):
-        architecture = type(base).__name__.removeprefix("FSDP")
-        about["config"] = {**json.loads(config.to_json_string()), "architectures": [architecture]}
+        about["config"] = {**json.loads(config.to_json_string()), "architectures": [_class(base)]}
     return about
 
 

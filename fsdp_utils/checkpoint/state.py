@@ -1,10 +1,13 @@
-"""Collect a model, its optimizers and the user's state: tensors by key, and the rest as JSON."""
+"""Collect a model, its optimizers and the user's state: tensors by key, and the rest as JSON.
+
+torch's get_model_state_dict() gives the model. Its get_optimizer_state_dict() is not used: it takes a step
+where there is no state yet, and what it gives cannot be set where a group is empty or a parameter has none.
+"""
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -20,9 +23,9 @@ from torch.optim import Optimizer
 from fsdp_utils.checkpoint.codec import encode
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
+from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat, fsdp1_handle
 from fsdp_utils.torch_internals.names import WRAPPED, ShardedTensor, get_param_to_fqns
-from fsdp_utils.torch_internals.runtime import sharded_tensor_group
+from fsdp_utils.torch_internals.runtime import own_children, sharded_tensor_group
 
 # What the keys of tensors begin with.
 MODEL, EXTRA, OPTIMIZER, STATE, PER_RANK = "model.", "extra.model.", "optimizer.", "state.", "per_rank."
@@ -34,10 +37,10 @@ Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 class Held:
     """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it.
 
-    `plain` has "extra" (the model's state dict besides tensors, by name), "groups" (of each group of
-    parameters its "classes", "params" by name and "settings"), "optimizer" (their state, by name of the
-    parameter), "state", and "dims" (by key of each DTensor in the state the dimension that each dimension of
-    its mesh shards, None where it is replicated).
+    `plain` has "extra" (the model's state dict besides tensors, by name), "optimizers" (of each its "classes"
+    and its "groups", with their "params" by name and their "settings"), "optimizer" (their state, by name of
+    the parameter), "state", and "dims" (by key of each DTensor in the state the dimension that each dimension
+    of its mesh shards, None where it is replicated).
     """
 
     tensors: dict[str, Tensor]
@@ -46,48 +49,41 @@ class Held:
     # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
     state_dict: dict[str, Any]
     raw_names: dict[str, str]
-    meshes: dict[Any, DeviceMesh]  # FSDP1's meshes, by process group
 
     @classmethod
     def of(cls, model: nn.Module) -> "Held":
         """Collect a model's state dict, under names without wrappers. A collective under FSDP1."""
         with quiet():
             found = get_model_state_dict(model)
-        tied = tied_names(model)
         flat = has_fsdp1(model)  # which cannot load under other names than torch gives
         raw_names = {raw if flat else plain_name(raw): raw for raw in found}
         params = {name for some in parameter_names(model).values() for name in some}
-        twice = sorted(map(plain_name, found.keys() - raw_names.values()))
-        if odd := [*twice, *sorted(params - raw_names.keys())]:
+        if odd := sorted(params - raw_names.keys()):
             raise CheckpointError(
-                f"expected one entry {odd[0]!r} in the model's state dict, found "
-                f"{'two' if twice else 'none'} under that name without those of wrappers. Rename the module; "
-                "or, where a wrapper hides another one, put FSDP1 inside of torch.compile, and activation "
-                "checkpointing inside of both and of DDP"
+                f"expected one entry {odd[0]!r} in the model's state dict, found none of that name without "
+                "those of wrappers. Rename the module; or put FSDP1 inside of torch.compile, and activation "
+                "checkpointing inside of both"
             )
-        tied = {alias: name for alias, name in tied.items() if alias in raw_names}
+        tied = {alias: name for alias, name in tied_names(model).items() if alias in raw_names}
         own = {name: found[raw] for name, raw in raw_names.items() if name not in tied}
-        meshes: dict[Any, DeviceMesh] = {}
-        tensors = {MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)}
-        tensors = _as_dtensors(tensors, meshes)
+        tensors = _as_dtensors({MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)})
         extra = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
-        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "groups": [], "optimizer": {}, "dims": {}}
-        return cls(tensors, plain, tied, found, raw_names, meshes)
+        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "optimizers": [], "optimizer": {}, "dims": {}}
+        return cls(tensors, plain, tied, found, raw_names)
 
     def add_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Add the groups and the state of optimizers. A collective under FSDP1."""
-        names = parameter_names(model)
         state: dict[str, Any] = {}
-        for number, optimizer in enumerate(optimizers):
-            for group in optimizer.param_groups:
-                settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-                params = [self.first_name(name) for param in group["params"] for name in names[param]]
-                classes = optimizer_classes(optimizer)
-                one = {"of": number, "classes": classes, "params": params, "settings": settings}
-                where = f"{OPTIMIZER}param_groups.{len(self.plain['groups'])}"
-                self.plain["groups"].append(encode(one, where, self.tensors))
+        saved = []
+        for optimizer in optimizers:
+            groups = [
+                {"params": params, "settings": _settings(group)}
+                for params, group in zip(self.groups(model, optimizer), optimizer.param_groups, strict=True)
+            ]
+            saved.append({"classes": optimizer_classes(optimizer), "groups": groups})
             for name, entries in _state(model, optimizer).items():
-                state |= {self.first_name(name): _as_dtensors(entries, self.meshes)} if entries else {}
+                state |= {self.first_name(name): _as_dtensors(entries)} if entries else {}
+        self.plain["optimizers"] = encode(saved, f"{OPTIMIZER}groups", self.tensors)
         self.plain["optimizer"] = encode(state, OPTIMIZER[:-1], self.tensors)
 
     def add_state(self, values: Mapping[str, Any]) -> None:
@@ -100,6 +96,14 @@ class Held:
                 self.plain["dims"][key] = [getattr(one, "dim", None) for one in tensor.placements]
         self.tensors |= tensors
 
+    def groups(self, model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+        """List the names of the parameters of each group, sorted."""
+        names = parameter_names(model)
+        return [
+            sorted(self.first_name(name) for param in group["params"] for name in names[param])
+            for group in optimizer.param_groups
+        ]
+
     def of_model(self) -> dict[str, Tensor]:
         """The model's tensors, by name."""
         return {key.removeprefix(MODEL): one for key, one in self.tensors.items() if key.startswith(MODEL)}
@@ -107,12 +111,6 @@ class Held:
     def first_name(self, name: str) -> str:
         """The name under which a tied parameter is stored."""
         return self.tied.get(name, name)
-
-    def leave_out(self, names: Collection[str]) -> None:
-        """Forget tensors of the model."""
-        for name in names:
-            self.tensors.pop(MODEL + name, None)
-        self.tied = {alias: name for alias, name in self.tied.items() if name not in names}
 
 
 def specs(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -123,30 +121,30 @@ def specs(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _as_dtensors(entries: Mapping[str, Any], meshes: dict[Any, DeviceMesh]) -> dict[str, Any]:
+def _as_dtensors(entries: Mapping[str, Any]) -> dict[str, Any]:
     """View FSDP1's ShardedTensors as DTensors over the same memory; both shard the first dimension alike."""
-    found = dict(entries)
+    found, meshes = dict(entries), {}
     for name, tensor in entries.items():
         if not isinstance(tensor, ShardedTensor):
             continue
         with quiet():
-            shape, dtype, device = tensor.size(), tensor.dtype, tensor.device
+            shape, device, group = tensor.size(), tensor.device, sharded_tensor_group(tensor)
             shards = [shard.tensor for shard in tensor.local_shards()]
-            group = sharded_tensor_group(tensor)
+            empty = torch.empty((0, *shape[1:]), dtype=tensor.dtype, device=device)
         if group not in meshes:
             meshes[group] = DeviceMesh.from_group(group, device.type)
+        stride = torch.empty(shape, device="meta").stride()
         found[name] = DTensor.from_local(
-            shards[0] if shards else torch.empty((0, *shape[1:]), dtype=dtype, device=device),
-            meshes[group],
-            [Shard(0)],
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
+            (*shards, empty)[0], meshes[group], [Shard(0)], run_check=False, shape=shape, stride=stride
         )
     return found
 
 
 # ---- optimizers --------------------------------------------------------------------------------------
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def listed(optimizer: Optimizers | None) -> list[Optimizer]:
@@ -167,10 +165,7 @@ def optimizer_classes(optimizer: Optimizer) -> list[str]:
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's state of each parameter, by name. A collective under FSDP1.
-
-    torch's get_optimizer_state_dict() would take a step to make a state that is not there yet.
-    """
+    """Return an optimizer's state of each parameter, by name. A collective under FSDP1."""
     if has_fsdp1(model):
         with in_parts(model):
             found = FSDP1.optim_state_dict(model, optimizer)["state"]
@@ -188,85 +183,57 @@ def in_parts(model: nn.Module) -> Iterator[None]:
         yield
 
 
-# ---- names -------------------------------------------------------------------------------------------
+# ---- wrappers and names ------------------------------------------------------------------------------
 
 
-def _inner(module: object) -> tuple[str, nn.Module] | None:
-    """The module inside of a wrapper (DDP, FSDP1, checkpointing, compile, Fabric), with its name there."""
-    if isinstance(module, DistributedDataParallel | nn.DataParallel):
-        return "module", module.module
-    # A wrapper holds one module. Fabric's has the model under a second name.
-    children = dict(islice(module.named_children(), 3)) if isinstance(module, nn.Module) else {}
-    names = [name for name in children if name != "_original_module"]
-    if len(names) != 1 or names[0] not in (*WRAPPED, "_forward_module"):
-        return None
-    return names[0], children[names[0]]
+def unwrapped(model: nn.Module, *, of_fsdp: bool = True) -> nn.Module:
+    """Strip the wrappers around a model: DDP, FSDP1, checkpointing, compile, Fabric.
 
-
-def without_unsharded_wrappers(model: nn.Module) -> nn.Module:
-    """Strip the wrappers around a model that shard nothing."""
-    while not isinstance(model, FSDP1 | FSDPModule) and (inner := _inner(model)) is not None:
-        model = inner[1]
+    Args:
+        of_fsdp: False stops at what FSDP shards.
+    """
+    while of_fsdp or not isinstance(model, FSDP1 | FSDPModule):
+        wraps = isinstance(model, DistributedDataParallel | nn.DataParallel)
+        children = own_children(model)
+        names = (*WRAPPED, "_forward_module", *["module"] * wraps)
+        inner = next((child for name in names if (child := children.get(name)) is not None), None)
+        if inner is None:
+            break
+        model = inner
     return model
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Strip all wrappers around a model that are modules of their own."""
-    while (inner := _inner(model)) is not None:
-        model = inner[1]
-    return model
+def check_wrappers(model: nn.Module) -> None:
+    """Refuse DDP inside of a model, and FSDP1 over tensor parallelism, whose state dicts lose something."""
+    for unit in model.modules():
+        handle = fsdp1_handle(unit) if isinstance(unit, FSDP1) else None
+        tensor_parallel = handle is not None and any(Flat(handle.flat_param).extensions)
+        if tensor_parallel or isinstance(unit, DistributedDataParallel):
+            found = "FSDP1 over tensor-parallel parameters" if tensor_parallel else "DDP inside of it"
+            raise CheckpointError(
+                f"expected a model in FSDP2, FSDP1 or DDP as a whole, found {found}. Use FSDP2 (fully_shard)"
+            )
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Map every parameter that an optimizer may hold to its name, or names (FSDP1's flat parameters)."""
-    found = get_param_to_fqns(model).items()
-    return {param: [clean_name(model, name) for name in names] for param, names in found}
+    return {param: list(map(plain_name, names)) for param, names in get_param_to_fqns(model).items()}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Map further names of tied parameters to their first name."""
-    first: dict[int, str] = {}
+    first: dict[nn.Parameter, str] = {}
     tied = {}
     for raw, param in model.named_parameters(remove_duplicate=False):
-        name = clean_name(model, raw)
-        if (earlier := first.setdefault(id(param), name)) != name:
+        name = plain_name(raw)
+        if (earlier := first.setdefault(param, name)) != name:
             tied[name] = earlier
     for path, module in model.named_modules():
         # FSDP1 without use_orig_params has one flat parameter, which remembers what was tied.
-        flat = fsdp1_flat(module) if isinstance(module, FSDP1) else None
-        for info in Flat(flat).tied:
-            alias = clean_name(model, _joined(path, info.module_name, info.param_name))
-            tied[alias] = clean_name(model, _joined(path, info.prim_module_name, info.prim_param_name))
+        for info in Flat(fsdp1_flat(module)).tied if isinstance(module, FSDP1) else ():
+            alias = plain_name(path, info.module_name, info.param_name)
+            tied[alias] = plain_name(path, info.prim_module_name, info.prim_param_name)
     return tied
-
-
-def frozen_names(model: nn.Module) -> list[str]:
-    """List the names of parameters that need no gradient, further names of tied ones included."""
-    frozen = {
-        name for param, names in parameter_names(model).items() for name in names if not param.requires_grad
-    }
-    return sorted(frozen | {alias for alias, name in tied_names(model).items() if name in frozen})
-
-
-def clean_name(model: nn.Module, name: str) -> str:
-    """Strip what wrappers add to a name, also wrappers of a part of the model."""
-    module: object = model
-    parts = []
-    for part in name.split("."):
-        inner = _inner(module)
-        while inner is not None and inner[0] != part:  # a wrapper that the name leaves out
-            module = inner[1]
-            inner = _inner(module)
-        if inner is None:
-            parts.append(part)
-            module = getattr(module, part, None)
-        else:
-            module = inner[1]
-    return plain_name(*parts)
-
-
-def _joined(*names: str) -> str:
-    return ".".join(filter(None, names))
 
 
 def has_fsdp1(model: nn.Module) -> bool:
@@ -277,9 +244,6 @@ def has_fsdp1(model: nn.Module) -> bool:
 def quiet() -> Iterator[None]:
     """Silence warnings of torch's FSDP1 code about torch's own deprecated calls."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", category=FutureWarning, message=".*(ShardedTensor|FSDP.state_dict_type)"
-        )
-        warnings.filterwarnings("ignore", category=UserWarning, message=".*_get_pg_default_device")
-        warnings.filterwarnings("ignore", category=UserWarning, message="Multiple backends are registered")
+        warnings.filterwarnings("ignore", ".*(ShardedTensor|FSDP.state_dict_type)", FutureWarning)
+        warnings.filterwarnings("ignore", ".*_get_pg_default_device|Multiple backends", UserWarning)
         yield

@@ -1,7 +1,4 @@
-"""export_safetensors: write a checkpoint as the folder that transformers' from_pretrained reads.
-
-Source of the format: checkpoint/tensor_files.py, and of the index: transformers' sharded checkpoints.
-"""
+"""export_safetensors: write a checkpoint as the folder that transformers' from_pretrained reads."""
 
 import json
 import os
@@ -11,7 +8,7 @@ from typing import Any
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import HashedFile, doing, local_path, sync_directory, write_file
-from fsdp_utils.checkpoint.folder import abandon, begin, find, read_manifest, verify_checkpoint
+from fsdp_utils.checkpoint.folder import Unfinished, find, read_manifest, verify_checkpoint
 from fsdp_utils.checkpoint.state import MODEL
 from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors, pack_header
 from fsdp_utils.pretrained.loading import INDEX, ONE_FILE
@@ -20,6 +17,7 @@ from fsdp_utils.sharding.local_part import view
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PEFT = "base_model.model."  # the beginning of every name in a peft model, and in peft's files
 _OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # these initialisations change the base weights
+_FIRST_READ = {ONE_FILE, INDEX, ADAPTER_FILE}  # of the files in a folder
 Keys = dict[str, str]  # keys in the checkpoint, by the name under which to write them
 
 
@@ -33,28 +31,25 @@ def export_safetensors(
 ) -> Path:
     """Write the model of a checkpoint as safetensors, in one process that holds one tensor at a time.
 
-    The folder gets model.safetensors, or several numbered files and model.safetensors.index.json. The
-    config.json of a transformers model is written too. Add the tokenizer with
-    `tokenizer.save_pretrained(out_dir)`. Tied tensors are written once; transformers ties them again. The
-    checkpoint is verified first. After a crash a reader finds the old model, the new one, or none.
+    The folder gets model.safetensors, or several numbered files with an index, and the config.json of a
+    transformers model. Add the tokenizer with `tokenizer.save_pretrained(out_dir)`. Tied tensors are written
+    once. The checkpoint is verified first. After a crash a reader finds the old model, the new one, or none.
 
     Args:
         checkpoint: of save_distributed, or a directory of such checkpoints (then the last one is taken).
-        out_dir: made if it is not there. What has the same name is replaced, and an earlier export no longer
-            found: a model.safetensors or an index beside the new weights is deleted.
+        out_dir: made if it is not there. Files of the same name are replaced, and an earlier export's
+            model.safetensors or index deleted.
         shard_gib: begin another file where one would become larger than this.
         prefix: of the names to export, and left out of them: "net." where a LightningModule has the
             transformers model as `self.net`. The config.json is that model's.
-        adapter_only: of a model with LoRA by peft, write what peft's `PeftModel.from_pretrained` reads:
-            adapter_model.safetensors and adapter_config.json. Without it such a model is refused; peft's
-            merge_and_unload() makes a model without adapters.
+        adapter_only: write a peft model's LoRA adapter, as `PeftModel.from_pretrained` reads it. Without it
+            such a model is refused; peft's merge_and_unload() makes a model without adapters.
 
     Returns:
         out_dir.
 
     Raises:
-        CheckpointError: the checkpoint is not what was saved, or holds what safetensors cannot represent; or
-            out_dir is a URL, begins with ~, or cannot be written.
+        CheckpointError: the checkpoint is damaged or has adapters, or out_dir cannot be written.
 
     Example::
 
@@ -70,6 +65,7 @@ def export_safetensors(
     keys, config, adapters = _model_in(source, manifest, prefix)
     if adapter_only:
         keys, config = _adapter_in(source, keys, adapters)
+        files, config_file = {ADAPTER_FILE: keys}, ADAPTER_CONFIG
     elif adapters:
         raise CheckpointError(
             f"{source}: expected a model without adapters, found {', '.join(adapters)}. adapter_only=True "
@@ -78,20 +74,20 @@ def export_safetensors(
     else:
         names = dict(zip(reversed(keys.values()), reversed(keys), strict=True))  # the first one of tied names
         keys = {name: key for name, key in keys.items() if names[key] == name}
-    unfinished, _ = begin(out, manifest["step"])  # as a save: with a lock; what a crash left is deleted
+        files, config_file = _cut(keys, stored, int(shard_gib * 2**30)), "config.json"
+    folder = Unfinished(out, manifest["step"])  # as a save: with a lock; what a crash left is deleted
     try:
-        if adapter_only:
-            _write(unfinished / ADAPTER_FILE, keys, stored)
-            files = [ADAPTER_CONFIG, ADAPTER_FILE]
-        else:
-            files = ["config.json"] * (config is not None)
-            files += _write_parts(unfinished, keys, stored, int(shard_gib * 2**30))
-        if config is not None:
-            write_file(unfinished / files[0], json.dumps(config, indent=2).encode())
+        unfinished, _ = folder.begin()
+        for file, part in files.items():
+            _write(unfinished / file, part, stored)
+        texts = {config_file: config} if config is not None else {}
+        texts |= {INDEX: _index(files, stored)} if len(files) > 1 else {}
+        for file, content in texts.items():
+            write_file(unfinished / file, json.dumps(content, indent=2).encode())
         with doing("write", out):
-            _publish(unfinished, out, files)
+            _publish(unfinished, out, sorted([*files, *texts], key=_FIRST_READ.__contains__))
     finally:
-        abandon(unfinished)
+        folder.abandon()
     return out
 
 
@@ -107,7 +103,7 @@ def _model_in(
         raise CheckpointError(
             f"{source}: expected a model with names that begin with {prefix!r}, found {heads[:5]}"
         )
-    about = manifest.get("parts", {}).get(prefix.removesuffix("."), {}) if prefix else manifest
+    about = manifest["configurations"].get(prefix.removesuffix("."), {})
     return keys, about.get("config"), about.get("adapters", {})
 
 
@@ -122,10 +118,9 @@ def _adapter_in(source: Path, keys: Keys, adapters: dict[str, Any]) -> tuple[Key
     start, bias = str(config.get("init_lora_weights")).lower(), config.get("bias", "none")
     if start.startswith(_OTHER_BASE) or bias != "none" or config.get("trainable_token_indices"):
         raise CheckpointError(
-            f"{source}: expected an adapter of LoRA matrices and modules_to_save for the original weights, "
-            f"found init_lora_weights={start!r}, bias={bias!r}, trainable_token_indices="
-            f"{config.get('trainable_token_indices')!r}. Load the checkpoint into the model, and call peft's "
-            "merge_and_unload()"
+            f"{source}: expected LoRA matrices and modules_to_save over the original weights, found "
+            f"init_lora_weights={start!r}, bias={bias!r}, trainable_token_indices="
+            f"{config.get('trainable_token_indices')!r}. Load it, and call peft's merge_and_unload()"
         )
     found = {}
     for name, key in keys.items():
@@ -138,8 +133,8 @@ def _adapter_in(source: Path, keys: Keys, adapters: dict[str, Any]) -> tuple[Key
     return {_PEFT + name.removeprefix(_PEFT): key for name, key in found.items()}, config
 
 
-def _write_parts(folder: Path, keys: Keys, stored: StoredTensors, limit: int) -> list[str]:
-    """Write one file, or several of about `limit` bytes and an index. Readers look for the last name."""
+def _cut(keys: Keys, stored: StoredTensors, limit: int) -> dict[str, Keys]:
+    """Cut a model into files of about `limit` bytes."""
     parts: list[Keys] = [{}]
     filled = 0
     for name, key in keys.items():
@@ -150,24 +145,19 @@ def _write_parts(folder: Path, keys: Keys, stored: StoredTensors, limit: int) ->
         parts[-1][name] = key
         filled += size
     if len(parts) == 1:
-        _write(folder / ONE_FILE, keys, stored)
-        return [ONE_FILE]
-    weight_map: dict[str, str] = {}
-    for number, part in enumerate(parts, 1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        _write(folder / file, part, stored)
-        weight_map |= dict.fromkeys(part, file)
-    total = sum(stored.specs[key].nbytes for key in keys.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_file(folder / INDEX, json.dumps(index, indent=2).encode())
-    return [*dict.fromkeys(weight_map.values()), INDEX]
+        return {ONE_FILE: keys}
+    return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, 1)}
+
+
+def _index(files: dict[str, Keys], stored: StoredTensors) -> dict[str, Any]:
+    total = sum(stored.specs[key].nbytes for part in files.values() for key in part.values())
+    weight_map = {name: file for file, part in files.items() for name in part}
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 def _write(path: Path, keys: Keys, stored: StoredTensors) -> None:
-    specs = {name: stored.specs[key] for name, key in keys.items()}
-    header = pack_header(specs, {})
     with HashedFile(path) as file:
-        file.write(header)
+        file.write(pack_header({name: stored.specs[key] for name, key in keys.items()}, {}))
         for key in keys.values():
             tensor = stored.read_whole(key)
             file.write(view(tensor))

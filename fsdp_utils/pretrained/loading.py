@@ -1,8 +1,7 @@
 """load_pretrained: read a folder of safetensors straight into the shards of a model.
 
-Why not torch.distributed.checkpoint's HuggingFaceStorageReader, which reads such folders too: it maps files,
-so that a rank's peak grows by two to three times its shard (measured with torch 2.13), it converts dtypes
-without a warning, ignores what the model does not want, and torch 2.6 does not have it.
+torch's HuggingFaceStorageReader reads such folders too, but maps files, so that a rank's peak grows by two or
+three times its shard (torch 2.13), converts dtypes without a warning, and ignores other names.
 """
 
 import os
@@ -24,8 +23,8 @@ from fsdp_utils.distributed.agreement import agree, fingerprint
 from fsdp_utils.pretrained.meta_init import Buffer, compute_buffers, device_of, materialise
 from fsdp_utils.sharding.local_part import local
 
+_REMEDY = "build the model that was saved there"
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_SHOWN = 3  # problems of a kind in one error
 
 
 def load_pretrained(
@@ -37,7 +36,7 @@ def load_pretrained(
 ) -> None:
     """Load a folder of safetensors into a model that may be sharded, and may still be on the meta device.
 
-    Call it on every rank. Each reads its own part of each tensor, straight into its shard; in addition it
+    Call it on every rank. Each reads its part of each tensor, straight into its shard; in addition it
     holds at most 16 MiB, or one row of a tensor. So build the model under `torch.device("meta")`, wrap it
     with fully_shard, and call this instead of to_empty. All checks come before the model is changed.
 
@@ -46,12 +45,11 @@ def load_pretrained(
     Args:
         folder: with model.safetensors, or with model.safetensors.index.json and the files that it names, as
             save_pretrained of transformers writes it. Each rank has to see the same one.
-        model: wrapped with FSDP2 or DDP, or not at all. Its names have to be those of the files: nothing is
+        model: wrapped with FSDP2 or DDP, or not at all. Its names must be those of the files: nothing is
             renamed or joined, as from_pretrained does for some (save_pretrained's save_original_format=False
-            writes what the model has). Buffers that are not saved with the model (rotary frequencies) are
-            computed anew if they are on meta: by `_init_weights` of a transformers model, else by
-            reset_parameters() of their module. Otherwise they stay as they are; a warning names those for
-            which that computation gives other values, as to_empty leaves them uninitialised.
+            writes what the model has). Buffers that no file holds (rotary frequencies) are computed if they
+            are on meta: by `_init_weights` of a transformers model, else by reset_parameters() of their
+            module. Others stay; a warning names those for which that computation gives other values.
         cast: convert to the model's dtypes where they differ from the files'.
         device: where to put what is on meta. None is the device of the model's mesh; "cpu" is needed for
             CPUOffloadPolicy on GPUs.
@@ -96,18 +94,16 @@ def load_pretrained(
             own = held.of_model()
             for name, tensor in own.items():
                 held_part(name, tensor)
-            remedy = "build the model that was saved there"
-            names = match_model(held, stored.specs, str(folder), remedy, cast=cast).stored
+            names = match_model(held, stored.specs, str(folder), _REMEDY, cast=cast).stored
             _check_ties(stored, own, names, place)
             return names, *compute_buffers(model, place)
 
         names, computed, odd = ranks.each(check)
         if odd:
             warnings.warn(
-                f"load_pretrained: {', '.join(odd[:_SHOWN])}: expected the values that the module computes, "
-                f"found others in {len(odd)} buffers, which the folder does not hold. to_empty() leaves them "
-                "uninitialised: call load_pretrained in its place, with the model still on meta. If the "
-                "program has changed them, there is nothing to do.",
+                f"load_pretrained: {', '.join(odd[:3])}: expected the values that the module computes, found "
+                f"others in {len(odd)} buffers. to_empty() leaves them uninitialised: call load_pretrained "
+                "in its place, with the model still on meta. Ignore this if the program has changed them.",
                 stacklevel=2,
             )
 
@@ -121,7 +117,6 @@ def load_pretrained(
 
 
 def _fingerprint(tensors: Mapping[str, Any]) -> str:
-    """Describe tensors, or their specs, in one line: equal for the same names, dtypes and shapes."""
     specs = [f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(tensors.items())]
     return f"{len(specs)} tensors, {fingerprint(specs)}"
 
@@ -150,8 +145,7 @@ def open_folder(folder: Path) -> StoredTensors:
         there = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else "no folder"
         raise CheckpointError(
             f"{folder}: expected a folder with {ONE_FILE}, or with {INDEX} and the files it names, found "
-            f"{there or 'an empty one'}. Give the folder itself, downloaded; save_pretrained() "
-            "of transformers and export_safetensors() write such folders"
+            f"{there or 'an empty one'}. save_pretrained() and export_safetensors() write such folders"
         )
     try:
         files = set(read_json(folder / INDEX)["weight_map"].values())

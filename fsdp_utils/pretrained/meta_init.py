@@ -66,17 +66,13 @@ def compute_buffers(model: nn.Module, device: torch.device) -> tuple[list[Buffer
     finally:
         for one in buffers:
             setattr(one.module, one.leaf, one.value)
-    if missing := [
-        f"{name} of {type(one.module).__name__.removeprefix('FSDP')}"  # which fully_shard adds
-        for name, one in left.items()
-        if one.value.is_meta
-    ]:
+    if missing := [name for name, one in left.items() if one.value.is_meta]:
+        kind = type(left[missing[0]].module).__name__.removeprefix("FSDP")  # which fully_shard adds
+        why = f" ({failures[0]})" if failures else ""
         raise CheckpointError(
             "expected values for every buffer that is not saved with the model, found nothing that computes "
-            + "; ".join(missing[:5])
-            + (f" ({failures[0]})" if failures else "")
-            + ". Give the module a reset_parameters() that does, or build the model with nothing but its "
-            "parameters on meta"
+            f"{', '.join(missing[:5])} of {kind}{why}. Give the module a reset_parameters() that does, or "
+            "build the model with nothing but its parameters on meta"
         )
     return computed, odd
 
