@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fsdp_utils.allocator.trace import GIB, AllocationEvent, AllocationTrace
-from fsdp_utils.planner.work_items import AT_REST, Alloc, Free, Label, Recording, Step
+from fsdp_utils.planner.work_items import AT_REST, Alloc, Begin, Free, Label, Recording
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def memory_of(recording: Recording, *, offload: bool = False) -> Memory:
     for label, items in recording:
         peak, at_peak = -1, {}
         for item in items:
-            if isinstance(item, Step):
+            if isinstance(item, Begin) and item.micro_batch == 0:
                 step += 1
                 found.trace.begin_step()
             elif isinstance(item, Alloc | Free):

@@ -29,13 +29,12 @@ COLORS: dict[str, str] = {
     work_items.REDUCE_BUFFERS: "#E8C1D6",
     work_items.TEMPORARIES: "#F0E442",
 }
+_ACTIVATIONS = work_items.ACTIVATIONS, work_items.TEMPORARIES, work_items.INPUTS
 _WHOLE = work_items.GATHERED, work_items.GATHER_BUFFERS, work_items.WHOLE_GRADIENTS, work_items.REDUCE_BUFFERS
 # what makes a part of the peak smaller
 _LESS = {
     'activations: checkpointing="full" keeps one input of each block; fewer samples or tokens at a time': (
-        work_items.ACTIVATIONS,
-        work_items.TEMPORARIES,
-        work_items.INPUTS,
+        _ACTIVATIONS
     ),
     "shards: twice the ranks halve them": work_items.AT_REST,
     'full units, which do not shrink with more ranks: strategy="full", no_sync=False, smaller units': _WHOLE,
@@ -61,7 +60,6 @@ class Plan:
         breakdown: by category, what is allocated at the moment of the peak.
         moments: the peak of each part of two steps, with its own breakdown.
         at_rest: parameters, gradients and optimizer state at their most, wherever they lie.
-        host_gib: on the host for this rank; 0 without offload.
         available_gib: what CUDA offers (`GPU.usable_gib`) without `overhead_gib`.
         timing: of the second step, by the rates that such runs reach (`fsdp_utils.planner.efficiency`).
         step_s_bound: the same step by the GPU's rates alone, a roofline. An eager step takes longer; a
@@ -82,7 +80,6 @@ class Plan:
     breakdown: dict[str, float]
     moments: list[Moment] = field(repr=False)
     at_rest: dict[str, float]
-    host_gib: float
     available_gib: float
     timing: Timing = field(repr=False)
     step_s_bound: float
@@ -91,9 +88,9 @@ class Plan:
     uncounted: list[str]
 
     @property
-    def fits(self) -> bool:
-        """Whether what PyTorch reserves is at most what the GPU has left for it."""
-        return self.headroom_gib >= 0
+    def host_gib(self) -> float:
+        """GiB on the host for this rank; 0 without offload."""
+        return sum(self.at_rest.values()) if self.setting.offload else 0.0
 
     @property
     def headroom_gib(self) -> float:
@@ -101,12 +98,13 @@ class Plan:
         return self.available_gib - self.peak_reserved_gib
 
     @property
-    def verdict(self) -> str:
-        """ "fits", "tight" or "does not fit".
+    def fits(self) -> bool:
+        """Whether what PyTorch reserves is at most what the GPU has left for it."""
+        return self.headroom_gib >= 0
 
-        "tight" spans the error of the published runs (`efficiency.MEMORY_RANGE`): from as much as may be
-        reserved, if the prediction is low, to as little as must be allocated, if it is high.
-        """
+    @property
+    def verdict(self) -> str:
+        """Tell "fits", "tight" or "does not fit"; "tight" spans the error of published runs (MEMORY_RANGE)."""
         least, most = efficiency.MEMORY_RANGE
         if self.peak_reserved_gib * max(most, 1.0) <= self.available_gib:
             return "fits"
@@ -134,10 +132,7 @@ class Plan:
 
     @property
     def step_s_range(self) -> tuple[float, float] | None:
-        """Seconds of a step between which 80% of the published runs of this kind fall (eager or compiled).
-
-        None where no published run is of this kind (`unlike`).
-        """
+        """Seconds between which 80% of the published runs of this kind fall; None where none is (`unlike`)."""
         if self.unlike:
             return None
         low, high = efficiency.STEP_RANGE[efficiency.kind(self.setting.compiled)]
@@ -156,7 +151,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilisation, from 0 to 1, the operations of the model as a share of the GPU's rate."""
+        """Model FLOP utilisation: the operations of the model as a share of the GPU's rate, from 0 to 1."""
         rate = self.gpu.fp32_tflops if self.computes_in == "float32" else self.gpu.half_tflops
         return self.timing.model_flop / self.step_s / (rate * 1e12)
 
@@ -165,18 +160,15 @@ class Plan:
         """Name what to change, the largest part of the peak first; empty where it fits."""
         if self.fits:
             return []
-        sizes = {
-            text: sum(self.breakdown.get(category, 0.0) for category in categories)
-            for text, categories in _LESS.items()
-        }
-        largest = sorted(sizes.items(), key=lambda pair: -pair[1])
-        too_much = f"{_size(-self.headroom_gib)} too much is reserved"
-        return [too_much, *(f"{_size(size)} of {text}" for text, size in largest)]
+        sizes = [
+            (sum(self.breakdown.get(name, 0.0) for name in names), text) for text, names in _LESS.items()
+        ]
+        parts = [f"{_size(size)} of {text}" for size, text in sorted(sizes, key=lambda pair: -pair[0])]
+        return [f"{_size(-self.headroom_gib)} too much is reserved", *parts]
 
     def __str__(self) -> str:
-        setting = self.setting
-        scale, word = (1e9, "billion") if self.parameters >= 1e9 else (1e6, "million")
-        number = f"{self.parameters / scale:.2f} {word}"
+        setting, billions = self.setting, self.parameters / 1e9
+        number = f"{billions:.2f} billion" if billions >= 1 else f"{1e3 * billions:.2f} million"
         # one unit for the whole table: MiB where GiB would be little more than zeros
         unit, factor = ("GiB", 1) if self.peak_reserved_gib >= 0.1 else ("MiB", 1024)
         options = [
@@ -197,8 +189,7 @@ class Plan:
         for category, size in sorted(self.breakdown.items(), key=lambda pair: -pair[1]):
             if size * factor >= 0.005:
                 lines.append(f"            {size * factor:8.2f}  {category}")
-        if self.host_gib:
-            lines.append(f"  host      {_size(self.host_gib, 2)} for this rank")
+        lines += [f"  host      {_size(self.host_gib, 2)} for this rank"] if setting.offload else []
         if not self.uncounted:
             likely = ", likely {:.3g} to {:.3g}".format(*self.step_s_range) if self.step_s_range else ""
             speed = f"{self.samples_per_s:,.1f} samples/s"
@@ -209,9 +200,10 @@ class Plan:
                 f"            {self.timing.exposed_s:.2g} s of it only send",
                 f"  speed     {speed}, MFU {self.mfu:.0%}",
             ]
-        for name, texts in {"advice": self.advice, "note": self.notes}.items():
-            for text in texts:
-                lines += wrap(text, 88, initial_indent=f"  {name:10}", subsequent_indent=" " * 12)
+        for name, text in [("advice", text) for text in self.advice] + [
+            ("note", text) for text in self.notes
+        ]:
+            lines += wrap(text, 88, initial_indent=f"  {name:10}", subsequent_indent=" " * 12)
         return "\n".join(lines)
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
