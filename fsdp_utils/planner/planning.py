@@ -235,9 +235,11 @@ def _notes(uncounted: list[str], differs: list[str], setting: Setting) -> list[s
         f"no speed is predicted: the operations of {', '.join(uncounted)} are not counted": uncounted,
         "offload is derived: what is sharded is taken off the GPU, copies over PCIe are added to each "
         "collective, and the optimizer's time on the host is left out": setting.offload,
-        "compiled is derived: a block keeps what its matrix products give, the rest is fused": setting.compiled,
-        "how far off this prediction may be is unknown: none of the published runs that tell plan's error has "
-        + " or ".join(differs): differs,
+        "compiled is derived: a block keeps what its matrix products give, the rest is fused": (
+            setting.compiled
+        ),
+        "how far off this prediction may be is unknown: none of the published runs that tell plan's error "
+        f"has {' or '.join(differs)}": differs,
         f"of {rates.RUNS[kind]} published {kind} runs, 80% took {low:.2f} to {high:.2f} times the predicted "
         f"step; of {rates.RUNS['memory']} that tell their memory, 80% took {least:.2f} to {most:.2f} times "
         "the predicted": not differs,

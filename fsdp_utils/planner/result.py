@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Tell "fits", "tight" or "does not fit"; "tight" spans the error of published runs (MEMORY_RANGE)."""
+        """Tell "fits", "tight" or "does not fit"; "tight" spans the error of published runs."""
         least, most = efficiency.MEMORY_RANGE
         if self.peak_reserved_gib * max(most, 1.0) <= self.available_gib:
             return "fits"
@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def step_s_range(self) -> tuple[float, float] | None:
-        """Seconds between which 80% of the published runs of this kind fall; None where none is (`unlike`)."""
+        """Seconds between which 80% of the published runs of this kind fall; None where `unlike`."""
         if self.unlike:
             return None
         low, high = efficiency.STEP_RANGE[efficiency.kind(self.setting.compiled)]
