@@ -3,10 +3,9 @@
 import ast
 import copy
 import os
-import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,6 @@ VALUES: list[Any] = [
     "nvme", "bf16", "x" * 100_000, b"bytes", [], [1], [[]], {}, {"device": ["cpu"]}, {"type": None},
     {1: 2, "a": 3},    {None: {}, (1, 2): 1}, {"enabled": {}}, {"fsdp": None}, {1, 2}, (1, 2), *HOSTILE,
 ]  # fmt: skip
-KEYS: list[Any] = [None, 1, 1.5, True, (1, 2), "", "enabled", "fsdp", "stage", "x" * 10_000, *HOSTILE]
 
 
 def outcome(config: Any) -> str:
@@ -125,38 +123,20 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_no_text_of_a_config_becomes_code(base: dict[str, Any], tmp_path: Path) -> None:
+def test_no_text_of_a_config_becomes_code_and_any_value_is_translated_or_refused(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
     assert outcome(base) == "translated"
-    file = tmp_path / "config.yaml"
-    for text in HOSTILE:
+    file, tried = tmp_path / "config.yaml", Counter[str]()
+    for value in VALUES:
         for *path, key in places(base):  # as each value, and as a key beside it
-            for put in ({key: text}, {text: text}):
+            for put in ({key: value}, {value: value} if isinstance(value, Hashable) else {}):
                 config = copy.deepcopy(base)
                 section_of(config, tuple(path)).update(put)
-                outcome(config)
+                tried[outcome(config)] += 1
+        if value in HOSTILE:
             file.write_text(yaml.safe_dump(config), encoding="utf-8")
             outcome(file)
-
-
-def mutated(random_: random.Random) -> Any:
-    """A config with one to three changes: a value, a key or a section replaced, added or left out."""
-    config = copy.deepcopy(random_.choice(BASES))
-    for _ in range(random_.randint(1, 3)):
-        *path, key = random_.choice([*places(config)])
-        section = section_of(config, tuple(path))
-        kind = random_.choice(("value", "value", "add", "rename", "remove"))
-        if kind == "remove":
-            del section[key]
-        elif kind == "rename":
-            section[random_.choice(KEYS)] = section.pop(key)
-        else:
-            section[key if kind == "value" else random_.choice(KEYS)] = random_.choice(VALUES)
-    return config
-
-
-def test_500_changed_configs_are_translated_or_refused() -> None:
-    random_ = random.Random("mutations")
-    tried = Counter(outcome(mutated(random_)) for _ in range(500))
     assert min(tried["translated"], tried["refused"]) > 10
 
 

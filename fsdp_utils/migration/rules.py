@@ -35,7 +35,7 @@ class Rule:
     with values for some of its keys; or a list of these.
     """
 
-    source: str  # where the key is documented; the table has the addresses under "sources"
+    source: str  # where the key is documented
     value: Any = ANY
     when: Mapping[str, Any] = field(default_factory=dict)  # settings so far, or other keys of the config
     set: Mapping[str, Any] = field(default_factory=dict)  # settings; "{value}" is the number that matched
@@ -92,14 +92,14 @@ def _said(
 ) -> Said:
     if value is None:
         return Said("nothing: it is not set")
+    give = f"given={{'{key}': ...}}"
     if isinstance(value, str) and "${" in value:
-        return Said(f"its value comes from outside this file. Give it: given={{'{key}': ...}}", lost=True)
+        return Said(f"its value comes from outside this file. Give it: {give}", lost=True)
     if value == "auto" and rows[0].value != "auto" and translation.framework == "DeepSpeed":
-        words = "transformers' Trainer fills it in. Give its value: given="
-        return Said(f"{words}{{'{key}': ...}}", lost=True)
-    if rule in READERS:
-        return READERS[rule](value, translation)
-    return apply_rules(value, rows, translation, known)
+        return Said(f"transformers' Trainer fills it in. Give its value: {give}", lost=True)
+    return (
+        READERS[rule](value, translation) if rule in READERS else apply_rules(value, rows, translation, known)
+    )
 
 
 def _options(value: Any, translation: Translation) -> Said:
@@ -107,13 +107,14 @@ def _options(value: Any, translation: Translation) -> Said:
     items = value.split() if isinstance(value, str) else [] if isinstance(value, bool) else value
     if not isinstance(items, list):
         raise TranslationError(f"expected true or words such as 'full_shard auto_wrap', found {shown(value)}")
-    rules, said = rules_of("shared", "keys"), []
-    for item in items:
-        if str(item).lower() == "offload":
-            said.append(apply_rules(True, rules["offload"], translation))
-        elif str(item).lower() != "auto_wrap":
-            said.append(apply_rules(item, rules["strategy"], translation))
-    return Said("; ".join(one.words for one in said) or "fully_shard on each block, then on the model")
+    rules = rules_of("shared", "keys")
+    rows = [
+        (True, rules["offload"]) if str(item).lower() == "offload" else (item, rules["strategy"])
+        for item in items
+        if str(item).lower() != "auto_wrap"
+    ]
+    said = [apply_rules(given, row, translation).words for given, row in rows]
+    return Said("; ".join(said) or "fully_shard on each block, then on the model")
 
 
 def _classes(value: Any, translation: Translation) -> Said:
@@ -188,11 +189,11 @@ def _add_unknown(
     for key, value in section.items():
         if key in read:
             continue
-        said = Said("nothing: a comment")
-        if not isinstance(key, str) or not (key[:1] in ("_", "#", "/") or key.lower() in COMMENTS):
-            close = ", ".join(difflib.get_close_matches(str(key)[:100], known))
-            meant = f": is {close} meant?" if close else ""
-            said = Said(f"no key of {translation.framework} that is known here{meant}", lost=True)
+        close = ", ".join(difflib.get_close_matches(str(key)[:100], known))
+        meant = f": is {close} meant?" if close else ""
+        said = Said(f"no key of {translation.framework} that is known here{meant}", lost=True)
+        if isinstance(key, str) and (key[:1] in ("_", "#", "/") or key.lower() in COMMENTS):
+            said = Said("nothing: a comment")
         named = key if isinstance(key, str) and key.isidentifier() and len(key) <= 100 else shown(key)
         translation.rows.append(Row(f"{prefix}{named}", value, said.words, not said.lost, source))
 

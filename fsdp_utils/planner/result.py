@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_utils._extras import need
 from fsdp_utils.planner import efficiency, work_items
@@ -207,7 +207,7 @@ class Plan:
         return "\n".join(lines)
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Memory over the parts of the second step, by category, and what the GPU has. A simulation.
+        """Draw the memory over the parts of the second step, by category, and what the GPU has.
 
         Args:
             ax: where to draw; a new figure by default.
@@ -215,14 +215,13 @@ class Plan:
         need("matplotlib", "notebooks")
         import matplotlib.pyplot as plt
 
-        if ax is None:
-            ax = plt.subplots(figsize=(9, 3.4), layout="constrained")[1]
+        ax = ax or plt.subplots(figsize=(9, 3.4), layout="constrained")[1]
         moments = [moment for moment in self.moments if moment.step == 2]
         highest = max(moment.total_gib for moment in moments)
-        shown = [c for c in COLORS if max(m.gib.get(c, 0.0) for m in moments) > 0.01 * highest]
-        heights = [[moment.gib.get(category, 0.0) for moment in moments] for category in shown]
-        colors = [COLORS[c] for c in shown]
-        ax.stackplot(range(len(moments)), heights, labels=shown, colors=colors, step="post", linewidth=0)
+        heights = {name: [moment.gib.get(name, 0.0) for moment in moments] for name in COLORS}
+        shown = [name for name in COLORS if max(heights[name]) > 0.01 * highest]
+        looks: dict[str, Any] = {"colors": [COLORS[name] for name in shown], "step": "post", "linewidth": 0}
+        ax.stackplot(range(len(moments)), [heights[name] for name in shown], labels=shown, **looks)
         phases = [moment.label.phase for moment in moments]
         for phase in ("forward", "backward", "optimizer"):
             begin = phases.index(phase)
