@@ -127,16 +127,15 @@ def _written(run: list[_Part], stacks: Mapping[str, int]) -> list[tuple[_Part, i
     more = stacks[first.stack] - RECORDED
     by_index = sorted(run, key=lambda part: part.index)
     one, other = by_index[MIDDLE : MIDDLE + 2]
-    if _relative(one, stacks) != _relative(other, stacks):
+
+    def relative(part: _Part) -> list[Any]:
+        return [_move(item, stacks, lambda _, number: f"{number - part.index:+}") for item in part.items]
+
+    if relative(one) != relative(other):
         raise Irregular(f"{one.label} and {other.label} differ")
     written = [(part, part.index + more * (part.index > MIDDLE)) for part in by_index]
     written[MIDDLE + 1 : MIDDLE + 1] = [(one, MIDDLE + 1 + extra) for extra in range(more)]
     return written if first.index == 0 else written[::-1]
-
-
-def _relative(part: _Part, stacks: Mapping[str, int]) -> list[Any]:
-    """Return the items with blocks of the model numbered from this part's block."""
-    return [_move(item, stacks, lambda _, number: f"{number - part.index:+}") for item in part.items]
 
 
 def _move(item: Any, stacks: Mapping[str, int], move: Move) -> Any:

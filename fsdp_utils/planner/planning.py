@@ -72,16 +72,14 @@ def plan(
         world_size: ranks, 1 to 4096.
         batch_size: samples in a step, of all ranks and micro-batches together.
         seq_len: tokens of a sample, for models that read tokens.
-        strategy: "full", "grad_op" or "hybrid", as for `fsdp_utils.shard`.
+        strategy, mp_policy, checkpointing: as for `fsdp_utils.shard`; None as mp_policy leaves the dtype of
+            computation to the model. Its parameters have its dtype at rest in either case.
         gpu: a name out of `fsdp_utils.planner.GPUS`, or a GPU.
-        mp_policy: as for `fsdp_utils.shard`. The default computes and reduces in bf16; None leaves it to the
-            dtype of the model, which its parameters have at rest in either case.
-        checkpointing: as for `fsdp_utils.shard`: None, "full", "selective" or n (every n-th block).
         micro_batches: gradient accumulation: forward and backward that many times in a step.
         no_sync: reduce gradients in the last micro-batch alone, and keep those of whole units until then.
         compiled: each block by torch.compile.
         offload: parameters, gradients and the optimizer state lie on the host.
-        optimizer: makes the optimizer of a list of parameters. The default is fused AdamW.
+        optimizer: makes the optimizer of a list of parameters.
         loss: loss(model, batch) calls the sharded model and returns the loss; what it keeps elsewhere, such
             as the logits, stays in memory. The default is the model's own loss.
         inputs: inputs(batch_per_rank, seq_len) makes one rank's batch of one micro-batch, a tensor, a tuple
@@ -176,18 +174,15 @@ def search(
     A larger batch is not tried where a smaller one does not fit. Speeds are best estimates.
 
     Args:
-        model: as for `plan`.
+        model, strategies, checkpointing, options: as for `plan`.
         world_sizes: numbers of GPUs to try.
         batch_per_rank: samples of one rank in one micro-batch.
-        strategies, checkpointing: as for `plan`.
-        options: for `plan`.
 
     Returns:
         A `SearchResult`.
 
     Raises:
-        ValueError: as `plan`; or there is nothing to try.
-        RuntimeError: as `plan`.
+        ValueError, RuntimeError: as `plan`; or there is nothing to try.
 
     Example::
 

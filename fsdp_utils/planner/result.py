@@ -51,10 +51,8 @@ class Plan:
     """The prediction of a simulated rank. All memory is that rank's, in GiB.
 
     Args:
-        model: name of its class.
-        parameters: of the whole model.
-        setting: how the job is to be run, as `plan` was told.
-        gpu: what it is to run on.
+        model, parameters: the name of its class, and their number.
+        setting, gpu: how the job is to be run, as `plan` was told, and what on.
         computes_in: the dtype of matrix products.
         peak_allocated_gib, peak_reserved_gib: as `torch.cuda.max_memory_allocated()` and `_reserved()`.
         breakdown: by category, what is allocated at the moment of the peak.
@@ -66,8 +64,8 @@ class Plan:
             compiled one, whose kernels are fused, may take less.
         notes: what to know about this plan.
         unlike: in what it differs from the published runs that tell the error of plans.
-        uncounted: operators that seem to multiply matrices and have no formula for their operations. Then
-            the plan has no speed: `step_s` and what follows from it are NaN.
+        uncounted: operators that seem to multiply matrices and have no formula. Where there are any, `step_s`
+            and what follows from it are NaN.
     """
 
     model: str

@@ -82,9 +82,7 @@ def _run_steps(source: Source, setting: Setting, model: Any) -> Recording:
         raise ValueError(f"plan: expected parameters that need a gradient, found none in {source.name}")
     optimizer = setting.optimizer(trained)
     batch_per_rank = setting.batch_size // (setting.world_size * setting.micro_batches)
-    batches = min(
-        setting.micro_batches, 2
-    )  # a third allocates what the second does; `roofline` adds its time
+    batches = min(setting.micro_batches, 2)  # a third is as the second; `roofline` adds its time
     units = sorted((unit.name for unit in find_units(model)), key=len, reverse=True)
     with recording_steps(model, setting.ranks_per_host) as recorder:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -97,7 +95,10 @@ def _run_steps(source: Source, setting: Setting, model: Any) -> Recording:
         for micro_batch in [*range(batches), *range(batches)]:  # two steps
             last = micro_batch + 1 == batches
             recorder.begin_batch(micro_batch)
-            with _synchronizing(model, last or not setting.no_sync):
+            keeps = setting.no_sync and not last  # gradients of full units, until a later micro-batch
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(not keeps)
+            with model.no_sync() if keeps and not isinstance(model, FSDPModule) else nullcontext():
                 with recorder.making(work_items.INPUTS), in_words(f"a batch for {source.name}"):
                     make = setting.inputs or partial(batch_of, source)
                     batch = make(batch_per_rank, setting.seq_len)
@@ -116,15 +117,6 @@ def _run_steps(source: Source, setting: Setting, model: Any) -> Recording:
                 recorder.phase("other")
                 optimizer.zero_grad()
         return recorder.finished()
-
-
-@contextmanager
-def _synchronizing(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Reduce gradients in backward, or keep those of full units until a later micro-batch."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(wanted)
-    with model.no_sync() if isinstance(model, FullyShardedDataParallel) and not wanted else nullcontext():
-        yield
 
 
 def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:

@@ -45,10 +45,9 @@ class DataConfig:
     Args:
         source: "module:function", called without arguments, for an object as those in
             `fsdp_utils.lessons.tasks`. Its `train` and `test` are dicts of tensors by name, a row for each
-            sample, or datasets of such dicts; `labels` is among the names, with -100 for what is left out.
+            sample, or datasets of such dicts, with `labels` that are -100 for what is left out.
             `predicts_next` is true for a decoder, whose output at a position is about the next label.
-            `build()` makes a model of one's own, which returns a NamedTuple or a dict with `.loss`: FSDP
-            finds the tensors in these.
+            `build()` makes a model of one's own, which returns a NamedTuple or a dict with `.loss`.
         batch_size: samples in a step, over all ranks. It stays the same on any number of ranks.
         micro_batch: the most samples that a rank computes at once; None for all that are its own. With less,
             gradients are accumulated.

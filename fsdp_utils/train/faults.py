@@ -56,30 +56,34 @@ class Watchdog:
         self._directory, self._limit_s = directory, limit_s
         self._where, self._when = "start", time.monotonic()
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def at(self, where: str, limit_s: float | None = None) -> None:
         """Report progress: the time limit starts again, and can be changed."""
         self._limit_s = limit_s or self._limit_s
         self._where, self._when = where, time.monotonic()
-        # Where C code holds the GIL, the thread below cannot run; this timer needs no GIL.
-        faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _ANSWER_S, exit=True)
 
     def __enter__(self) -> "Watchdog":
         faulthandler.enable()  # SIGABRT then prints the stacks of all threads
         self.at(self._where)
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        faulthandler.cancel_dump_traceback_later()
+        self._thread.join()
 
     def _written(self, rank: int) -> float:
         file = self._directory / f"stack-of-rank-{rank}.txt"
         return file.stat().st_mtime if file.exists() else 0.0
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self._limit_s / 10)):
+        while True:
+            # where C code holds the GIL, this thread cannot run; this timer needs no GIL
+            faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _ANSWER_S, exit=True)
+            if self._over.wait(min(1.0, self._limit_s / 10)):
+                faulthandler.cancel_dump_traceback_later()
+                return
             quiet_s = time.monotonic() - self._when
             if quiet_s > self._limit_s:
                 self._end(f"at {self._where}, no move for {quiet_s:.0f} s")

@@ -17,6 +17,11 @@ from fsdp_utils.distributed.identity import get_rank
 from fsdp_utils.train.config import ConfigError
 
 
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be a file on the full disk
+        print(text, file=sys.stderr, flush=True)
+
+
 class RunLog:
     """Writes the logs of a run, which resumes from `step`: later lines and its evaluation are made again."""
 
@@ -54,11 +59,6 @@ class RunLog:
         if self._active:
             self._metrics.close()
             self._events.close()
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may be a file on the full disk
-        print(text, file=sys.stderr, flush=True)
 
 
 class _Lines:
