@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import json
 import os
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import yaml
 from fsdp_utils import translate
 from fsdp_utils.migration import TranslationError
 
+DATA = Path(__file__).parent / "data"
 HOSTILE = (
     'Block"+__import__("os").system("true")+"',
     'Block"}; __import__("os").system("true")  # ',
@@ -33,54 +35,14 @@ CALLS = {
     "model.named_modules", "reversed", "list", "type", "int", "dist.get_world_size", "model.float",
     "torch.cuda.is_available", "parallelize_module", "model.parameters", "parameter.data.float",
 }  # fmt: skip
-BASES: list[dict[str, Any]] = [
-    {
-        "distributed_type": "FSDP",
-        "mixed_precision": "fp16",
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_transformer_layer_cls_to_wrap": "Block,Other",
-            "fsdp_activation_checkpointing": True,
-            "fsdp_reshard_after_forward": "HYBRID_SHARD",
-        },
-        "parallelism_config": {
-            "parallelism_config_dp_replicate_size": 2,
-            "parallelism_config_dp_shard_size": 2,
-            "parallelism_config_tp_size": 2,
-        },
-    },
-    {
-        "precision": "amp_bf16",
-        "parallelism_config": {
-            "fsdp": {
-                "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"},
-                "data_parallel_shard_degree": 4,
-                "data_parallel_replicate_degree": -1,
-            },
-            "tp": {},
-        },
-    },
-    {
-        "fsdp": "full_shard auto_wrap",
-        "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block", "Other"], "min_num_params": 1},
-        "bf16": True,
-        "gradient_checkpointing": True,
-        "dp_shard_size": 2,
-        "tensor_parallel_size": 2,
-    },
-    {
-        "zero_optimization": {
-            "stage": 3,
-            "zero_hpz_partition_size": 4,
-            "mics_shard_size": 8,
-            "offload_param": {"device": "cpu", "pin_memory": True},
-            "offload_optimizer": {"device": "cpu"},
-        },
-        "fp16": {"enabled": True, "loss_scale": 0},
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "Adam", "params": {"adam_w_mode": True}},
-    },
+PUBLIC = [json.loads(line) for line in (DATA / "public_configs.jsonl").read_text().splitlines()]
+# of each framework the longest
+BASES = [
+    max(
+        (each["config"] for each in PUBLIC if each["expected"].get("framework") == name),
+        key=lambda c: len(str(c)),
+    )
+    for name in ("Accelerate", "transformers", "Composer", "DeepSpeed")
 ]
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 10**9, 10**30, 0.5, float("nan"), "", "auto", "²", "٣", "no", "cpu",

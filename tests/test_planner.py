@@ -124,25 +124,19 @@ def test_a_step_is_an_estimate_with_its_range_beside_a_roofline() -> None:
     assert text in str(found)
 
 
-def test_tight_spans_the_error_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tight_spans_the_error_of_memory_and_what_is_too_much_gets_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("fsdp_utils.planner.efficiency.MEMORY_RANGE", (0.9, 1.2))
     for available, verdict in ((13.0, "fits"), (11.9, "tight"), (7.3, "tight"), (7.1, "does not fit")):
-        sized = dataclasses.replace(
-            plain(), peak_allocated_gib=8.0, peak_reserved_gib=10.0, available_gib=available
-        )
+        sizes = {"peak_allocated_gib": 8.0, "peak_reserved_gib": 10.0, "available_gib": available}
+        sized = dataclasses.replace(plain(), **sizes)
         assert sized.verdict == verdict
         assert sized.fits == (available >= 10)
         assert f": {verdict} (simulated)" in str(sized)
-
-
-def test_a_model_that_does_not_fit_gets_advice_largest_part_first() -> None:
-    found = dataclasses.replace(plain(), available_gib=0.0)
-    assert not found.fits
-    assert "too much is reserved" in found.advice[0]
-    sizes = [float(text.split()[0]) for text in found.advice[1:]]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sum(sizes) == pytest.approx(1024 * found.peak_allocated_gib, rel=0.05)
-    assert 'checkpointing="full" keeps one input of each block' in str(found).replace("\n            ", " ")
+        parts = [float(text.split()[0]) for text in sized.advice[1:]]
+        assert parts == sorted(parts, reverse=True)
+        assert bool(parts) is not sized.fits
 
 
 def test_the_search_ends_at_the_fewest_gpus_that_will_do() -> None:
@@ -267,13 +261,6 @@ def test_checkpointing_keeps_less_the_more_it_computes_again() -> None:
     for some in (2, "selective"):
         assert kept[None] > kept[some] > kept["full"]
         assert computed[None] < computed[some] < computed["full"]
-
-
-def test_compiled_blocks_keep_less_and_take_less_time() -> None:
-    eager, compiled = plain(), planned(compiled=True)
-    assert most(compiled, "activations") < most(eager, "activations")
-    assert compiled.timing.compute_s < eager.timing.compute_s
-    assert "published compiled runs" in compiled.notes[-1]
 
 
 def test_logits_that_a_loss_of_ones_own_holds_are_there_in_backward() -> None:

@@ -120,11 +120,12 @@ def _options(value: Any, translation: Translation) -> Said:
 def _classes(value: Any, translation: Translation) -> Said:
     names = value.split(",") if isinstance(value, str) else value
     # identifiers, and nothing else: the names go into the code that is written
-    if not isinstance(names, list) or not all(isinstance(n, str) and n.strip().isidentifier() for n in names):
+    texts = [n.strip() for n in names if isinstance(n, str)] if isinstance(names, list) else []
+    if len(texts) != len(names) or not all(text.isidentifier() and len(text) < 200 for text in texts):
         raise TranslationError(f"expected names of classes with commas between them, found {shown(value)}")
     if translation.blocks == () or not names:
         return Said("nothing: without TRANSFORMER_BASED_WRAP Accelerate does not look at it")
-    translation.blocks = tuple(name.strip() for name in names)
+    translation.blocks = tuple(texts)
     return Said(f"fully_shard on each {', '.join(translation.blocks)}")
 
 
