@@ -120,10 +120,10 @@ def _options(value: Any, translation: Translation) -> Said:
 def _classes(value: Any, translation: Translation) -> Said:
     names = value.split(",") if isinstance(value, str) else value
     # identifiers, and nothing else: the names go into the code that is written
-    texts = [n.strip() for n in names if isinstance(n, str)] if isinstance(names, list) else []
-    if len(texts) != len(names) or not all(text.isidentifier() and len(text) < 200 for text in texts):
+    texts = [n.strip() if isinstance(n, str) else "" for n in (names if isinstance(names, list) else [None])]
+    if not all(text.isidentifier() and len(text) < 200 for text in texts):
         raise TranslationError(f"expected names of classes with commas between them, found {shown(value)}")
-    if translation.blocks == () or not names:
+    if translation.blocks == () or not texts:
         return Said("nothing: without TRANSFORMER_BASED_WRAP Accelerate does not look at it")
     translation.blocks = tuple(texts)
     return Said(f"fully_shard on each {', '.join(translation.blocks)}")
