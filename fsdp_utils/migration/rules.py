@@ -97,9 +97,11 @@ def _said(
         return Said(f"its value comes from outside this file. Give it: {give}", lost=True)
     if value == "auto" and rows[0].value != "auto" and translation.framework == "DeepSpeed":
         return Said(f"transformers' Trainer fills it in. Give its value: {give}", lost=True)
-    return (
-        READERS[rule](value, translation) if rule in READERS else apply_rules(value, rows, translation, known)
-    )
+    if rule == "fsdp":
+        return _options(value, translation)
+    if rule == "fsdp_transformer_layer_cls_to_wrap":
+        return _classes(value, translation)
+    return apply_rules(value, rows, translation, known)
 
 
 def _options(value: Any, translation: Translation) -> Said:
@@ -129,17 +131,13 @@ def _classes(value: Any, translation: Translation) -> Said:
     return Said(f"fully_shard on each {', '.join(translation.blocks)}")
 
 
-# functions for keys whose values no row can describe
-READERS = {"fsdp": _options, "fsdp_transformer_layer_cls_to_wrap": _classes}
-
-
 def apply_rules(
     value: Any, rows: list[Rule], translation: Translation, known: Mapping[str, Any] | None = None
 ) -> Said:
     """Find the first row for a value, make its settings, and return its words."""
     known = {**(known or {}), **vars(translation)}
     for row in rows:
-        fits, found = (True, None) if row.value is ANY else _match(row.value, value)
+        fits, found = _match(row.value, value)
         if not fits or not all(_match(expected, known.get(name))[0] for name, expected in row.when.items()):
             continue
         for name, setting in row.set.items():
@@ -163,6 +161,8 @@ def apply_rules(
 
 def _match(pattern: Any, value: Any) -> tuple[bool, Any]:
     """Tell whether a value is one of a pattern's, and the literal or the number that it is."""
+    if pattern is ANY:
+        return True, None
     if isinstance(pattern, list):
         return next((found for one in pattern if (found := _match(one, value))[0]), (False, None))
     if isinstance(pattern, dict) and {"from", "to"} & set(pattern):

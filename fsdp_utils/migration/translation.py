@@ -145,6 +145,5 @@ class Translation:
         for row in self.rows:
             mark = " " if row.has_counterpart else "!"
             lines += [f"{mark} {row.key:{width}} = {shown(row.value)}", f"      {row.fsdp2}"]
-        if self.without_counterpart:
-            lines.append("(! has no counterpart in FSDP2)")
+        lines += ["(! has no counterpart in FSDP2)"] if self.without_counterpart else []
         return "\n".join(lines)

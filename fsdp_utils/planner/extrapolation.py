@@ -141,10 +141,8 @@ def _written(run: list[_Part], stacks: Mapping[str, int]) -> list[tuple[_Part, i
 def _move(item: Any, stacks: Mapping[str, int], move: Move) -> Any:
     """Return an item, or a label, with the block of the model that it refers to moved."""
     if isinstance(item, Alloc | Free):
-        place = item.block
-        return (
-            item._replace(block=place._replace(index=move(place.stack, place.index))) if place.stack else item
-        )
+        run, stack, index, ordinal = item.block
+        return item._replace(block=_Place(run, stack, move(stack, index), ordinal)) if stack else item
     if not isinstance(item, Send | Gone | Label):
         return item
     stack, number = _block(item.unit, stacks)

@@ -13,10 +13,10 @@ from types import FrameType
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdp_utils.distributed.identity import get_rank, get_world_size
+from fsdp_utils.train.ranks import ranks
 
 _EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
 _ANSWER_S = 3.0  # for all ranks that still run to have written their stacks
@@ -30,8 +30,7 @@ def check_finite(loss: float, norm: float, own: float, step: int, samples: list[
     """Raise NotFinite on all ranks where the batch's loss or norm is; `own` and `samples` are this rank's."""
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    found: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(found, (own, samples))
+    found = ranks().all(lambda: (own, samples))
     culprits = [
         f"the loss of rank {rank} is {own} (samples {', '.join(map(str, samples))})"
         for rank, (own, samples) in enumerate(found)
@@ -48,8 +47,7 @@ class Watchdog:
     """Ends this rank, with the stacks of its threads, when its training has not moved for a time.
 
     Ranks wait for each other in every step, so where one hangs, each notices. They write their stacks to
-    `directory`, which they share, name the ranks that did not, and send SIGABRT to those on this host. So a
-    hang becomes a failure, after which torchrun can restart the ranks.
+    `directory`, which they share, name the ranks that did not, and send SIGABRT to those on this host.
     """
 
     def __init__(self, directory: Path, limit_s: float) -> None:
@@ -110,10 +108,7 @@ class Watchdog:
 
 
 class StopSignal:
-    """Records a scheduler's request to stop: SIGTERM (torchrun, scancel) or SIGUSR1 (sbatch --signal).
-
-    The ranks agree at each step whether one of them was asked, as not all are, nor at the same time.
-    """
+    """Records a scheduler's request to stop: SIGTERM (torchrun, scancel) or SIGUSR1 (sbatch --signal)."""
 
     def __init__(self) -> None:
         self.asked = False  # this rank

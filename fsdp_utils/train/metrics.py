@@ -1,7 +1,7 @@
 """The logs of a run. Rank 0 writes them; all ranks call.
 
 `metrics.jsonl` has one line for each logged step, as if the run had never been interrupted; `events.jsonl`
-keeps what happened to the run. A full disk does not end a run here: lines wait in memory until there is room.
+keeps what happened to the run. On a full disk, lines wait in memory until there is room.
 """
 
 import contextlib
