@@ -38,7 +38,7 @@ from fsdp_utils.train import DataConfig, OptimConfig, ParallelConfig, TrainConfi
 COST = 1.02  # the limit: the program's step, against the bare loop's
 STEP_S = 0.100  # for steps of at least that
 STEPS, WARM_UP = 48, 4
-BATCH, LENGTH, RATE = 4, 64, 1e-3
+BATCH, LENGTH, RATE = 4, 80, 1e-3
 LLAMA: dict[str, Any] = {"vocab_size": 256, "hidden_size": 192, "intermediate_size": 512}
 LLAMA |= {"num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": LENGTH}
 
