@@ -148,9 +148,10 @@ class ChildTuningAdamW(AdamW):
         for number, group in enumerate(self.param_groups):
             group["mask_step"] += 1
             lists: list[Any] = [[] for _ in range(6)]
-            new = [p for p in group["params"] if p.grad is not None and not self.state.get(p)]
+            states = sum(map(bool, self.state.values()))
             has_complex = collect_adamw(self, group, lists)
-            self._mask_moments(new)
+            if group["mode"] == "task" and sum(map(bool, self.state.values())) > states:
+                self._mask_moments([p for p, state in self.state.items() if state and state["step"] == 0])
             if group["mode"] == "task" or (group["mode"] == "taskfree" and group["reserve_p"] != 1):
                 if lists[0]:
                     self._masked_step(number, group, lists)
@@ -164,10 +165,10 @@ class ChildTuningAdamW(AdamW):
         ids = [id(p) for p in lists[0]]
         lists = [[local(t) for t in column] for column in lists]
         # AdamW's kernel takes for granted that all lie in memory alike.
-        if odd := [t for column in (lists[0], *lists[2:5]) for t in column if not t.is_contiguous()]:
+        if not all(all(map(Tensor.is_contiguous, column)) for column in (lists[0], *lists[2:5])):
             raise ValueError(
-                "ChildTuningAdamW: expected contiguous parameters and moments, found strides "
-                f"{odd[0].stride()}. Assign nn.Parameter(p.detach().contiguous())."
+                "ChildTuningAdamW: expected contiguous parameters and moments, found others. Assign "
+                "nn.Parameter(p.detach().contiguous())."
             )
         # one tensor for all: with a number, each addition on the CPU would make another tensor
         foreach_add_(lists[5], torch.ones((), device=lists[5][0].device), alpha=1.0)
@@ -183,7 +184,9 @@ class ChildTuningAdamW(AdamW):
             if device.type != "cpu" and own[5][0].device.type == "cpu":  # as AdamW keeps steps unless fused
                 own[5] = list(torch.stack(own[5]).to(device, torch.float32, non_blocking=True).unbind())
             batches = [list(range(len(chosen)))]
-            masked = iter([[grad.to(dtype).contiguous() for grad in own[1]]])
+            fits = [g.dtype == dtype and g.is_contiguous() for g in own[1]]
+            grads = [g if fit else g.to(dtype).contiguous() for g, fit in zip(own[1], fits, strict=True)]
+            masked = iter([grads])
             if group["mode"] == "taskfree":
                 settings["grad_scale"] = torch.full((), fraction, dtype=torch.float32, device=device)
                 known, masks = self._planned.get((number, dtype, device), (None, None))
