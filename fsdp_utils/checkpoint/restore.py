@@ -27,6 +27,7 @@ from fsdp_utils.checkpoint.state import (
 from fsdp_utils.checkpoint.tensor_files import Spec
 from fsdp_utils.sharding.local_part import local
 from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.torch_internals.fsdp import fsdp1_handle
 from fsdp_utils.torch_internals.names import get_param_to_fqns
 
 _SHOWN = 5  # problems in one error
@@ -217,7 +218,9 @@ def _sizes(optimizers: Sequence[list[list[str]]]) -> list[int]:
 
 def _check_cuts(held: Held, model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse a state of another shape than its parameter, as Adafactor's, which FSDP1 would cut wrongly."""
-    for name, entries in state.items() if has_fsdp1(model) else ():
+    units = (fsdp1_handle(module) for module in model.modules() if isinstance(module, FSDP1))
+    cuts = any(handle is not None and handle.uses_sharded_strategy for handle in units)
+    for name, entries in state.items() if cuts else ():
         shape = held.tensors[MODEL + name].shape
         for what, value in entries.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != shape:
