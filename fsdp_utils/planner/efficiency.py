@@ -67,8 +67,11 @@ PUBLISHED_GPUS = ("A100-40", "A100-80", "H100", "H100-500W")
 
 def of_gpu(name: str) -> Efficiency:
     """Return the shares that training reaches on the GPU of that name."""
-    tables = MATMUL, ATTENTION
-    return Efficiency(*(next(table[begin] for begin in table if name.startswith(begin)) for table in tables))
+
+    def share(table: dict[str, float]) -> float:
+        return next(value for begin, value in table.items() if name.startswith(begin))
+
+    return Efficiency(share(MATMUL), share(ATTENTION))
 
 
 def is_published(gpu: GPU) -> bool:

@@ -77,6 +77,7 @@ def record_one_rank(source: Source, setting: Setting, blocks: int | None) -> Rec
 
 
 def _run_steps(source: Source, setting: Setting, model: Any) -> Recording:
+    is_fsdp2: bool = isinstance(model, FSDPModule)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ValueError(f"plan: expected parameters that need a gradient, found none in {source.name}")
@@ -96,9 +97,9 @@ def _run_steps(source: Source, setting: Setting, model: Any) -> Recording:
             last = micro_batch + 1 == batches
             recorder.begin_batch(micro_batch)
             keeps = setting.no_sync and not last  # gradients of full units, until a later micro-batch
-            if isinstance(model, FSDPModule):
+            if is_fsdp2:
                 model.set_requires_gradient_sync(not keeps)
-            with model.no_sync() if keeps and not isinstance(model, FSDPModule) else nullcontext():
+            with model.no_sync() if keeps and not is_fsdp2 else nullcontext():
                 with recorder.making(work_items.INPUTS), in_words(f"a batch for {source.name}"):
                     make = setting.inputs or partial(batch_of, source)
                     batch = make(batch_per_rank, setting.seq_len)
