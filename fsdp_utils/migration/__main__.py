@@ -7,7 +7,10 @@ Prints what became of each key (! has no counterpart in FSDP2), then the Python 
 file cannot be translated.
 """
 
+import argparse
+import json
 import sys
+from typing import Any
 
 from fsdp_utils._commands import new_parser, run
 from fsdp_utils.migration.frameworks import translate
@@ -19,16 +22,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser("fsdp_utils.migration", __doc__)
     parser.add_argument("file", metavar="FILE", help="the config: .json, .yaml or .yml")
     text = 'a value that the file leaves open ("auto", ${...}), by the key in the table; may be repeated'
-    parser.add_argument("--given", action="append", default=[], metavar="KEY=VALUE", help=text)
+    options: dict[str, Any] = {"type": _setting, "default": [], "metavar": "KEY=VALUE", "help": text}
+    parser.add_argument("--given", action="append", **options)
     parser.add_argument("--code", action="store_true", help="print the Python alone")
-    options = parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
     try:
-        found = translate(options.file, given=dict(text.partition("=")[::2] for text in options.given))
+        found = translate(asked.file, given=dict(asked.given))
     except (TranslationError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(found.code() if options.code else f"{found}\n\n{found.code()}", end="")
+    print(found.code() if asked.code else f"{found}\n\n{found.code()}", end="")
     return 0
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 if __name__ == "__main__":
