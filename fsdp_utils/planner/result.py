@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilisation: the operations of the model as a share of the GPU's rate, from 0 to 1."""
+        """Model FLOP utilisation, from 0 to 1, the operations of the model as a share of the GPU's rate."""
         rate = self.gpu.fp32_tflops if self.computes_in == "float32" else self.gpu.half_tflops
         return self.timing.model_flop / self.step_s / (rate * 1e12)
 
