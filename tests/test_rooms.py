@@ -29,7 +29,7 @@ LEVEL = {
 # only get fewer on the way to theirs, the second number.
 MOST_LINES = {
     "allocator": 660,
-    "lessons": 1932,  # 1,300 once turns.py goes, with the last lesson of the second edition
+    "lessons": 1914,  # 1,300 once turns.py goes, with the last lesson of the second edition
     "memory": 770,
     "notebook": 1586,
     "precision": 330,

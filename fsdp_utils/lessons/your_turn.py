@@ -92,20 +92,6 @@ def at_most(value: float, otherwise: str) -> Goal:
     return Goal(f"at most {_text(value)}", lambda found: bool(found <= value), otherwise)
 
 
-def at_least(value: float, otherwise: str) -> Goal:
-    """Ask for this value or more."""
-    return Goal(f"at least {_text(value)}", lambda found: bool(found >= value), otherwise)
-
-
-def near(value: float, otherwise: str = "", *, within: float = 0.01, less: str = "", more: str = "") -> Goal:
-    """Ask for this value within a fraction of it."""
-
-    def advice(found: Any) -> str:
-        return (less if found < value else more) or otherwise
-
-    return Goal(_text(value), lambda found: abs(found - value) <= within * abs(value), advice)
-
-
 def _text(value: Any) -> str:
     if isinstance(value, bool) or type(value).__name__ == "bool":  # NumPy's too
         return "yes" if value else "no"
@@ -122,7 +108,6 @@ class _Turn:
     score: Callable[..., Mapping[str, Any]]
     goals: Mapping[str, Goal]
     returns: bool
-    together: bool
 
     @property
     def names(self) -> list[str]:
@@ -134,7 +119,7 @@ _before: dict[str, Any] = {}  # the namespace as it was before the answer
 
 
 def turn(
-    number: int, goals: Mapping[str, Goal], *, returns: bool = True, together: bool = True
+    number: int, goals: Mapping[str, Goal], *, returns: bool = True
 ) -> Callable[[Callable[..., Mapping[str, Any]]], Callable[..., Mapping[str, Any]]]:
     """Register the function that measures the answer to a turn; `%%turn NUMBER` calls it.
 
@@ -146,12 +131,10 @@ def turn(
         number: Number of the turn in its lesson.
         goals: The targets, by name, in the order in which they are shown.
         returns: Whether None, returned by a function of the reader's, is a mistake.
-        together: Whether the ranks agree on each collective before they begin it, so that they cannot wait
-            for each other. Not for functions that call collectives in several threads.
     """
 
     def register(score: Callable[..., Mapping[str, Any]]) -> Callable[..., Mapping[str, Any]]:
-        _turns[number] = _Turn(score, goals, returns, together)
+        _turns[number] = _Turn(score, goals, returns)
         return score
 
     return register
@@ -226,14 +209,13 @@ def measure(number: int, namespace: Mapping[str, Any]) -> Measured:
 
 
 def _scored(turn: _Turn, parts: list[Any]) -> tuple[Mapping[str, Any], str]:
-    if turn.together:
-        from torch import distributed
+    from torch import distributed
 
-        from fsdp_utils.lessons.together import run_together
+    from fsdp_utils.lessons.together import run_together
 
-        if distributed.is_initialized() and distributed.get_world_size() > 1:
-            values, parted = run_together(turn.score, *parts)
-            return values or {}, parted
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        values, parted = run_together(turn.score, *parts)  # no rank waits for a call that another lacks
+        return values or {}, parted
     return turn.score(*parts), ""
 
 

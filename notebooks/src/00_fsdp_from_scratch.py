@@ -25,8 +25,8 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains one model twice in four
-# processes: copied to each (DDP, distributed data parallel), and sharded.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none, and trains
+# one model twice in four processes: copied to each (DDP, distributed data parallel), and sharded.
 #
 # ```python
 # import torch
@@ -618,9 +618,10 @@ for name, m in meters.items():
 # %% [markdown]
 # The losses are those of one process again (the cell asserts it), and the numbers of collectives are those of
 # your units. The memory differs in two ways. `fully_shard` holds **two blocks** at its peak: in backward it
-# gathers the next unit while it computes with the present one, which on GPUs happens at the same time
-# ([lesson 4](04_backward_prefetch.ipynb)). And it gathers into **buffers**, out of which it copies each
-# parameter; in forward it keeps a buffer until the next unit has been copied out. That makes three blocks.
+# gathers the next unit while it computes with the present one, which on GPUs happens at the same time (in
+# forward, too) ([lesson 4](04_backward_prefetch.ipynb)). And it gathers into **buffers**, out of which it
+# copies each parameter; in forward it keeps a buffer until the next unit has been copied out. That makes
+# three blocks.
 #
 # Where does it cut? Fill each parameter of a block with another number, shard the block, and count which
 # numbers each rank holds.

@@ -2,8 +2,8 @@
 # # 1 · The transformer wrapper
 #
 # Which modules of a transformer should be FSDP units? **Its blocks: call `fully_shard` on each block, then on
-# the model.** In a model of six blocks a rank then gathers about half the bytes of the model at the peak;
-# with the whole model as one unit it gathers twice the model.
+# the model.** In a model of six blocks and a tiny vocabulary the gathered parameters and buffers then peak at
+# about half the model; as one unit, at twice the model. A large embedding or head needs a unit, too.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -28,9 +28,10 @@ axes.tick_params(length=0)
 plots.show(fig, alt="A step by block: the root stays complete, each block only while it is needed.")
 
 # %% [markdown]
-# A drawing of one step, with the blocks as units. A bar is a unit that is complete on every rank. In forward
-# one block is complete at a time. In backward the next block is gathered while the present one computes. The
-# root, which is the unit of the model itself, stays complete from its first use to the end of backward.
+# A drawing of one step, with the blocks as units. A blue or pink bar is a unit that is complete on every
+# rank, a grey one is on its way. In forward one block is complete at a time; that a GPU gathers the next one
+# meanwhile is not drawn. In backward the next block is gathered while the present one computes. The root,
+# which is the unit of the model itself, stays complete from its first use to the end of backward.
 
 # %% tags=["card"]
 lesson.card(
@@ -269,8 +270,8 @@ Table(
 )
 
 # %% [markdown]
-# By block the fixed cost stays below 5% in every row; by matrix it reaches a quarter. In a model with smaller
-# blocks both shares are larger, and a unit of two blocks can pay off.
+# By block the fixed cost stays below 5% up to the 100 µs of the table; by matrix it reaches a quarter. In a
+# model with smaller blocks both shares are larger, and a unit of two blocks can pay off.
 #
 # ## Embedding, head and tied weights
 #
@@ -307,10 +308,10 @@ for name, (kind, config) in families.items():
 Table(["model", "block class", "blocks", "in the root, %", "gathered at the peak, %"], rows)
 
 # %% [markdown]
-# The larger the vocabulary, the more is in the root. Where embedding and head are two matrices, as in Llama,
-# make each a unit of its own, before the call on the model; turn 1 does this. In GPT-2 and T5 one matrix is
-# both embedding and head: the weights are **tied**. A tied matrix must lie in one unit. Leave both modules to
-# the root, or name them together: `fully_shard([embedding, head])`.
+# The larger the vocabulary, the more is in the root. Where embedding and head are two matrices, as in
+# Llama-2-7B and Llama-3-8B, make each a unit of its own, before the call on the model; turn 1 does this. In
+# GPT-2 and T5 one matrix is both embedding and head: the weights are **tied**. A tied matrix must lie in one
+# unit. Leave both modules to the root, or name them together: `fully_shard([embedding, head])`.
 #
 # ## Your turn 1 · A large vocabulary
 #
@@ -588,7 +589,7 @@ print(measure(FSDP(llama(), auto_wrap_policy=policy, device_id=device)).all_gath
 # | :-- | :-- | :-- |
 # | the loss does not move | the optimizer was built before `fully_shard` and holds the old parameters | build it after sharding |
 # | `ValueError: Parameter 'lm_head.weight' is shared with a parameter already managed by another FSDP group` | tied weights in two units | leave both to the root, or `fully_shard([embedding, head])` |
-# | no error, and memory as if nothing were sharded | one unit, or units of the wrong class | `fully_shard` on each block, or `shard(model)` |
+# | no error, and no error, and the peak hardly falls with more ranks, although what is kept between steps does | one unit, or units of the wrong class | `fully_shard` on each block, or `shard(model)` |
 # | no error, and the ranks' embeddings differ | `fully_shard(model)` is missing, so what is outside of the blocks is not reduced | call it last |
 #
 # `check_sharding` finds all four. Here it looks at a model with two of these mistakes:
