@@ -281,6 +281,7 @@ def run_all(names: list[str], folder: Path) -> dict[str, Told]:
 IN_CELLS = {  # by the notebook's function: the cell before its example
     "start": "from fsdp_utils.notebook import ranks",
     "get": "%%ranks\nimport os, torch\nloss = torch.tensor(float(os.environ['RANK']))",
+    "run": "%%ranks\nrank = int(os.environ['RANK'])",
     "stop": "",
 }
 
