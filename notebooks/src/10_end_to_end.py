@@ -1,31 +1,12 @@
 # %% [markdown]
 # # 10 · End to end
 #
-# Each lesson so far showed one technique. A training program needs all of them at once, and it must not lose
-# work when something fails. In this lesson you read the program `fsdp_utils.train` in small
-# pieces, start it with torchrun, kill one of its ranks, and resume it on another number of ranks. You also
-# write two of its parts yourself: the evaluation, and a save that survives a kill at any moment.
-
-# %% [markdown] tags=["card"]
-# learn:
-# - what a training step needs besides forward and backward, so that the number of ranks does not change it
-# - how to evaluate on ranks that do not divide the samples, without a hang
-# - how to save so that a kill at any moment leaves a checkpoint to go on from
-# - how to resume on another number of ranks, without a jump in the loss
-# - what to change for a model of yours, and for several hosts
-# needs: '[lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) · no GPU'
-# ranks: 4 on this machine, and programs of 1, 3 and 2 ranks under torchrun. With `FSDP_RANKS=2` programs of
-#   1, 2 and 1.
-# takes: a minute to run on 2 cores (AMD EPYC) · 35 minutes to read
-# video: '[End to end](https://www.loom.com/share/fbd5cb0aefca41ff9bb6f6c291e75ec8), 2022. Since then: the
-#   parts have changed as the lessons before this one say.'
-
-# %% [markdown]
-# **The question of this lesson:** a run is killed at an arbitrary moment and started again on fewer ranks.
-# What must it have saved, and in which order, so that the loss curve shows nothing of it?
+# What makes a run survive? **It saves, every N steps, everything that the next step depends on; a save counts
+# only when it is complete; and starting the run is resuming it.** Then a kill at any moment costs at most N
+# steps of work, and the loss curve shows nothing of it.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import plots
+from fsdp_utils.lessons import lesson, plots
 
 plots.life_of_a_run(
     [
@@ -38,68 +19,191 @@ plots.life_of_a_run(
 )
 
 # %% [markdown]
-# This is a sketch; below you start such a run and measure it. Three ranks train, and save a checkpoint every
-# ten steps. After step 17 one rank is killed; the others cannot go on without it and end too. Then two ranks
-# are started. They load the checkpoint of step 10 and train to the end. Steps 11 to 17 are trained twice. If
-# the second time gives other losses than the first, the loss curve has a jump.
+# A drawing. Three ranks train and save every ten steps. After step 17 rank 1 is killed, and the others end,
+# because they cannot go on without it. Two ranks are started, load the checkpoint of step 10 and train to the
+# end. Steps 11 to 17 are trained twice. Below you kill such a run and measure it.
+
+# %% tags=["card"]
+lesson.card(
+    10,
+    learn="write a training loop that a kill at any moment costs a few steps, and nothing else",
+    needs="lessons [1](01_transformer_wrapper.ipynb) and [8](08_local_state_dict_and_distributed_checkpoints.ipynb)",
+    minutes=(1, 11, 30),
+)
+
+# %% [markdown]
+# ## The script
 #
-# ## In your own code
-#
-# The script below survives being killed. Start it with `torchrun --nproc-per-node 4 train.py`, kill it, and
-# start it again with any number of processes: it goes on from its newest complete checkpoint. It uses
-# `torch.distributed.checkpoint` ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)), which
-# writes the file `.metadata` last. A checkpoint without that file is incomplete, and the script ignores it.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. `train` is the loop to take home: it
+# begins by looking for a checkpoint. The lines below it stand for a kill at step 17 and two restarts.
 #
 # ```python
-# from pathlib import Path
-# import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-# from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+# import tempfile
+#
+# import torch
+# import torch.distributed as dist
 # from torch.distributed.device_mesh import init_device_mesh
 # from torch.distributed.fsdp import fully_shard
+#
+# from fsdp_utils import checkpoints, load_distributed, save_distributed
 #
 # device = "cuda" if torch.cuda.is_available() else "cpu"
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())
-# torch.manual_seed(0)
-# model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
-# for part in [*model, model]:
-#     fully_shard(part, mesh=init_device_mesh(device, (dist.get_world_size(),)))
-# optimizer = torch.optim.AdamW(model.parameters())
-# folder = Path(__file__).with_name("checkpoints")                  # on a disk that all ranks see
-# found = [max([int(file.parent.name) for file in folder.glob("*/.metadata")], default=0)]
-# dist.broadcast_object_list(found, src=0)                          # all ranks take what rank 0 finds
-# step = found[0]
-# if step:
-#     state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
-#     dcp.load(state, checkpoint_id=folder / str(step))             # in place, own shards only
-#     set_state_dict(
-#         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
-#     )
-# for step in range(step + 1, 41):
-#     torch.manual_seed(1000 * step + dist.get_rank())              # your data, by step and rank
-#     loss = model(torch.randn(8, 64, device=device)).square().mean()
-#     loss.backward()
-#     optimizer.step()
-#     optimizer.zero_grad()
-#     if step % 10 == 0:
-#         state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
-#         dcp.save(state, checkpoint_id=folder / str(step))
+# mesh = init_device_mesh(device, (dist.get_world_size(),))    # without it a Mac would take its GPU
+#
+#
+# def train(folder, until=40, with_optimizer=True):
+#     torch.manual_seed(0)                                     # the same weights on every rank
+#     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, device=device) for _ in range(4)])
+#     for part in [*model, model]:
+#         fully_shard(part, mesh=mesh)
+#     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+#     begin, losses = 0, {}
+#     if checkpoints(folder):                                  # complete ones only
+#         begin = load_distributed(folder, model, optimizer if with_optimizer else None)["step"]
+#     for step in range(begin + 1, until + 1):
+#         torch.manual_seed(1000 * step + dist.get_rank())     # samples by step and rank: no need to save them
+#         x = torch.randn(8, 64, device=device)
+#         loss = (model(x) - x.roll(1, dims=-1)).square().mean()
+#         loss.backward()
+#         optimizer.step()
+#         optimizer.zero_grad()
+#         losses[step] = loss.item()
+#         if step % 10 == 0:
+#             save_distributed(folder, model, optimizer, step=step).wait()
+#     return losses
+#
+#
+# found = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""] # in your job: a folder that all ranks see
+# dist.broadcast_object_list(found)
+# ways = {
+#     "undisturbed": train(found[0] + "/a"),
+#     "stopped at 17": train(found[0] + "/b", until=17),
+#     "resumed": train(found[0] + "/b"),
+# }
+# train(found[0] + "/c", until=17)
+# ways["resumed without optimizer"] = train(found[0] + "/c", with_optimizer=False)
+# if dist.get_rank() == 0:
+#     for name, losses in ways.items():
+#         apart = max(abs(loss / ways["undisturbed"][step] - 1) for step, loss in losses.items())
+#         print(f"{name:25}  steps {min(losses):2} to {max(losses)}, loss apart by {apart:.1%} at most")
 # dist.destroy_process_group()
 # ```
+# ```text
+# undisturbed                steps  1 to 40, loss apart by 0.0% at most
+# stopped at 17              steps  1 to 17, loss apart by 0.0% at most
+# resumed                    steps 11 to 40, loss apart by 0.0% at most
+# resumed without optimizer  steps 11 to 40, loss apart by 2.3% at most
+# ```
 #
-# The program of this lesson does the same with more care: it saves in the background, checks what it loads,
-# and draws the same samples on any number of ranks.
+# The resumed run has the losses of the undisturbed one. The last line is the mistake: without the optimizer's
+# state nothing fails, and the run is another one.
 #
-# ## What it trains
+# ## What the next step depends on
 #
-# `fsdp_utils.train` trains a model of the transformers library or, as here, a model of your own. For your own
-# you give it a function that returns the data and a function that builds the model. Here the data are sums
-# such as `07+35=042`, the function is `sums` in `sums.py`, and the model, a small decoder in the folded cell,
-# learns to complete them.
+# | it depends on | where it comes from after a restart |
+# |:--|:--|
+# | parameters, and what the optimizer keeps for each of them | the checkpoint, sharded ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)) |
+# | the learning rate | the step (or a scheduler's `state_dict`, in the checkpoint) |
+# | the samples | the step, as in the script, or the data loader's `state_dict` |
+# | random numbers, as for dropout | a seed from the step and the rank; or the generator's state, saved per rank |
+# | counters of your own | the checkpoint: `state={...}` |
+#
+# Prefer what follows from the step: it cannot be forgotten, and it holds on another number of ranks. The next
+# cell trains ten steps, stops, and goes on with each of these left out.
+
+# %%
+from fsdp_utils.lessons.tables import Table
+from fsdp_utils.notebook import ranks
+
+ranks.start()
+
+# %%
+# %%ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+rank, world = dist.get_rank(), dist.get_world_size()
+device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 1)).to(device)
+    for part in [model[0], model[3], model]:
+        fully_shard(part)
+    return model
+
+
+torch.manual_seed(1)
+inputs = torch.randn(20, 24, 16)                        # f32[steps, batch, 16]
+targets = inputs.cumsum(-1).tanh().sum(-1, keepdim=True)
+
+
+def train(model, optimizer, steps, *, samples_from=0, seed_from=0):
+    losses = torch.zeros(len(steps))
+    for place, step in enumerate(steps):
+        torch.manual_seed(1000 * (step - seed_from) + rank)                     # dropout
+        mine = [rows[step - samples_from].chunk(world)[rank].to(device) for rows in (inputs, targets)]
+        loss = (model(mine[0]) - mine[1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[place] = loss.item() / world
+    dist.all_reduce(losses)
+    return losses.tolist()
+
+
+def stop_and_go(*, state=True, **forgotten):
+    """Ten steps, then ten steps with a new optimizer, which may get the state of the first."""
+    model = build()
+    first = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = train(model, first, range(10))
+    second = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if state:
+        second.load_state_dict(first.state_dict())
+    return losses + train(model, second, range(10, 20), **forgotten)
+
+
+undisturbed = build()
+right = train(undisturbed, torch.optim.AdamW(undisturbed.parameters(), lr=1e-2), range(20))
+ways = {
+    "everything": stop_and_go(),
+    "no optimizer state": stop_and_go(state=False),
+    "samples from the beginning": stop_and_go(samples_from=10),
+    "other dropout": stop_and_go(seed_from=10),
+}
+off = {name: [abs(a - b) / b for a, b in zip(losses, right)] for name, losses in ways.items()}
+
+# %%
+off = ranks.get("off")[0]
+assert max(off["everything"]) < 1e-5                   # gloo may add in another order
+assert all(max(found[:10]) < 1e-5 for found in off.values())
+assert all(max(found[10:]) > 0.01 for name, found in off.items() if name != "everything")
+Table(
+    ["kept over the stop", "largest difference of a loss, steps 11 to 20"],
+    [[name, f"{max(found[10:]):.1%}"] for name, found in off.items()],
+)
+
+# %% [markdown]
+# None of these raises an error, and a loss that is a little off looks like noise. So test a resume as here:
+# stop a short run, resume it, and compare it with an undisturbed one, step by step.
+#
+# ## A real kill
+#
+# `fsdp_utils.train` is a program that does all this: it trains a model of the transformers library, or your
+# own. Here it learns to complete sums such as `07+35=042`. The functions that start and watch programs
+# stand in a folded cell. In a terminal the second start would be
+#
+# ```sh
+# torchrun --standalone --nproc-per-node 3 -m fsdp_utils.train --config run.yaml --out killed
+# ```
 
 # %% jupyter={"source_hidden": true}
-import inspect
 import json
 import os
 import re
@@ -112,1201 +216,535 @@ import time
 from pathlib import Path
 
 import psutil
-from IPython.display import Markdown, display
 
-from fsdp_utils.lessons import lesson, recorded
-from fsdp_utils.lessons.tables import Table
-from fsdp_utils.lessons.turns import at_most, exactly, run_solution, try_answers, turn, yours
+home, folder = Path.cwd(), Path(tempfile.mkdtemp())
+os.chdir(folder)
+world = min(3, len(ranks.get("0")))
+device = "auto" if ranks.get("device.type")[0] == "cuda" else "cpu"
 
-home = Path.cwd()
-folder = Path(tempfile.mkdtemp())
-os.chdir(folder)                                # the ranks and programs of this lesson find sums.py there
-sys.path.insert(0, str(folder))
-os.environ["OMP_NUM_THREADS"] = "1"             # as torchrun would set it, with a warning
 
-# %% jupyter={"source_hidden": true}
+def start(out, ranks):
+    """Start the program under torchrun, which is the module torch.distributed.run."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    program = ["-m", "fsdp_utils.train", "--config", "run.yaml", "--out", out]
+    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    with Path(f"{out}.log").open("w") as log:
+        return subprocess.Popen([*command, *program], stdout=log, stderr=log, env=env)
+
+
+def metrics(out):
+    """The loss of each step, as rank 0 has written it."""
+    file = Path(out) / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {line["step"]: line["loss"] for line in found if "loss" in line}
+
+
+def wait_for(step, out, process, limit_s=100):
+    """Wait until the program has come to a step."""
+    limit = time.monotonic() + limit_s
+    while max(metrics(out), default=0) < step:
+        assert process.poll() is None, Path(f"{out}.log").read_text()[-2000:]
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+# %%
 # %%writefile decoder.py
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x, mask):                                             # f32[batch, length, width]
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
-        return x + self.mlp(x)
+class Output(NamedTuple):
+    loss: torch.Tensor
 
 
 class Decoder(nn.Module):
-    """Two blocks; forward returns logits, f32[batch, length, 128]."""
-
     def __init__(self, width=64):
         super().__init__()
         self.token, self.place = nn.Embedding(128, width), nn.Embedding(16, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True) for _ in range(2)
+        )
         self.head = nn.Linear(width, 128)
 
-    def logits(self, input_ids):
+    def forward(self, input_ids, labels):                       # i64[batch, length] both
         length = input_ids.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).triu(1)
         x = self.token(input_ids) + self.place.weight[:length]
         for block in self.blocks:
             x = block(x, mask)
-        return self.head(x)
-
-    def loss(self, input_ids, labels):
-        return F.cross_entropy(self.logits(input_ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        logits = self.head(x)[:, :-1].flatten(0, 1)             # f32[batch * (length - 1), 128]
+        return Output(F.cross_entropy(logits, labels[:, 1:].flatten()))
 
 
 # %%
 # %%writefile sums.py
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 from decoder import Decoder
 
 
-class Output(NamedTuple):               # FSDP2 finds the tensors in tuples, lists, dicts and dataclasses
-    loss: torch.Tensor
-
-
-class Model(Decoder):
-    def forward(self, input_ids, labels):
-        return Output(self.loss(input_ids, labels))
-
-
 def build():
     torch.manual_seed(0)
-    return Model()
+    return Decoder()
 
 
 def sums():
     texts = [f"{a:02}+{b:02}={a + b:03}" for a in range(0, 100, 3) for b in range(0, 100, 4)]
-    tokens = torch.tensor([list(text.encode()) for text in texts])      # i64[850, 9]
-    labels = tokens.masked_fill(torch.arange(9) < 6, -100)              # only what stands after the "="
-    test = torch.arange(len(tokens)) % 12 == 11                         # 70 sums that it never trains on
-    train = {"input_ids": tokens[~test], "labels": labels[~test]}
-    test = {"input_ids": tokens[test], "labels": labels[test]}
-    return SimpleNamespace(train=train, test=test, predicts_next=True, build=build)
+    tokens = torch.tensor([list(text.encode()) for text in texts])          # i64[850, 9]
+    labels = tokens.masked_fill(torch.arange(9) < 6, -100)                  # only what stands after the "="
+    rows = {"input_ids": tokens, "labels": labels}
+    return SimpleNamespace(train=rows, test=None, predicts_next=True, build=build)
 
-
-# %% [markdown]
-# The settings are a YAML file; the command line overrides it.
 
 # %%
-from fsdp_utils.notebook import ranks
-
-# %% jupyter={"source_hidden": true}
-ranks.start()
-on_ranks = len(ranks.get("0"))
-world = min(3, on_ranks)
-fewer = world - 1
-
-# %%
-settings = """
-data: {source: "sums:sums", batch_size: 24}
-optim: {lr: 0.003, warmup: 5}
+settings = f"""
+data: {{source: "sums:sums", batch_size: 24}}
+optim: {{lr: 0.003, warmup: 5}}
+parallel: {{device: {device}}}
 steps: 40
 save_every: 10
-eval_every: 20
 """
-
-# %% jupyter={"source_hidden": true}
-import torch
-
-# GPUs, where there is one for each rank
-device = "auto" if torch.accelerator.is_available() and torch.accelerator.device_count() >= world else "cpu"
-_ = Path("run.yaml").write_text(settings + f"parallel: {{device: {device}}}")
-
-# %% [markdown]
-# The batch of 24 samples is that of all ranks together. Every setting is checked before the first step, and a
-# wrong one is reported once, not by each rank:
-
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.train import ConfigError, learning_rate, parse, rows_at
-from fsdp_utils.train import train as train_program
-
-
-def refusal(*arguments):
-    try:
-        parse(["--config", "run.yaml", "--out", "x", *arguments])
-    except ConfigError as error:
-        return " ".join(str(error).split())
-    raise AssertionError("it was accepted")
-
-
-wrong = [("--stepz", "100"), ("--optim.lr", "fast"), ("--optim.warmup", "41")]
-Table(["argument", "the program says"], [[" ".join(argument), refusal(*argument)] for argument in wrong])
+_ = Path("run.yaml").write_text(settings)
+reference = start("undisturbed", 1)             # one rank, to compare with
+running = start("killed", world)
+wait_for(15, "killed", running)
+processes = psutil.Process(running.pid).children(recursive=True)
+next(process for process in processes if process.environ().get("RANK") == "1").send_signal(signal.SIGKILL)
+exit_code, before = running.wait(60), metrics("killed")
+log = Path("killed.log").read_text()
+print("torchrun's exit code:", exit_code)
+print(*re.findall(r"(?:rank|exitcode) +: -?\d+", log[log.index("Root Cause") :]), sep="\n")
 
 # %% [markdown]
-# The first run is undisturbed and has a single rank: everything that comes later is compared with it. It
-# starts in the next cell, which is folded, and trains while you read on. In a terminal the command would be
+# SIGKILL cannot be caught. The out-of-memory killer of a host sends it. The other ranks fail in their next
+# collective, because the connection is closed, and torchrun prints what failed first: rank 1, with exit code
+# -9. (Where a host loses its power, no connection is closed, and the others notice when a wait times out.)
 #
-# ```sh
-# torchrun --standalone --nproc-per-node 1 -m fsdp_utils.train --config run.yaml --out runs/a
-# ```
+# Now the same command on one rank less. It finds its newest complete checkpoint and goes on with the first
+# sample that was not seen up to there. The batch stays at 24 samples, for all ranks together.
 
-# %% jupyter={"source_hidden": true}
-def start(out, ranks, *arguments):
-    """Start the program under torchrun, which is the module torch.distributed.run."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    program = ["-m", "fsdp_utils.train", "--config", "run.yaml", "--out", out]
-    env = {**os.environ, "PYTHONPATH": str(folder)}
-    with Path(f"{out}.log").open("w") as log:
-        return subprocess.Popen([*command, *program, *arguments], stdout=log, stderr=log, env=env)
+# %% tags=["seam"]
+running = start("killed", world - 1)
+assert running.wait(100) == 0, Path("killed.log").read_text()[-2000:]
+assert reference.wait(100) == 0, Path("undisturbed.log").read_text()[-2000:]
+right, resumed = metrics("undisturbed"), metrics("killed")
+events = [json.loads(line) for line in Path("killed/events.jsonl").read_text().splitlines()]
+begins = [event["step"] for event in events if event["event"] == "started"]
+lost = max(before) - begins[1]
+assert 0 <= lost <= 10 + 5                      # at most N, and a save that was under way
+assert max(abs(resumed[step] / right[step] - 1) for step in right) < 1e-3
+assert max(abs(before[step] / right[step] - 1) for step in before) < 1e-3
 
-
-def metrics(out, name="loss"):
-    """What rank 0 has written: (step, value) for each step that has such a value."""
-    file = folder / out / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [(line["step"], line[name]) for line in found if name in line]
-
-
-def watch(out, process, until=40, limit_s=100):
-    """Show the last line until the program ends or has come to a step; (time, step) as they were seen."""
-    page, limit, seen = display(Markdown("starting"), display_id=True), time.monotonic() + limit_s, []
-    while process.poll() is None and time.monotonic() < limit:
-        lines = metrics(out)
-        if lines and (not seen or lines[-1][0] != seen[-1][1]):
-            seen.append((time.time(), lines[-1][0]))
-            page.update(Markdown(f"step {lines[-1][0]}: loss {lines[-1][1]:.2f}"))
-            if until < 40 and lines[-1][0] >= until:
-                break
-        time.sleep(0.02)
-    assert time.monotonic() < limit, Path(f"{out}.log").read_text()[-2000:]
-    page.update(Markdown(f"past step {until}" if until < 40 else "the program has ended"))
-    return seen
-
-
-loop = inspect.getmodule(train_program)
-
-
-def source(*functions):
-    """The program's own lines."""
-    return Markdown("\n\n".join(f"```python\n{inspect.getsource(function)}```" for function in functions))
-
-
-undisturbed = start("undisturbed", 1)
+fig, (axes,) = plots.figure(height=2.8)
+axes.plot(*zip(*right.items()), color=plots.FAINT, linewidth=6, label="undisturbed, 1 rank")
+axes.plot(*zip(*resumed.items()), color=plots.RANK_COLORS[0], label="killed and resumed")
+axes.set(xlabel="step", ylabel="loss of the batch")
+axes.legend()
+plots.show(fig, alt="The loss of a run that was killed and resumed lies on that of the undisturbed one.")
 
 # %% [markdown]
-# ## One step
+# The losses are those of the undisturbed run to within 0.1% (asserted in the cell): one, two and three ranks
+# add up the same numbers in different orders.
 #
-# **Predict:** the loss of a batch is a mean over its labels. Each rank computes the mean over its own
-# labels, and FSDP averages the gradients over the ranks. When is that *not* the gradient of the whole
-# batch's mean?
-#
-# <details><summary>Answer</summary>
-#
-# When ranks have different numbers of labels: in a mean of means, each label of a rank with few labels
-# weighs more. The same holds for micro-batches, the parts of its samples that a rank computes one after the
-# other before the optimizer's step ([lesson 6](06_sharding_strategies.ipynb) calls it gradient
-# accumulation).
-#
-# </details>
-#
-# So the program first counts the labels of the batch over all ranks. Each rank then weighs its loss by its
-# share of them, so that the losses of all ranks and micro-batches add up to the mean of the whole batch. Here
-# is what the program computes before the optimizer's step:
+# **How much does a kill cost?** At most the N steps since the last complete checkpoint. The program saves in
+# the background, so a save that is under way at the kill does not count, which can add the steps that it
+# takes. The recorded run below was disturbed 25 times; it saves every five steps.
 
-# %% jupyter={"source_hidden": true}
-source(loop._backward)
+# %%
+from fsdp_utils.lessons import recorded
+
+chaos = recorded.load("chaos")["results"]
+assert chaos["losses"] == chaos["undisturbed_losses"]
+kinds = {fault["kind"]: [f for f in chaos["faults"] if f["kind"] == fault["kind"]] for fault in chaos["faults"]}
+Table(
+    ["what was done", "times", "steps trained twice, at most"],
+    [[kind, len(found), max(fault["repeated"] for fault in found)] for kind, found in sorted(kinds.items())],
+    note=f"All {len(chaos['losses'])} losses are those of the undisturbed run, bit for bit. "
+    + recorded.caption("chaos").data.strip("*"),
+)
 
 # %% [markdown]
-# Four things in it are easily missed:
+# More than five steps are trained twice only where the newest checkpoint was damaged, or a full disk had kept
+# it from being written. At SIGTERM, as a scheduler sends it, all ranks save at the end of the same step and
+# leave.
 #
-# - `set_requires_gradient_sync`: ranks reduce their gradients once, after the last micro-batch.
-# - `get_total_norm` and `full_tensor` give the norm of the whole gradient, because under FSDP2 gradients are
-#   DTensors. All ranks get the same number. If it is NaN or infinite, all of them stop at the same step.
-# - `seed`: the random numbers of dropout follow from the seed of the run, the step and the rank. The
-#   learning rate follows from the step alone. Neither needs to be saved.
-# - The samples of a step follow from how many samples were seen before. So the checkpoint has to hold one
-#   number to continue with the right data. These functions compute the learning rate and the samples:
-
-# %% jupyter={"source_hidden": true}
-source(learning_rate, rows_at)
-
-# %% [markdown]
-# The order of the samples does not depend on the number of ranks: the ranks divide among them the 24 samples
-# that come next. (Dropout does depend on it, because each rank draws its own numbers. This model has no
-# dropout. With dropout, a run that is resumed on another number of ranks is a valid run, but not the same.)
+# ## The step must not depend on the ranks
 #
-# ### Clipping, measured
-#
-# To clip a gradient, a rank must know the norm of the whole gradient. Under FSDP1 each rank sees only its
-# own piece of the gradient, and `nn.utils.clip_grad_norm_` does not know that. Compute the norm of one
-# gradient in four ways:
+# Two things in a step go wrong as soon as ranks are counted differently. The weight of the labels is turn 1.
+# The other is clipping: a rank needs the norm of the **whole** gradient.
 
 # %% tags=["clip"]
 # %%ranks
-import sys
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.utils import clip_grad_norm_
 
-from fsdp_utils import shard
 
-sys.path.insert(0, str(Path.cwd()))
-import sums
-
-rank, world = dist.get_rank(), dist.get_world_size()
-on_gpu = torch.cuda.is_available()
-device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-samples = {name: tensor.to(device) for name, tensor in sums.sums().train.items()}
-
-# %%
-# %%ranks
 def with_gradients(wrap):
-    model = wrap(sums.build().to(device))
-    model(**{name: tensor[:4] for name, tensor in samples.items()}).loss.backward()
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device))
+    model(inputs[0].to(device)).square().mean().backward()
     return model
 
 
 fsdp1 = with_gradients(lambda model: FSDP(model, device_id=device))
 norms = {
-    "one process, nn.utils.clip_grad_norm_": clip_grad_norm_(with_gradients(lambda m: m).parameters(), 1e9),
-    "FSDP1, nn.utils.clip_grad_norm_": clip_grad_norm_(fsdp1.parameters(), 1e9),
-    "FSDP1, its own clip_grad_norm_": fsdp1.clip_grad_norm_(1e9),
-    "FSDP2, nn.utils.clip_grad_norm_": clip_grad_norm_(with_gradients(shard).parameters(), 1e9).full_tensor(),
+    "one process": clip_grad_norm_(with_gradients(lambda model: model).parameters(), 1e9),
+    "FSDP2, clip_grad_norm_": clip_grad_norm_(with_gradients(fully_shard).parameters(), 1e9).full_tensor(),
+    "FSDP1, clip_grad_norm_": clip_grad_norm_(fsdp1.parameters(), 1e9),
+    "FSDP1, model.clip_grad_norm_": fsdp1.clip_grad_norm_(1e9),
 }
-norms = {name: norm.item() for name, norm in norms.items()}
+norms = {name: round(norm.item(), 3) for name, norm in norms.items()}
 
-# %% jupyter={"source_hidden": true}
+# %%
 by_rank = ranks.get("norms")
+assert {tuple(found.values())[1] for found in by_rank} == {by_rank[0]["one process"]}
+assert len({found["FSDP1, clip_grad_norm_"] for found in by_rank}) > 1
 Table(
-    ["the norm of the gradient", *(f"rank {rank}" for rank in range(on_ranks))],
-    [[name, *(f"{norms[name]:.3f}" for norms in by_rank)] for name in by_rank[0]],
+    ["norm of the gradient, torch.nn.utils", *(f"rank {rank}" for rank in range(len(by_rank)))],
+    [[name, *(f"{found[name]:.3f}" for found in by_rank)] for name in by_rank[0]],
 )
 
 # %% [markdown]
-# In the second row each rank has the norm of its own piece only, and would scale its gradients by a factor of
-# its own. The squares of these norms add up to the square of the right norm. FSDP1's own method, and
-# `nn.utils.clip_grad_norm_` under FSDP2, give the norm that one process has. (Under FSDP2 the result is a
-# DTensor, and `full_tensor()` turns it into the number.)
-
-# %% tags=["check"]
-alone, pieces, own, fsdp2 = zip(*(norms.values() for norms in by_rank))
-assert all(abs(norm - alone[0]) < 1e-4 * alone[0] for norm in own + fsdp2)
-assert abs(sum(norm**2 for norm in pieces) - alone[0] ** 2) < 1e-3 * alone[0] ** 2
-assert max(pieces) - min(pieces) > 0.01 * alone[0]
-print("Checked: under FSDP1 the squares of the ranks' norms add up to the square of the norm.")
-
-# %% [markdown]
-# ## Your turn 1 · Evaluate, with every sample counted once
+# Under FSDP2 `torch.nn.utils.clip_grad_norm_` is right. It returns a DTensor, and `.full_tensor()`, called on
+# all ranks, gives the number. Under FSDP1 it sees this rank's piece alone, and each rank would clip by a
+# factor of its own: use `model.clip_grad_norm_`.
 #
-# There are 70 test samples, and four ranks that take at most 6 samples at a time. 70 cannot be divided
-# evenly. Under FSDP each forward pass gathers parameters from all ranks, so **every rank must run equally
-# many forward passes**. Otherwise some ranks wait for the others until a timeout ends the run.
+# ## Your turn 1 · Weigh by labels
 #
-# Write the evaluation. `test` holds the numbers of all test samples (i64[n], the same on every rank), and
-# `mean_loss(samples)` runs one forward pass and returns the mean loss of these samples, which is NaN for an
-# empty batch. `size` is the most samples that a rank may pass at once, here 6, and `world` the number of
-# ranks. Return the mean over all test samples, on every rank. There may be fewer samples than ranks.
-#
-# Edit the next cell, then run it and the three folded cells below it.
+# Ranks often have different numbers of labels, as with padded text. The loss of a batch is the mean over all
+# its labels, but FSDP takes the mean of the *ranks'* gradients. Write `my_loss(loss_sum, labels)`: `loss_sum`
+# is the sum of the losses of this rank's labels (a tensor with a gradient), `labels` their number. Return the
+# tensor on which `backward` is called, so that the gradients are those of one process with all samples. A
+# rank may have no labels at all.
 #
 # <details><summary>Hint</summary>
 #
-# Go through the samples in strides of `size * world`. In each stride, a rank takes every `world`-th sample.
-# A rank that gets none runs one sample that it does not count. Add up losses and counts separately, and
-# divide once, after an `all_reduce` of both.
+# FSDP divides by the number of ranks. What should the sum over the ranks be divided by?
 #
 # </details>
 
-# %% tags=["exercise"]
-# %%ranks
-def my_evaluate(mean_loss, test, size):
-    return None                                 # your lines here
-
-
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from fsdp_utils.lessons.together import run_together
+from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
 
-def score_evaluation(evaluate):
-    """Evaluate three test sets. The forward passes wait for nobody here, so that unequal numbers are seen."""
-    wrong, uneven, largest, forwards = 0, 0, 0, None
-    for count in (70, 6 * world + 1, 1):
-        losses = torch.rand(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
-        sizes = []
 
-        def mean_loss(samples, losses=losses, sizes=sizes):
-            sizes.append(len(samples))
-            return losses[samples].mean().item()
-
-        found, parted = run_together(evaluate, mean_loss, torch.arange(count), 6)
-        if found is None:
-            return {"problem": parted} if parted else None
-        everyone = [None] * world
-        dist.all_gather_object(everyone, sizes)
-        forwards = forwards or everyone
-        wrong += not abs(float(found) - losses.mean().item()) < 1e-6
-        uneven += len({len(sizes) for sizes in everyone}) > 1
-        largest = max([largest, *(size for sizes in everyone for size in sizes)])
-    return {
-        "test sets with unequal forwards": uneven,
-        "test sets with a wrong mean": wrong,
-        "samples in a forward, at most": largest,
-        "forwards of a rank for 70 samples": max(map(len, forwards)),
-        "forwards": forwards,
+@turn(1, {
+    "error of the gradients, %, equal numbers": at_most(0.1, "Wrong where every rank has as many labels: a factor is missing."),
+    "error of the gradients, %, unequal numbers": at_most(
+        0.1, "A label on a rank with few labels weighs more than one on a rank with many: use the number on all ranks."
+    ),
+    "error of the gradients, %, a rank without labels": at_most(
+        0.1, "A rank without labels spoils the gradient: what does it divide by?"
+    ),
+})
+def score_loss(my_loss):
+    ways = {
+        "equal numbers": [6] * world,
+        "unequal numbers": [1 + 3 * rank for rank in range(world)],
+        "a rank without labels": [0, *[5] * (world - 1)],
     }
+    found = {}
+    for name, counts in ways.items():
+        begin, rows = sum(counts[:rank]), torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(1))
 
-# %% jupyter={"source_hidden": true}
-turn(
-    1,
-    "score_evaluation(my_evaluate)",
-    {
-        "test sets with unequal forwards": exactly(
-            0, otherwise="Some rank runs fewer forward passes than others, which would wait for it."
-        ),
-        "test sets with a wrong mean": exactly(
-            0,
-            otherwise="The mean is wrong: is a sample counted twice or left out, a mean of means taken, or "
-            "an empty batch run, whose mean is NaN?",
-        ),
-        "samples in a forward, at most": at_most(6, otherwise="A forward has more than `size` samples."),
-        "forwards of a rank for 70 samples": at_most(
-            -(-70 // (6 * on_ranks)), otherwise="Each rank computes samples that others could have computed."
-        ),
-    },
-)
+        def summed(model, part):
+            return (model(part.to(device)) - part.sum(-1, keepdim=True).to(device)).square().sum()
+
+        model, alone = with_gradients(fully_shard), with_gradients(lambda model: model)
+        model.zero_grad()
+        alone.zero_grad()
+        mine = rows[begin : begin + counts[rank]] if counts[rank] else rows[:1]  # a sample that has no label
+        loss = my_loss(summed(model, mine) * min(counts[rank], 1), counts[rank])
+        if not isinstance(loss, torch.Tensor):
+            raise NotYet("Return a tensor: backward is called on it.")
+        loss.sum().backward()
+        (summed(alone, rows) / sum(counts)).backward()
+        pairs = [(p.grad.full_tensor(), right.grad) for p, right in zip(model.parameters(), alone.parameters())]
+        worst = max(((mine - right).abs().max() / right.abs().max()).nan_to_num(99.99) for mine, right in pairs)
+        found[f"error of the gradients, %, {name}"] = round(100 * worst.item(), 2)
+    return found
+
+
+# %%
+# %%turn 1
+def my_loss(loss_sum, labels):                          # a tensor with a gradient, an int
+    return None                                         # your lines here
+
 
 # %% tags=["solution"] turn=1
-# %%ranks
-def my_evaluate(mean_loss, test, size):
-    total = torch.zeros(2, dtype=torch.float64)                 # the sum of the losses, and their number
-    for start in range(0, len(test), size * world):
-        mine = test[start : start + size * world][rank::world]
-        loss = mean_loss(mine if len(mine) else test[:1])       # every rank runs, even for nothing
-        if len(mine):
-            total += torch.tensor([loss * len(mine), len(mine)])
+def my_loss(loss_sum, labels):
+    total = torch.tensor(labels, device=device)
+    dist.all_reduce(total)                              # of all ranks
+    return loss_sum * world / total
+
+# %% tags=["right"] turn=1
+def my_loss(loss_sum, labels):
+    counts = [None] * world
+    dist.all_gather_object(counts, labels)
+    return loss_sum / (sum(counts) / world)
+
+# %% tags=["right"] turn=1
+from torch.distributed import _functional_collectives as functional
+
+def my_loss(loss_sum, labels):                          # by the mean number of labels
+    mean = functional.all_reduce(torch.tensor([float(labels)], device=device), "sum", dist.group.WORLD) / world
+    return loss_sum / mean
+
+# %% tags=["right"] turn=1
+import numpy as np
+
+def my_loss(loss_sum, labels):                          # this rank's mean, weighed by its share of the labels
+    counts = torch.zeros(world, device=device)
+    counts[rank] = labels
+    dist.all_reduce(counts)
+    share = np.float64(labels / counts.sum().item())
+    return loss_sum / max(labels, 1) * share * world
+
+# %% tags=["wrong"] turn=1 says="weighs more than one on a rank with many"
+def my_loss(loss_sum, labels):
+    return loss_sum / max(labels, 1)
+
+# %% tags=["wrong"] turn=1 says="a factor is missing"
+def my_loss(loss_sum, labels):                          # FSDP divides by the number of ranks once more
+    total = torch.tensor(labels, device=device)
     dist.all_reduce(total)
-    return (total[0] / total[1]).item()
+    return loss_sum / total
 
-# %% tags=["wrong"] turn=1
-# %%ranks
-def my_evaluate(mean_loss, test, size):                         # stops when its own samples are used up
-    total = torch.zeros(2, dtype=torch.float64)
-    for mine in test[rank::world].split(size):
-        if len(mine):
-            total += torch.tensor([mean_loss(mine) * len(mine), len(mine)])
+# %% tags=["wrong"] turn=1 says="what does it divide by"
+def my_loss(loss_sum, labels):
+    total = torch.tensor(labels, device=device)
     dist.all_reduce(total)
-    return (total[0] / total[1]).item()
+    return loss_sum / labels * (world * labels / total)
 
-# %% tags=["wrong"] turn=1
-# %%ranks
-def my_evaluate(mean_loss, test, size):                         # a rank without samples adds nothing up
-    total = torch.zeros(2, dtype=torch.float64)
-    for mine in test[rank::world].split(size):
-        if len(mine):
-            total += torch.tensor([mean_loss(mine) * len(mine), len(mine)])
-            dist.all_reduce(total)
-    return (total[0] / total[1]).item()
-
-# %% tags=["wrong"] turn=1
-# %%ranks
-def my_evaluate(mean_loss, test, size):                         # pads, and counts the padding
-    test = torch.cat([test] * (world * size))[: -(-len(test) // (size * world)) * size * world]
-    losses = [mean_loss(mine) for mine in test[rank::world].split(size)]
-    total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
+# %% tags=["wrong"] turn=1 says="backward is called on it"
+def my_loss(loss_sum, labels):
+    total = torch.tensor(labels, device=device)
     dist.all_reduce(total)
-    return (total[0] / total[1]).item()
-
-# %% tags=["wrong"] turn=1
-# %%ranks
-def my_evaluate(mean_loss, test, size):                         # a mean of means
-    means = []
-    for start in range(0, len(test), size * world):
-        mine = test[start : start + size * world][rank::world]
-        means.append(mean_loss(mine if len(mine) else test[:1]))
-    total = torch.tensor([sum(means) / len(means)], dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item() / world
-
-# %% tags=["wrong"] turn=1
-# %%ranks
-def my_evaluate(mean_loss, test, size):                         # every rank computes everything
-    return sum(mean_loss(mine) * len(mine) for mine in test.split(size)) / len(test)
-
-# %% tags=["wrong"] turn=1
-# %%ranks
-def my_evaluate(mean_loss, test, size):                         # all at once
-    total = torch.zeros(2, dtype=torch.float64)
-    mine = test[rank::world]
-    loss = mean_loss(mine if len(mine) else test[:1])
-    if len(mine):
-        total += torch.tensor([loss * len(mine), len(mine)])
-    dist.all_reduce(total)
-    return (total[0] / total[1]).item()
-
-# %% jupyter={"source_hidden": true}
-@plots.in_look
-def draw_forwards(ways):
-    """Draw the forward passes of each rank: a box for each, as wide as the samples in it."""
-    fig, panels = plots.figure(len(ways), width=4.2 * len(ways) + 0.6, height=2.2)
-    for axes, (title, by_rank) in zip(panels, ways.items()):
-        for rank, sizes in enumerate(by_rank):
-            for place, size in enumerate(sizes):
-                axes.barh(rank, size / 6.5, left=place, height=0.75, color=plots.RANK_COLORS[rank % 8])
-                axes.text(place + 0.04, rank, str(size), va="center", color="white", fontweight="bold")
-        most = max(map(len, by_rank))
-        axes.set(title=title, xlabel="forward pass", xlim=(0, most), ylim=(len(by_rank) - 0.4, -0.6))
-        axes.set_yticks(range(len(by_rank)), [f"rank {rank}" for rank in range(len(by_rank))])
-        axes.set_xticks([place + 0.5 for place in range(most)], range(1, most + 1))
-        axes.tick_params(length=0)
-    return plots.show(fig, alt=f"Samples in each forward pass of each rank: {', '.join(ways)}.")
-
-
-forwards = {"target": run_solution(10, 1)[0]["forwards"]}
-if mine := yours(1, "forwards"):
-    forwards["yours"] = mine[0]
-draw_forwards(forwards)
+    return loss_sum.item() * world / total.item()
 
 # %% [markdown]
-# A box is one forward pass, with the number of its samples. The last pass has fewer samples on some ranks
-# than on others, but no rank leaves it out. The program evaluates in the same way. It weighs by numbers of
-# labels, where you weigh by numbers of samples:
-
-# %% jupyter={"source_hidden": true}
-source(loop._evaluate)
-
-# %% [markdown]
-# ## Kill a rank
+# ## Your turn 2 · A save that a kill cannot break
 #
-# The second run has the same settings and three ranks. When it has come to step 15, its rank 1 gets SIGKILL,
-# which no process can catch. The out-of-memory killer of a host sends this signal. (A power failure ends the
-# ranks of a host as suddenly, but closes no connection: the other hosts notice only when a wait times out.)
-
-# %%
-begun = time.time()
-running = start("killed", world)
-seen = watch("killed", running, until=15)
-processes = psutil.Process(running.pid).children(recursive=True)
-victim = next(process for process in processes if process.environ().get("RANK") == "1")
-killed_at = time.time()
-victim.send_signal(signal.SIGKILL)
-exit_code, ended_at = running.wait(60), time.time()
-log = Path("killed.log").read_text()
-root = log[log.index("Root Cause") :]
-print("torchrun's exit code:", exit_code)
-print(*re.findall(r"rank +: \d+|exitcode +: -?\d+", root), sep="\n")
-
-# %% jupyter={"source_hidden": true}
-before = metrics("killed")
-first_start = {"ranks": world, "begun": begun, "ended": ended_at, "killed": 1}
-first_start["points"] = [*seen, (max(killed_at, seen[-1][0]), before[-1][0])]
-
-# %% [markdown]
-# The other ranks fail as well, in their next collective, because the connection to the dead rank is closed.
-# torchrun prints the failure that was reported *first* as the root cause: rank 1, with exit code -9, which
-# stands for signal 9, SIGKILL. The program helps torchrun to find it: a rank whose error may only be a
-# consequence of another rank's end waits two seconds before it reports its error.
+# Write a save as a list of operations, and the load. `my_save(rank, step)` returns what this rank does, in
+# order, when it saves at steps 2, 4 and 6:
 #
-# <details><summary>And with <code>--max-restarts 3</code>?</summary>
-#
-# torchrun would now start all ranks again by itself. On torch 2.13 that needs more than the flag. The ranks
-# find each other through a key-value store of torchrun's, which outlives them. The restarted ranks may read
-# there the addresses of the dead ones, and then fail to connect (`Gloo connectFullMesh failed`; [PyTorch
-# issue 135712](https://github.com/pytorch/pytorch/issues/135712) reports the same of NCCL). The environment
-# variable `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` gives torchrun a new store at each start, and avoids it.
-#
-# </details>
-
-# %% tags=["check"]
-assert exit_code != 0
-assert "rank      : 1 " in root
-assert "exitcode  : -9" in root
-assert 15 <= before[-1][0] < 40
-print("Checked: torchrun fails, and names rank 1 and signal 9 as the root cause.")
-
-# %% [markdown]
-# ## Resume, with one rank less
-#
-# Start the program again with the same `--out`, on one rank less. It finds its newest complete checkpoint,
-# removes the lines of later steps from its metrics, and goes on with the first sample that the run up to this
-# checkpoint has not seen. The batch stays at 24 samples: 8 for each of three ranks, then 12 for each of two.
-# This time the program also profiles step 30.
-
-# %%
-restarted = time.time()
-running = start("killed", fewer, "--profile_step", "30")
-seen = watch("killed", running)
-exit_code, ended_at = running.wait(60), time.time()
-
-# %% jupyter={"source_hidden": true}
-assert exit_code == 0, Path("killed.log").read_text()[-2000:]
-assert undisturbed.wait(60) == 0, Path("undisturbed.log").read_text()[-2000:]
-events = [json.loads(line) for line in Path("killed/events.jsonl").read_text().splitlines()]
-starts = [event for event in events if event["event"] == "started"]
-resumed_at = starts[1]["step"]
-reference, resumed = metrics("undisturbed"), metrics("killed")
-differences = [abs(a - b) / b for (_, a), (_, b) in zip(resumed, reference)]
-Table(
-    ["start", "ranks", "from step", "to step"],
-    [
-        ["first", starts[0]["world_size"], starts[0]["step"], "15 or later: killed"],
-        ["second", starts[1]["world_size"], "a checkpoint's: 10 or later", "40: finished"],
-    ],
-)
-
-# %% [markdown]
-# Does the loss curve show where the run was killed? The broad grey line is the undisturbed run of one rank.
-
-# %% tags=["seam"] jupyter={"source_hidden": true}
-fig, (axes,) = plots.figure()
-axes.plot(*zip(*reference), color="0.75", linewidth=6, label="undisturbed, 1 rank")
-axes.plot(*zip(*resumed[:resumed_at]), color=plots.RANK_COLORS[0], label=f"{world} ranks")
-name = f"resumed, {fewer} rank" + "s" * (fewer > 1)
-axes.plot(*zip(*resumed[resumed_at - 1 :]), color=plots.RANK_COLORS[1], label=name)
-axes.plot(*before[-1], "X", color=plots.RANK_COLORS[5], markersize=10, label="rank 1 killed")
-axes.set(xlabel="step", ylabel="loss of the batch")
-axes.legend(frameon=False, fontsize=9)
-plots.show(fig, alt="The loss of a run, killed and resumed on fewer ranks, lies on the undisturbed one.")
-
-# %% [markdown]
-# No: the losses are those of the undisturbed run to within 0.1%. They are not equal bit by bit, because one,
-# two and three ranks add up the same numbers in different orders. The cross, the last loss before the kill,
-# lies on the curve as well: the steps from the checkpoint to the cross were trained twice, and both times the
-# losses agree to within 0.1%.
-
-# %% tags=["check"]
-assert [event["world_size"] for event in starts] == [world, fewer]
-assert resumed_at in range(10, before[-1][0] + 1, 10)               # the step of a checkpoint
-assert [step for step, _ in reference] == [step for step, _ in resumed] == list(range(1, 41))
-assert reference[-1][1] < 0.6 * reference[0][1]                     # it has learned
-assert max(differences) < 1e-3
-assert max(abs(a - b) / b for (_, a), (_, b) in zip(before, reference)) < 1e-3
-evaluated, expected = metrics("killed", "eval_loss"), metrics("undisturbed", "eval_loss")
-assert [step for step, _ in evaluated] == [step for step, _ in expected] == [20, 40]
-assert all(abs(a - b) < 1e-3 * b for (_, a), (_, b) in zip(evaluated, expected))
-print("Checked: no step is missing or there twice; losses and evaluations differ by less than 0.1%.")
-
-# %% [markdown]
-# Here is the sketch from the beginning again, now with the measured times of this run.
-
-# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
-ready = [event["time"] for event in starts]         # loaded, and ready to train
-second_start = {"ranks": fewer, "begun": restarted, "ended": ended_at, "killed": None}
-second_start["points"] = [point for point in seen if point[0] > ready[1]]
-for lived, when, step in zip((first_start, second_start), ready, (0, resumed_at)):
-    points = [(when, step), *lived["points"]]
-    lived["points"] = [(when - begun, step) for when, step in points]
-    lived["begun"], lived["ended"] = lived["begun"] - begun, lived["ended"] - begun
-plots.life_of_a_run(
-    [first_start, second_start],
-    every=10,
-    unit="seconds since the first start",
-    alt="The same picture of the run that was measured: most of its time is the start of the processes.",
-)
-
-# %% [markdown]
-# This model is so small that most of the time goes into starting processes, importing and loading. In a long
-# run training takes most of the time, and a failure costs mainly the steps that are trained twice: on average
-# half of the steps between two checkpoints.
-#
-# ## Your turn 2 · A save that survives a kill at any moment
-#
-# The run above was killed in the middle of a step. What if it is killed while it saves? A file may be cut
-# short, one rank may have written its file and another not yet, and what was overwritten is gone.
-#
-# Write a save and a load for shards. Each rank calls `my_save(disk, step, shard)` every two steps, and
-# `my_load(disk)` when it is started again; `my_load` returns `(step, shard)`, or `None` where there is
-# nothing to go on from. Whatever the moment of the kill, all ranks must find the **same** step: that of the
-# last complete save, or the one that was being written. `disk` is shared by all ranks and has five methods:
-#
-# | method | what it does | if it is killed meanwhile |
+# | operation | what it does | if the kill comes meanwhile |
 # |:--|:--|:--|
-# | `disk.write(name, value)` | writes a file, replaces an old one | it is cut short, and the old one lost |
-# | `disk.rename(old, new)` | gives a file its new name, replaces an old one | it is done, or it is not |
-# | `disk.exists(name)` | whether there is such a file, complete or not | |
-# | `disk.read(name)` | what was written | an error if the file was cut short, or is not there |
-# | `disk.barrier()` | waits until all ranks have come to it | |
+# | `("write", name, value)` | writes a file, replaces an old one | it is cut short, and the old one is lost |
+# | `("rename", old, new)` | gives a file its new name, replaces an old one | it is done, or it is not |
+# | `("barrier",)` | waits until all ranks have come to it | |
 #
-# The disk is simulated in memory, and records every operation of every rank. The folded cell replays the
-# record: it stops after each operation, with every rank once as the slowest and once as the fastest, and
-# calls `my_load` with the files that a kill at this moment would leave. Edit the next cell, then run it and
-# the three folded cells below it.
+# The value `"shard"` stands for this rank's shard at this step; other values are written as they are.
+# `my_load(rank, files)` gets the files after a kill, a dictionary from name to value in which a file that was
+# cut short is missing. It returns the step to go on from and the name of the file with this rank's shard, or
+# `0, None`. After a kill at any moment all ranks must go on from the same step: the last one at which every
+# rank had finished its save, or the one that was being saved.
 #
 # <details><summary>Hint</summary>
 #
-# Write each step under names of its own, so that the save before it stays. A last file says which step is
-# complete. Let it appear by the one operation that cannot be half done. When may rank 0 write that file?
+# Write each step under a name of its own, so that the save before it stays. Then one file says which step is
+# complete. Who writes it, when, and how does it appear at once?
 #
 # </details>
 
-# %% tags=["exercise"]
-# %%ranks
-def my_save(disk, step, shard):                 # every rank calls it, with its own shard
-    return None                                 # your lines here
-
-
-def my_load(disk):                              # every rank calls it; returns (step, shard) or None
-    return None                                 # your lines here
-
-
 # %% jupyter={"source_hidden": true}
-# %%ranks
-import copy
-
-CUT = "this file was cut short"
+RANKS = 3
 
 
-def apply(files, operation):
-    kind, name, value = operation
+def apply(files, operation, rank, step):
+    """Do one operation on the files."""
+    kind, name, *value = operation
     if kind == "write":
-        files[name] = value
+        files[name] = ("shard", step, rank) if value[0] == "shard" else value[0]
     elif name in files:
-        files[value] = files.pop(name)
+        files[value[0]] = files.pop(name)
 
 
-class Disk:
-    def __init__(self, files=(), *, waits=True):
-        self.files, self.waits = dict(files), waits
-        self.own, self.phases = [], []          # operations since the last barrier; those of all ranks before
-
-    def do(self, *operation):
-        self.own.append(operation)
-        apply(self.files, operation)
-
-    def write(self, name, value):
-        self.do("write", name, CUT)
-        self.do("write", name, copy.deepcopy(value))
-
-    def rename(self, old, new):
-        if old not in self.files:
-            raise FileNotFoundError(f"rename: there is no file {old}")
-        self.do("rename", old, new)
-
-    def exists(self, name):
-        return name in self.files
-
-    def read(self, name):
-        if name not in self.files:
-            raise FileNotFoundError(f"read: there is no file {name}")
-        if isinstance(self.files[name], str) and self.files[name] == CUT:
-            raise EOFError(f"read: {name} was cut short")
-        return copy.deepcopy(self.files[name])
-
-    def barrier(self):
-        if not self.waits:                      # after a kill: all ranks load from the same files
-            return
-        everyone = [None] * world
-        dist.all_gather_object(everyone, self.own)
-        for other, operations in enumerate(everyone):
-            for operation in operations if other != rank else ():
-                apply(self.files, operation)
-        self.phases.append(everyone)
-        self.own = []
-
-
-def kills(phases):
-    """What a kill can leave: (index of the phase, files) for each slowest and each fastest rank."""
+def kills(my_save):
+    """What each kill can leave: (last complete step, files), with each rank once fastest and once slowest."""
     files = {}
-    for index, phase in enumerate(phases):
-        full, none = [len(operations) for operations in phase], [0] * len(phase)
-        cuts = []
-        for who in range(len(phase)):
-            for part in range(len(phase[who]) + 1):
-                cuts += [[*none[:who], part, *none[who + 1 :]], [*full[:who], part, *full[who + 1 :]]]
-        for cut in sorted(set(map(tuple, cuts)), key=lambda cut: (sum(cut), cut)):
-            left = dict(files)
-            for operations, part in zip(phase, cut):
-                for operation in operations[:part]:
-                    apply(left, operation)
-            yield index, left
-        for operations in phase:
-            for operation in operations:
-                apply(files, operation)
+    for step in (2, 4, 6):
+        phases = [[[]] for _ in range(RANKS)]                   # for each rank, its operations between barriers
+        for rank in range(RANKS):
+            for operation in my_save(rank, step):
+                if operation[0] == "barrier":
+                    phases[rank].append([])
+                else:
+                    phases[rank][-1].append(operation)
+        if len({len(found) for found in phases}) > 1:
+            raise NotYet("Some ranks come to a barrier that the others do not call: they would wait.")
+        for phase in zip(*phases):
+            full = [len(found) for found in phase]
+            for who in range(RANKS):
+                for part in range(full[who] + 1):
+                    for others in ([0] * RANKS, full):
+                        done = [*others[:who], part, *others[who + 1 :]]
+                        left = dict(files)
+                        for rank, found in enumerate(phase):
+                            for operation in found[: done[rank]]:
+                                apply(left, operation, rank, step)
+                        yield step - 2, left
+                        if part < full[who] and phase[who][part][0] == "write":
+                            yield step - 2, {name: left[name] for name in left if name != phase[who][part][1]}
+            for rank, found in enumerate(phase):
+                for operation in found:
+                    apply(files, operation, rank, step)
+        yield step, dict(files)
 
 
-def score_save(save, load):
-    """Train six steps and save every two; then load from everything that a kill can leave."""
-    model = shard(sums.build().to(device))
-    optimizer = torch.optim.AdamW(model.parameters())
-    disk, shards, complete = Disk(), {}, []
-    for step in range(1, 7):
-        model(**{name: tensor[24 * step + rank :][:2] for name, tensor in samples.items()}).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        disk.barrier()                          # the step's collectives: no rank is ahead of another
-        if step % 2 == 0:
-            shards[step] = [p.to_local().detach().cpu().clone() for p in model.parameters()]
-            mine = copy.deepcopy(shards[step])
-            _, parted = run_together(lambda *given: (save(*given), 1), disk, step, mine)
-            if parted:
-                waits = "Some ranks come to a `disk.barrier()` that the others do not call: they would wait."
-                return {"problem": parted if " raised " in parted else waits}
-            disk.barrier()
-            complete.append((len(disk.phases), step))
-    if not any(operations for phase in disk.phases for operations in phase):
-        return {"problem": "`my_save` has written nothing."}
-    outcomes, at = [], []
-    for phase, files in kills(disk.phases):
-        at.append(max([step for end, step in complete if end <= phase], default=0))
-        try:
-            found = load(Disk(files, waits=False))
-            step, mine = (0, None) if found is None else found
-            same = step == 0 or (step in shards and same_tensors(mine, shards[step]))
-            outcomes.append(int(step) if same else "wrong shard")
-        except (FileNotFoundError, EOFError) as error:
-            outcomes.append(type(error).__name__)
-    everyone = [None] * world
-    dist.all_gather_object(everyone, outcomes)
-    if not any(map(any, everyone)):
-        return {"problem": "`my_load` returned None after each kill: is a `return` missing?"}
-    by_kill = list(zip(*everyone))
-    fails = [any(isinstance(step, str) and step != "wrong shard" for step in steps) for steps in by_kill]
-    wrong = ["wrong shard" in steps for steps in by_kill]
-    parted = [not f and not w and len(set(steps)) > 1 for f, w, steps in zip(fails, wrong, by_kill)]
-    fine = [not (f or w or p) for f, w, p in zip(fails, wrong, parted)]
-    late = [ok and steps[0] < last for ok, steps, last in zip(fine, by_kill, at)]
+from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
+
+
+@turn(2, {
+    "kills after which a rank has no complete shard": exactly(
+        0, "A rank goes on from a file that is missing, cut short, or not its own of that step: keep the save before, "
+        "and let a step count only when all ranks have written."
+    ),
+    "kills after which ranks go on from different steps": exactly(0, "One file must decide the step for all ranks."),
+    "kills that cost a complete save": exactly(0, "Every rank had finished a save, and the run goes on from an older one."),
+})
+def score_save(my_save, my_load):
+    broken = parted = late = 0
+    for complete, files in kills(my_save):
+        found = [my_load(rank, dict(files)) for rank in range(RANKS)]
+        if any(not isinstance(one, tuple | list) or len(one) != 2 for one in found):
+            raise NotYet("Return two things from my_load: the step, and a file name or None.")
+        steps = [int(step) for step, _ in found]
+        shards = [files.get(name) == ("shard", step, rank) for rank, (step, name) in enumerate(found) if step]
+        broken += not all(shards)
+        parted += all(shards) and len(set(steps)) > 1
+        late += all(shards) and min(steps) < complete
     return {
-        "kills after which a rank finds no complete file": sum(fails),
-        "kills after which a rank gets a wrong shard": sum(wrong),
-        "kills after which ranks find different steps": sum(parted),
-        "kills that cost a save that was complete": sum(late),
-        "curve": [steps[0] if ok else None for ok, steps in zip(fine, by_kill)],
-        "complete": at,
+        "kills after which a rank has no complete shard": broken,
+        "kills after which ranks go on from different steps": parted,
+        "kills that cost a complete save": late,
     }
 
 
-def same_tensors(a, b):
-    return isinstance(a, list | tuple) and len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+# %%
+# %%turn 2
+def my_save(rank, step):
+    return None                                         # your lines here: [("write", name, "shard"), ...]
 
-# %% jupyter={"source_hidden": true}
-turn(
-    2,
-    "score_save(my_save, my_load)",
-    {
-        "kills after which a rank finds no complete file": exactly(
-            0,
-            otherwise="A rank reads a file that was cut short or is missing: write under a new name, wait "
-            "for all ranks, and say by a rename that the save is complete.",
-        ),
-        "kills after which a rank gets a wrong shard": exactly(
-            0, otherwise="A rank gets a shard that it has not saved at this step. Each rank has its own."
-        ),
-        "kills after which ranks find different steps": exactly(
-            0, otherwise="Ranks go on from different steps: one file must decide for all of them."
-        ),
-        "kills that cost a save that was complete": exactly(
-            0, otherwise="A save had ended on all ranks, and yet the run goes on from an older one."
-        ),
-    },
-)
+
+def my_load(rank, files):
+    return None                                         # your lines here: step, name
+
 
 # %% tags=["solution"] turn=2
-# %%ranks
-def my_save(disk, step, shard):
-    disk.write(f"{step}/{rank}", shard)         # under a new name: the save before stays
-    disk.barrier()                              # now all shards of this step are complete
+def my_save(rank, step):
+    operations = [("write", f"{step}/{rank}", "shard"), ("barrier",)]   # now all shards of this step are complete
     if rank == 0:
-        disk.write("newest.part", step)
-        disk.rename("newest.part", "newest")    # from here on this save counts
+        operations += [("write", "newest.part", step), ("rename", "newest.part", "newest")]
+    return operations
 
+def my_load(rank, files):
+    step = files.get("newest", 0)
+    return step, f"{step}/{rank}" if step else None
 
-def my_load(disk):
-    if not disk.exists("newest"):
-        return None
-    step = disk.read("newest")
-    return step, disk.read(f"{step}/{rank}")
+# %% tags=["right"] turn=2
+def my_save(rank, step):                                # every rank renames the same file; a generator
+    yield "write", f"shard-{rank}-of-{step}", "shard"
+    yield ("barrier",)
+    yield "write", f"mark-{rank}", {"step": step}
+    yield "rename", f"mark-{rank}", "newest"
 
-# %% tags=["wrong"] turn=2
-# %%ranks
-def my_save(disk, step, shard):                 # overwrites the only copy
-    disk.write(f"shard-{rank}", (step, shard))
+def my_load(rank, files):
+    step = files["newest"]["step"] if "newest" in files else 0
+    return [step, f"shard-{rank}-of-{step}"]
 
+# %% tags=["right"] turn=2
+def my_save(rank, step):                                # two folders in turn, and a barrier at the end
+    return (("write", f"{step // 2 % 2}/{step}/{rank}", "shard"), ("barrier",)) + (
+        (("write", "part", step), ("rename", "part", "newest")) if rank == 2 else ()
+    ) + (("barrier",),)
 
-def my_load(disk):
-    return disk.read(f"shard-{rank}") if disk.exists(f"shard-{rank}") else None
+def my_load(rank, files):
+    step = files.get("newest") or 0
+    return step, f"{step // 2 % 2}/{step}/{rank}"
 
-# %% tags=["wrong"] turn=2
-# %%ranks
-def my_save(disk, step, shard):                 # each rank by itself: renamed, but no agreement
-    disk.write(f"part-{rank}", (step, shard))
-    disk.rename(f"part-{rank}", f"shard-{rank}")
+# %% tags=["right"] turn=2
+import numpy as np
 
+def my_save(rank, step):                                # one empty file for each complete step
+    last = [("write", f"{step}.part", True), ("rename", f"{step}.part", f"{step}.complete")]
+    return [("write", f"{step}/{rank}", "shard"), ("barrier",), *(last if rank == 0 else [])]
 
-def my_load(disk):
-    return disk.read(f"shard-{rank}") if disk.exists(f"shard-{rank}") else None
+def my_load(rank, files):
+    step = np.max([0, *(int(name.split(".")[0]) for name in files if name.endswith(".complete"))])
+    return step, f"{step}/{rank}"
 
-# %% tags=["wrong"] turn=2
-# %%ranks
-def my_save(disk, step, shard):                 # no barrier
-    disk.write(f"{step}/{rank}", shard)
-    if rank == 0:
-        disk.write("newest.part", step)
-        disk.rename("newest.part", "newest")
+# %% tags=["wrong"] turn=2 says="keep the save before"
+def my_save(rank, step):                                # overwrites the only copy
+    return [("write", f"shard-{rank}", "shard")]
 
+def my_load(rank, files):
+    found = files.get(f"shard-{rank}")
+    return (found[1], f"shard-{rank}") if found else (2, f"shard-{rank}")
 
-def my_load(disk):
-    if not disk.exists("newest"):
-        return None
-    step = disk.read("newest")
-    return step, disk.read(f"{step}/{rank}")
+# %% tags=["wrong"] turn=2 says="decide the step for all ranks"
+def my_save(rank, step):                                # renamed, but each rank by itself
+    return [("write", f"part-{rank}", "shard"), ("rename", f"part-{rank}", f"shard-{rank}")]
 
-# %% tags=["wrong"] turn=2
-# %%ranks
-def my_save(disk, step, shard):                 # the pointer is overwritten in place
-    disk.write(f"{step}/{rank}", shard)
-    disk.barrier()
-    if rank == 0:
-        disk.write("newest", step)
+def my_load(rank, files):
+    found = files.get(f"shard-{rank}")
+    return (found[1], f"shard-{rank}") if found else (0, None)
 
+# %% tags=["wrong"] turn=2 says="when all ranks have written"
+def my_save(rank, step):                                # no barrier
+    mark = [("write", "newest.part", step), ("rename", "newest.part", "newest")]
+    return [("write", f"{step}/{rank}", "shard"), *(mark if rank == 0 else [])]
 
-def my_load(disk):
-    if not disk.exists("newest"):
-        return None
-    step = disk.read("newest")
-    return step, disk.read(f"{step}/{rank}")
+def my_load(rank, files):
+    step = files.get("newest", 0)
+    return step, f"{step}/{rank}"
 
-# %% tags=["wrong"] turn=2
-# %%ranks
-def my_save(disk, step, shard):                 # one rank's shard for all
-    disk.barrier()
-    if rank == 0:
-        disk.write("part", (step, shard))
-        disk.rename("part", "newest")
+# %% tags=["wrong"] turn=2 says="goes on from an older one"
+def my_save(rank, step):                                # the mark is overwritten in place
+    mark = [("write", "newest", step)]
+    return [("write", f"{step}/{rank}", "shard"), ("barrier",), *(mark if rank == 0 else [])]
 
+def my_load(rank, files):
+    step = files.get("newest", 0)
+    return step, f"{step}/{rank}"
 
-def my_load(disk):
-    return disk.read("newest") if disk.exists("newest") else None
+# %% tags=["wrong"] turn=2 says="Return two things"
+def my_save(rank, step):
+    return [("write", f"{step}/{rank}", "shard")]
 
-# %% tags=["wrong"] turn=2
-# %%ranks
-def my_save(disk, step, shard):                 # saves well ...
-    disk.write(f"{step}/{rank}", shard)
-
-
-def my_load(disk):                              # ... and begins anew all the same
-    return None
-
-# %% jupyter={"source_hidden": true}
-@plots.in_look
-def draw_kills(ways):
-    """Draw the step from which the run goes on, by the moment of the kill."""
-    fig, panels = plots.figure(len(ways), width=4.2 * len(ways) + 0.6, height=2.7)
-    for axes, (title, run) in zip(panels, ways.items()):
-        moments = range(len(run["curve"]))
-        axes.plot(moments, run["complete"], color=plots.FAINT, linewidth=6, drawstyle="steps-post")
-        good = [(m, step) for m, step in zip(moments, run["curve"]) if step is not None]
-        bad = [m for m, step in zip(moments, run["curve"]) if step is None]
-        axes.plot(*zip(*good), "o", color=plots.RANK_COLORS[2], markersize=4)
-        axes.plot(bad, [-0.8] * len(bad), "x", color=plots.RANK_COLORS[5], markersize=6)
-        axes.set(title=title, xlabel="moment of the kill", ylim=(-1.4, 7), xlim=(-1, len(moments)), xticks=[])
-        axes.set_yticks([0, 2, 4, 6])
-    panels[0].set_ylabel("goes on from step")
-    looks = [(plots.FAINT, "", "-", "last complete save"), (plots.RANK_COLORS[2], "o", "", "goes on")]
-    looks.append((plots.RANK_COLORS[5], "x", "", "cannot go on"))
-    handles = [panels[0].plot([], [], color=c, marker=m, linestyle=s, label=n)[0] for c, m, s, n in looks]
-    fig.legend(handles=handles, loc="outside lower center", ncols=3)
-    return plots.show(fig, alt=f"The step from which it goes on, by moment of the kill: {', '.join(ways)}.")
-
-
-saves = {"target": run_solution(10, 2)[0]}
-if mine := yours(2, "curve"):
-    saves["yours"] = {"curve": mine[0], "complete": yours(2, "complete")[0]}
-draw_kills(saves)
+def my_load(rank, files):
+    return 0
 
 # %% [markdown]
-# Each dot is one moment of a kill, from the first operation to the last. The target goes on from the last
-# complete save, or from the one that was just being finished. `torch.distributed.checkpoint` has the same
-# order: all ranks write their files, and then one rank writes `.metadata` under another name and renames it.
-# The program also notices a file that was damaged later, and then takes the checkpoint before it. (A real
-# disk needs one thing more: a rename may reach the disk before the content of the file. `fsync` before the
-# rename prevents that.)
-
-# %% tags=["check"]
-try_answers(10)
-
-# %% [markdown]
-# ## One step under the profiler
-#
-# `--profile_step 30` made rank 0 write a trace. [Perfetto](https://ui.perfetto.dev) and chrome://tracing
-# open such a file. These operations take the most time in it; on a GPU its kernels would be there too.
-
-# %% tags=["nbval-ignore-output"] jupyter={"source_hidden": true}
-trace = json.loads(Path("killed/trace-step-30.json").read_text())["traceEvents"]
-spans = [event for event in trace if event.get("cat") in ("cpu_op", "user_annotation") and "dur" in event]
-by_name = {}
-for event in spans:
-    by_name.setdefault(event["name"], []).append(event["dur"] / 1e3)
-if fewer > 1:
-    assert any("all_gather" in name for name in by_name)
-    assert any("reduce_scatter" in name for name in by_name)
-longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:10]
-Table(
-    ["operation", "times", "ms in all"], [[name[:60], len(ms), round(sum(ms), 2)] for name, ms in longest]
-)
-
-# %% [markdown]
-# An operation contains those that it calls, so the times do not add up to the step. `FSDP::` marks FSDP2's
-# own parts, and `gloo:` the collectives, whose time includes waiting for the other ranks.
-#
-# ## What else can end a run
-#
-# - **The scheduler.** At SIGTERM, or SIGUSR1 from `sbatch --signal`, a rank sets a flag. At the end of the
-#   step the ranks exchange their flags, and if one is set, all of them save and leave with exit code 75.
-# - **NaN.** The norm of the gradient shows it on every rank before the optimizer uses the gradient. The error
-#   names the step, and the rank and samples whose loss it was.
-# - **A hang.** Ranks wait for each other in every step, so where one hangs, all do. A thread on each rank
-#   watches it: after `hang_s` seconds without progress the ranks write their stacks, name those that wrote
-#   none, and end; on their own host they also end those. So a hang becomes a failure, and torchrun can
-#   restart the ranks.
-#
-# Does the run lose work by such faults? `benchmarks/chaos.py` killed and stopped ranks of one run, sent it
-# SIGTERM, filled the disk and damaged the newest checkpoint, in random order. The run had to finish without
-# help, and with the losses of an undisturbed run.
-
-# %% jupyter={"source_hidden": true}
-chaos = recorded.load("chaos")["results"]
-rows = []
-for kind in sorted({fault["kind"] for fault in chaos["faults"]}):
-    faults = [fault for fault in chaos["faults"] if fault["kind"] == kind]
-    again, seconds = (max(fault[key] for fault in faults) for key in ("repeated", "seconds"))
-    rows.append([kind, len(faults), again, round(seconds)])
-assert chaos["losses"] == chaos["undisturbed_losses"]
-Table(
-    ["what was done", "times", "steps trained twice, at most", "s until it trained again, at most"],
-    rows,
-    note=f"The losses of all {len(chaos['losses'])} steps are those of the undisturbed run, bit for bit. "
-    + recorded.caption("chaos").data.strip("*"),
-)
-
-# %% [markdown]
-# A checkpoint is made every five steps. More than five steps are trained twice where the newest checkpoint
-# was damaged, and where the disk was full at the save before the fault. A rank that is stopped (SIGSTOP)
-# counts as hanging after 20 s. All times include the start of the ranks, on two cores.
-#
-# ## What to change for your model
-#
-# | you have | you write |
-# |:--|:--|
-# | data of your own | a function like `sums`, and `--data.source module:function` |
-# | a model of your own | `build` in what that function returns |
-# | a transformers configuration | `--model.config folder` |
-# | pretrained weights | `--model.pretrained folder`, a folder that `save_pretrained` wrote |
-# | GPUs | nothing; for speed `--parallel.precision bf16 --parallel.compile inductor` |
-# | too little memory | `--data.micro_batch 4`, then `--parallel.recompute true` |
-# | several hosts | `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:port ...` |
-#
-# ## Beyond one machine
-#
-# The program does not change. What changes is who starts its ranks, and who starts them again. Here are three
-# ways for two hosts. A dot is a rank; orange is what starts the ranks again when one of them dies.
-
-
-# %% jupyter={"source_hidden": true}
-@plots.in_look
-def draw_starts():
-    """Who starts the ranks on two hosts, from top to bottom; orange starts them again."""
-    ways = {
-        "a few hosts:\ntorchrun, static": ("you, on each host", "torchrun", "top"),
-        "hosts that fail:\ntorchrun, elastic": ("you, on each host", "torchrun", "middle"),
-        "a cluster:\nSlurm": ("sbatch, once", "torchrun", "middle"),
-    }
-    fig, panels = plots.figure(len(ways), width=9.6, height=2.9)
-    for axes, (title, (top, middle, again)) in zip(panels, ways.items()):
-        colors = {
-            level: plots.RANK_COLORS[1] if level == again else plots.FAINT for level in ("top", "middle")
-        }
-        box = {"boxstyle": "round,pad=0.4", "edgecolor": plots.INK}
-        for host, x in enumerate((1, 3)):
-            axes.barh(0.75, 1.8, left=x - 0.9, height=2.0, color="none", edgecolor=plots.FAINT, linewidth=2)
-            axes.text(x, -0.12, f"host {host + 1}", ha="center", va="center", size=8)
-            axes.plot([2, x, x], [2.6, 1.3, 0.5], color=plots.INK, linewidth=0.8, zorder=1)
-            axes.text(x, 1.3, middle, ha="center", va="center", size=8, bbox={**box, "fc": colors["middle"]})
-            spots = [x - 0.6, x - 0.2, x + 0.2, x + 0.6]
-            axes.plot(spots, [0.4] * 4, "o", color=plots.RANK_COLORS[0], markersize=7)
-        axes.text(2, 2.6, top, ha="center", va="center", size=8, bbox={**box, "fc": colors["top"]})
-        axes.set(title=title, xlim=(0, 4), ylim=(-0.5, 3.1), xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
-    return plots.show(
-        fig, alt="Static: you start the ranks again. Elastic and Slurm: torchrun does."
-    )
-
-
-draw_starts()
-
-# %% [markdown]
-# All hosts must see the directory of the run. `GLOO_SOCKET_IFNAME` and, for NCCL, `NCCL_SOCKET_IFNAME` name
-# the network interface between the hosts.
-#
-# ### torchrun, static
-#
-# The same command on each host, with the number of the host. All meet at an address of the first one. When a
-# rank dies all ranks end; you start them again, and the run goes on.
-#
-# ```sh
-# torchrun --nnodes=2 --node-rank=0 --master-addr=10.77.0.1 --master-port=29400 --nproc-per-node=8 \
-#     -m fsdp_utils.train --config run.yaml --out runs/a     # on the second host: --node-rank=1
-# ```
-#
-# ### torchrun, elastic
-#
-# Hosts have no numbers, and torchrun starts all ranks again, up to `--max-restarts` times. `--nnodes=1:2`
-# means at least one host and at most two: if a host other than that of the endpoint is lost, the run resumes
-# on the ranks of the one that is left. The variable gives restarted ranks a new store (see “Kill a rank”).
-#
-# ```sh
-# export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# torchrun --nnodes=1:2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29500 \
-#     --rdzv-id=run1 --max-restarts=3 -m fsdp_utils.train --config run.yaml --out runs/a
-# ```
-#
-# <details><summary>Details: the host of the endpoint, names and addresses, how ranks are ended</summary>
-#
-# - With `--nnodes=2` torchrun would wait for a second host, and end with `RendezvousTimeoutError` if none
-#   comes.
-# - The host of the endpoint is the one on which the hosts meet. Without it the run ends in either form, and
-#   you start it again.
-# - If a host's name does not resolve to its address, give the address with `--local-addr=10.77.0.2`; on the
-#   host of the endpoint also give `--rdzv-conf=is_host=1`.
-# - When one rank has failed, torchrun sends SIGTERM to the others of its host, and kills after 30 s those
-#   that are still there. A rank that is stopped (SIGSTOP) does not handle SIGTERM, so the ranks of its host
-#   that detect the hang end it.
-# - When torchrun itself gets SIGTERM, it waits for `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, 30 unless you
-#   set it. Set it to more than a save takes.
-# - `tests/test_train_launched.py` runs the static and the elastic form on two hosts made of network
-#   namespaces, kills a rank in the elastic one, and compares the losses.
-#
-# </details>
-#
-# ### Slurm
-#
-# `examples/train.sbatch` starts the elastic form on every node. At the end of its time the job saves and
-# queues again; `scancel` saves and ends it.
-#
-# ```sh
-# sbatch --nodes=2 --gpus-per-node=8 examples/train.sbatch --config run.yaml --out runs/a
-# ```
-#
-# <details><summary>Details: how the end of the time becomes a save</summary>
-#
-# `#SBATCH --signal=B:USR1@300` sends SIGUSR1 to the script 300 s before the time is over. The script passes
-# it on as SIGTERM. The ranks agree on a step, save it and leave with exit code 75; then the script calls
-# `scontrol requeue`. The script decides that by the signal that it got and not by the exit code, because
-# after SIGTERM torchrun ends with 1, whatever its ranks end with. `tests/test_train_launched.py` does all
-# this in a Slurm of one node.
-#
-# </details>
+# `save_distributed` does this for you, with hashes of every file.
 #
 # ## When it goes wrong
 #
-# The commonest mistake raises no error: something is missing from the checkpoint. Train ten
-# steps on the ranks, stop, and go on for ten more in three ways: with everything, without the optimizer's
-# state, and with the data from their beginning.
-
-# %%
-# %%ranks
-def train(model, optimizer, steps, *, data_from=0):
-    losses = torch.zeros(len(steps), device=device)
-    for index, step in enumerate(steps):
-        first = 24 * (step - data_from)
-        mine = torch.arange(first, first + 24, device=device).chunk(world)[rank]
-        loss = model(**{name: tensor[mine] for name, tensor in samples.items()}).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[index] = loss.detach() / world
-    dist.all_reduce(losses)                                         # the sum over the ranks
-    return losses.tolist()
-
-
-def go_on(*, with_optimizer=True, data_from=0):
-    """Ten steps, a stop, and ten steps of a new optimizer that may get the state of the first."""
-    model = shard(sums.build().to(device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = train(model, optimizer, range(10))
-    again = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    if with_optimizer:
-        again.load_state_dict(optimizer.state_dict())
-    return losses + train(model, again, range(10, 20), data_from=data_from)
-
-
-resumptions = {
-    "with everything": go_on(),
-    "without the optimizer's state": go_on(with_optimizer=False),
-    "with the data from their beginning": go_on(data_from=10),
-}
-
-# %% jupyter={"source_hidden": true}
-resumptions = ranks.get("resumptions")[0]
-plots.losses(resumptions)
-
-# %% [markdown]
-# Without its averages AdamW starts anew, with steps as large as its first ones, and the loss rises after
-# step 10. With the data from their beginning the losses are those of other samples. Their curve hardly shows
-# it, although the model sees some samples twice, and others perhaps never. So compare a resumed run with an
-# undisturbed one, step by step, as above.
-
-# %% tags=["check"]
-right, no_state, old_data = resumptions.values()
-assert all(abs(a - b) < 1e-3 for other in (no_state, old_data) for a, b in zip(other[:10], right))
-assert max(no_state[10:][i] - right[10:][i] for i in range(10)) > 0.1
-assert max(abs(a - b) for a, b in zip(old_data[10:], right[10:])) > 0.01
-print("Checked: the losses are equal up to step 10, and differ after it.")
-
-# %% [markdown]
-# What you see, why, and what helps:
+# | you see | cause | cure |
+# |:--|:--|:--|
+# | `exitcode: -9` and no message | killed from outside, usually for memory | the host's log (`dmesg`) |
+# | `Connection closed by peer` on most ranks | the consequence, not the cause | the rank that torchrun prints under `Root Cause` |
+# | the loss jumps or drifts after a resume | something was not saved, or not loaded | stop a short run, resume, compare step by step |
+# | `Gloo connectFullMesh failed` after `--max-restarts` | restarted ranks read addresses of dead ones from torchrun's store (torch 2.13, [issue 135712](https://github.com/pytorch/pytorch/issues/135712) for NCCL) | `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` |
+# | the evaluation hangs | ranks have different numbers of batches | the same number on each rank; a rank without samples runs one that does not count |
 #
-# - **`exitcode: -9` and no message.** The process was killed from outside, usually for memory: look into the
-#   host's log (`dmesg`). The section “Kill a rank” shows it.
-# - **`Connection closed by peer` on most ranks.** This is the consequence, not the cause. Look for the rank
-#   that torchrun prints under `Root Cause`.
-# - **`Gloo connectFullMesh failed` after a restart by torchrun.** The ranks have found the addresses of the
-#   dead ones. Set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`.
-# - **The run hangs in the evaluation.** Ranks have different numbers of batches: turn 1.
-# - **A checkpoint cannot be loaded after a kill.** It was incomplete, or it was overwritten in place: turn 2.
-# - **`out: expected a directory in which no other run is going on`.** A second run was started in the same
-#   directory, or ranks of the first one still live. End them, or choose another `--out`.
-# - **The loss jumps where the run was resumed.** The optimizer's state was not loaded: the plot above.
+# Several hosts: the same command on each, with `--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=host:29500
+# --max-restarts=3`; `examples/train.sbatch` does it under Slurm.
 #
-# ## Claims, then and now
-
-# %% jupyter={"source_hidden": true}
-lesson.claims(
-    10,
-    {
-        "space-time-resumed": f"{world} ranks, and {fewer} after the kill: losses within 0.1%.",
-        "clip-fsdp": "True under FSDP1, where each rank gets another norm. Under FSDP2 "
-        "`nn.utils.clip_grad_norm_` is right.",
-    },
-)
-
-# %% [markdown]
-# ## Takeaways
+# ## The rule
 #
-# - Weigh losses by the labels of the whole batch. Then, without dropout, the number of ranks and of
-#   micro-batches changes nothing but the order in which numbers are added.
-# - The learning rate follows from the step, the data from the number of samples seen. So two numbers in the
-#   checkpoint are enough to continue both exactly.
-# - Ranks must agree: on the number of batches in an evaluation, on the step at which they stop, and on the
-#   checkpoint from which they go on.
-# - A save is complete when one rank says so, by a rename, after all ranks have written.
-# - A dead rank ends the run. Start it again on whatever ranks there are, and it resumes from the checkpoint.
+# Save what the next step depends on, let a save count by one rename after all ranks have written, and begin
+# every run by loading. Before a long run, kill a short one.
 
 # %% jupyter={"source_hidden": true}
 os.chdir(home)
 shutil.rmtree(folder)
 
 # %% [markdown]
-# ## Next
-#
-# [Lesson 11](11_rate_limiter.ipynb) asks how far the CPU may run ahead of the GPU.
-#
 # [← lesson 9](09_child_tuning.ipynb) · [lesson 11 →](11_rate_limiter.ipynb)
