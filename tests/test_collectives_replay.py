@@ -112,6 +112,15 @@ def test_the_limit_holds_back_a_gather_until_a_unit_is_done():
         assert [s.start for s in run.spans if s.event.kind == "all_gather"] == pytest.approx(starts)
 
 
+def test_the_limit_of_reduces_holds_back_the_computation_after_the_second_one():
+    # computations of 1 s, collectives of 2 s: gathers until 6, Rc 6-8, Rb 8-10; a is there at 6
+    trace = backward("Ac Ab Aa mc fc Rc mb fb Rb ma fa Ra")
+    for limit, start in ((None, 6), (2, 6), (1, 8)):  # with 1 it waits for Rc
+        run = trace.replay(compute_s=0.5, link_gib_s=0.25, limit_reduces=limit)
+        assert [s.start for s in run.spans if s.event.kind == "compute"] == pytest.approx([2, 4, start])
+        assert run.step_s == pytest.approx(12)
+
+
 def test_durations_by_name_by_link_and_as_recorded():
     trace = backward(NONE)
     trace.events[4] = replace(trace.events[4], link=BETWEEN)  # the gather of a

@@ -90,6 +90,7 @@ def replay(
     link_gib_s: float | Mapping[str, float] | None = None,
     issue_s: float = 0.0,
     limit_units: int | None = 2,
+    limit_reduces: int | None = None,
 ) -> Replay:
     """Simulate how long this order takes if computation and communication overlap.
 
@@ -113,6 +114,9 @@ def replay(
             backward. It begins with the first kernel, and is not over before the last one is issued.
         limit_units: An all-gather waits until the unit is done that was freed that many units before, as
             under FSDP1's limit_all_gathers, whose limit is 2. None: no limit.
+        limit_reduces: The reduce-scatter of a unit, and the computation issued after it, wait until the one
+            that many before it is done, as under FSDP2's set_reduce_scatter_max_input_buffers, which is 1
+            unless you set it. None: no limit.
     """
     given = [issue_s]
     for numbers in (compute_s, link_gib_s):
@@ -123,6 +127,7 @@ def replay(
     cpu = computed = sent = 0.0  # when the CPU, and each stream, is free again
     gathered: dict[str, float] = {}  # when a unit's full parameters are there
     freed: list[float] = []  # when units were done that no all-gather has waited for yet
+    reduced: list[float] = []  # when reduce-scatters are done that no later one has waited for yet
     spans = []
     for event in events:
         if event.kind == FREE:
@@ -145,10 +150,18 @@ def replay(
                 if limit_units is not None and len(freed) >= limit_units:
                     start = max(start, freed.pop(0))
             else:
+                if (
+                    event.kind == "reduce_scatter"
+                    and limit_reduces is not None
+                    and len(reduced) >= limit_reduces
+                ):
+                    computed = max(computed, reduced.pop(0))
                 start = max(start, computed)
             end = sent = start + _sending(event, link_gib_s)
             if event.kind == "all_gather":
                 gathered[event.module] = end
+            elif event.kind == "reduce_scatter":
+                reduced.append(end)
         spans.append(Span(event, start, end))
     return Replay(tuple(spans), tuple(units), peak_units(list(events)))
 

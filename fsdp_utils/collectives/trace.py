@@ -145,7 +145,7 @@ class CollectiveTrace:
         """Simulate how long this order takes if computation and communication overlap.
 
         Args:
-            options: compute_s, link_gib_s, issue_s and limit_units of `fsdp_utils.collectives.replay.replay`.
+            options: those of `fsdp_utils.collectives.replay.replay`, from compute_s on.
 
         Raises:
             ValueError: a number is negative, or a duration is wanted that was not recorded.
