@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 5 · Maximising throughput
 #
-# Which batch size is fastest, and how do you see it? **The fastest one without a cudaMalloc retry.** The
-# largest batch that raises no error is usually slower, because the allocator gives memory back to the GPU and
-# asks for it again in every step. `find_batch_size(step)` finds the right one.
+# Which batch size is fastest, and how do you see it? **The fastest one whose retries stop after a few
+# steps.** (A *retry*: the GPU has no memory left, so the allocator gives back what it can of its cache and
+# asks again.) The largest batch that raises no error can be slower: in the one published measurement, by a
+# fifth. `find_batch_size(step)` finds the right one.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -12,7 +13,7 @@ NAMES = {"fits": 2, "retries that settle": 0, "retries in every step": 1, "out o
 fig, (axes,) = plots.figure(width=8.0, height=1.7)
 for name, left, width in zip(NAMES, (0, 21, 22, 24), (21, 1, 2, 5)):
     axes.barh(0, width, left=left, height=0.7, color=plots.RANK_COLORS[NAMES[name]], label=name)
-axes.annotate("use this", (21.5, 0.36), (19, 0.85), ha="center", arrowprops={"arrowstyle": "->"})
+axes.annotate("the largest to use", (22, 0.36), (19, 0.85), ha="center", arrowprops={"arrowstyle": "->"})
 axes.annotate("no error, and slow", (23.5, 0.36), (25.5, 0.85), ha="center", arrowprops={"arrowstyle": "->"})
 axes.set(xlim=(14, 29), ylim=(-0.4, 1.1), xlabel="batch size per rank, growing", xticks=[], yticks=[])
 axes.spines[:].set_visible(False)
@@ -20,8 +21,8 @@ fig.legend(loc="outside lower center", ncols=4, frameon=False)
 plots.show(fig, alt="As the batch grows: it fits, it retries, it runs out of memory.")
 
 # %% [markdown]
-# A drawing. As the batch grows, training first fits. Then it runs, but requests for memory fail at first and
-# the allocator has to clear its cache: a **retry**. Then it runs out of memory.
+# A drawing. As the batch grows, training first fits. Then it runs, but requests for memory fail at first, and
+# the allocator has to give back what it can of its cache: a **retry**. Then it runs out of memory.
 
 # %% tags=["card"]
 lesson.card(
@@ -91,15 +92,16 @@ lesson.card(
 # ```
 #
 # A retry raises no error. At 24 the tensors need 1.66 of 1.8 GiB, and still there are retries in almost every
-# step. Expandable segments, a setting of the allocator, help 22 and do not help 24. Why?
+# step. Expandable segments, a setting of the allocator that is explained below, help 22 and do not help 24.
+# Why?
 #
 # ## Reserved and allocated
 #
 # Asking a GPU for memory (`cudaMalloc`) takes time, and giving it back (`cudaFree`) makes the program wait
 # for the GPU. So PyTorch's **caching allocator** asks for large segments, cuts tensors out of them, and keeps
-# what is freed in a cache. **Allocated** is what tensors occupy. **Reserved** is what PyTorch holds of the
-# GPU: allocated plus cache. Reserved is what has to fit. The next cell replays four lines of a program on a
-# simulated GPU of 100 MiB.
+# what is freed in a cache. **Allocated** is what tensors occupy. **Reserved** is what the allocator holds of
+# the GPU: allocated plus cache. Reserved has to fit beside the CUDA context and NCCL's buffers, which it does
+# not count. The next cell replays four lines of a program on a simulated GPU of 100 MiB.
 
 # %%
 import torch
@@ -133,8 +135,9 @@ Table(
 # ## Three zones, at every limit
 #
 # One limit could be an accident. So the next cell replays the script's model over a sweep of limits and batch
-# sizes. `record` is the script's function. Only batch sizes 16, 24 and 32 are recorded. The others
-# are interpolated tensor by tensor, and at 24 the cell compares every event of the two.
+# sizes. (`record` is the script's function. Batch sizes between 16 and 32 are interpolated tensor by tensor,
+# and checked at 24.) All of it is recorded with `reshard_after_forward=False`: full parameters stay after
+# forward. With FSDP2's default the zones may lie elsewhere.
 
 # %%
 import torch.distributed as dist
@@ -236,19 +239,29 @@ assert sum(gap > 0 for gap in gaps) == 15
 assert max(gaps) == 3
 assert sum("retries that settle" in row for row in default) > 5     # where they do, at the lower edge
 assert not any("retries in every step" in row for row in alone)
+pairs = [
+    (limit, size)
+    for limit, row in maps["default"].items()
+    for size, word in zip(events, row)
+    if word == "retries in every step"
+]
+alone_there = [zone(size, limit, streams=1) for limit, size in pairs]
+assert (len(pairs), alone_there.count("out of memory")) == (40, 18)
 assert sorted(best(row) - best(old) for row, old in zip(expandable, default)) == [0] * 14 + [1] * 2
 
 # %% [markdown]
-# **The default.** At 16 of these limits some batch size fits and some runs out. At 15 of the 16 there is a
-# zone of retries between the two, one to three sizes wide. At its lower edge retries may **settle**: the
-# cache takes another shape after a step or two, and they stop. Above that they recur in every step. Advice
-# like "the largest batch that runs", and tools that lower the batch size until there is no error, such as
-# Accelerate's `find_executable_batch_size`, can end inside the zone.
+# **The default.** At 16 of these limits some batch size fits or settles and some runs out. At 15 of the 16
+# there is a zone of retries between the two, one to three sizes wide. At its lower edge retries may
+# **settle**: the cache takes another shape after a step or two, and they stop. Above that they recur in every
+# step. Advice like "the largest batch that runs", and tools that lower the batch size until there is no
+# error, such as Accelerate's `find_executable_batch_size`, can end inside the zone.
 #
 # **One stream.** FSDP2 works in several CUDA **streams**, queues of work that run side by side, so that it
 # can gather while it computes. The allocator keeps a cache for each stream, and a cached place of one stream
 # does not serve another. In the second panel all tensors of the same recording are put on one stream: nowhere
-# do retries recur. So the tensors would fit, and the caches do not.
+# do retries recur. Of the 40 places where they did, 22 now train without: there the tensors fitted and the
+# caches did not. The other 18 run out of memory: their free memory lies in pieces, which no retry can give
+# back.
 #
 # **Expandable segments.** `PYTORCH_ALLOC_CONF=expandable_segments:True`, set before the program starts, lets
 # segments grow page by page. It wastes less between tensors, but streams still do not share pages. In this
@@ -259,9 +272,10 @@ assert sorted(best(row) - best(old) for row, old in zip(expandable, default)) ==
 # ## What a retry costs
 #
 # `cudaFree` waits until the GPU has finished its work. A simulation cannot say how many seconds that takes.
-# The author of the videos measured it in 2022, on a vision transformer of 1.986 billion parameters: at batch
-# size 16 a step took 5.46 s without retries, at 17 7.26 s with nine retries in five steps. That is **25% more
-# images per second with the smaller batch**, although the larger one used one percent more of the memory.
+# The author of the [videos](../videos.md) measured it in 2022, on a vision transformer of 1.986 billion
+# parameters: at batch size 16 a step took 5.46 s without retries, and at 17 it took 7.26 s, with nine retries
+# in five steps. That is **25% more images per second with the smaller batch**, although the larger one used
+# one percent more of the memory.
 
 # %% tags=["numbers-of-2022"]
 seconds = {16: 5.4604, 17: 7.2645}                          # s per step, as published; not measured here
@@ -273,9 +287,10 @@ Table(["batch size", "images/s in 2022"], [[size, f"{rate:.2f}"] for size, rate 
 #
 # Two tools look at the counter for you. `find_batch_size(step)` doubles the batch size until a trial fails,
 # then halves the distance. A trial fails on out of memory, or on retries in its last two steps: those that
-# settle earlier are accepted. Of the sizes that pass, it takes the fastest. Its steps really train, so run it
-# before your training. `Memory_Maximizer` watches a training loop. On a CPU, as here, the search needs a
-# `limit`, and there are no retries to see.
+# settle earlier are accepted. Of the sizes that pass, it takes the fastest. Its steps really train: build
+# model and optimizer anew afterwards. And another batch size is another training: keep the batch of all ranks
+# together by gradient accumulation, or adapt the learning rate. `Memory_Maximizer` watches a training loop.
+# On a CPU, as here, the search needs a `limit`, and there are no retries to see.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -475,9 +490,9 @@ def my_search(trial):                           # does not expect the error
 # ## Your turn 2 · One answer for all ranks
 #
 # One rank may run out of memory where the others do not. If each rank decided for itself, they would end with
-# different batch sizes and wait for each other. `step(batch_size)` runs this rank's step and returns its
-# retries, or raises `torch.OutOfMemoryError`. Return True, on every rank, if no rank ran out of memory and no
-# rank had a retry, and False otherwise, on every rank.
+# different batch sizes and wait for each other. `step(batch_size)` runs this rank's step, after some to
+# settle, and returns its retries, or raises `torch.OutOfMemoryError`. Return True, on every rank, if no rank
+# ran out of memory and no rank had a retry, and False otherwise, on every rank.
 #
 # (This `step` has no collective. In a real one the other ranks would wait for the rank that failed, so
 # `find_batch_size` sends the failure to them.)
@@ -604,8 +619,8 @@ def my_trial(step, batch_size):                 # what rank 0 has seen
 # | step times vary, and memory is nearly full | retries | read `num_alloc_retries` before and after some steps; a smaller batch |
 # | `CUDA out of memory`, with gigabytes "reserved by PyTorch but unallocated" | the cache is in pieces that do not serve the request | `expandable_segments:True`; a smaller batch |
 # | `CUDA out of memory`, and you don't know what fills it | | `torch.cuda.memory._record_memory_history()`, two steps, `torch.cuda.memory._dump_snapshot("rank-0.pickle")`; drop the file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or replay it with `AllocationTrace.from_snapshot` |
-# | one rank runs out of memory, and the others hang | they wait in a collective that it never calls | one answer on all ranks, as in turn 2 |
-# | slower since `torch.cuda.empty_cache()` runs in each step | it gives the whole cache back, as a retry does | leave it out |
+# | one rank runs out of memory, and the others hang | they wait in a collective that it never calls | `find_batch_size(step)` sends the failure to the other ranks; turn 2 alone is enough only for a step without collectives |
+# | slower since `torch.cuda.empty_cache()` runs in each step | it gives back every segment in which no tensor lives, as a retry does | leave it out |
 #
 # ## The rule
 #
