@@ -36,7 +36,7 @@ MOST_LINES = {
     "torch_internals": 440,
     "checkpoint": 2575,  # 1760
     "child_tuning": 570,  # 495
-    "collectives": 2118  # 1980
+    "collectives": 2118,  # 1980
     "distributed": 1110,  # 880
     "integrations": 421,  # 275
     "migration": 703,  # 660
