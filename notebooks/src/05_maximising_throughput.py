@@ -2,9 +2,9 @@
 # # 5 · Maximising throughput
 #
 # Which batch size is fastest, and how do you see it? **The fastest one whose retries stop after a few
-# steps.** (A *retry*: the GPU has no memory left, so the allocator gives back what it can of its cache and
-# asks again.) The largest batch that raises no error can be slower: in the one published measurement, by a
-# fifth. `find_batch_size(step)` finds the right one.
+# steps.** (A cudaMalloc retry: the GPU has no memory left, so the allocator gives back what it can of its
+# cache and asks again.) The largest batch that raises no error can be slower: in the one published
+# measurement, by a fifth. `find_batch_size(step)` finds the right one.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
