@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 6 · Sharding strategies
 #
-# Which strategy for my model and my links? **Begin with FULL_SHARD. Where gathers are not hidden and memory
-# is left, keep units complete until backward (`reshard_after_forward=False`, ZeRO-2). Where the link between
-# hosts is slow and one host can hold the model's state, put a copy on each host: a mesh of two dimensions,
-# HYBRID_SHARD.**
+# Which strategy for my model and my links? **Begin with FULL_SHARD. If its gathers are not hidden: on two or
+# three hosts of which each can hold the model's state, put a copy on each (HYBRID_SHARD, a mesh of two
+# dimensions); else, if memory is left, keep units complete until backward (ZeRO-2,
+# `reshard_after_forward=False`).**
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -741,6 +741,16 @@ def my_accumulate(model, batches):
 
 
 # %% [markdown]
+# ## Which one?
+#
+# 1. One GPU holds the state, 16 bytes per parameter, with room to spare: DDP.
+# 2. Tokens per rank are above 1.5 F / B, with B measured over the slowest link: FULL_SHARD.
+# 3. Else, on two or three hosts of which each can hold the state: HYBRID_SHARD.
+#    (On more hosts, too, if gradients are reduced in bf16.)
+# 4. Else, with room for a complete model in bf16, 2 bytes per parameter: ZeRO-2.
+# 5. Else FULL_SHARD, and memory for more tokens per rank: [lesson 2](02_activation_checkpointing.ipynb).
+#    If the batch cannot grow, a second dimension: [lesson 16](16_two_dimensions.ipynb).
+#
 # ## The same under other names
 #
 # | DeepSpeed | cuts | FSDP1 | FSDP2 |
@@ -752,8 +762,9 @@ def my_accumulate(model, batches):
 # | [ZeRO++](https://arxiv.org/abs/2306.10209) hpZ | backward gathers within the host | none | `reshard_after_forward=` ranks per host |
 # | [MiCS](https://arxiv.org/abs/2205.00119) | within a group of ranks | `HYBRID_SHARD` | a mesh of two dimensions |
 #
-# FSDP's ZeRO-2 differs from DeepSpeed's in one point: between two steps the parameters are cut, too. By
-# default FSDP2 frees every unit after forward but the root.
+# FSDP's ZeRO-2 differs from DeepSpeed's mainly in one point: between two steps the parameters are cut, too.
+# By default FSDP2 frees every unit after forward but the root. After backward it frees all, whatever
+# `reshard_after_forward` says, unless you call `set_reshard_after_backward(False)`.
 #
 # ## When it goes wrong
 #
@@ -768,7 +779,7 @@ def my_accumulate(model, batches):
 #
 # ## The rule
 #
-# Tokens per rank above 1.5 F / B: FULL_SHARD. Below: ZeRO-2 if memory has P more, else HYBRID_SHARD on as few
-# hosts as hold a copy. Measure B with nccl-tests before you decide.
+# Tokens per rank above 1.5 F / B: FULL_SHARD. Below: HYBRID_SHARD on two or three hosts, ZeRO-2 on more, as
+# memory allows.
 #
 # [← lesson 5](05_maximising_throughput.ipynb) · [lesson 7 →](07_mixed_precision.ipynb)

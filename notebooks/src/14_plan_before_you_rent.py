@@ -105,8 +105,9 @@ lesson.card(
 #
 # ## One plan
 #
-# A 7B model on eight A100, one sample of 4,096 tokens on each rank. `batch_size` is that of all ranks
-# together. Everything about real GPUs in this lesson is **simulated**, except where a published run is named.
+# A 7B model on eight A100, one sample of 4,096 tokens on each rank. (In a terminal, `python -m
+# fsdp_utils.planner` plans the model of a `config.json`.) `batch_size` is that of all ranks together.
+# Everything about real GPUs in this lesson is **simulated**, except where a published run is named.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -130,7 +131,7 @@ print(on_8)
 #   offers on this GPU less 2 GiB for the CUDA context and NCCL's buffers, a cautious choice.
 # - The **verdict** allows for the error of such predictions. "fits": 1.12 times the reserved memory is within the
 #   room. "does not fit": 0.83 times the allocated memory is not. "tight": anything between. (`plan.fits` and
-#   `search` compare without a margin. Decide by the verdict.)
+#   `search`, which looks for the fewest GPUs, compare without a margin. Decide by the verdict.)
 # - **by the GPU's rates** is the *roofline*: each kernel and collective at the best rate that is known for the GPU
 #   and its links. **only send** is *exposed communication*, which no computation hides. **MFU** is the share of the
 #   GPU's published rate that goes into the products of the model itself.
@@ -152,7 +153,8 @@ plots.show(fig, alt="Simulated memory of one rank through a step: activations gr
 # ## What more GPUs do not shrink
 #
 # 70B with full checkpointing, one sample of 8,192 tokens on each A100. `stored_point` (folded) looks up one
-# of 4,374 settings: some were simulated by `plan`, the others follow from these by formulas, within 3%.
+# of 4,374 settings: some were simulated by `plan`, the others follow from these by formulas, within 3% at the
+# points that a test samples.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.lesson import NOTEBOOKS
