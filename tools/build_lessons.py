@@ -2,6 +2,7 @@
 
     python tools/build_lessons.py            all lessons
     python tools/build_lessons.py 01 04      some of them
+    python tools/build_lessons.py --check-twins    run nothing: are source and notebook still the same lesson?
 
 A lesson that fails, or whose outputs hold something that would differ on the next machine, is not written.
 """
@@ -12,7 +13,7 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import yaml
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -60,8 +62,9 @@ class Built(NamedTuple):
 
 def sources(only: tuple[str, ...] = ()) -> list[Path]:
     """Return the lessons' sources in order; only: the beginnings of the names wanted, such as "01"."""
-    found = sorted(SOURCES.glob("[0-9][0-9]_*.py"))
-    return [path for path in found if not only or path.name.startswith(only)]
+    return [
+        path for path in sorted(SOURCES.glob("[0-9][0-9]_*.py")) if not only or path.name.startswith(only)
+    ]
 
 
 def notebook_of(source: Path) -> Path:
@@ -152,7 +155,9 @@ def notebook_problems(lesson: NotebookNode) -> list[str]:
                         problems.append(f"{place(cell)}: its output holds {what}: {found[0][:60]}")
     size = len(nbformat.writes(lesson))
     if size > LARGEST_BYTES:
-        problems.append(f"its notebook has {size / 1e6:.1f} MB, at most {LARGEST_BYTES / 1e6:.1f} allowed")
+        problems.append(
+            f"its notebook has {size / 1e6:.1f} MB, at most {LARGEST_BYTES / 1e6:.1f} are allowed"
+        )
     return problems
 
 
@@ -192,17 +197,22 @@ def without_places(line: str) -> str:
     return line
 
 
-def build(source: Path) -> Built:
-    """Run a lesson and write its notebook if nothing is wrong with it."""
+def build(source: Path, on_cell: Callable[[], object]) -> Built:
+    """Run a lesson and write its notebook if nothing is wrong with it; on_cell is called after each cell."""
     lesson = read_source(source)
-    where: Any = {"metadata": {"path": str(NOTEBOOKS)}}
-    how: Any = {"timeout": CELL_TIMEOUT_S, "kernel_name": "python3", "record_timing": False}
-    client = NotebookClient(lesson, resources=where, **how)
+    client = NotebookClient(
+        lesson,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(NOTEBOOKS)}},
+        record_timing=False,
+        on_cell_executed=lambda **_: on_cell(),
+    )
     problems, started = [], time.perf_counter()
     try:
         client.execute()
     except CellExecutionError as error:
-        print(error, file=sys.stderr)  # notebook_problems names the cell
+        tqdm.write(str(error), file=sys.stderr)  # notebook_problems names the cell
     except (CellTimeoutError, DeadKernelError) as error:
         problems.append(str(error))
     seconds = time.perf_counter() - started
@@ -216,18 +226,28 @@ def build(source: Path) -> Built:
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Rebuild the lessons.")
     parser.add_argument("only", nargs="*", help="the beginnings of the names wanted, such as 01")
+    parser.add_argument("--check-twins", action="store_true", help="only compare sources with notebooks")
     args = parser.parse_args()
     chosen = sources(tuple(args.only))
     if not chosen:
         sys.exit(f"No lesson in notebooks/src begins with {' or '.join(args.only) or 'two digits'}.")
+    if args.check_twins:
+        problems = [f"{source.stem}: {problem}" for source in chosen for problem in twin_problems(source)]
+        print("\n".join(problems) or f"{len(chosen)} lessons: source and notebook agree")
+        return bool(problems)
+
     os.environ.update(KERNEL_ENV, FSDP_RANKS=STORED_RANKS)
-    failed = False
+    total = sum(len(code_cells(read_source(source))) for source in chosen)
+    results = []
+    with tqdm(total=total, unit="cell", disable=None) as bar:
+        for source in chosen:
+            bar.set_description(source.stem)
+            results.append(build(source, bar.update))
     print(f"{'lesson':50}  seconds  cells  result")
-    for lesson, seconds, cells, problems in map(build, chosen):
-        print(f"{lesson:50}  {seconds:7.1f}  {cells:5d}  {'FAIL' if problems else 'pass'}", flush=True)
+    for lesson, seconds, cells, problems in results:
+        print(f"{lesson:50}  {seconds:7.1f}  {cells:5d}  {'FAIL' if problems else 'pass'}")
         print("".join(f"  {problem}\n" for problem in problems), end="")
-        failed = failed or bool(problems)
-    return failed
+    return any(result.problems for result in results)
 
 
 if __name__ == "__main__":
