@@ -44,21 +44,13 @@ SOURCE = "fsdp_utils.lessons.tasks:dates_llama"  # what is trained, and on what
 
 @dataclass
 class Fault:
-    """What was done to the run, and what came of it.
+    """What was done to the run, and what came of it."""
 
-    Attributes:
-        kind: one of KINDS.
-        at_step: how far the run was, by its metrics.
-        saved: the newest whole checkpoint then.
-        resumed: the step that it went on from; None where it was not interrupted.
-        seconds: until it trained again.
-    """
-
-    kind: str
-    at_step: int
-    saved: int
-    resumed: int | None
-    seconds: float
+    kind: str  # one of KINDS
+    at_step: int  # how far the run was, by its metrics
+    saved: int  # the newest whole checkpoint then
+    resumed: int | None  # the step that it went on from; None where it was not interrupted
+    seconds: float  # until it trained again
 
     @property
     def repeated(self) -> int:
@@ -74,14 +66,8 @@ class Run:
     ) -> None:
         self.out = out
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [
-            f"--max-restarts={restarts}",
-            "-m",
-            "fsdp_utils.train",
-            f"--out={out}",
-            f"--steps={steps}",
-        ]
-        command += [f"--data.source={source}", f"--save_every={SAVE_EVERY}"]
+        command += [f"--max-restarts={restarts}", "-m", "fsdp_utils.train", f"--out={out}"]
+        command += [f"--steps={steps}", f"--data.source={source}", f"--save_every={SAVE_EVERY}"]
         command += [f"--eval_every={steps}", "--keep=3", f"--hang_s={hang_s}", "--parallel.device=cpu"]
         out.mkdir(parents=True, exist_ok=True)
         with (out / "log").open("w") as log:
@@ -211,11 +197,7 @@ def disturb(
     hang_s: float = HANG_S,
     source: str = SOURCE,
 ) -> tuple[list[Fault], dict[int, float], list[dict[str, Any]]]:
-    """Train with those faults, each at a step drawn from the seed.
-
-    Returns:
-        The faults, the loss of each step, and the run's events.
-    """
+    """Train with those faults, each at a step drawn from the seed: the faults, losses by step, events."""
     draw = random.Random(seed)
     when = sorted(draw.sample(range(2 * SAVE_EVERY, steps - SAVE_EVERY), len(kinds)))
     out = folder / "disturbed"
@@ -290,83 +272,46 @@ def show(faults: list[Fault]) -> str:
     """By kind: how often, the steps that were done again, and how long it took to train again."""
     rows = []
     for kind in KINDS:
-        some = [fault for fault in faults if fault.kind == kind]
-        if some:
-            seconds = sorted(fault.seconds for fault in some)
-            repeated = [fault.repeated for fault in some]
-            rows.append(
-                [kind, len(some), max(repeated), f"{seconds[len(seconds) // 2]:.1f}", f"{seconds[-1]:.1f}"]
-            )
+        if some := sorted((fault for fault in faults if fault.kind == kind), key=lambda fault: fault.seconds):
+            middle, last = some[len(some) // 2].seconds, some[-1].seconds
+            repeated = max(fault.repeated for fault in some)
+            rows.append([kind, len(some), repeated, f"{middle:.1f}", f"{last:.1f}"])
     return table(["fault", "times", "steps again, at most", "s to train again", "at most"], rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__.splitlines()[0] if __doc__ else None
-    )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--faults", type=int, default=25)
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=str(__doc__).splitlines()[0])
+    for name, default in (("ranks", 4), ("faults", 25), ("steps", 250), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--record", action="store_true", help="write chaos.json for lesson 10")
-    arguments = parser.parse_args()
-    if sys.platform != "linux":
-        print("Not run: the processes of a run are looked for as Linux has them.")
-        return 0
+    asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(describe())
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
         begun = time.monotonic()
-        wanted = undisturbed(Path(folder), arguments.ranks, arguments.steps)
+        wanted = undisturbed(Path(folder), asked.ranks, asked.steps)
         between = time.monotonic()
-        print(
-            f"undisturbed: {arguments.steps} steps in {between - begun:.0f} s, "
-            f"final loss {wanted[max(wanted)]:.6f}"
-        )
-        kinds = kinds_for(arguments.faults, arguments.seed)
-        faults, losses, events = disturb(
-            Path(folder), arguments.ranks, arguments.steps, kinds, arguments.seed
-        )
+        end = f"final loss {wanted[max(wanted)]:.6f}"
+        print(f"undisturbed: {asked.steps} steps in {between - begun:.0f} s, {end}")
+        kinds = kinds_for(asked.faults, asked.seed)
+        faults, losses, events = disturb(Path(folder), asked.ranks, asked.steps, kinds, asked.seed)
         took = time.monotonic() - between
     print(f"with {len(faults)} faults: {took:.0f} s, final loss {losses[max(losses)]:.6f}\n\n{show(faults)}")
     held = checks(faults, losses, wanted)
-    if arguments.record:
-        seconds = {"undisturbed": between - begun, "disturbed": took}
-        write(arguments, faults, losses, wanted, events, seconds, held)
-    return limits(held)
-
-
-def write(
-    arguments: argparse.Namespace,
-    faults: list[Fault],
-    losses: dict[int, float],
-    wanted: dict[int, float],
-    events: list[dict[str, Any]],
-    seconds: dict[str, float],
-    held: dict[str, bool],
-) -> None:
-    """Keep the numbers for lesson 10, with what they were measured on."""
-    keep(
-        "chaos",
-        __doc__,
-        group=f"{arguments.ranks} ranks on one host, gloo, torchrun with restarts",
-        settings={
-            "ranks": arguments.ranks,
-            "steps": arguments.steps,
-            "save_every": SAVE_EVERY,
-            "hang_s": HANG_S,
-            "limit_s": LIMIT_S,
-            "seed": arguments.seed,
-        },
-        results={
+    if asked.record:
+        settings = {name: getattr(asked, name) for name in ("ranks", "steps", "seed")}
+        settings |= {"save_every": SAVE_EVERY, "hang_s": HANG_S, "limit_s": LIMIT_S}
+        results = {
             "faults": [{**asdict(fault), "repeated": fault.repeated} for fault in faults],
             "losses": [losses[step] for step in sorted(losses)],
             "undisturbed_losses": [wanted[step] for step in sorted(wanted)],
-            "seconds": seconds,
+            "seconds": {"undisturbed": between - begun, "disturbed": took},
             "damaged_checkpoints_passed_over": sum(event["event"] == "damaged" for event in events),
             "limits": held,
-        },
-    )
+        }
+        group = f"{asked.ranks} ranks on one host, gloo, torchrun with restarts"
+        keep("chaos", __doc__, group=group, settings=settings, results=results)
+    return limits(held)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 
     python benchmarks/collectives.py [--starts 15] [--steps 100] [--ranks 2]
 
-Trains a small transformer under FSDP2, FSDP1 and DDP, with and without the recording in turn. The steps are
-short, where it is felt most: the batch is the smallest one with which most of them take 20 ms. Blocks of one
-step are the dearest case, as entering and leaving the block ("block" in the table) counts in full; blocks of
-five show what a step costs.
+Trains a small transformer under FSDP2, FSDP1 and DDP, with and without the recording in turn. The batch is
+the smallest one with which most steps take 20 ms. Blocks of one step count entering and leaving the block in
+full; blocks of five show the cost of a step.
 
-How two ranks fall into step with each other differs from one start of them to the next, and stays: the same
-code has cost 0 to 16% of a step. So the ranks are started anew many times, and the result is the median over
-the starts of their own medians over pairs, the time with the recording against that without it. The spread of
-the starts stands beside it. Exits with 1 if a result is more than 1.10.
+The same code costs 0 to 16% of a step from one start of two ranks to the next, and stays so. So the ranks are
+started anew many times; the result is the median over the starts of their own medians over pairs, the time
+with the recording against that without it. Exits with 1 if a result is more than 1.10.
 """
 
 import argparse
@@ -18,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,13 +39,11 @@ WIDTH, LAYERS, LENGTH = 64, 2, 16
 
 
 class Measured(NamedTuple):
-    """Seconds of blocks of steps, in pairs, and of entering and leaving the block."""
-
-    plain: list[float]  # without the recording
-    recorded: list[float]  # with it
-    block: list[float]
+    plain_s: float  # a block without the recording, in the median over pairs
+    recorded_s: float  # with it
+    ratio: float
     batch: int  # sequences
-    events: int  # of a block
+    events: int  # in a block
 
 
 def build(way: str) -> nn.Module:
@@ -81,19 +78,19 @@ def measure(way: str, steps: int, pairs: int, batch: int) -> Measured:
         return time.perf_counter() - began
 
     x = long_enough(train, batch)
-    measured, events = Measured([], [], [], len(x), 0), 0
+    blocks: list[tuple[float, float]] = []
+    events = 0
     for turn in range(-3, pairs):  # the first ones warm up
         plain = train(x, steps) if turn % 2 else 0.0
         began = time.perf_counter()
         with record_collectives(model) as trace:
-            inside = train(x, steps)
+            train(x, steps)
         recorded = time.perf_counter() - began
-        plain, events = plain or train(x, steps), len(trace.events)
-        if turn >= 0:
-            measured.plain.append(plain)
-            measured.recorded.append(recorded)
-            measured.block.append(recorded - inside)
-    return measured._replace(events=events)
+        events = len(trace.events)
+        blocks.append((plain or train(x, steps), recorded))
+    plain, recorded = map(statistics.median, zip(*blocks[3:], strict=True))
+    ratio = statistics.median(with_it / without for without, with_it in blocks[3:])
+    return Measured(plain, recorded, ratio, len(x), events)
 
 
 def long_enough(train: Callable[[torch.Tensor], float], batch: int) -> torch.Tensor:
@@ -105,13 +102,6 @@ def long_enough(train: Callable[[torch.Tensor], float], batch: int) -> torch.Ten
         if lower_quartile >= STEP_S:
             return x
         batch += 1 + batch // 4
-
-
-def ratio(seen: Measured) -> float:
-    """Of one start: the median over its pairs."""
-    return statistics.median(
-        with_it / plain for plain, with_it in zip(seen.plain, seen.recorded, strict=True)
-    )
 
 
 def main() -> int:
@@ -126,38 +116,20 @@ def main() -> int:
     print(describe())
     print(f"rank 0 of {options.ranks}: {options.starts} starts, {options.steps} steps of each kind in each\n")
     rows, good = [], True
-    for way in ("FSDP2", "FSDP1", "DDP"):
-        for steps in (1, 5):
-            starts: list[Measured] = []
-            for _ in range(options.starts):
-                batch = starts[0].batch if starts else 1
-                pairs = options.steps // steps
-                starts.append(
-                    run_on_ranks(measure, way, steps, pairs, batch, world_size=options.ranks, timeout=300)[0]
-                )
-            each = sorted(map(ratio, starts))
-            cost = statistics.median(each)
-            plain, recorded, block = (
-                statistics.median(statistics.median(getattr(start, what)) for start in starts)
-                for what in ("plain", "recorded", "block")
-            )
-            held = cost <= COST and plain / steps >= STEP_S
-            good = good and held
-            rows.append(
-                [
-                    way,
-                    steps,
-                    statistics.median_low(start.batch for start in starts),
-                    starts[0].events // steps,
-                    f"{1e3 * plain / steps:.1f}",
-                    f"{1e3 * recorded / steps:.1f}",
-                    f"{1e3 * block:.1f}",
-                    f"{cost:.3f}",
-                    f"{each[0]:.2f}-{each[-1]:.2f}",
-                    "held" if held else "BROKEN",
-                ]
-            )
-    head = "way, steps in a block, batch, events of a step, plain ms, recorded ms, block ms, ratio, of starts"
+    for way, steps in product(("FSDP2", "FSDP1", "DDP"), (1, 5)):
+        starts: list[Measured] = []
+        for _ in range(options.starts):
+            given = (way, steps, options.steps // steps, starts[0].batch if starts else 1)
+            starts.append(run_on_ranks(measure, *given, world_size=options.ranks, timeout=300)[0])
+        plain, recorded, cost, batch, events = map(statistics.median_low, zip(*starts, strict=True))
+        held = cost <= COST and plain / steps >= STEP_S
+        good = good and held
+        each = sorted(start.ratio for start in starts)
+        times = [f"{1e3 * seconds / steps:.1f}" for seconds in (plain, recorded)]
+        spread = f"{each[0]:.2f}-{each[-1]:.2f}"
+        rows.append([way, steps, batch, events // steps, *times, f"{cost:.3f}", spread])
+        rows[-1].append("held" if held else "BROKEN")
+    head = "way, steps in a block, batch, events of a step, plain ms, recorded ms, ratio, of starts"
     print(table([*head.split(", "), f"<= {COST}"], rows))
     return 0 if good else 1
 

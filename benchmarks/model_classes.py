@@ -21,33 +21,31 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import describe, table
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.machine import describe, table
+from fsdp_utils import check_sharding, shard
+from fsdp_utils.torch_internals.groups import fake_store
+
+MODEL = transformers.PreTrainedModel
 RANKS = 8
 LIMIT_S = 120
 SHARDED, REFUSED, NOT_BUILT, FAILED = "sharded", "refused", "not built", "failed"
 
 
 def classes(part: str) -> list[str]:
-    import transformers
-
+    """By name. A class that ends in PreTrainedModel is what those of a family share, without a forward."""
     transformers.logging.set_verbosity_error()
-    found = []
-    for name in sorted(dir(transformers)):
-        cls = getattr(transformers, name, None) if part in name else None
-        shared = name.endswith("PreTrainedModel")  # by the classes of a family; it has no forward
-        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and not shared:
-            found.append(name)
-    return found
+    named = {name: getattr(transformers, name, None) for name in sorted(dir(transformers)) if part in name}
+    found = [name for name, it in named.items() if isinstance(it, type) and issubclass(it, MODEL)]
+    return [name for name in found if not name.endswith("PreTrainedModel")]
 
 
 def start() -> None:
     """In each worker: quiet, and one of eight ranks that do not exist."""
-    import torch.distributed as dist
-    import transformers
-
-    from fsdp_utils.torch_internals.groups import fake_store
-
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=RANKS)
@@ -60,12 +58,6 @@ def _too_long(*_: Any) -> None:
 
 def sharded(name: str) -> tuple[str, str, str]:
     """The class, how it ended, and why."""
-    import torch
-    import transformers
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from fsdp_utils import check_sharding, shard
-
     cls = getattr(transformers, name)
     signal.alarm(LIMIT_S)
     try:
@@ -100,8 +92,7 @@ def main() -> int:
                 outcomes.append(waiting.next(timeout=2 * LIMIT_S))
             except PoolTimeoutError:  # its process has died: the pool would wait for it for ever
                 outcomes.append((name, FAILED, "its process died"))
-            if sys.stderr.isatty():
-                print(f"\r{len(outcomes)} of {len(names)}: {name:60}", end="", file=sys.stderr)
+            print(name, end=" ", flush=True, file=sys.stderr)
     counts = Counter(outcome for _, outcome, _ in outcomes)
     print(table(["model classes", *counts], [[len(outcomes), *counts.values()]]))
     problems = [name for name, outcome, said in outcomes if outcome == SHARDED and said]

@@ -3,8 +3,7 @@
     python benchmarks/planner.py            --keep also writes notebooks/predictions.json, for lesson 14
 
 The rows of notebooks/published.yaml that no constant was fitted on: predicted against published, and how
-many of them are left out for which reason. tests/test_planner.py compares with blocks that all run, and with
-the bytes of real ranks. Exits with 1 if a limit that the project promises is broken.
+many of them are left out for which reason. Exits with 1 if a limit that the project promises is broken.
 """
 
 import json
@@ -66,7 +65,7 @@ def of_published(each: Prediction) -> list[str]:
 
 
 def keep_for_the_lesson(predictions: list[Prediction]) -> None:
-    """Predicted and published of every run, in notebooks/predictions.json."""
+    """Write predicted and published of every run to notebooks/predictions.json."""
 
     def beside(ratio: float | None, published: float) -> list[float] | None:
         return None if ratio is None else [round(ratio * published, 3), published]
@@ -74,17 +73,11 @@ def keep_for_the_lesson(predictions: list[Prediction]) -> None:
     kept = []
     for each in predictions:
         published = each.row["published"]
-        peak = published["peak_memory"] or {"gib": 0.0}
-        kept.append(
-            {
-                **{name: each.row[name] for name in ("id", "source", "split", "gpu")},
-                "kind": kind(each.plan.setting.compiled),
-                "tokens_per_s": beside(each.speed, published["tokens_per_s_per_gpu"]),
-                "peak_gib": beside(each.memory, peak["gib"]),
-                "verdict": each.plan.verdict,
-                "outcome": published["outcome"],
-            }
-        )
+        row = {name: each.row[name] for name in ("id", "source", "split", "gpu")}
+        row["kind"] = kind(each.plan.setting.compiled)
+        row["tokens_per_s"] = beside(each.speed, published["tokens_per_s_per_gpu"])
+        row["peak_gib"] = beside(each.memory, (published["peak_memory"] or {"gib": 0.0})["gib"])
+        kept.append({**row, "verdict": each.plan.verdict, "outcome": published["outcome"]})
     command = "python benchmarks/planner.py --keep"
     text = json.dumps({"command": command, "torch": torch.__version__, "rows": kept}, indent=1)
     FILE.with_name("predictions.json").write_text(text + "\n", encoding="utf-8")
@@ -101,7 +94,8 @@ def main() -> int:
     _, imported_gib = cost_of("-c", "import torch, transformers")
     command_s, command_gib = command_on_1024(SEVENTY, 80)
     largest_s, largest_gib = command_on_1024(FOUR_HUNDRED, 126)
-    everything, refused = predict_all()
+    # a plan takes a second or two, and only the lesson needs those of the rows that were fitted
+    everything, refused = predict_all(None if "--keep" in sys.argv else "held_out")
     predictions = [each for each in everything if each.row["split"] == "held_out"]
     if "--keep" in sys.argv:
         keep_for_the_lesson(everything)
@@ -115,8 +109,8 @@ def main() -> int:
     wrong = [each.row["id"] for each in predictions if each.is_wrongly_said]
 
     print(describe("transformers"))
-    print(f"published runs that were not fitted: {len(predictions)}, of {len(speeds)} the speed, of ", end="")
-    print(f"{len(with_memory)} the peak memory\n")
+    counts = f"{len(predictions)}, of {len(speeds)} the speed, of {len(with_memory)} the peak memory"
+    print(f"published runs that were not fitted: {counts}\n")
     head = ["run", "tokens/s and GPU", "off", "in range", "GiB", "off", "outcome", "said"]
     print(table(head, [of_published(each) for each in predictions]))
     for reason, count in left_out("held_out").items():

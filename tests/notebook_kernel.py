@@ -23,7 +23,7 @@ x = torch.ones(1); dist.all_reduce(x); print(x.item())
 
 @dataclass
 class Reply:
-    """What came of a cell, as a reader sees it at the end."""
+    """The output of a cell, as a reader sees it at the end."""
 
     text: str = ""
     images: int = 0
@@ -37,7 +37,7 @@ class Reply:
 
 
 class Notebook:
-    """A kernel of its own; `close()` it."""
+    """A kernel; `close()` it."""
 
     def __init__(self, *, interactive: bool = False, limit: float = 90) -> None:
         self.interactive, self.limit = interactive, limit  # limit: seconds for a cell

@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 LIMIT_S = 30.0
 CONFIGURATION = """
 ClusterName=one
 SlurmctldHost={host}
-SlurmctldPort={controller_port}
-SlurmdPort={node_port}
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
 SlurmUser=root
 AuthType=auth/munge
 # How long a re-queued job waits, too (slurm.conf: cred_expire); the default is 120 s.
@@ -72,11 +73,7 @@ def running() -> Iterator[dict[str, str]]:
         configuration = folder / "slurm.conf"
         configuration.write_text(
             CONFIGURATION.format(
-                host=host,
-                folder=folder,
-                cores=os.cpu_count(),
-                controller_port=_free_port(),
-                node_port=_free_port(),
+                host=host, folder=folder, cores=os.cpu_count(), ports=[_free_port(), _free_port()]
             )
         )
         environment = {**os.environ, "SLURM_CONF": str(configuration)}
@@ -89,30 +86,23 @@ def running() -> Iterator[dict[str, str]]:
         _start(["slurmd", "-D", "-N", host], environment, folder, undo)
 
         def idle() -> bool:
-            asked = subprocess.run(
-                ["sinfo", "--noheader", "-o", "%T"],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=30,
-            )
-            return asked.stdout.strip() == "idle"
+            sinfo = ["sinfo", "--noheader", "-o", "%T"]
+            done = subprocess.run(sinfo, env=environment, capture_output=True, text=True, timeout=30)
+            return done.stdout.strip() == "idle"
 
         _until(idle, "the node to be idle", folder)
         yield environment
         with contextlib.suppress(subprocess.SubprocessError):
-            subprocess.run(
-                ["scancel", "--signal=KILL", "--user=root"], env=environment, timeout=30, check=False
-            )
+            cancel = ["scancel", "--signal=KILL", "--user=root"]
+            subprocess.run(cancel, env=environment, timeout=30, check=False)
 
 
 def _start(command: list[str], environment: dict[str, str], folder: Path, undo: ExitStack) -> None:
     log = undo.enter_context((folder / f"{command[0]}.out").open("w"))
     program = _where(command[0])
     assert program is not None
-    process = subprocess.Popen(
-        [program, *command[1:]], env=environment, stdout=log, stderr=log, start_new_session=True
-    )
+    options: Any = {"env": environment, "stdout": log, "stderr": log, "start_new_session": True}
+    process = subprocess.Popen([program, *command[1:]], **options)
 
     def end() -> None:
         process.terminate()

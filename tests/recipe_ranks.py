@@ -1,8 +1,8 @@
-"""Run a recipe of book/trainers.md as torchrun would, on CPU ranks: whole, killed, and resumed.
+"""Run recipes of book/trainers.md as torchrun would, on CPU ranks: whole, killed, and resumed.
 
-    python -m tests.recipe_ranks recipe.py
+    python -m tests.recipe_ranks folder        # each folder/*/recipe.py
 
-The recipe's packages are imported once, here; the ranks are forked from this process.
+Their packages are imported once, here; the ranks are forked from this process.
 """
 
 import importlib
@@ -22,11 +22,8 @@ from fsdp_utils.distributed.launch import PRELOAD
 def start(recipe: Path, folder: Path, world_size: int, *, dies_at: int = -1) -> tuple[str, list[int]]:
     """Run the recipe in a folder, and kill all ranks when one has ended otherwise than well.
 
-    Args:
-        dies_at: rank 0 is killed when it is about to commit the checkpoint of this step.
-
-    Returns:
-        Output of all ranks, and the exit code of each rank as waitstatus_to_exitcode gives it.
+    Rank 0 is killed when it is about to commit the checkpoint of step `dies_at`. Returns the output of all
+    ranks, and the exit code of each rank as waitstatus_to_exitcode gives it.
     """
     folder.mkdir(exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -59,14 +56,9 @@ def _be_rank(recipe: Path, folder: Path, log: Path, rank: int, size: int, port: 
         os.dup2(out, 2)
         os.chdir(folder)
         settings = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "GROUP_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RUN_ID": "test",  # or Lightning starts processes of its own
+            **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
+            **{"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            "TORCHELASTIC_RUN_ID": "test",  # or Lightning starts further processes
         }
         os.environ.update({name: str(value) for name, value in settings.items()})
 
@@ -86,18 +78,24 @@ def _be_rank(recipe: Path, folder: Path, log: Path, rank: int, size: int, port: 
         os._exit(code)
 
 
-if __name__ == "__main__":
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    recipe = Path(sys.argv[1]).absolute()
-    for module in PRELOAD:
-        importlib.import_module(module)
-    exec("\n".join(line for line in recipe.read_text().splitlines() if line.startswith(("import ", "from "))))
+def run(recipe: Path) -> None:
+    """Whole, killed and resumed; writes what was said and the exit codes beside the recipe."""
+    lines = recipe.read_text().splitlines()
+    exec("\n".join(line for line in lines if line.startswith(("import ", "from "))))  # once for all ranks
     if "transformers" in sys.modules:
         import transformers
 
         from tests.trainers import TrainerOnCpus
 
         transformers.Trainer = TrainerOnCpus  # type: ignore[misc]
-    whole, run = recipe.parent / "whole", recipe.parent / "run"
-    runs = [start(recipe, whole, 2), start(recipe, run, 2, dies_at=4), start(recipe, run, 3)]
+    whole, again = recipe.parent / "whole", recipe.parent / "run"
+    runs = [start(recipe, whole, 2), start(recipe, again, 2, dies_at=4), start(recipe, again, 3)]
     recipe.with_name("runs.json").write_text(json.dumps(runs))
+
+
+if __name__ == "__main__":
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for module in PRELOAD:
+        importlib.import_module(module)
+    for recipe in sorted(Path(sys.argv[1]).absolute().glob("*/recipe.py")):
+        run(recipe)

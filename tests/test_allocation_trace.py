@@ -2,7 +2,6 @@
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -168,62 +167,31 @@ def test_fake_tensors_give_the_same_trace_as_real_ones(traces) -> None:
     assert real == fake
 
 
-def snapshot_of(entries: list[tuple[str, int, int, int]], blocks: Sequence[tuple[int, int]] = ()) -> dict:
-    """A snapshot in the format that `torch.cuda.memory._snapshot` documents."""
-    return {
-        "device_traces": [
-            [
-                {"action": action, "addr": addr, "size": size, "stream": stream, "frames": [], "time_us": i}
-                for i, (action, addr, size, stream) in enumerate(entries)
-            ]
-        ],
-        "segments": [
-            {
-                "device": 0,
-                "address": addr,
-                "total_size": 2 * MIB,
-                "stream": 0,
-                "blocks": [
-                    {"address": addr, "size": 512, "requested_size": size, "state": "active_allocated"}
-                ],
-            }
-            for addr, size in blocks
-        ],
-    }
-
-
 def test_a_snapshot_becomes_a_trace_in_which_frees_count_when_complete() -> None:
-    trace = AllocationTrace.from_snapshot(
-        snapshot_of(
-            [
-                ("segment_alloc", 0x1000, 2 * MIB, 0),
-                ("alloc", 0x1000, 100, 0),
-                ("free_requested", 0x1000, 100, 0),
-                ("alloc", 0x2000, 300, 77),
-                ("free_completed", 0x1000, 100, 0),
-                ("alloc", 0x1000, 400, 0),
-            ]
-        )
-    )
+    """In the format of `torch.cuda.memory._snapshot`; what lived before the history comes first."""
+    history = [
+        ("free_completed", 0x5000, 700, 0),
+        ("segment_alloc", 0x1000, 2 * MIB, 0),
+        ("alloc", 0x1000, 100, 0),
+        ("free_requested", 0x1000, 100, 0),
+        ("alloc", 0x2000, 300, 77),
+        ("free_completed", 0x1000, 100, 0),
+        ("alloc", 0x1000, 400, 0),
+    ]
+    entries = [dict(zip(("action", "addr", "size", "stream"), entry, strict=True)) for entry in history]
+    block = {"address": 0x7000, "size": 512, "requested_size": 50, "state": "active_allocated"}
+    segment = {"device": 0, "address": 0x7000, "total_size": 2 * MIB, "stream": 0, "blocks": [block]}
+    trace = AllocationTrace.from_snapshot({"device_traces": [entries], "segments": [segment]})
     assert [(e.kind, e.size, e.stream) for e in trace.events] == [
+        ("alloc", 700, 0),
+        ("alloc", 50, 0),
+        ("free", 700, 0),
         ("alloc", 100, 0),
         ("alloc", 300, 1),
         ("free", 100, 0),
         ("alloc", 400, 0),
     ]
-    assert len({e.block for e in trace.events if e.kind == "alloc"}) == 3
-
-
-def test_what_lived_before_the_history_stands_at_the_beginning() -> None:
-    trace = AllocationTrace.from_snapshot(
-        snapshot_of([("alloc", 0x9000, 10, 0), ("free_completed", 0x5000, 700, 0)], blocks=[(0x7000, 50)])
-    )
-    assert [(e.kind, e.size) for e in trace.events] == [
-        ("alloc", 700),
-        ("alloc", 50),
-        ("alloc", 10),
-        ("free", 700),
-    ]
+    assert len({e.block for e in trace.events if e.kind == "alloc"}) == 5
 
 
 @pytest.mark.parametrize("snapshot", [{"segments": []}, {"device_traces": [[]], "segments": []}])

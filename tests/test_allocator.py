@@ -71,30 +71,39 @@ def test_what_a_request_reserves(actions: list, options: dict, reserved: list[in
 
 
 @pytest.mark.parametrize(
-    ("sizes", "allocated"),
+    ("actions", "allocated"),
     [
-        ([1 / MIB, 513 / MIB], [512 / MIB, 1536 / MIB]),  # multiples of 512 bytes
-        ([11, 10.5], [12, 22.5]),  # from segments of 12 MiB: a remainder of up to 1 MiB is not cut off
+        ([("a", 1 / MIB), ("b", 513 / MIB)], [512 / MIB, 1536 / MIB]),  # multiples of 512 bytes
+        ([("a", 11), ("b", 10.5)], [12, 22.5]),  # a remainder of up to 1 MiB of a segment is not cut off
+        ([("a", 50), "a", ("b", 30), ("c", 20)], [50, 0, 30, 50]),  # a freed block is reused
     ],
 )
-def test_what_a_request_allocates(sizes: list[float], allocated: list[float]) -> None:
-    assert mib(replay(*zip("ab", sizes, strict=True)).allocated) == allocated
+def test_what_a_request_allocates(actions: list, allocated: list[float]) -> None:
+    assert mib(replay(*actions).allocated) == allocated
 
 
-def test_a_freed_block_is_reused_and_never_returned_unasked() -> None:
-    result = replay(("a", 50), "a", ("b", 30), ("c", 20))
-    assert mib(result.reserved) == [50, 50, 50, 50]
-    assert mib(result.allocated) == [50, 0, 30, 50]
-    assert result.num_device_alloc == 1
-
-
-def test_at_the_limit_whole_cached_segments_are_given_back_and_the_request_is_retried() -> None:
-    result = replay(("a", 60), ("b", 30), "a", ("c", 62), limit_mib=100)
-    assert result.regime == "retries"
-    assert result.num_alloc_retries == 1
-    assert result.retries == [3]
-    assert mib(result.reserved) == [60, 90, 90, 92]
-    assert result.num_device_free == 1
+@pytest.mark.parametrize(
+    ("actions", "options", "reserved", "given_back"),
+    [
+        # whole cached segments are given back, those of other streams too
+        ([("a", 60), ("b", 30), "a", ("c", 62)], {"limit_mib": 100}, [60, 90, 90, 92], 1),
+        ([("a", 50), "a", ("b", 60)], {"limit_mib": 100, "streams": {"b": 1}}, [50, 50, 60], 1),
+        # a occupies page 0 and half of 1; x pages 1 (half) to 5; b the rest: 3 whole free pages can move
+        (
+            [("a", 30), ("x", 80), ("b", 10), "x", ("c", 100)],
+            {"limit_mib": 160, "expandable_segments": True},
+            [40, 120, 120, 120, 160],
+            1,
+        ),
+    ],
+)
+def test_at_the_limit_the_cache_is_given_back_and_the_request_is_retried(
+    actions: list, options: dict, reserved: list[int], given_back: int
+) -> None:
+    result = replay(*actions, **options)
+    assert (result.regime, result.retries) == ("retries", [len(actions) - 1])
+    assert mib(result.reserved) == reserved
+    assert result.num_device_free == given_back
 
 
 def test_a_segment_of_which_a_part_is_used_cannot_be_given_back() -> None:
@@ -110,21 +119,6 @@ def test_a_segment_of_which_a_part_is_used_cannot_be_given_back() -> None:
     assert "b asked for 0.061 GiB" in str(result)
 
 
-def test_other_streams_caches_are_given_back_too() -> None:
-    assert replay(("a", 50), "a", ("b", 60), streams={"b": 1}, limit_mib=100).regime == "retries"
-
-
-def test_expandable_segments_give_back_pages_in_the_midst_of_used_ones() -> None:
-    # a occupies page 0 and half of 1; x pages 1 (half) to 5; b the rest: 3 whole free pages can move
-    actions = (("a", 30), ("x", 80), ("b", 10), "x", ("c", 100))
-    assert mib(replay(*actions, expandable_segments=True).reserved)[-1] == 220
-    result = replay(*actions, expandable_segments=True, limit_mib=160)
-    assert result.regime == "retries"
-    # 120 reserved, 3 pages given back, 5 mapped anew
-    assert mib(result.reserved) == [40, 120, 120, 120, 160]
-    assert result.num_device_free == 1
-
-
 def test_expandable_segments_fill_the_gap_they_left_before_growing() -> None:
     actions = (("a", 20), ("x", 60), ("b", 20), "x", ("c", 80), "c", ("d", 60))
     result = replay(*actions, expandable_segments=True, limit_mib=120)
@@ -134,19 +128,13 @@ def test_expandable_segments_fill_the_gap_they_left_before_growing() -> None:
 
 def test_expandable_segments_avoid_the_slivers_of_a_growing_batch() -> None:
     """The case that PyTorch's note on expandable segments describes: batch sizes N and then N + 1."""
-
-    def steps() -> list:
-        actions = []
-        for batch in (10, 11):
-            names = [f"{batch}.{i}" for i in range(20)]
-            actions += [(name, batch * size) for name, size in zip(names, [3, 12] * 10, strict=True)]
-            actions += names
-        return actions
-
-    plain, expandable = replay(*steps()), replay(*steps(), expandable_segments=True)
-    needed = plain.peak_allocated_gib
-    assert plain.peak_reserved_gib > 1.3 * needed
-    assert expandable.peak_reserved_gib < 1.02 * needed
+    actions: list[tuple[str, float] | str] = []
+    for batch in (10, 11):
+        sizes = {f"{batch}.{i}": batch * (12 if i % 2 else 3) for i in range(20)}
+        actions += [*sizes.items(), *sizes]
+    plain, expandable = replay(*actions), replay(*actions, expandable_segments=True)
+    assert plain.peak_reserved_gib > 1.3 * plain.peak_allocated_gib
+    assert expandable.peak_reserved_gib < 1.02 * plain.peak_allocated_gib
 
 
 @pytest.mark.parametrize("expandable_segments", [False, True])
@@ -239,7 +227,10 @@ def test_under_a_limit_a_growing_batch_fits_then_retries_then_runs_out_of_memory
     traces = [language_model_trace(size, lengths) for size in sizes]
     limit_gib = 1.25 * traces[sizes.index(8)].peak_gib
 
-    plain = [simulate_allocator(trace, limit_gib=limit_gib) for trace in traces]
+    plain, expandable = (
+        [simulate_allocator(trace, limit_gib=limit_gib, expandable_segments=both) for trace in traces]
+        for both in (False, True)
+    )
     regimes = [result.regime for result in plain]
     order = ["fits", "retries", "out of memory"]
     assert set(regimes) == set(order)
@@ -250,9 +241,6 @@ def test_under_a_limit_a_growing_batch_fits_then_retries_then_runs_out_of_memory
         assert (result.regime == "fits") == (unlimited.peak_reserved_gib <= limit_gib)
         assert unlimited.peak_reserved_gib > 1.4 * unlimited.peak_allocated_gib  # fragmentation
 
-    expandable = [
-        simulate_allocator(trace, limit_gib=limit_gib, expandable_segments=True) for trace in traces
-    ]
     fits = [result.regime == "fits" for result in expandable]
     assert sum(fits) > regimes.count("fits") + regimes.count("retries") - 1
     assert all(result.peak_reserved_gib <= limit_gib for result in expandable)

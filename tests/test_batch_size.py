@@ -23,11 +23,8 @@ def test_finds_the_largest_batch_size_without_retries():
     device = ImaginedDevice()
     search = find_batch_size(device.train, device=device)
     assert search.best == 16
-    assert outcomes(search) == {
-        **dict.fromkeys((1, 2, 4, 8, 16), "ok"),
-        **dict.fromkeys((32, 24, 20, 18), "OOM"),
-        17: "retries",
-    }
+    expected = {**dict.fromkeys((1, 2, 4, 8, 16), "ok"), **dict.fromkeys((32, 24, 20, 18), "OOM")}
+    assert outcomes(search) == {**expected, 17: "retries"}
 
 
 @pytest.mark.parametrize(("speed", "best"), [(97.0, 8), (99.0, 16), (104.0, 16)])
@@ -78,32 +75,21 @@ def test_says_so_when_no_batch_size_does_well():
     ids=["python", "cpu", "cuda", "cublas", "cudnn"],
 )
 def test_runtime_errors_that_mean_out_of_memory_count_as_well(fail):
-    device = ImaginedDevice()
-
-    def step(batch_size: int) -> None:
-        device.train(batch_size)
-        if batch_size > 5:
-            fail()
-
-    assert find_batch_size(step, device=device).best == 5
-
-
-def raise_error(error: Exception) -> None:
-    raise error
-
-
-def test_out_of_memory_in_a_timed_step_counts_as_well():
     device, seen = ImaginedDevice(), []
 
     def step(batch_size: int) -> None:
         seen.append(batch_size)
-        if batch_size == 8 and seen.count(8) == 4:  # the second timed step
-            raise torch.OutOfMemoryError("fragmented")
         device.train(batch_size)
+        if batch_size > 5 and seen.count(batch_size) == (4 if batch_size == 8 else 1):  # 4: a timed step
+            fail()
 
     search = find_batch_size(step, device=device)
-    assert search.best == 7
+    assert search.best == 5
     assert outcomes(search)[8] == "OOM"
+
+
+def raise_error(error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.parametrize("options", [{"start": 0}, {"start": 4, "limit": 3}])
@@ -284,45 +270,34 @@ def test_fsdp1_interrupted_is_not_trained_on(two_ranks):
         assert "Best: " in message
 
 
-def test_an_error_of_one_rank_ends_the_search_on_all(two_ranks):
-    def search() -> str:
-        def step(batch_size: int) -> None:
+def test_what_goes_wrong_on_one_rank_ends_the_search_on_all_with_what_was_found(two_ranks):
+    def search() -> list[str]:
+        device, seen, rank = ImaginedDevice(), [], dist.get_rank()
+
+        def bad_sample(batch_size: int) -> None:
             dist.all_reduce(torch.ones(1))
-            if dist.get_rank() == 1 and batch_size == 4:
+            if rank == 1 and batch_size == 4:
                 raise ValueError("bad sample")
             dist.all_reduce(torch.ones(1))
 
-        return message_of(lambda: find_batch_size(step, limit=8, device="cpu"))
-
-    first, second = two_ranks(search)
-    assert first.startswith("RuntimeError: find_batch_size: the step failed on rank 1. Found so far:")
-    assert "Best: " in first
-    assert second == "ValueError: bad sample"
-
-
-def test_ranks_that_ask_for_different_things_are_refused(two_ranks):
-    def search() -> str:
-        device = ImaginedDevice()
-        return message_of(lambda: find_batch_size(device.train, limit=8 + dist.get_rank(), device=device))
-
-    for message in two_ranks(search):
-        assert "expected the same limit on all ranks, found rank 0: 8; rank 1: 9" in message
-
-
-def test_out_of_memory_of_one_rank_in_a_timed_step_ends_the_search_with_what_was_found(two_ranks):
-    def search() -> str:
-        device, seen = ImaginedDevice(), []
-
-        def step(batch_size: int) -> None:
+        def fragmented(batch_size: int) -> None:
             seen.append(batch_size)
-            if dist.get_rank() == 1 and batch_size == 8 and seen.count(8) == 4:
+            if rank == 1 and batch_size == 8 and seen.count(8) == 4:  # a timed step
                 raise torch.OutOfMemoryError("fragmented")
             device.train(batch_size)
 
-        return message_of(lambda: find_batch_size(step, device=device))
+        return [
+            message_of(lambda: find_batch_size(device.train, limit=8 + rank, device=device)),
+            message_of(lambda: find_batch_size(bad_sample, limit=8, device="cpu")),
+            message_of(lambda: find_batch_size(fragmented, device=device)),
+        ]
 
     first, second = two_ranks(search)
-    assert "out of memory at batch size 8 in a timed step" in second
-    assert "heard nothing from another rank" in first
-    for message in (first, second):
-        assert "Best: 4 per rank" in message
+    assert "expected the same limit on all ranks, found rank 0: 8; rank 1: 9" in first[0]
+    assert second[0] == first[0]
+    assert first[1].startswith("RuntimeError: find_batch_size: the step failed on rank 1. Found so far:")
+    assert "Best: " in first[1]
+    assert second[1] == "ValueError: bad sample"
+    assert "heard nothing from another rank" in first[2]
+    assert "out of memory at batch size 8 in a timed step" in second[2]
+    assert all("Best: 4 per rank" in messages[2] for messages in (first, second))

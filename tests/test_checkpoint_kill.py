@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -365,3 +366,23 @@ def test_two_programs_do_not_save_into_one_directory(tmp_path: Path, monkeypatch
         assert theirs.is_dir(), "what another program was writing has gone"
     save_one(tmp_path, 1)  # it was killed, and did not get to clean up
     assert [path.name for path in tmp_path.iterdir()] == ["000001-step-1"]
+
+
+def test_an_export_into_a_directory_that_this_process_saves_into_leaves_the_save_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, run = save_distributed(tmp_path / "source", One(1), step=1).wait(), tmp_path / "run"
+    going, rename = threading.Event(), Path.rename
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", lambda *paths, **how: (going.wait(20), rename(*paths, **how))[1])
+        save = save_distributed(run, One(2), step=2, asynchronous=True, state={"at": 2})
+        while not list(run.glob(".saving-*-step-2")):
+            time.sleep(0.01)
+        clock = time.monotonic
+        patched.setattr(time, "monotonic", lambda: 30 * clock())  # waits for a lock seem shorter
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="expected to be the only program that saves there"):
+                export_safetensors(source, run)
+        going.set()
+        save.wait()
+    assert load_one(run) == 2

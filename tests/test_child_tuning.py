@@ -577,6 +577,17 @@ def test_mistakes_are_told(options: dict, words: str) -> None:
         ChildTuningAdamW([("p", parameter(2, 4))], **options)
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_masks_belong_to_exact_names(prefix: str) -> None:
+    """DDP puts "module." before all names; a submodule may be called so, too."""
+    ps = {f"{prefix}{name}": parameter(3) for name in ("module.w", "w")}
+    kept, options = torch.tensor([True, False, False]), {"mode": "task", "lr": 0.1}
+    before = {name: p.detach().clone() for name, p in ps.items()}
+    ChildTuningAdamW([*ps.items()], gradient_mask={"module.w": kept, "w": ~kept}, **options).step()  # pyright: ignore
+    assert torch.equal(ps[f"{prefix}module.w"] != before[f"{prefix}module.w"], kept)
+    assert torch.equal(ps[f"{prefix}w"] != before[f"{prefix}w"], ~kept)
+
+
 def test_what_no_step_can_do_is_refused() -> None:
     p = parameter(2)
     with pytest.raises(ValueError, match="named_parameters"):

@@ -96,7 +96,7 @@ def a_thread_that_sends() -> None:
             step(model)
         thread.join(60)
     gathers = [event for event in trace.collectives if event.kind == "all_gather"]
-    assert Counter(event.module for event in gathers if event.bytes_in == 4) == {"": 40}  # of no unit
+    assert Counter(event.module for event in gathers if event.bytes_in == 4) == {"": 40}
     assert len(gathers) == 40 + 11 * (2 * UNITS - 1)  # the root's is not gathered again
 
 
@@ -177,7 +177,7 @@ def wrong_arguments() -> None:
 
 
 def an_exception() -> None:
-    """What was recorded until then is left, nothing more is recorded, and no hook stays in the model."""
+    """The trace keeps the events until then, nothing more is recorded, and no hook stays in the model."""
     for build in (fsdp1, fsdp2, DistributedDataParallel):
         model = build(Model())
         step(model)
@@ -266,7 +266,7 @@ class FakeEvent:
     """A GPU's event: the GPU runs everything 1 s late, and takes a ms from one event to the next."""
 
     made = itertools.count()
-    finished = 10**9  # of so many
+    finished = 10**9
 
     def __init__(self, device: torch.device, enable_timing: bool) -> None:
         assert (device, enable_timing) == (torch.device("cpu"), True)

@@ -143,11 +143,6 @@ def computing(events: list[StepEvent], compute_s) -> list[float]:
     return [round(span.end - span.start, 6) for span in spans if span.event.kind == "compute"]
 
 
-def test_after_the_reduction_of_another_unit_a_unit_only_lays_its_gradients_together():
-    events = [compute("a", "backward", 0.1), reduce("b"), compute("a", "backward", 0.3), reduce("a")]
-    assert computing(events, 1.0) == [2.0, 0.0]
-
-
 def test_ddp_computes_for_each_bucket_as_long_as_its_bytes_say():
     root = compute("(root)", "backward")
     step = [

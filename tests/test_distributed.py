@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
 from fsdp_utils import get_local_rank, get_rank, get_world_size, rank0_first, sampler
 
@@ -125,19 +124,6 @@ def test_rank0_first_runs_in_a_single_process_and_not_in_ranks_without_a_group(
 
 
 # ---- sampler -------------------------------------------------------------------------------------------
-
-
-def test_alone_the_sampler_gives_every_sample_once_in_an_order_that_changes_by_epoch() -> None:
-    dataset = TensorDataset(torch.arange(10))
-    order = sampler(dataset)
-    epochs = []
-    for epoch in range(2):
-        order.set_epoch(epoch)
-        loader = DataLoader(dataset, batch_size=3, sampler=order)
-        epochs.append([int(i) for (batch,) in loader for i in batch])
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
-    assert epochs[0] != epochs[1]
-    assert list(sampler(dataset, shuffle=False)) == list(range(10))
 
 
 def test_ranks_share_the_order_of_one_process_and_take_equally_many_steps(two_ranks: TwoRanks) -> None:

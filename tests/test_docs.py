@@ -47,11 +47,8 @@ def tree_of_readme() -> list[str]:
 def test_files_that_documents_name_exist() -> None:
     assert [path for path in tree_of_readme() if not (ROOT / path).exists()] == []
     named = re.findall(r"`([\w/]+\.(?:py|json|pyi))`", (ROOT / "CONTRIBUTING.md").read_text())
-    folders = (
-        ROOT,
-        ROOT / "fsdp_utils",
-        ROOT / "fsdp_utils" / "sharding",
-    )  # of a file of every room: one of them
+    # a file that every room has: the one of sharding
+    folders = (ROOT, ROOT / "fsdp_utils", ROOT / "fsdp_utils" / "sharding")
     assert [n for n in named if n.islower() and not any((folder / n).exists() for folder in folders)] == []
 
 

@@ -34,10 +34,12 @@ CASES = [  # a program, the package that it misses, and the extra that has it
         "train",
     ),
     ("from fsdp_utils.integrations import transformers", "transformers", "train"),
+    ("command('translate', 'config.yaml')", "yaml", "notebooks"),
+    ("command('train', '--out', '.')", "jsonargparse", "train"),
     ("from fsdp_utils.integrations.lightning import *; MemoryCallback()", "lightning", "lightning"),
 ]
 SCRIPT = """
-import json, sys
+import contextlib, json, runpy, sys
 from pathlib import Path
 from types import SimpleNamespace
 from IPython.core.interactiveshell import InteractiveShell
@@ -46,6 +48,14 @@ InteractiveShell.instance()
 Path("config.yaml").write_text("distributed_type: FSDP")
 Path("config.json").write_text("{}")
 PLANNED = SimpleNamespace(moments=[], available_gib=80.0, gpu=SimpleNamespace(name="H100"))
+
+def command(*arguments):
+    sys.argv = ["fsdp_utils", *arguments]
+    with open("said", "w") as said, contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        runpy.run_module("fsdp_utils", None, "__main__", True)
+    (line,) = Path("said").read_text().splitlines()
+    raise ModuleNotFoundError(line)
+
 for code, blocked in json.loads(sys.argv[1]):
     before = sys.modules.get(blocked)
     sys.modules[blocked] = None  # an import says: No module named ...

@@ -54,7 +54,7 @@ def train_step(model: nn.Module) -> torch.Tensor:
 
 
 def told(program: Callable[[], Any], **options: Any) -> tuple[str, float, str, str]:
-    """What check_in_step says of a program on this rank: the error, seconds, the report, stderr."""
+    """Run a program under check_in_step on this rank; returns the error, seconds, the report and stderr."""
     _set_pg_timeout(WAIT, dist.group.WORLD)
     warnings.simplefilter("ignore")  # torch's own, on stderr
     dist.barrier()

@@ -240,15 +240,12 @@ def test_every_field_of_accelerates_config_is_known() -> None:
 def test_the_table_marks_what_is_lost() -> None:
     fsdp = {"fsdp_state_dict_type": "LOCAL_STATE_DICT", "fsdp_backward_prefetch": "BACKWARD_PRE"}
     found = translate({"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": fsdp})
-    marks = [line[0] for line in str(found).split("\n")[1:-1:2]]
-    assert str(found).startswith(
-        "Accelerate to FSDP2\n  fsdp_config.fsdp_backward_prefetch = 'BACKWARD_PRE'\n"
-    )
-    assert "".join(marks) == " ! !"
+    assert "".join(line[0] for line in str(found).split("\n")[1:-1:2]) == " ! !"
     assert str(found).endswith("(! has no counterpart in FSDP2)")
-    lost, low = found.without_counterpart
-    assert lost.startswith("fsdp_config.fsdp_state_dict_type = 'LOCAL_STATE_DICT': no flat parameters")
-    assert low.startswith("mixed_precision = 'bf16': MixedPrecisionPolicy(")
+    assert [text.partition(":")[0] for text in found.without_counterpart] == [
+        "fsdp_config.fsdp_state_dict_type = 'LOCAL_STATE_DICT'",
+        "mixed_precision = 'bf16'",
+    ]
 
 
 def test_files_are_read_and_frameworks_are_told(tmp_path: Path) -> None:
@@ -299,29 +296,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": 1}, r"expected a config with the key .* found 'model'"),
     ({"zero_optimization": {"stage": 4}}, r"zero_optimization.stage: expected one of 0, 1, 2, 3, found 4"),
     ({"zero_optimization": {"stage": "auto"}}, r"stage: expected 0, 1, 2 or 3, found 'auto'. Give it"),
-    (
-        {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}},
-        r"hpz_.*: expected stage 3 beside it",
-    ),
     ({**ZERO3, "bf16": {"enabled": True}, "fp16": {"enabled": True}}, r"fp16.enabled: .* found both enabled"),
-    ({**ZERO3, "fp16": {"enabled": "yes"}}, r"fp16.enabled: expected one of .* found 'yes'"),
-    ({"distributed_type": "XLA"}, r"distributed_type: expected one of FSDP, .* found 'XLA'"),
     ({"distributed_type": "FSDP", "fsdp_config": 3}, r"fsdp_config: expected a section with keys, found 3"),
     (in_fsdp1("FULL"), r"fsdp_config.fsdp_sharding_strategy: expected one of \['FULL_SHARD', 1\], .*'FULL'"),
-    (
-        {"fsdp": True, "fsdp_config": {"offload_params": "yes"}},
-        r"offload_params: expected one of .*True.*'yes'",
-    ),
-    (
-        {"fsdp": True, "fsdp_config": "fsdp.json"},
-        r"fsdp_config: expected a section with keys, found 'fsdp.json'",
-    ),
     ({"base_model": "x", "deepspeed": "z.json"}, r"deepspeed: expected fsdp, found DeepSpeed's settings"),
     (
         {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
         r"deepspeed_config_file: expected the settings themselves, .* Translate that file",
     ),
-    ({"precision": "amp_bf8", "fsdp_config": {}}, r"precision: expected one of .* found 'amp_bf8'"),
     ({"parallelism_config": {"tp": {}}}, r"parallelism_config: expected a section 'fsdp'"),
     ({"fsdp_config": {"data_parallel_replicate_degree": -1}}, r"one of the two can be left open"),
     (

@@ -19,7 +19,6 @@ from transformers import (
     BertConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
     Qwen3MoeConfig,
     T5Config,
     ViTConfig,
@@ -126,35 +125,19 @@ def test_a_step_is_an_estimate_with_its_range_beside_a_roofline() -> None:
     assert text in str(found)
 
 
-def test_tight_spans_the_error_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tight_spans_the_error_of_memory_and_what_is_too_much_gets_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("fsdp_utils.planner.efficiency.MEMORY_RANGE", (0.9, 1.2))
     for available, verdict in ((13.0, "fits"), (11.9, "tight"), (7.3, "tight"), (7.1, "does not fit")):
-        sized = dataclasses.replace(
-            plain(), peak_allocated_gib=8.0, peak_reserved_gib=10.0, available_gib=available
-        )
+        sizes = {"peak_allocated_gib": 8.0, "peak_reserved_gib": 10.0, "available_gib": available}
+        sized = dataclasses.replace(plain(), **sizes)
         assert sized.verdict == verdict
         assert sized.fits == (available >= 10)
         assert f": {verdict} (simulated)" in str(sized)
-
-
-def test_the_picture_shows_the_limit_and_names_the_phases() -> None:
-    pytest.importorskip("matplotlib")
-    axes = dataclasses.replace(plain(), available_gib=0.05).plot()
-    assert "one training step" in axes.get_xlabel()
-    assert "GiB" in axes.get_ylabel()
-    assert {text.get_text().strip() for text in axes.texts} == {"forward", "backward", "optimizer"}
-    (limit,) = [line for line in axes.lines if str(line.get_label()).startswith("H100: ")]
-    assert limit.get_ydata()[0] == 0.05  # pyright: ignore
-
-
-def test_a_model_that_does_not_fit_gets_advice_largest_part_first() -> None:
-    found = dataclasses.replace(plain(), available_gib=0.0)
-    assert not found.fits
-    assert "too much is reserved" in found.advice[0]
-    sizes = [float(text.split()[0]) for text in found.advice[1:]]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sum(sizes) == pytest.approx(1024 * found.peak_allocated_gib, rel=0.05)
-    assert 'checkpointing="full" keeps one input of each block' in str(found).replace("\n            ", " ")
+        parts = [float(text.split()[0]) for text in sized.advice[1:]]
+        assert parts == sorted(parts, reverse=True)
+        assert bool(parts) is not sized.fits
 
 
 def test_the_search_ends_at_the_fewest_gpus_that_will_do() -> None:
@@ -181,25 +164,18 @@ def test_the_operations_of_a_model_are_three_times_those_of_forward() -> None:
 
 
 MOE: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "vocab_size": 96}
-MIXTRAL = MixtralConfig(**MOE, num_local_experts=8)
 QWEN = Qwen3MoeConfig(**MOE, head_dim=32, moe_intermediate_size=48, num_experts=16)
 
 
-@pytest.mark.parametrize(  # experts, of which a token has, width of attention
-    ("config", "experts", "chosen", "width", "checkpointing"),
-    [(MIXTRAL, 8, 2, 64 + 64, None), (QWEN, 16, 8, 128 + 128, "full")],
-)
-def test_the_operations_of_experts_are_those_of_the_active_parameters(
-    config: Any, experts: int, chosen: int, width: int, checkpointing: str | None
-) -> None:
-    found = plan(config, world_size=2, batch_size=4, seq_len=32, checkpointing=checkpointing)
+def test_the_operations_of_experts_are_those_of_the_active_parameters() -> None:
+    found = plan(QWEN, world_size=2, batch_size=4, seq_len=32, checkpointing="full")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(QWEN)
     active = 0.0
     for name, p in model.named_parameters():
         if p.ndim > 1 and "embed_tokens" not in name:
-            active += p.numel() * (chosen / experts if p.ndim == 3 else 1)
-    attention = 3 * 2 * config.num_hidden_layers * 2 * 32 * 32 * width
+            active += p.numel() * (8 / 16 if p.ndim == 3 else 1)  # a token has 8 of the 16 experts
+    attention = 3 * 2 * QWEN.num_hidden_layers * 2 * 32 * 32 * (128 + 128)
     assert found.timing.model_flop == pytest.approx(6 * active * 2 * 32 + attention, rel=0.05)
     assert found.unlike == ["experts or convolutions in its blocks"]
 
@@ -216,32 +192,21 @@ product.register_autograd(
 )
 
 
-def of_own_blocks(also: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Plan:
-    class Own(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return also(super().forward(x), self.up.weight)
-
-    return plan(Net(block=Own), world_size=2, batch_size=2, inputs=tokens)
+class WithOwnProduct(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        x = F.layer_norm(F.prelu(x, self.up.weight[0]), x.shape[-1:])  # these multiply no matrices
+        return x + product(x, self.up.weight[:32])
 
 
 def test_no_speed_is_predicted_where_a_product_is_not_counted() -> None:
-    found = of_own_blocks(lambda x, weight: x + product(x, weight[:32]))
+    found = plan(Net(block=WithOwnProduct), world_size=2, batch_size=2, inputs=tokens)
     assert found.uncounted == ["planner_test.product"]
     assert math.isnan(found.step_s)
     assert math.isnan(found.samples_per_s)
     assert found.peak_allocated_gib > 0
-    assert "no speed is predicted: the operations of planner_test.product are not counted" in found.notes[0]
+    assert "the operations of planner_test.product are not counted" in found.notes[0]
     assert "speed     " not in str(found)
-
-
-def test_operators_of_torch_that_multiply_no_matrices_raise_no_alarm() -> None:
-    def several(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        x = F.prelu(x, weight[0]) + F.smooth_l1_loss(x, x * 2, reduction="none")
-        return F.layer_norm(x, x.shape[-1:], weight[0]) + F.binary_cross_entropy_with_logits(
-            x, x * 2, reduction="none"
-        )
-
-    assert of_own_blocks(several).uncounted == []
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------

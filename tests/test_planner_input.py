@@ -43,26 +43,15 @@ QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbyt
     [
         (LLAMA, {"gpu": "H1000"}, "expected gpu out of A10, A100-40"),
         (LLAMA, {"strategy": "zero9"}, "expected strategy out of full, grad_op, hybrid, found 'zero9'"),
-        (LLAMA, {"world_size": 5000, "batch_size": 5000}, "a world_size from 1 to 4096, found 5000"),
         (LLAMA, {"world_size": "8"}, "expected world_size to be a whole number from 1 on, found '8'"),
         (LLAMA, {"world_size": 12, "batch_size": 12}, "multiples of 8, the ranks_per_host, found 12"),
         (LLAMA, {"batch_size": 20}, "16 ranks in 1 micro-batches can share, such as 32, found 20"),
         (LLAMA, {"seq_len": None}, "reads tokens; expected seq_len, found None"),
         (LLAMA, {"seq_len": 2**61}, "a batch for LlamaForCausalLM failed: RuntimeError: Storage size"),
         (LLAMA, {"no_sync": True}, "no_sync expects micro_batches of 2 or more, found 1"),
-        (LLAMA, {"checkpointing": "some"}, "expected checkpointing to be None, "),
-        (LLAMA, {"strategy": "hybrid", "ranks_per_host": 16}, "expects several hosts, more than 16 ranks"),
         (LLAMA, {"gpu": "T4"}, "a T4 does not compute in bf16"),
-        (LLAMA, {"shard": lambda model, mesh: model}, "expected shard to give a sharded model, found Llama"),
         (LlamaConfig(**SIZES, num_key_value_heads=3), {}, "the forward pass of LlamaForCausalLM failed"),
-        (LlamaConfig(**{**SIZES, "num_hidden_layers": 0}), {}, "found no transformer blocks"),
         (LlamaConfig(**SIZES, **QUANTIZED), {}, "does not simulate quantized weights"),
-        (
-            LlamaConfig(hidden_size=64, vocab_size=-1),
-            {},
-            'to build the model on "meta", without memory, failed',
-        ),
-        (Net(), {"inputs": lambda *_: 1 / 0}, "a batch for Net failed: ZeroDivisionError"),
         (Net(), {}, "does not know what to call Net with"),
         (Net().requires_grad_(False), {"inputs": tokens}, "expected parameters that need a gradient"),
         (Odd, {"inputs": tokens}, "expected at most 500 blocks that do not repeat, found 501 in Odd"),
@@ -86,7 +75,6 @@ def test_bad_input_gets_one_sentence(model: Any, options: dict[str, Any], senten
     ("change", "sentence"),
     [
         ({"memory_gb_s": 0}, "expected memory_gb_s to be a number above 0, found 0"),
-        ({"usable_gib": float("nan")}, "expected usable_gib to be a number above 0, found nan"),
         ({"link": "SLI"}, "expected link out of NVLink, PCIe, found 'SLI'"),
     ],
 )
@@ -149,20 +137,13 @@ def test_the_planner_runs_no_code_of_a_folder(
     ("config", "arguments", "sentence"),
     [
         (LLAMA.to_json_string(), "--gpu H1000", "expected gpu out of A10, A100-40"),
-        (
-            LLAMA.to_json_string(),
-            "--batch-size 3",
-            "2 ranks in 1 micro-batches can share, such as 4, found 3",
-        ),
         ('{"model_type": "nobody\'s"}', "", "config.json failed: "),
         ("{", "", "config.json failed: JSONDecodeError"),
-        (None, "", "a folder with a config.json, found none"),
         (
             '{"model_type": "llama", "num_hidden_layers": 1000000000}',
             "",
             "expected at most 10,000, found 1,000,000,000",
         ),
-        ('{"model_type": "llama", "architectures": 5}', "", 'to build the model on "meta"'),
     ],
 )
 def test_the_command_says_what_is_wrong_in_one_line(

@@ -24,7 +24,7 @@ def data_of(player) -> dict:
 
 
 def held(run, line: str, moment: float) -> float:
-    """What a rank holds of unit b at a moment, on the line that the player draws from corner to corner."""
+    """The part of unit b that a rank holds at a moment, on the line that the player draws."""
     corners = data_of(play({"": run}))["runs"][0]["held"]["b"][line]
     begin, before = [corner for corner in corners if corner[0] <= moment][-1]
     end, after = next((corner for corner in corners if corner[0] > moment), (moment + 1, before))
@@ -113,7 +113,7 @@ setTimeout(() => {
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_the_player_in_a_browser(tmp_path: Path):
     run = replayed(NONE)
-    thin = max(run.spans, key=lambda span: span.end)  # of a thousandth of the step: it has 2 pixels
+    thin = max(run.spans, key=lambda span: span.end)  # a thousandth of the step has 2 pixels
     short = replace(thin, start=thin.end - 0.006)
     run = replace(run, spans=[short if span is thin else span for span in run.spans])
     html = play({"one": run})._repr_mimebundle_()["text/html"]

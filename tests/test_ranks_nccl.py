@@ -1,8 +1,6 @@
-"""How ranks on GPUs join, fail and recover, with CUDA faked: the real group underneath is gloo's."""
+"""Ranks on GPUs join, fail and recover, with CUDA faked: the real group underneath is gloo's."""
 
 import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -17,8 +15,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from fsdp_utils import run_on_ranks
 from fsdp_utils.notebook import engine, group, nccl
-from fsdp_utils.notebook.cell import Cell
-from fsdp_utils.notebook.cluster import Call, Interrupts, choose
+from fsdp_utils.notebook.cluster import choose
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -84,33 +81,8 @@ def test_joining_sets_nccls_environment_aborts_the_old_group_and_warms_up(two_ra
         assert whole
 
 
-def test_the_health_check_polls_an_all_reduce_on_the_gpus_and_has_a_limit(two_ranks):
-    def on_rank() -> tuple[bool, float, int]:
-        rank = dist.get_rank()
-        with (
-            faked_cuda([]),
-            patch.object(dist, "barrier") as barrier,
-            patch.object(group, "shut_connections") as cut,
-        ):
-            barrier.return_value = None  # over gloo all is well
-            if rank == 1:  # one collective ahead of rank 0
-                dist.all_reduce(torch.ones(()), async_op=True)
-            began = time.monotonic()
-            whole = group.group_is_healthy(0.5)
-            seconds = time.monotonic() - began
-        if rank == 0:
-            time.sleep(3)
-            dist.all_reduce(torch.ones(()))
-        dist.barrier()
-        return whole, seconds, cut.call_count
-
-    for whole, seconds, cuts in two_ranks(on_rank):
-        assert (whole, cuts) == (False, 1)
-        assert seconds < 2.5
-
-
 def alone(fn: Callable[..., Any], *arguments: Any) -> Any:
-    """In a process of its own, as a cell changes signal handlers."""
+    """Call it in another process, as a cell changes signal handlers."""
     return run_on_ranks(fn, *arguments, world_size=1)[0]
 
 
@@ -143,65 +115,6 @@ def test_a_collective_past_its_limit_ends_the_cell_and_not_the_process():
 
 
 @pytest.mark.parametrize(
-    ("answers", "lost"), [([ASSERT, ASSERT], True), ([ASSERT, True], False), ([False, True], False)]
-)
-def test_a_context_is_lost_if_the_error_does_not_pass(answers: list[str | bool], lost: bool) -> None:
-    left = iter(answers)
-
-    def query() -> bool:
-        answer = next(left)
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        return answer
-
-    with faked_cuda([]), patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(query=query)):
-        assert nccl.gpu_is_lost() is lost
-
-
-class FakeCluster:
-    """Two ranks on GPUs, of which rank 1 has lost its context."""
-
-    world_size, device = 2, "cuda"
-
-    def __init__(self) -> None:
-        self.signals: list[tuple[list[int], int]] = []
-        self.replaced: list[int] = []
-        self.exits: dict[int, Any] = {}
-
-    def call(self, rank: int, *_: Any) -> Call:
-        return Call()
-
-    def forget_printed(self) -> None:
-        pass
-
-    def ask(self, some: list[int], function: str) -> list[bool]:
-        return [function == "gpu_is_lost" and rank == 1 for rank in some]
-
-    def signal(self, some: list[int], number: int) -> None:
-        self.signals.append((some, number))
-
-    def regroup(self, dead: list[int]) -> list[int]:
-        self.replaced = list(dead)
-        return self.replaced
-
-
-@pytest.mark.parametrize(("device", "killed"), [("cuda", False), ("cpu", True)])
-def test_ranks_on_gpus_have_time_to_abort_and_are_replaced_without_a_context(
-    device: str, killed: bool
-) -> None:
-    cluster = FakeCluster()
-    cluster.device = device
-    cell = Cell(cluster, "x = 1", [0, 1], 5.0, Interrupts())  # type: ignore[arg-type]
-    cell.trouble_at = time.monotonic() - 5
-    cell._free_stuck_ranks()
-    assert ([0, 1], signal.SIGINT) in cluster.signals
-    assert (([0, 1], signal.SIGKILL) in cluster.signals) == killed
-    note = cell._recover()
-    assert cluster.replaced == ([1] if device == "cuda" else [])
-    assert ("The new rank 1 has no variables yet" in note) == (device == "cuda")
-
-
-@pytest.mark.parametrize(
     ("gpus", "asked", "chosen"),
     [
         (0, (None, None), (4, "cpu", 0)),
@@ -220,8 +133,3 @@ def test_as_many_ranks_as_gpus_or_as_share_a_lessons_batch_equally(
     gpus: int, asked: tuple[int | None, str | None], chosen: tuple[int, str, int]
 ) -> None:
     assert choose(*asked, gpus) == chosen
-
-
-def test_more_ranks_than_gpus_are_refused_if_they_are_asked_for() -> None:
-    with pytest.raises(ValueError, match="torch finds 2 here"):
-        choose(4, "cuda", 2)

@@ -51,17 +51,6 @@ def test_results_come_by_rank_and_by_value() -> None:
     assert run_on_ranks(get_rank, world_size=1) == [0]
 
 
-def test_closures_and_their_classes_travel(two_ranks: TwoRanks) -> None:
-    class Point:
-        def __init__(self, x: int) -> None:
-            self.x = x
-
-    offset = 10
-    results = two_ranks(lambda point: Point(point.x + offset + get_rank()), Point(5))
-    assert [result.x for result in results] == [15, 16]
-    assert all(type(result) is Point for result in results)
-
-
 def test_the_environment_is_torchruns_and_otherwise_the_callers(
     two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -100,20 +89,6 @@ def test_ranks_listen_on_loopback_only_and_may_start_workers(two_ranks: TwoRanks
     assert first
     assert first | second <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert some + others == sum(range(8))
-
-
-def test_two_calls_at_once_do_not_meet() -> None:
-    results: dict[int, list[float]] = {}
-
-    def call(factor: int) -> None:
-        results[factor] = [float(result) for result in run_on_ranks(summed, torch.tensor([float(factor)]))]
-
-    threads = [threading.Thread(target=call, args=(factor,)) for factor in (1, 10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {1: [3.0, 3.0], 10: [30.0, 30.0]}
 
 
 def test_prints_go_where_the_callers_go_now(two_ranks: TwoRanks, capfd: pytest.CaptureFixture[str]) -> None:

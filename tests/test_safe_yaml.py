@@ -1,7 +1,5 @@
 """YAML from somebody else: what safe_load reads is read alike, what would never end is refused at once."""
 
-import subprocess
-import sys
 import time
 
 import pytest
@@ -27,6 +25,7 @@ def merges(levels: int) -> str:
         "a: [1, 2.5, 1e-4, yes, null, 2020-01-02]\nb: {c: text}\n",
         "base: &base {x: 1, y: [2]}\none: {<<: *base, x: 3}\ntwo: *base\n",
         bomb(2),
+        "a: &a {k: a}\nb: &b {k: a, m: 1}\nc: {<<: *a, <<: *b, k: k}\nd: [a, a, a]\n",
         "- " * (MOST_DEPTH - 1) + "x",
     ],
 )
@@ -54,6 +53,9 @@ def test_what_safe_load_reads_is_read_alike(text: str) -> None:
         ("a: !!python/object/apply:os.getcwd []", "f.yaml: .*cannot be read"),
         ("? [1, {b: 2}]\n: x", "f.yaml: .*unhashable"),
         ("a: " + "9" * 5000, "f.yaml: .*cannot be read"),
+        ("a: 1\nb: 2\na: 3\n", "line 3: expected each key once in a section, found 'a' again"),
+        ("x:\n  - {a: 1, 'a': 2}\n", "line 2: expected each key once in a section, found 'a' again"),
+        ("x: {y: [{a: {}, b: 1, a: []}]}\n", "line 1: expected each key once in a section, found 'a' again"),
     ],
 )
 def test_what_is_no_configuration_is_refused_at_once(text: str, told: str) -> None:
@@ -70,24 +72,3 @@ def test_the_limits_are_where_they_are_said_to_be() -> None:
     load_yaml(repeated, where="f.yaml")
     with pytest.raises(YamlError):
         load_yaml(repeated.replace("]", ", *a]"), where="f.yaml")
-
-
-def test_without_pyyaml_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['yaml'] = None\nfrom fsdp_utils._safe_yaml import load_yaml\n"
-    code += "load_yaml('a: 1', where='f.yaml')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "ModuleNotFoundError: fsdp_utils._safe_yaml needs yaml" in done.stderr
-    assert "pip install 'fsdp_utils[" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "text", ["a: 1\nb: 2\na: 3\n", "x:\n  - {a: 1, 'a': 2}\n", "x: {y: [{a: {}, b: 1, a: []}]}\n"]
-)
-def test_a_key_that_stands_twice_is_refused(text: str) -> None:
-    with pytest.raises(YamlError, match=r"line \d: expected each key once in a section, found 'a' again"):
-        load_yaml(text, where="x.yaml")
-
-
-def test_the_same_key_in_two_sections_and_several_merges_are_read() -> None:
-    text = "a: &a {k: a}\nb: &b {k: a, m: 1}\nc: {<<: *a, <<: *b, k: k}\nd: [a, a, a]\n"
-    assert load_yaml(text, where="x.yaml") == yaml.safe_load(text)

@@ -7,8 +7,8 @@ import shutil
 import socket
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,19 +25,18 @@ backend-path = ["."]
 BACKEND = """
 import zipfile
 
-def build_editable(folder, config_settings=None, metadata_directory=None):
-    info = "tiny-1.dist-info/"
-    files = {
-        info + "METADATA": "Metadata-Version: 2.1\\nName: tiny\\nVersion: 1\\n"
-        "Provides-Extra: notebooks\\nProvides-Extra: train\\nProvides-Extra: test\\nREQUIRES",
-        info + "WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
-        info + "RECORD": "",
-        "tiny.py": "",
-    }
-    with zipfile.ZipFile(folder + "/tiny-1-py3-none-any.whl", "w") as wheel:
-        for name, text in files.items():
-            wheel.writestr(name, text)
-    return "tiny-1-py3-none-any.whl"
+METADATA = "Metadata-Version: 2.1\\nName: tiny\\nVersion: 1\\n"
+METADATA += "".join("Provides-Extra: " + extra + "\\n" for extra in ("notebooks", "train", "test"))
+METADATA += "REQUIRES"
+WHEEL = "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+
+def build_editable(folder, config_settings=None, metadata_directory=None, name="tiny", metadata=METADATA):
+    files = {"METADATA": metadata, "WHEEL": WHEEL, "RECORD": ""}
+    with zipfile.ZipFile(folder + "/" + name + "-1-py3-none-any.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(name + "-1.dist-info/" + file, text)
+        wheel.writestr(name + ".py", "")
+    return name + "-1-py3-none-any.whl"
 """
 
 
@@ -45,15 +44,34 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
 def clone(tmp_path: Path) -> Path:
     """A small project that is set up as this one is, in a folder with a space in its name."""
     clone = tmp_path / "a clone"
-    (clone / "tools").mkdir(parents=True)
+    for folder in ("tools", "locks"):
+        (clone / folder).mkdir(parents=True)
     shutil.copy(ROOT / SETUP, clone / SETUP)
     shutil.copy(ROOT / "Makefile", clone)
     (clone / "pyproject.toml").write_text(PYPROJECT)
-    (clone / "constraints.txt").write_text("")
-    (clone / "locks").mkdir()
-    (clone / "locks" / "setup.txt").write_text("")
+    for empty in ("constraints.txt", "locks/setup.txt"):
+        (clone / empty).write_text("")
     (clone / "backend.py").write_text(BACKEND.replace("REQUIRES", ""))
     return clone
+
+
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("venv") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=100)
+    return folder
+
+
+@pytest.fixture
+def made(clone: Path, venv: Path) -> Path:
+    """The clone with a .venv that something has changed since it was made."""
+    shutil.copytree(venv, clone / ".venv", symlinks=True)
+    outdated(clone)
+    return clone
+
+
+def outdated(clone: Path) -> None:
+    (clone / ".venv" / "made-from").write_text("{}.{} of old".format(*sys.version_info))
 
 
 def run(command: list[str], clone: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -108,14 +126,14 @@ def test_full_disk_is_said_on_a_real_small_disk(clone: Path) -> None:
     assert "The disk is full (putting pip into .venv stopped)" in the_sentence(done)
 
 
-def test_no_network_is_said(clone: Path) -> None:
-    (clone / "backend.py").write_text(BACKEND.replace("REQUIRES", "Requires-Dist: some-package\\n"))
+def test_no_network_is_said(made: Path) -> None:
+    (made / "backend.py").write_text(BACKEND.replace("REQUIRES", "Requires-Dist: some-package\\n"))
     with socket.socket() as nobody_listens:
         nobody_listens.bind(("127.0.0.1", 0))
         index = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}/simple"
-        done = run_setup(clone, PIP_NO_INDEX="0", PIP_INDEX_URL=index, PIP_RETRIES="1")
+        done = run_setup(made, PIP_NO_INDEX="0", PIP_INDEX_URL=index, PIP_RETRIES="1")
     assert "The package index cannot be reached (installing stopped): check the network" in the_sentence(done)
-    assert "some-package" in (clone / ".venv" / "setup.log").read_text()
+    assert "some-package" in (made / ".venv" / "setup.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -128,30 +146,26 @@ def test_no_network_is_said(clone: Path) -> None:
         ("raise OSError(28, 'No space left on device')", "The disk is full (installing stopped)"),
     ],
 )
-def test_another_failure_of_pip_is_said_in_its_own_words(clone: Path, backend: str, told: str) -> None:
-    (clone / "backend.py").write_text(backend)
-    assert told in the_sentence(run_setup(clone))
-    assert not (clone / ".venv" / "made-from").exists()
+def test_another_failure_of_pip_is_said_in_its_own_words(made: Path, backend: str, told: str) -> None:
+    (made / "backend.py").write_text(backend)
+    assert told in the_sentence(run_setup(made))
+    assert not (made / ".venv" / "made-from").exists()
 
 
-def test_a_package_whose_file_has_another_hash_is_refused(clone: Path) -> None:
-    wheel = clone / "stranger-1-py3-none-any.whl"
-    files = {
-        "METADATA": "Metadata-Version: 2.1\nName: stranger\nVersion: 1\n",
-        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        "RECORD": "",
-    }
-    with zipfile.ZipFile(wheel, "w") as file:
-        for name, text in files.items():
-            file.writestr(f"stranger-1.dist-info/{name}", text)
+def test_a_package_whose_file_has_another_hash_is_refused(made: Path) -> None:
+    build: dict[str, Any] = {}
+    exec(BACKEND, build)
+    metadata = "Metadata-Version: 2.1\nName: stranger\nVersion: 1\n"
+    wheel = made / build["build_editable"](str(made), name="stranger", metadata=metadata)
     right = hashlib.sha256(wheel.read_bytes()).hexdigest()
     for given, told in (
         (f" --hash=sha256:{'0' * 64}", "THESE PACKAGES DO NOT MATCH THE HASHES"),
         ("", "Hashes are required"),
         (f" --hash=sha256:{right}", None),
     ):
-        (clone / "locks" / "setup.txt").write_text(f"stranger==1{given}\n")
-        done = run_setup(clone, PIP_FIND_LINKS=clone.as_uri())
+        outdated(made)
+        (made / "locks" / "setup.txt").write_text(f"stranger==1{given}\n")
+        done = run_setup(made, PIP_FIND_LINKS=made.as_uri())
         assert done.returncode == 0 if told is None else told in the_sentence(done)
 
 

@@ -115,12 +115,8 @@ def in_chromium(html: str, folder: Path) -> list:
     page = folder / "page.html"
     page.write_text(f"<meta charset=utf-8><body>{html}</body>", encoding="utf-8")
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/c"]
-    done = subprocess.run(
-        [*command, "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command += ["--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     (seen,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
     return json.loads(seen.replace("&amp;", "&"))

@@ -27,17 +27,14 @@ def refused(*arguments: str) -> str:
     ("content", "told"),
     [
         ("out: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
-        (b"out: \xff\xfe\n", "codec can't decode"),
         ("out: a\ndata: {source: x}\nsteps: null\n", "expected steps to be at least 1, found None"),
         ("out: ''\ndata: {source: x}\n", "expected out to be a name, found ''"),
-        ("out: [\n", "did not find expected node content"),
-        ("[1, 2]", "Unexpected config"),
         ("", "Unexpected config"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str | bytes, told: str) -> None:
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str, told: str) -> None:
     file = tmp_path / "c.yaml"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    file.write_text(content)
     assert re.search(told, refused("--config", str(file)), re.DOTALL)
 
 
@@ -45,15 +42,10 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str
     ("argument", "told"),
     [
         ("--stepz=3", "--stepz"),
-        ("--st=3", "unrecognized arguments: --st=3"),
         ("--steps=many", "steps.*int.*many"),
-        ("--steps=0", "steps to be at least 1, found 0"),
         ("--parallel.strategy=half", "full.*half"),
-        ("--config=nowhere.yaml", "nowhere.yaml"),
         ("--hang_s=.inf", "expected hang_s to be greater than 0 and finite, found inf"),
-        ("--profile_step=0", "profile_step to be at least 1"),
         ("--optim.lr=.nan", r"optim\.lr to be greater than 0 and finite, found nan"),
-        ("--optim.clip=-1", r"optim\.clip.*greater than 0.*-1"),
         ("--optim.min_lr=1.01", r"optim\.min_lr to be from 0 to 1, found 1"),
         ("--optim.warmup=101", r"warmup.*from 0 to steps .100., found 101"),
     ],
@@ -91,10 +83,7 @@ def test_the_command_line_overrules_yaml_and_the_ends_of_each_range_are_in_it(tm
         ({"batch_size": None}, "configuration: expected data.batch_size to be at least 1, found None"),
         ({"source": "without_model"}, "expected model.config or model.pretrained, as the data brings no"),
         ({"config": "/nowhere"}, "model.config '/nowhere': expected a config.json"),
-        ({"pretrained": "/nowhere"}, "model.pretrained '/nowhere': expected a config.json"),
-        ({"config": {"architectures": None}}, "whose architectures name a model of transformers, found"),
         ({"config": {"architectures": ["Nothing"]}}, "architectures name a model.*no attribute Nothing"),
-        ({"config": {"model_type": "nothing"}}, "expected a config.json.*nothing"),
         ({"source": "without_model", "config": {"vocab_size": 15}}, "with vocab_size of 15, .* needs 16"),
         (
             {"source": "without_model", "config": {"max_position_embeddings": 7}},
@@ -122,9 +111,6 @@ def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     with one_rank(), pytest.raises(ConfigError, match="out: expected a directory to write to, found"):
         train(configured(tmp_path / "out"))
     assert (tmp_path / "out").read_text() == "mine"
-
-
-# ---- devices ---------------------------------------------------------------------------------------
 
 
 # ---- on two ranks ----------------------------------------------------------------------------------

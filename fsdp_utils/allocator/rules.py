@@ -119,11 +119,8 @@ class SegmentAllocator:
         free, index = pool.free, bisect_left(pool.free, (stream, size))
         if index == len(free) or free[index][0] != stream:
             return None
-        while (
-            index + 1 < len(free)
-            and free[index + 1][0] == stream
-            and _room(free[index + 1][-1]) < _room(free[index][-1])
-        ):
+        last = bisect_left(free, (stream + 1,)) - 1
+        while index < last and _room(free[index + 1][-1]) < _room(free[index][-1]):
             index += 1
         return free.pop(index)[-1]
 
@@ -216,10 +213,8 @@ class ExpandableAllocator(SegmentAllocator):
 
     def _release(self, block: Block) -> None:
         """unmap_block: every page of which no part is in use; what remains on either side stays free."""
-        pool, offset = (
-            block.pool,
-            block.address % ADDRESS_SPACE,
-        )  # within its segment, where pages are aligned
+        pool = block.pool
+        offset = block.address % ADDRESS_SPACE  # within its segment, where pages are aligned
         begin = round_up(offset, pool.segment)
         size = (offset + block.size) // pool.segment * pool.segment - begin
         if size <= 0:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -123,38 +123,8 @@ def record_allocations(
     for item in existing:
         for tensor in _tensors_of(item):
             recorder.observe(tensor, "before the recording")
-    with listening(recorder):
+    with recorder:
         yield recorder.trace
-
-
-@contextmanager
-def listening(recorder: "Recorder") -> Iterator[None]:
-    """Show a recorder everything that is allocated and freed inside the context."""
-    resize, infer = torch.UntypedStorage.resize_, getattr(*place("dtensor_shapes"))
-
-    @wraps(resize)
-    def observed_resize(storage: torch.UntypedStorage, size: int) -> None:
-        resize(storage, size)
-        if storage.device.type == recorder.storage_device:
-            recorder.update(storage, "resize_")
-
-    @wraps(infer)
-    def muted_infer(*args: Any) -> Any:
-        recorder.muted = True
-        try:
-            return infer(*args)
-        finally:
-            recorder.muted = False
-
-    with (
-        closing(recorder),
-        # FSDP empties and refills its unsharded parameters by this method, which no dispatch mode sees
-        patch.object(torch.UntypedStorage, "resize_", observed_resize),
-        # DTensor works out shapes on fake tensors of the global size: nothing is allocated for those
-        patch.object(*place("dtensor_shapes"), muted_infer),
-        recorder,
-    ):
-        yield
 
 
 def _tensors_of(item: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Iterator[torch.Tensor]:
@@ -171,7 +141,7 @@ def _tensors_of(item: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Itera
         )
 
 
-def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The storage of a tensor, or those of the tensors that it wraps."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor.untyped_storage()
@@ -179,26 +149,58 @@ def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     names, _ = tensor.__tensor_flatten__()
     for inner in (getattr(tensor, name) for name in names):
         if isinstance(inner, torch.Tensor):  # a DTensor names its device mesh, too
-            yield from _storages_of(inner)
+            yield from storages_of(inner)
 
 
 class Recorder(TorchDispatchMode):
-    """Observes the storage of every operator's result, and its end through a weak reference."""
+    """Tracks storages: sees each operator's result, and the end of its storage through a weak reference.
 
-    def __init__(self, device: str) -> None:
+    A tracker of one purpose extends it: `observe` and `update` see a tensor or storage, `note` each event.
+    """
+
+    def __init__(self, device: str | None) -> None:
         super().__init__()
         self.trace = AllocationTrace()
+        self.allocated: dict[int, AllocationEvent] = {}  # by storage_id, without empty storages
         self.muted = False
-        self._device = device
+        self._device = device  # whose tensors count; None for all
         # a fake storage lives on "meta", whichever device its tensor claims
-        self.storage_device = "meta" if detect_fake_mode() else device
-        self._allocated: dict[int, AllocationEvent] = {}  # by storage_id, without empty storages
+        self._storage_device = "meta" if device and detect_fake_mode() else device
         self._watched: dict[int, weakref.ref] = {}
         self._blocks = 0
         self._streams: dict[int, int] = {}
         self._stream_number()  # the stream that is current now gets number 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __enter__(self) -> Any:
+        resize, infer = torch.UntypedStorage.resize_, getattr(*place("dtensor_shapes"))
+
+        @wraps(resize)
+        def observed_resize(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if self._storage_device in (None, storage.device.type):
+                self.update(storage, "resize_")
+
+        @wraps(infer)
+        def muted_infer(*args: Any) -> Any:
+            self.muted = True
+            try:
+                return infer(*args)
+            finally:
+                self.muted = False
+
+        self._patches = ExitStack()
+        # FSDP empties and refills its unsharded parameters by this method, which no dispatch mode sees
+        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", observed_resize))
+        # DTensor works out shapes on fake tensors of the global size: nothing is allocated for those
+        self._patches.enter_context(patch.object(*place("dtensor_shapes"), muted_infer))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+        self._watched.clear()  # what is freed from now on is not part of the trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let DTensor act first: its local tensors come back here
         result = func(*args, **(kwargs or {}))
@@ -208,41 +210,38 @@ class Recorder(TorchDispatchMode):
         return result
 
     def observe(self, tensor: torch.Tensor, name: str) -> None:
-        if tensor.device.type == self._device and not self.muted:
-            for storage in _storages_of(tensor):
+        if self._device in (None, tensor.device.type) and not self.muted:
+            for storage in storages_of(tensor):
                 self.update(storage, name)
 
     def note(self, event: AllocationEvent) -> None:
         self.trace.events.append(event)
 
-    def close(self) -> None:
-        self._watched.clear()  # what is freed from now on is not part of the trace
-
     def update(self, storage: torch.UntypedStorage, name: str) -> None:
         key = storage_id(storage)
         if key not in self._watched:
-            self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
+            self._watched[key] = weakref.ref(storage, lambda _: self.forget(key))
         size = storage.nbytes()
-        if size == (self._allocated[key].size if key in self._allocated else 0):
+        if size == (self.allocated[key].size if key in self.allocated else 0):
             return
         self._free(key)
         if size:
             event = AllocationEvent("alloc", self._blocks, size, name, self._stream_number())
             self._blocks += 1
-            self._allocated[key] = event
+            self.allocated[key] = event
             self.note(event)
 
-    def _forget(self, key: int) -> None:
+    def forget(self, key: int) -> None:
         self._free(key)
         del self._watched[key]
 
     def _free(self, key: int) -> None:
-        if event := self._allocated.pop(key, None):
+        if event := self.allocated.pop(key, None):
             self.note(AllocationEvent("free", event.block, event.size, event.name, event.stream))
 
     def _stream_number(self) -> int:
         # on CPU torch's streams do nothing, but FSDP enters and leaves them there as it does on a GPU
-        module = torch.get_device_module(self._device)
-        stream = module.current_stream() if module.is_available() else None
+        module = getattr(torch, self._device or "cpu", None)
+        stream = module.current_stream() if module is not None and module.is_available() else None
         key = getattr(stream, "stream_id", id(stream))
         return self._streams.setdefault(key, len(self._streams))

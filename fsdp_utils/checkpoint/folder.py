@@ -34,9 +34,6 @@ _LOCK, _SAVING, _DELETING = ".saving-lock", ".saving-", ".deleting-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _LOCK_WAIT_S = 10.0  # for a program before this one that is about to end
 
-# on the folders that this process saves into now; only rank 0 holds one
-_locks: dict[Path, Lock] = {}
-
 
 class _Committed(NamedTuple):
     commit: int
@@ -111,55 +108,57 @@ def every(directory: str | os.PathLike[str]) -> list[Path]:
 # ---- saving ------------------------------------------------------------------------------------------
 
 
-def begin(home: Path, step: int) -> tuple[Path, Path]:
-    """Make a new folder to save into, and choose the name that will commit it.
+class Unfinished:
+    """A folder that is being written. Nobody else can write into its directory until it is over."""
 
-    Nobody else can save into the same directory until commit() or abandon(), or until this process ends.
-    """
-    if os.path.lexists(home / MANIFEST):
-        raise CheckpointError(
-            f"{home}: expected a directory to write into, found a checkpoint, which another file would "
-            f"damage. Give the directory that it is in, {home.parent}, or another one"
-        )
-    with doing("create", home):
-        for path in reversed([path for path in (home, *home.parents) if not path.is_dir()]):
-            path.mkdir(exist_ok=True)
-            sync_directory(path.parent)
-    with doing("write", home):
-        _release(home)  # held by a save of this process that failed before anybody could abandon it
-        lock = _locks[home] = Lock(home / _LOCK, wait_s=_LOCK_WAIT_S)
-        try:
-            number = max((one.commit for one in _committed(home)), default=0) + 1
+    def __init__(self, home: Path, step: int) -> None:
+        self._home, self._step = home, step
+        self._lock: Lock | None = None
+        self._path = self._final = home
+
+    def begin(self) -> tuple[Path, Path]:
+        """Make the folder, and choose the name that will commit it."""
+        home = self._home
+        if os.path.lexists(home / MANIFEST):
+            raise CheckpointError(
+                f"{home}: expected a directory to write into, found a checkpoint, which another file would "
+                f"damage. Give the directory that it is in, {home.parent}, or another one"
+            )
+        with doing("create", home):
+            for path in reversed([path for path in (home, *home.parents) if not path.is_dir()]):
+                path.mkdir(exist_ok=True)
+                sync_directory(path.parent)
+        with doing("write", home):
+            self._lock = Lock(home / _LOCK, wait_s=_LOCK_WAIT_S)
             for leftover in home.glob(".*-step-*"):  # left by saves and deletions that were cut short
-                if leftover.name.startswith((_SAVING, _DELETING)) and lock.held:
+                if leftover.name.startswith((_SAVING, _DELETING)) and self._lock.held:
                     shutil.rmtree(leftover, ignore_errors=True)
-            name = f"{number:06d}-step-{step}"
-            unfinished = home / f"{_SAVING}{os.urandom(4).hex()}-{name}"
-            unfinished.mkdir()
-        except BaseException:
-            _release(home)
-            raise
-    return unfinished, home / name
+            number = max((one.commit for one in _committed(home)), default=0) + 1
+            name = f"{number:06d}-step-{self._step}"
+            self._path, self._final = home / f"{_SAVING}{os.urandom(4).hex()}-{name}", home / name
+            self._path.mkdir()
+        return self._path, self._final
 
+    def commit(self, manifest: dict[str, Any]) -> None:
+        """Write the manifest, and make the folder the latest checkpoint, durably."""
+        content = {"format": FORMAT, **manifest}
+        # One line for each part: it can be read with `head` and `diff`.
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+        text = "{\n" + ",\n".join([*lines, f'"blake3": "{_hash(content)}"']) + "\n}\n"
+        write_file(self._path / MANIFEST, text.encode())
+        with doing("write", self._final):
+            sync_directory(self._path)
+            self._path.rename(self._final)
+            self._path = self._home
+            sync_directory(self._home)
 
-def commit(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, make the checkpoint the latest one, durably, and let other programs save there."""
-    content = {"format": FORMAT, **manifest}
-    # One line for each part: it can be read with `head` and `diff`.
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-    text = "{\n" + ",\n".join([*lines, f'"blake3": "{_hash(content)}"']) + "\n}\n"
-    write_file(unfinished / MANIFEST, text.encode())
-    with doing("write", final):
-        sync_directory(unfinished)
-        unfinished.rename(final)
-        sync_directory(final.parent)
-    _release(final.parent)
-
-
-def abandon(unfinished: Path) -> None:
-    """Delete what was not committed, and let other programs save there. Raises nothing."""
-    shutil.rmtree(unfinished, ignore_errors=True)
-    _release(unfinished.parent)
+    def abandon(self) -> None:
+        """Delete what was not committed, and let others write into the directory. Raises nothing."""
+        if self._lock is not None:
+            if self._path != self._home:
+                shutil.rmtree(self._path, ignore_errors=True)
+            self._lock.release()
+            self._lock = None
 
 
 def keep_last(home: Path, keep: int) -> None:
@@ -173,11 +172,6 @@ def keep_last(home: Path, keep: int) -> None:
                 doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
             except FileNotFoundError:
                 continue  # another program, which saves there now, deletes it too
-
-
-def _release(home: Path) -> None:
-    if (lock := _locks.pop(home, None)) is not None:
-        lock.release()
 
 
 # ---- verifying ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from fsdp_utils.checkpoint.codec import encode
 from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path, write_file
-from fsdp_utils.checkpoint.folder import abandon, begin, commit, keep_last
+from fsdp_utils.checkpoint.folder import Unfinished, keep_last
 from fsdp_utils.checkpoint.state import (
     EXTRA,
     MODEL,
@@ -164,7 +164,12 @@ def save_distributed(
         if asynchronous:
             ranks.in_background = True
             tensors = stage(tensors)
-        unfinished, final = ranks.first(lambda: begin(local_path(directory), step))
+        folder = Unfinished(local_path(directory), step)
+        try:
+            unfinished, final = ranks.first(folder.begin)
+        except BaseException:
+            folder.abandon()
+            raise
 
     def write_part() -> tuple[dict[str, Any], dict[str, Any]]:
         """Write this rank's files; return the manifest's entries of them, and of this rank's tensors."""
@@ -177,7 +182,7 @@ def save_distributed(
         return files if entry is None else {**files, name: entry}, specs(own)
 
     def finish() -> None:
-        commit(unfinished, final, about)
+        folder.commit(about)
         if keep is not None:
             keep_last(final.parent, keep)
 
@@ -188,10 +193,8 @@ def save_distributed(
                 about["files"] = {name: entry for files, _ in parts for name, entry in files.items()}
                 about["tensors"] |= {key: spec for _, own in parts for key, spec in own.items()}
                 ranks.each(lambda: ranks.rank or finish())
-        except BaseException:
-            if ranks.rank == 0:
-                abandon(unfinished)
-            raise
+        finally:
+            folder.abandon()
 
     return Save(final, write, asynchronous=asynchronous)
 

@@ -27,10 +27,9 @@ def fisher_mask(
 ) -> dict[str, Tensor]:
     """Select the weights to fine-tune on a task: those with the largest squared gradients.
 
-    Sums the squares of the gradient over the batches, in float64. The Fisher information is an expectation
-    over single samples, so smaller batches come closer to it. Under DDP and FSDP the gradient is the mean
-    over the ranks (for single samples give every rank the same one), and every rank must call this. Call
-    model.eval() first to leave dropout out. Afterwards all p.grad are None.
+    Sums the squares of the gradient over the batches, in float64; the fewer samples in a batch, the closer to
+    the Fisher information. Under DDP and FSDP the gradient is the mean over the ranks (for single samples
+    give every rank the same one), and every rank must call this. Afterwards all p.grad are None.
 
     Args:
         model: plain, or wrapped by DDP, FSDP1 or FSDP2.
@@ -40,12 +39,12 @@ def fisher_mask(
             equal values the first ones are kept.
 
     Returns:
-        By parameter name a tensor of bools with the parameter's shape, True where the weight is kept. It is
+        By parameter name, without those of wrappers, bools of the parameter's shape, True where it is kept,
         sharded as the parameter is: DTensors under FSDP2, this rank's part in one dimension under FSDP1.
 
     Raises:
-        ValueError: keep is out of range; no parameter requires gradients; there are no batches; keep or the
-            number of batches differs between ranks; a gradient is not finite. The same on all ranks.
+        ValueError: nothing to keep or to train; no batches, or not as many on all ranks; another keep on
+            another rank; a gradient that is not finite. The same on all ranks.
 
     Source: Xu et al. 2021, "Raise a Child in Large Language Model" (arXiv 2109.05687), section 2.2.2.
 
@@ -56,16 +55,16 @@ def fisher_mask(
     """
     if not 0 < keep <= 1:
         raise ValueError(f"fisher_mask: expected keep in (0, 1], found {keep}")
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    inner: nn.Module = model.module if isinstance(model, DDP) else model
+    params = [(name, p) for name, p in inner.named_parameters() if p.requires_grad]
     if not params:
         raise ValueError("fisher_mask: no parameter of the model requires gradients.")
-    ranks = _Ranks(model, list(params.values()))
+    ranks = _Ranks(model, [p for _, p in params])
     keeps = ranks.gather(torch.tensor(keep, dtype=torch.float64)).tolist()
     if len({*keeps}) > 1:
         found = ", ".join(f"{other:g}" for other in keeps[:8])
         raise ValueError(f"fisher_mask: expected the same keep on all ranks, found {found}")
-    inside = zip(params.values(), pieces(list(params.items())), strict=True)
-    parts = [(p, piece) for p, own in inside for piece in own]
+    parts = [(p, piece) for (_, p), own in zip(params, pieces(params), strict=True) for piece in own]
     fisher = _squared_gradients(model, batches, loss_fn, parts, ranks)
     bad = ranks.sum(torch.tensor([int(not total.isfinite().all()) for total in fisher])).tolist()
     if names := [piece.name for (_, piece), found in zip(parts, bad, strict=True) if found]:
@@ -73,17 +72,18 @@ def fisher_mask(
             f"fisher_mask: expected finite gradients, found others in {', '.join(names[:3])}"
             f"{' and others' if len(names) > 3 else ''}. Lower the loss's scale, or compute in fp32 or bf16."
         )
-    result = {}
     masks = _largest(fisher, [piece for _, piece in parts], keep, ranks)
-    for (p, piece), mask in zip(parts, masks, strict=True):
-        part = local(p)
-        if mask.numel() == part.numel():  # else it is one of several in FSDP1's flat parameter
-            mask = mask.view(part.shape)
-        if isinstance(p, DTensor):
-            like = {"shape": p.shape, "stride": p.stride()}
-            mask = DTensor.from_local(mask, p.device_mesh, p.placements, run_check=False, **like)
-        result[piece.name] = mask
-    return result
+    return {piece.name: _like(p, mask) for (p, piece), mask in zip(parts, masks, strict=True)}
+
+
+def _like(p: nn.Parameter, mask: Tensor) -> Tensor:
+    part = local(p)
+    if mask.numel() == part.numel():  # else it is one of several in FSDP1's flat parameter
+        mask = mask.view(part.shape)
+    if not isinstance(p, DTensor):
+        return mask
+    like = {"shape": p.shape, "stride": p.stride()}
+    return DTensor.from_local(mask, p.device_mesh, p.placements, run_check=False, **like)
 
 
 def _squared_gradients(
@@ -91,10 +91,9 @@ def _squared_gradients(
 ) -> list[Tensor]:
     """Sum the squares over the batches, for this rank's elements."""
     # In fp32 the square of 1e20 is infinite and that of 1e-23 is 0. Apple's GPU has no fp64.
-    fisher = []
-    for p, piece in parts:
-        device = "cpu" if p.device.type == "mps" else p.device
-        fisher.append(torch.zeros(piece.numel, dtype=torch.float64, device=device))
+    devices = ["cpu" if p.device.type == "mps" else p.device for p, _ in parts]
+    sizes = [piece.numel for _, piece in parts]
+    fisher = [torch.zeros(n, dtype=torch.float64, device=d) for n, d in zip(sizes, devices, strict=True)]
     given, end, iterator = 0, object(), iter(() if batches is None else batches)
     while with_one := int(ranks.sum(torch.tensor(int((batch := next(iterator, end)) is not end)))):
         if with_one < ranks.world_size:  # which would leave the others waiting
@@ -122,7 +121,7 @@ def _largest(fisher: list[Tensor], where: list[Piece], keep: float, ranks: "_Ran
     before = ranks.gather(mine)[: ranks.rank]
     held = ((before[:, :, 0] == mine[:, 0]) & (before[:, :, 1] > 0)).any(0)  # by an earlier rank too
     owned = [i for i, piece in enumerate(where) if piece.numel and not held[i]]
-    total = int(ranks.sum(torch.tensor(sum(fisher[i].numel() for i in owned))))
+    total = int(ranks.sum(torch.tensor(sum(where[i].numel for i in owned))))
     # The bits of floats that are not negative are in the order of the floats.
     bits = [f.view(torch.int64) for f in fisher]
     bound, ties = _bound([bits[i] for i in owned], max(1, round(keep * total)), ranks)
@@ -158,21 +157,17 @@ class _Ranks:
     """The ranks that share the model; this one alone, where the model is not distributed."""
 
     def __init__(self, model: nn.Module, params: list[nn.Parameter]) -> None:
-        wrapped = any(isinstance(m, DDP | FSDP1) for m in model.modules())
         meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
-        self.together = wrapped or bool(meshes)
-        self.device = torch.device(meshes[0].device_type) if meshes else params[0].device
-        self.rank = dist.get_rank() if self.together else 0
-        self.world_size = dist.get_world_size() if self.together else 1
+        shared = meshes or any(isinstance(m, DDP | FSDP1) for m in model.modules())
+        self.device = meshes[0].device_type if meshes else params[0].device
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
 
     def sum(self, values: Tensor) -> Tensor:
-        if self.together:
-            values = values.to(self.device)
-            dist.all_reduce(values)
+        if self.world_size > 1:
+            dist.all_reduce(values := values.to(self.device))
         return values.cpu()
 
     def gather(self, values: Tensor) -> Tensor:
-        """Stack the values of all ranks."""
         found = values.new_zeros(self.world_size, *values.shape)
         found[self.rank] = values
         return self.sum(found)

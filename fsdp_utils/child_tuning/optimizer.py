@@ -85,15 +85,18 @@ class ChildTuningAdamW(AdamW):
         self.defaults.update(reserve_p=reserve_p, mode=mode, seed=seed, mask_step=0)
         self.__setstate__({})
         given = gradient_mask if mode == "task" and gradient_mask else {}
-        self._masks = {plain_name(name).removeprefix("module."): mask for name, mask in given.items()}
+        self._masks = {plain_name(name): mask for name, mask in given.items()}
         everything = self._each()
         known = [piece.name for *_, own in everything for piece in own]
-        if unknown := sorted(self._masks.keys() - {*known}):
+        if (unknown := self._masks.keys() - {*known}) and all(name.startswith("module.") for name in known):
+            self._masks = {f"module.{name}": mask for name, mask in self._masks.items()}  # under DDP
+            unknown = {name for name in unknown if f"module.{name}" not in known}
+        if unknown:
             raise ValueError(
-                'ChildTuningAdamW: mode "task" finds its masks by name. '
-                f"gradient_mask names {', '.join(unknown[:3])}"
-                f"{' and others' if len(unknown) > 3 else ''}, which the optimizer does not have. Give it "
-                f"model.named_parameters(), and masks with names such as {known[0] or 'head.weight'}."
+                'ChildTuningAdamW: mode "task" finds its masks by name. gradient_mask names '
+                f"{', '.join(sorted(unknown)[:3])}{' and others' if len(unknown) > 3 else ''}, which the "
+                "optimizer does not have. Give it model.named_parameters(), and masks with names such as "
+                f"{known[0] or 'head.weight'}."
             )
         for _, p, own in everything if given else ():
             self._kept(p, own)  # raises if a mask does not fit

@@ -1,12 +1,10 @@
 """Intercept the collectives that this process issues, from Python or from C++.
 
-torch's CommDebugMode does not serve here: it counts calls, without their bytes, groups and moments, and slows
-every operation of the model.
+torch's CommDebugMode counts calls, without their bytes, groups and moments, and slows every operation.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import Library
 
-# By the names of the operations in the dispatcher, which all calls reach: those of ProcessGroup's methods, of
-# DDP from C++, and of DTensor's functional collectives.
+# By operations of the dispatcher, which all calls reach: of ProcessGroup, of DDP from C++, of DTensor.
 OPERATIONS = {
     "all_gather": (
         "allgather_",
@@ -38,7 +35,7 @@ OPERATIONS = {
     "barrier": ("barrier",),
 }
 # The dispatch key after autograd's and before those of the backends. Operations on given tensors have no
-# kernel under it, and it is looked at in every thread; operations that are not intercepted cost no more.
+# kernel under it, and those that are not intercepted cost no more.
 KEY = "BackendSelect"
 
 
@@ -72,10 +69,9 @@ _library: list[Library] = []
 def listen_to_calls(around: Around) -> Iterator[None]:
     """Pass all collectives of this process to a function, for as long as the context lasts.
 
-    Several may listen at a time: the one that began first is the outermost.
-
     Args:
-        around: Gets the call, and a function that issues it and whose result it has to return.
+        around: Gets the call, and a function that issues it and whose result it returns. Of several that
+            listen, the one that began first is the outermost.
 
     Example::
 
@@ -111,7 +107,8 @@ def _around(listeners: list[Around], call: Call, issue: Callable[[], Any]) -> An
 
 
 def _kernel(name: str, kind: str, here: threading.local) -> Callable[..., Any]:
-    redispatch, selected = _redispatch(name), torch.DispatchKeySet(KEY)  # pyright: ignore[reportArgumentType]
+    redispatch = getattr(torch.ops.c10d, name).default.redispatch
+    selected = torch.DispatchKeySet(KEY)  # pyright: ignore[reportArgumentType]
 
     def kernel(keys: Any, *args: Any) -> Any:
         def issue() -> Any:
@@ -133,17 +130,11 @@ def _kernel(name: str, kind: str, here: threading.local) -> Callable[..., Any]:
     return kernel
 
 
-@functools.cache
-def _redispatch(name: str) -> Callable[..., Any]:
-    return getattr(torch.ops.c10d, name).default.redispatch
-
-
 def when_done(kind: str, result: Any, callback: Callable[[], None]) -> Callable[[], bool]:
-    """Call back as soon as a collective is over: on the CPU in the thread that has ended it; on a GPU at
-    once, with a current stream that waits for it.
+    """Call back when a collective is over: on a GPU at once, with a current stream that waits for it.
 
-    Returns a function that says whether it is over, for the callback may come late. Not all work has a future
-    to call back: gloo's reduce-scatter has none. Then it says yes, and is to be asked after a wait.
+    Returns a function that says whether it is over, as the callback may come late. Work without a future,
+    such as gloo's reduce-scatter, calls nobody: the function then says yes, and is to be asked after a wait.
     """
     if result is None or kind in _without_future:
         return lambda: True

@@ -58,12 +58,9 @@ class Signature(NamedTuple):
         has_line = by_line and self.kind not in ROOTED and self.unit != GATHER_OBJECT
         # dimensions of 1 move no element
         counted = [f"{dtype}{[n for n in shape or () if n != 1]}" for dtype, shape in self.tensors]
-        names = [
-            str(dtype).removeprefix("torch.") + ("" if shape is None else f"{list(shape)}")
-            for dtype, shape in self.tensors
-        ]
-        shown = names[:_SHOWN] + ["..."] * (len(names) > _SHOWN)
-        words = self.kind + (f" of {', '.join(shown)}" if shown else "")
+        shown = [f"{dtype}{'' if shape is None else list(shape)}" for dtype, shape in self.tensors[:_SHOWN]]
+        shown += ["..."] * (len(self.tensors) > _SHOWN)
+        words = self.kind + (f" of {', '.join(shown)}".replace("torch.", "") if shown else "")
         if self.op is not None:
             words += f" by {dist.ReduceOp.RedOpType(self.op).name}"  # pyright: ignore
         if self.root is not None:
@@ -126,10 +123,9 @@ def _kind_of(file: str, function: str) -> int:
 
 
 def find_line(frame: FrameType | None) -> tuple[CodeType | None, int, str | None]:
-    """Find the innermost line of the program among the callers, and the unit of FSDP2 that the call is for.
+    """Find the program's innermost line among the callers, and FSDP2's unit, or GATHER_OBJECT, of the call.
 
-    Where the program is an installed package, its innermost line. GATHER_OBJECT takes the place of the unit
-    where the call is a part of it.
+    Where the program is an installed package, its innermost line.
     """
     unit = None
     code, line = None, 0
@@ -148,7 +144,7 @@ def find_line(frame: FrameType | None) -> tuple[CodeType | None, int, str | None
 
 
 def place_in_words(code: CodeType | None, line: int) -> str:
-    """Name a line as a reader knows it: the same text on all ranks and hosts."""
+    """Name a line with the same text on all ranks and hosts."""
     if code is None:
         return "in backward"
     path = Path(code.co_filename)

@@ -16,65 +16,48 @@ UNFINISHED = (
 
 
 class Clock:
-    """The clock of a CPU, which computes while it issues. A mark, for `set_time`, is a moment."""
+    """The clock of what is computed on a device: a CPU computes while it issues, a GPU later."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        self._device = device if accelerator and accelerator.type == device.type else None
         self._began = time.perf_counter()
+        self._first = self.mark()
+        self._times: list[tuple[StepEvent, torch.Event, torch.Event]] = []  # to be set at the end, on a GPU
 
     def now(self) -> float:
         """Seconds since the recording began."""
         return time.perf_counter() - self._began
 
     def mark(self) -> Any:
-        return self.now()
-
-    def set_time(self, event: StepEvent, begin: Any, end: Any) -> None:
-        event.seconds = end - begin
-
-    def finish(self, *, failed: bool) -> str:
-        """Set all times that are still to be set; return a note if some cannot be.
-
-        A device may never finish after an exception has ended the recording (`failed`).
-        """
-        return ""
-
-
-class DeviceClock(Clock):
-    """The clock of a device, which runs later what the CPU issues: a mark is an event in its stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._first = self.mark()
-        self._times: list[tuple[StepEvent, torch.Event, torch.Event]] = []
-
-    def mark(self) -> torch.Event:
+        """Mark this moment, for `set_time`: in seconds, or by an event in the GPU's current stream."""
+        if self._device is None:
+            return self.now()
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def set_time(self, event: StepEvent, begin: Any, end: Any) -> None:
-        self._times.append((event, begin, end))
+        """Set when an event ran, by two marks."""
+        if self._device is None:
+            event.start, event.seconds = begin, end - begin
+        else:
+            self._times.append((event, begin, end))
 
-    def finish(self, *, failed: bool) -> str:
-        if not failed:
+    def finish(self, *, failed: bool) -> list[str]:
+        """Set the times of the GPU, which may never finish after a failure; return notes on that."""
+        if self._device is not None and not failed:
             torch.accelerator.synchronize(self._device)
-        note = ""
+        notes: list[str] = []
         try:
             for event, begin, end in self._times:
                 if end.query():
                     event.start = self._first.elapsed_time(begin) / 1e3
                     event.seconds = begin.elapsed_time(end) / 1e3
                 else:
-                    note = UNFINISHED
+                    notes = [UNFINISHED]
         except RuntimeError:  # the device's; the program's own exception tells more
             if not failed:
                 raise
-            note = UNFINISHED
-        return note
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock for what is computed on a device."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return DeviceClock(device) if accelerator and accelerator.type == device.type else Clock()
+            notes = [UNFINISHED]
+        return notes

@@ -18,18 +18,16 @@ class StepEvent:
         order: Place in the order of issue, from 0.
         kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast", ...; "compute" for what was computed
             between two other events for one module; "free" when gathered parameters were freed.
-        module: Name of the FSDP unit that the bytes belong to, "(root)" for the model itself, "bucket 0",
-            "bucket 1", ... for the gradients of DDP, "" where it belongs to no unit.
+        module: Name of the FSDP unit, "(root)" for the model itself, "bucket 0", "bucket 1", ... for the
+            gradients of DDP, "" for none.
         phase: "forward", "backward", "optimizer", or "other" for what is none of these.
         bytes_in, bytes_out: What this rank gave to the collective and what it got, padding included.
         ranks: Global ranks that took part; empty where nothing was sent.
         link: "within a host" or "between hosts"; "" where nothing was sent.
-        start: Seconds since the recording began. On a GPU, where streams run side by side, events need not
-            start in their order.
+        start: Seconds since the recording began; on a GPU not in the order of issue.
         seconds: Duration; None for a collective whose end was not seen. gloo tells no end of a
             reduce-scatter, a send or a receive: what is not FSDP's own lasts until the model's next event.
-        dimension: Name of the mesh dimension whose ranks took part, such as "fsdp" or "tp"; "" for a process
-            group that belongs to no dimension with a name.
+        dimension: Name of the mesh dimension whose ranks took part, such as "fsdp" or "tp"; "" for none.
     """
 
     order: int
@@ -51,10 +49,7 @@ class StepEvent:
 
     @property
     def is_of_the_model(self) -> bool:
-        """Did the model's own forward or backward communicate, as under tensor parallelism, not FSDP or DDP?
-
-        The computation after such a collective uses its result.
-        """
+        """Did the model itself communicate, as under tensor parallelism, and not FSDP or DDP?"""
         return self.is_collective and not self.module and self.phase in ("forward", "backward")
 
     @property
@@ -64,10 +59,9 @@ class StepEvent:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that this rank has to send if they go around a ring, the least that is possible.
+        """The least bytes that this rank has to send, around a ring; the mean over the ranks if they differ.
 
-        (n - 1) / n of `bytes` for n ranks, and twice that for an all-reduce. For kinds in which ranks send
-        different amounts, such as a broadcast, it is the mean over the ranks.
+        (n - 1) / n of `bytes` for n ranks, and twice that for an all-reduce.
 
         Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
         """

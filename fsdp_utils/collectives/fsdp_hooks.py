@@ -24,11 +24,6 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _TRACKER = ModuleTracker()  # its is_bw is right without entering it
 
 
-def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide nothing."""
-    return function
-
-
 class Listener:
     """Is told what FSDP does. A subclass overrides what it wants to know."""
 
@@ -42,10 +37,10 @@ class Listener:
         """The model is called (1), or a call of it is over (-1)."""
 
     def begin(self, module: str, phase: str) -> None:
-        """The computation of that unit, or of the model itself, begins. In backward, possibly told twice."""
+        """The computation of that unit, or of the model itself, begins; in backward, possibly told twice."""
 
     def end(self, module: str, phase: str) -> None:
-        """That computation is over. Possibly told twice."""
+        """That computation is over; possibly told twice."""
 
     def freed(self, unit: str) -> None:
         """The full parameters of that unit are freed, if they were gathered."""
@@ -58,7 +53,7 @@ def in_backward() -> bool:
 
 @contextmanager
 def listen(
-    model: nn.Module, units: list[Unit], listener: Listener, hidden: Wrapper = as_it_is
+    model: nn.Module, units: list[Unit], listener: Listener, hidden: Wrapper = lambda function: function
 ) -> Iterator[None]:
     """Tell the listener what FSDP does with these units, for as long as the context lasts.
 
@@ -68,14 +63,17 @@ def listen(
     """
     names: dict[Any, str] = {part: unit.name for unit in units for part in unit.parts}
     names |= {fsdp2_state(unit.modules[0]): unit.name for unit in units if not unit.fsdp1}
+    kinds = {unit.fsdp1 for unit in units}
     hooks: list[RemovableHandle] = []
     replaced: list[tuple[Any, str, Any]] = []
     try:
-        _hook_model(model, units, listener, hidden, hooks)
-        for unit in units:
-            for module in unit.modules:
-                _hook_computation(module, unit.name, listener, hidden, hooks)
-        for (owner, attribute), at, role in _functions({unit.fsdp1 for unit in units}):
+        _hook_model(model, bool(units), listener, hidden, hooks)
+        modules = [(module, unit.name) for unit in units for module in unit.modules]
+        if not any(unit.name == ROOT for unit in units):
+            modules.append((model, ROOT))
+        for module, name in modules:
+            _hook_computation(module, name, listener, hidden, hooks)
+        for (owner, attribute), at, role in [function for kind in kinds for function in _FUNCTIONS[kind]]:
             original = getattr(owner, attribute)
             replaced.append((owner, attribute, original))
             setattr(owner, attribute, hidden(_told(original, at, role, names, listener)))
@@ -88,22 +86,20 @@ def listen(
 
 
 def _hook_model(
-    model: nn.Module, units: list[Unit], listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
+    model: nn.Module, has_units: bool, listener: Listener, hidden: Wrapper, hooks: list[RemovableHandle]
 ) -> None:
-    """Tell when the model is called, and when its own computation begins and ends."""
-    hooks.append(model.register_forward_pre_hook(hidden(lambda *_: listener.in_forward(1)), prepend=True))
-    if not any(unit.name == ROOT for unit in units):
-        _hook_computation(model, ROOT, listener, hidden, hooks)
+    """Tell when the model is called, and when backward begins where no unit tells it."""
 
     def forward_is_over(_module: nn.Module, _args: Any, output: Any) -> None:
         listener.in_forward(-1)
-        if units:
+        if has_units:
             return  # FSDP tells; a root without parameters computes nothing in backward
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs:
             begins = hidden(lambda _: _begin_backward(ROOT, listener))
             hooks.append(register_multi_grad_hook(outputs, begins, mode="any"))
 
+    hooks.append(model.register_forward_pre_hook(hidden(lambda *_: listener.in_forward(1)), prepend=True))
     hooks.append(model.register_forward_hook(hidden(forward_is_over), always_call=True))
 
 
@@ -146,25 +142,25 @@ def _hook_computation(
     )
 
 
-def _functions(kinds: set[bool]) -> Iterator[tuple[tuple[Any, str], int, str]]:
-    """The functions inside of FSDP1 (True) and FSDP2 (False) that work for a unit.
-
-    With each, which of its arguments tells the unit, which "begins" to compute in backward after it, "ends"
-    before it, or is "freed" by it.
-    """
-    if True in kinds:
-        yield (FlatParamHandle, "pre_unshard"), 0, ""
-        yield (FlatParamHandle, "unshard"), 0, ""
-        yield (FlatParamHandle, "reshard"), 0, "freed"
-        yield place("fsdp1_pre_backward"), 2, "begins"
-        yield place("fsdp1_post_backward"), 1, "ends"
-        yield place("fsdp1_post_backward_frozen"), 1, "ends"  # a unit whose parameters are all frozen
-    if False in kinds:
-        yield (FSDPParamGroup, "unshard"), 0, ""
-        yield (FSDPParamGroup, "wait_for_unshard"), 0, ""
-        yield (FSDPParamGroup, "reshard"), 0, "freed"
-        yield place("fsdp2_pre_backward"), 0, "begins"
-        yield (FSDPParamGroup, "post_backward"), 0, "ends"
+# The functions inside of FSDP1 (True) and FSDP2 (False) that work for a unit. With each, which argument is
+# that unit, and whether it "begins" to compute in backward after it, "ends" before it, or is "freed" by it.
+_FUNCTIONS: dict[bool, list[tuple[tuple[Any, str], int, str]]] = {
+    True: [
+        ((FlatParamHandle, "pre_unshard"), 0, ""),
+        ((FlatParamHandle, "unshard"), 0, ""),
+        ((FlatParamHandle, "reshard"), 0, "freed"),
+        (place("fsdp1_pre_backward"), 2, "begins"),
+        (place("fsdp1_post_backward"), 1, "ends"),
+        (place("fsdp1_post_backward_frozen"), 1, "ends"),  # a unit whose parameters are all frozen
+    ],
+    False: [
+        ((FSDPParamGroup, "unshard"), 0, ""),
+        ((FSDPParamGroup, "wait_for_unshard"), 0, ""),
+        ((FSDPParamGroup, "reshard"), 0, "freed"),
+        (place("fsdp2_pre_backward"), 0, "begins"),
+        ((FSDPParamGroup, "post_backward"), 0, "ends"),
+    ],
+}
 
 
 def _told(

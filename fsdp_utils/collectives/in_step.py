@@ -7,10 +7,9 @@ import math
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -23,11 +22,8 @@ from fsdp_utils.distributed.rank_errors import keep_finding
 
 POLL_S = 0.5  # how often a rank publishes its new calls, and rank 0 compares those of all ranks
 ANSWER_S = 3.0  # for the ranks to hear of the comparison when one leaves the block
-LEFT = "has left the block"  # without an error
 MOST_SITES = 4096  # that a rank remembers: more only where shapes differ in each step
-
-# Paired one to one between two ranks, not by order within the group.
-_POINT_TO_POINT = {"send", "recv"}
+_POINT_TO_POINT = {"send", "recv"}  # paired between two ranks, not by order within the group
 
 
 class OutOfStep(RuntimeError):
@@ -47,47 +43,39 @@ class OutOfStep(RuntimeError):
 
 
 class InStep:
-    """The result of `check_in_step`.
+    """The result of `check_in_step`."""
 
-    Attributes:
-        report: where the ranks part, or which rank a collective waits for; "" while they are in step.
-    """
-
-    report: str = ""
+    report: str = ""  # where the ranks part, or which rank a collective waits for; "" while they are in step
 
 
 @contextmanager
 def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[InStep]:
     """Watch that all ranks call the same collectives in the same order; say on which line they part.
 
-    Put it around the training loop, on all ranks. Collectives are paired by their order within a process
-    group. A rank that calls another one than its peers gets an error, waits until the time-out of the group,
-    or mixes up data silently. Here a thread on each rank publishes the rank's new calls twice a second in the
-    process group's store, and rank 0 compares them. Nothing is sent with the training's own collectives.
+    Put it around the training loop, on all ranks. A thread on each rank publishes the rank's new calls twice
+    a second in the process group's store, and rank 0 compares them, in their order within a process group.
+    Nothing is sent with the training's own collectives.
 
-    The ranks part where the kind, the dtype, the shape, the reduce operation, the root or FSDP2's unit of a
-    call differs, where an all_to_all gives a rank another number of elements than it takes, where equal calls
-    come from different lines, or where a rank leaves the block while others wait in a collective for it. This
-    is found within about a second. Rank 0 then prints a report to stderr, and each rank raises it at its next
-    collective, or at the end of the block. A rank that already waits inside a collective cannot be
-    interrupted: it raises when its own wait ends, which is when a peer has gone or at the time-out of its
-    process group. Where the time of `run_on_ranks` ends first, it raises the report.
+    The ranks part where the kind, the dtype, the shape (without dimensions of size 1), the reduce operation,
+    the root or FSDP2's unit of a call differs, where an all_to_all gives a rank another number of elements
+    than it takes, where equal calls come from different lines, or where a rank leaves the block while others
+    wait in a collective for it. Rank 0 then prints a report to stderr, within about a second, and each rank
+    raises it at its next collective or at the end of the block, or when the collective that it waits in ends:
+    at the latest at the time-out of its process group. `run_on_ranks` raises it where its time ends first.
 
     A rank that computes for long while others wait for it looks like a hang, and may be none. Rank 0 reports
     such a wait once, after `after_s`, and nothing is raised.
 
-    Not watched: send, recv and what is built of them (batch_isend_irecv, pipelines), so a send without its
-    recv is found only through the collectives that follow it; monitored_barrier; collectives of threads that
-    the program starts, such as those of an asynchronous save; and the values of tensors. Lines are not
-    compared of broadcast, reduce, gather and scatter, which one rank may call on another line, nor of
-    gather_object. Where more bytes arrive than a rank expects, gloo ends its process before the ranks are
-    compared. Dimensions of size 1 do not count as part of a shape.
+    Not watched: send, recv and what is built of them (batch_isend_irecv, pipelines); monitored_barrier;
+    collectives of threads that the program starts, such as those of an asynchronous save; and the values of
+    tensors. Lines are not compared of broadcast, reduce, gather, scatter and gather_object. Where more bytes
+    arrive than a rank expects, gloo ends its process before the ranks are compared.
 
     Args:
         after_s: seconds that a collective may wait for a rank until the wait is reported; also the longest
             that a rank waits at the end of the block for the others to arrive there.
-        by_line: whether equal calls from different lines count as parting. Set it to False for programs in
-            which ranks call the same collective on different lines, such as DDP's `join`.
+        by_line: whether equal calls from different lines count as parting; False for programs in which they
+            are right, such as DDP's `join`.
 
     Returns:
         A context manager that gives an `InStep`. Without a process group, and on one rank, it does nothing.
@@ -113,7 +101,7 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
     try:
         with listen_to_calls(watch.collective):
             yield watch.found
-        watch.leave(LEFT, wait_s=after_s + ANSWER_S)
+        watch.leave("has left the block", wait_s=after_s + ANSWER_S)
     except OutOfStep:
         watch.leave("raised OutOfStep", wait_s=0)
         raise
@@ -125,13 +113,8 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
         if watch.found.report and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(watch.found.report)  # pyright: ignore[reportAttributeAccessIssue]
         raise
-    finally:
-        watch.stop()
     if watch.parted:
         raise OutOfStep(watch.found.report)
-
-
-_uses: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # blocks entered, by default group
 
 
 class _Watch(threading.Thread):
@@ -141,12 +124,10 @@ class _Watch(threading.Thread):
         super().__init__(name="check_in_step", daemon=True)
         self.found = InStep()
         self.parted = False
-        self._deaf = False  # rank 0 compares no more
         self.has_gone = False  # whether the others wait for this rank, which has left
         self._after_s, self._by_line = after_s, by_line
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        world = dist.group.WORLD
-        _uses[world] = number = _uses.get(world, 0) + 1
+        number = library_store("in_step").add(f"blocks/{self._rank}", 1)  # the call count on this rank
         self._store = _own_connection(f"in_step/{number}")
         self._main = threading.get_ident()
         self._groups: dict[str, list[int]] = {}  # ranks of each process group
@@ -155,7 +136,8 @@ class _Watch(threading.Thread):
         self._calls: deque[tuple[Any, ...]] = deque()  # that are not published yet
         self._messages = 0  # that are published
         self._left = ""  # how this rank has left the block
-        self._over, self._settled, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._is_over = False  # whether the program waits no longer
+        self._wake = threading.Event()
         # on rank 0
         self._all = CallsOfRanks(self._world_size)
         self._read = [0] * self._world_size  # messages of each rank
@@ -169,7 +151,7 @@ class _Watch(threading.Thread):
             return issue()
         if self.parted:
             raise OutOfStep(self.found.report)
-        if self._deaf:
+        if not self.is_alive():  # nothing is compared any more
             return issue()
         name = call.group.group_name
         ranks = self._groups.get(name)
@@ -191,13 +173,11 @@ class _Watch(threading.Thread):
         return threading.get_ident() == self._main or threading.current_thread().name.startswith("Dummy-")
 
     def leave(self, how: str, *, wait_s: float) -> None:
-        """The program leaves the block: wait for the comparison, at most that long."""
+        """Wait at most so long for the end of the comparison, as the program leaves the block."""
         self._left = how
         self._wake.set()
-        self._settled.wait(wait_s)
-
-    def stop(self) -> None:
-        self._over.set()
+        self.join(wait_s)
+        self._is_over = True
         self._wake.set()
         self.join(ANSWER_S + 2 * POLL_S)
         if self._rank == 0:
@@ -206,21 +186,24 @@ class _Watch(threading.Thread):
     # in the thread of the watch
 
     def run(self) -> None:
-        try:
-            while not self._settled.is_set():
-                is_over = self._over.is_set()
-                self._publish()
-                if self._rank == 0:
-                    self._compare()
-                self._hear_finding()
-                if is_over:
-                    if self._rank == 0:
-                        self._store.set("end", "")  # the others publish no more
-                    return
+        with suppress(RuntimeError):  # the store is gone, and its rank with it
+            while not self._look():
                 self._wake.wait(POLL_S / 10 if self._left else POLL_S)
                 self._wake.clear()
-        except RuntimeError:  # the store is gone, and its rank with it
-            self._settled.set()
+        self._calls.clear()
+
+    def _look(self) -> bool:
+        """Publish and compare what is new; is there nothing more to compare?"""
+        is_over = self._is_over
+        self._publish()
+        if self._rank == 0:
+            self._compare(is_over)
+        is_end = self._store.check(["end"])  # first: it comes after the last finding
+        if not self.parted and self._store.check(["finding"]):
+            finding = Finding(**json.loads(self._store.get("finding")))
+            self.found.report, self.has_gone = finding.text, self._rank in finding.gone
+            self.parted = finding.parted
+        return is_over or is_end or (self.parted and bool(self._left))
 
     def _publish(self) -> None:
         """Publish what is new: calls, groups, and where the program stands."""
@@ -238,20 +221,7 @@ class _Watch(threading.Thread):
         self._messages += 1
         self._announced = len(groups)
 
-    def _hear_finding(self) -> None:
-        is_end = self._store.check(["end"])  # first: it comes after the last finding
-        if not self.parted and self._store.check(["finding"]):
-            finding = Finding(**json.loads(self._store.get("finding")))
-            self.found.report, self.has_gone = finding.text, self._rank in finding.gone
-            self.parted = finding.parted
-        if is_end or (self._left and self.parted):
-            self._deaf = True
-            self._calls.clear()
-            self._settled.set()
-
-    # on rank 0
-
-    def _compare(self) -> None:
+    def _compare(self, is_over: bool) -> None:
         for rank in range(self._world_size):
             while self._store.check([key := f"{rank}/{self._read[rank]}"]):
                 self._all.hear(rank, json.loads(self._store.get(key)))
@@ -266,13 +236,12 @@ class _Watch(threading.Thread):
             print(f"check_in_step: {finding.text}", file=sys.stderr, flush=True)
         if self._waited and not (finding.text or self.parted):
             keep_finding(None)  # the wait is over
-        if all(self._all.left.values()):
+        if is_over or all(self._all.left.values()):
             self._store.set("end", "")
 
 
 def _own_connection(part: str) -> dist.Store:
-    """Open the library's store over another connection, where the store has such: the program may be inside
-    a blocking call of the default one."""
+    """Open the library's store over another connection: the program may block the default one."""
     store = library_store(part)
     try:
         return store.clone()  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 
 
 class Interactive:
-    """A figure that a notebook shows as HTML with a script, which asks no server for anything.
-
-    Where scripts do not run, such as on a code host, the still picture is shown.
+    """A figure that a notebook shows as HTML with a script, or as a picture where scripts do not run.
 
     Args:
         data: what the script draws from; its "id" is that of the place on the page.

@@ -40,19 +40,10 @@ def _events(trace: CollectiveTrace) -> list[dict[str, Any]]:
         while ends.get((event.kind, number), 0.0) > event.start:
             number += 1
         ends[event.kind, number] = event.start + event.seconds
-        shape = (
-            {"ph": "i", "s": "t"} if event.kind == FREE else {"ph": "X", "dur": event.seconds * MICROSECONDS}
-        )
-        timed.append(
-            {
-                **shape,
-                "ts": event.start * MICROSECONDS,
-                "tid": [*ends].index((event.kind, number)),
-                "name": f"{event.kind} {event.module}".rstrip(),
-                "cat": event.phase,
-                "args": _args(event),
-            }
-        )
+        told = {"tid": [*ends].index((event.kind, number)), "args": _args(event), "cat": event.phase}
+        told |= {"name": f"{event.kind} {event.module}".rstrip(), "ts": event.start * MICROSECONDS}
+        lasts = {"ph": "X", "dur": event.seconds * MICROSECONDS}
+        timed.append(told | ({"ph": "i", "s": "t"} if event.kind == FREE else lasts))
     named = [{"ph": "M", "name": "process_name", "args": {"name": f"rank {trace.rank}"}}]
     named += [
         {"ph": "M", "tid": thread, "name": "thread_name", "args": {"name": kind}}

@@ -24,19 +24,18 @@ class Player(Interactive):
 def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
     """Show replayed steps in a player: play, pause, step from event to event, scrub, change the speed.
 
-    Hovering over a bar tells what it is, of which unit, how many bytes, and when. Below the streams of a run
-    stands what one rank holds of each unit: from its shard to the full parameters and back, and gradients
-    (hatched) until they are reduced to the shard's.
+    Below the streams of a run stands what one rank holds of each unit: from its shard to the full parameters
+    and back, and gradients (hatched) until they are reduced to the shard's.
 
     Args:
         runs: by title, one above the other on one time axis. The titles should say that these are replays.
         until: seconds that the axis shows; by default, all of the longest run.
 
     Returns:
-        What a notebook shows as the player.
+        The player, as a notebook shows it.
 
     Raises:
-        ValueError: there is no run, or one in which nothing takes time.
+        ValueError: no run is given, or nothing takes time in one.
 
     Example::
 
@@ -49,10 +48,8 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
 
     empty = [title for title, run in runs.items() if not run.step_s]
     if empty or not runs:
-        raise ValueError(
-            f"play: expected replays in which something takes time, found {empty or 'no replay'}. Replay a "
-            "recorded step with compute_s or link_gib_s."
-        )
+        found = f"{empty or 'no replay'}. Give trace.replay() compute_s or link_gib_s."
+        raise ValueError(f"play: expected replays in which something takes time, found {found}")
     until = until or max(run.step_s for run in runs.values())
     units = list(dict.fromkeys(unit for run in runs.values() for unit in run.units if unit != ROOT))
     time_unit, scale = plot.time_unit(until)
@@ -79,16 +76,17 @@ def _run(title: str, run: Replay) -> dict[str, Any]:
         "lanes": ["compute", "communication", *(["in the model"] if own else [])],
         "spans": [
             {
-                "lane": 2 if span.event.is_of_the_model else int(span.event.is_collective),
-                "kind": span.event.kind,
-                "unit": span.event.module,
-                "phase": span.event.phase,
-                "bytes": span.event.bytes if span.event.is_collective else 0,
+                "lane": event.is_collective + event.is_of_the_model,
+                "kind": event.kind,
+                "unit": event.module,
+                "phase": event.phase,
+                "bytes": event.bytes,
                 "start": _rounded(span.start),
                 "end": _rounded(span.end),
-                "gradients": span.event.kind in ("reduce_scatter", "all_reduce"),
+                "gradients": event.kind in ("reduce_scatter", "all_reduce"),
             }
             for span in run.running
+            for event in [span.event]
         ],
         "held": {unit: _points(run.spans, unit) for unit in run.units if unit != ROOT},
     }

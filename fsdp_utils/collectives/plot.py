@@ -22,10 +22,7 @@ HATCH = {"reduce_scatter": "////", "all_reduce": "xxxx"}  # gradients, where the
 def timelines(
     runs: Mapping[str, Sequence[Span]], units: Sequence[str], *, until: float | None = None
 ) -> Figure:
-    """Draw runs on time axes, one above the other, with a colour for each of the units.
-
-    Collectives of FSDP and DDP are in one lane, told apart by hatching, those of the model itself in another.
-    """
+    """Draw runs on time axes, one above the other, with a colour for each of the units."""
     figure = Figure(figsize=(9.6, 0.9 + 1.5 * len(runs)), layout="constrained", facecolor=CARD)
     panels = figure.subplots(len(runs), squeeze=False)[:, 0]
     for axes, (title, spans) in zip(panels, runs.items(), strict=True):

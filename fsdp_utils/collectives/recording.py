@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls, when_done
-from fsdp_utils.collectives.clock import Clock, clock_of
+from fsdp_utils.collectives.clock import Clock
 from fsdp_utils.collectives.events import BETWEEN, BUCKET, COMPUTE, FREE, WITHIN, StepEvent
-from fsdp_utils.collectives.fsdp_hooks import Listener, as_it_is, in_backward, listen
+from fsdp_utils.collectives.fsdp_hooks import Listener, in_backward, listen
 from fsdp_utils.collectives.trace import CollectiveTrace
 from fsdp_utils.sharding.units import ROOT, find_units, parents
 from fsdp_utils.torch_internals.names import sequence_nr
@@ -34,21 +34,18 @@ _recording = False
 def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -> Iterator[CollectiveTrace]:
     """Record which collectives FSDP or DDP issues: their order, bytes, links and durations.
 
-    Put it around any number of training steps, on one rank or on all. Nothing is sent by the recording
-    itself, and what it watches runs as it would without it. If the block raises, what was recorded until then
-    is in the trace, with a note.
+    Put it around any number of training steps, on one rank or on all. The recording itself sends nothing. If
+    the block raises, the trace has what was recorded until then, with a note.
 
-    All collectives of the process are recorded, and how long they took, including the wait for other ranks.
+    All collectives of the process are recorded, with their durations, which include the wait for other ranks.
     Of the computation, the model's forward and backward and the optimizer's steps are recorded, but not the
-    loss, nor in backward what stands between two units. On a GPU, times are those at which the GPU ran what
-    was issued; they are set when the block ends.
+    loss. On a GPU, times are those at which the GPU ran what was issued; they are set when the block ends.
 
     Args:
         model: Under fully_shard, FullyShardedDataParallel or DistributedDataParallel, and not wrapped once
             more inside the block.
-        ranks_per_host: How many consecutive ranks share a host, to tell the links apart. By default what
-            torchrun says (LOCAL_WORLD_SIZE); without torchrun, all ranks are on one host. Give it to see
-            what another placement of the same ranks would send over which link.
+        ranks_per_host: How many consecutive ranks share a host, to tell the links apart; by default
+            torchrun's LOCAL_WORLD_SIZE, else all. Another number shows another placement of the same ranks.
 
     Returns:
         A context manager that gives a `CollectiveTrace`.
@@ -76,42 +73,38 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     if ranks_per_host is not None and ranks_per_host < 1:
         raise ValueError(f"record_collectives: expected ranks_per_host of at least 1, found {ranks_per_host}")
     if _recording:
-        raise RuntimeError(
-            "record_collectives: expected no other recording in this process, found one that still runs"
-        )
+        raise RuntimeError("record_collectives: expected no other recording in this process, found one")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     units = find_units(model)
     trace = CollectiveTrace(rank, world_size, {unit.name: unit.nbytes for unit in units})
     is_compiled = has_compiled() or any(map(is_under_compile, model.modules()))
-    hidden = torch.compiler.disable if is_compiled else as_it_is
+    hidden = (torch.compiler.disable,) if is_compiled else ()
     # where the model computes, wherever its shards are at rest
-    clock = clock_of(units[0].parts[0].device if units else next(model.parameters()).device)
+    clock = Clock(units[0].parts[0].device if units else next(model.parameters()).device)
     ddp = any(isinstance(part, DistributedDataParallel) for part in parts)
     recorder = _Recorder(trace, clock, ddp, parents(units), on_host, _dimensions(model))
-    failed, _recording = True, True
+    _recording = True
     try:
         with (
             listen_to_calls(recorder.collective),
-            listen(model, units, recorder, hidden),
+            listen(model, units, recorder, *hidden),
             # the steps of every optimizer are computation
             register_optimizer_step_pre_hook(lambda *_: recorder.begin(ROOT, "optimizer")),
             register_optimizer_step_post_hook(lambda *_: recorder.end(ROOT, "optimizer")),
         ):
             yield trace
-        failed = False
     except BaseException as error:
         trace.notes.append(f"the block ended early, by {type(error).__name__}: {error}")
         raise
     finally:
         _recording = False
-        recorder.close()
-        if note := clock.finish(failed=failed):
-            trace.notes.append(note)
+        recorder.closed = True
+        trace.notes += clock.finish(failed=bool(trace.notes))
 
 
 def _dimensions(model: nn.Module) -> dict[Any, str]:
-    """By process group, the name of its mesh dimension, for the meshes that the model's parameters are on."""
+    """By process group, the name of its mesh dimension, for the meshes of the model's parameters."""
     names: dict[Any, str] = {}
     for mesh in {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}:
         for dimension, name in enumerate(mesh.mesh_dim_names or ()):
@@ -123,8 +116,7 @@ def _dimensions(model: nn.Module) -> dict[Any, str]:
 class _Piece(NamedTuple):
     """Computation of one module between two events."""
 
-    start: float  # seconds since the recording began
-    mark: Any  # the clock's
+    begin: Any  # a mark of the clock
     is_first: bool  # among its module's pieces
     nodes: int  # that autograd had made when it began
 
@@ -140,7 +132,7 @@ class _Sent:
 
 @dataclass
 class _Recorder(Listener):
-    """Writes the trace: `listen_to_calls` tells it what is sent, `listen` what FSDP does and computes."""
+    """Writes the trace, from what `listen_to_calls` and `listen` tell."""
 
     trace: CollectiveTrace
     clock: Clock
@@ -154,14 +146,10 @@ class _Recorder(Listener):
     gathered: set[str] = field(default_factory=set)
     pending: dict[int, _Sent] = field(default_factory=dict)  # collectives whose end was not seen yet, by id
     piece: _Piece | None = None  # what is being computed since the last event
-    closed: bool = False
+    closed: bool = False  # hooks that autograd still holds may be called after the block
     forwards: int = 0  # calls of the model that are running
     buckets: int = 0  # that DDP has reduced in this backward pass
     thread: int = 0  # in which FSDP worked, or the model computed, last
-
-    def close(self) -> None:
-        """Record nothing more: hooks that autograd still holds may be called after the block."""
-        self.closed = True
 
     # what `listen` tells
 
@@ -212,7 +200,6 @@ class _Recorder(Listener):
     # what `listen_to_calls` tells
 
     def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
-        """Record a call around its issue."""
         ranks, link, dimension = self._link(call.group)
         is_ours = self.thread in (0, get_ident())  # else another thread sends something
         module, phase = "", "other"
@@ -236,7 +223,7 @@ class _Recorder(Listener):
         return result
 
     def _end_finished(self) -> None:
-        """Called when FSDP goes on and has waited for what it needs: set the end of what is over."""
+        """Set the end of what is over, when FSDP goes on and has waited for what it needs."""
         for sent in list(self.pending.values()):
             if sent.is_over():
                 self._ended(sent)
@@ -250,7 +237,7 @@ class _Recorder(Listener):
     def _begin_piece(self, *, is_first: bool = False) -> None:
         if self.working_for or not self.computing:
             return  # nothing is computed now
-        self.piece = _Piece(self.clock.now(), self.clock.mark(), is_first, sequence_nr())
+        self.piece = _Piece(self.clock.mark(), is_first, sequence_nr())
 
     def _end_piece(self, *, is_last: bool = False) -> None:
         """End the current piece of computation; record it if anything was computed in it."""
@@ -260,8 +247,8 @@ class _Recorder(Listener):
         if piece is None:
             return
         module, phase = self.computing[-1]
-        # A module may compute nothing between two units, and a unit nothing more before it ends.
-        # In forward, new nodes of autograd show it; backward adds none: a unit's first and last piece count.
+        # A module may compute nothing between two units. In forward, new nodes of autograd show whether it
+        # did; backward adds none: a unit's first and last piece count.
         is_end = piece.is_first or is_last
         if phase == "forward" and module in self.parents:
             if torch.is_grad_enabled():
@@ -273,9 +260,8 @@ class _Recorder(Listener):
             return
         if phase == "forward":
             phase = self._phase()  # backward, where activation checkpointing computes it again
-        event = StepEvent(0, COMPUTE, module, phase, start=piece.start)
-        self._add(event)
-        self.clock.set_time(event, piece.mark, self.clock.mark())
+        self._add(event := StepEvent(0, COMPUTE, module, phase))
+        self.clock.set_time(event, piece.begin, self.clock.mark())
 
     def _add(self, event: StepEvent) -> None:
         if not self.closed:

@@ -23,7 +23,7 @@ class Replay:
     Args:
         spans: In the order of issue.
         units: Names of the units, in the model's order.
-        peak_units: The largest number of units that were gathered and not yet freed, in the order of issue.
+        peak_units: The largest number of units that were gathered and not yet freed.
 
     Example::
 
@@ -67,14 +67,11 @@ class Replay:
         return exposed
 
     def plot(self, *, title: str = "replay", until: float | None = None) -> Any:
-        """Draw the streams, with a colour for each unit.
+        """Draw the streams, with a colour for each unit; returns a matplotlib Figure.
 
         Args:
             title: Over the figure. It should say that this is a replay.
             until: Seconds that the axis shows, to compare several replays; by default, all.
-
-        Returns:
-            A matplotlib Figure.
         """
         need("matplotlib", "notebooks")
         from fsdp_utils.collectives.plot import timelines  # here, as matplotlib may not be installed
@@ -95,23 +92,20 @@ def replay(
     """Simulate how long this order takes if computation and communication overlap.
 
     The CPU issues the events in their recorded order. Each waits for its stream; computation also for the
-    all-gather of its unit; a reduce-scatter or all-reduce also for all computation issued before it. An
-    all-gather waits for nothing else, as on a GPU, unless `limit_units` holds it back.
-
-    What the model itself sends (`StepEvent.is_of_the_model`), as under tensor parallelism, has a stream of
-    its own, and the computation issued after it waits for it. Collectives that run at the same time do not
-    slow each other down, even if they share a link.
+    all-gather of its unit; a reduce-scatter or all-reduce also for all computation issued before it. What the
+    model itself sends (`StepEvent.is_of_the_model`), as under tensor parallelism, has another stream, and the
+    computation issued after it waits for it. Collectives that share a link do not slow each other down.
 
     Args:
         events: As recorded; of one step or of several.
         units: Names of the units, in the model's order.
-        compute_s: Seconds that a unit computes in forward: one number for all, or by name. What is not named,
-            and the root if there is one number, takes none. Backward takes twice as long, an optimizer step
-            no time, and neither does what activation checkpointing computes again. None: as recorded.
+        compute_s: Seconds that a unit computes in forward: one number for all but the root, or by name; what
+            is not named takes none. Backward takes twice as long, and an optimizer step, and what activation
+            checkpointing computes again, no time. None: as recorded.
         link_gib_s: GiB/s at which a rank sends: one number, or by link ("within a host", "between hosts"). A
-            collective takes `StepEvent.sent_bytes` divided by it. None: as long as it was recorded.
+            collective takes `StepEvent.sent_bytes` divided by it. None: as recorded.
         issue_s: Seconds that the CPU takes to issue the computation of a unit in forward, and twice that in
-            backward. It begins with the first kernel, and is not over before the last one is issued.
+            backward: computation does not end before its last kernel is issued.
         limit_units: An all-gather waits until the unit is done that was freed that many units before, as
             under FSDP1's limit_all_gathers, whose limit is 2. None: no limit.
         limit_reduces: The reduce-scatter of a unit, and the computation issued after it, wait until the one
@@ -169,9 +163,8 @@ def replay(
 def _shares(events: Sequence[StepEvent]) -> dict[int, float]:
     """By order of each computation: which part it is of its unit's forward or backward.
 
-    A unit's computation is in several events where something came between: in backward, parts in proportion
-    to the bytes of DDP's buckets after them; where FSDP reduced another unit's gradients, the first part is
-    all of it, as the unit's own gradients are only copied together after it; else equal parts.
+    Where something came between, a unit has several. In backward they are in proportion to the bytes of DDP's
+    buckets after them; under FSDP the first is all, as the others only copy gradients together; else equal.
     """
     passes: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
     bucket_bytes: dict[int, int] = defaultdict(int)  # that follow a computation

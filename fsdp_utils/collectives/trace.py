@@ -23,7 +23,7 @@ class CollectiveTrace:
         rank, world_size: Whose trace it is.
         unit_bytes: By name of each FSDP unit: bytes of its full parameters, without padding.
         events: In the order of issue.
-        notes: What is to be known about the recording itself, such as the exception that ended it.
+        notes: About the recording itself, such as the exception that ended it.
     """
 
     rank: int
@@ -39,10 +39,7 @@ class CollectiveTrace:
 
     @property
     def peak_units(self) -> int:
-        """The largest number of units that were gathered and not yet freed, in the order of issue.
-
-        Units that were gathered already when the recording began are not counted.
-        """
+        """The largest number of units that were gathered in the recording and not yet freed."""
         return peak_units(self.events)
 
     def bytes_by_kind(self) -> dict[str, int]:
@@ -55,8 +52,7 @@ class CollectiveTrace:
     def sent_bytes_by_link(self) -> dict[str, float]:
         """Bytes that this rank has to send (`StepEvent.sent_bytes`) within a host, and between hosts.
 
-        All bytes of a collective across hosts count as between hosts, though some pass from one rank to
-        another on the same host: an upper bound of what crosses the link.
+        All bytes of a collective across hosts count as between hosts: an upper bound.
         """
         return self._sent_by("link")
 
@@ -65,18 +61,13 @@ class CollectiveTrace:
         return self._sent_by("dimension")
 
     def _sent_by(self, attribute: str) -> dict[str, float]:
-        total: dict[str, float] = {}
+        total: Counter[str] = Counter()
         for event in self.collectives:
-            key = getattr(event, attribute)
-            total[key] = total.get(key, 0.0) + event.sent_bytes
-        return total
+            total[getattr(event, attribute)] += event.sent_bytes  # pyright: ignore - floats add up, too
+        return dict(total)
 
     def order(self, phase: str | None = None) -> list[str]:
-        """List what was issued, in words such as "all_gather blocks.3", without what was freed.
-
-        Args:
-            phase: Only that phase.
-        """
+        """List what was issued, or that of one phase, in words such as "all_gather blocks.3"."""
         return [
             f"{event.kind} {event.module}".rstrip()
             for event in self.events
@@ -85,24 +76,20 @@ class CollectiveTrace:
 
     def summary(self) -> str:
         """A table: how many collectives of each kind, phase, mesh dimension and link, and how many MiB."""
-        rows: dict[tuple[str, ...], list[float]] = {}
+        rows: dict[tuple[str, ...], list[StepEvent]] = {}
         for event in self.collectives:
             key = (event.kind, event.phase, event.dimension, str(len(event.ranks)), event.link)
-            row = rows.setdefault(key, [0, 0.0, 0.0])
-            row[0] += 1
-            row[1] += event.bytes / MIB
-            row[2] += event.sent_bytes / MIB
-        table = [("collective", "phase", "dimension", "ranks", "link", "count", "MiB", "MiB sent")]
-        table += [
-            (*key, f"{count:.0f}", f"{mib:.3f}", f"{sent:.3f}") for key, (count, mib, sent) in rows.items()
-        ]
-        columns = [*zip(*table, strict=True)]
-        if not any(event.dimension for event in self.collectives):
-            del columns[2]
-        for i, column in enumerate(columns):
-            numbers = column[0] in ("ranks", "count", "MiB", "MiB sent")
+            rows.setdefault(key, []).append(event)
+        titles = "collective", "phase", "dimension", "ranks", "link", "count", "MiB", "MiB sent"
+        table: list[tuple[str, ...]] = [titles]
+        for key, events in rows.items():
+            mib, sent = sum(e.bytes for e in events) / MIB, sum(e.sent_bytes for e in events) / MIB
+            table.append((*key, str(len(events)), f"{mib:.3f}", f"{sent:.3f}"))
+        columns = []
+        for number, column in enumerate(zip(*table, strict=True)):
             width = max(map(len, column))
-            columns[i] = tuple(cell.rjust(width) if numbers else cell.ljust(width) for cell in column)
+            if column[0] != "dimension" or any(column[1:]):
+                columns.append([c.ljust(width) if number in (0, 1, 2, 4) else c.rjust(width) for c in column])
         lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
         title = f"rank {self.rank} of {self.world_size}: {len(self.collectives)} collectives"
         return "\n".join([title, *lines, *(f"note: {note}" for note in self.notes)])
@@ -111,11 +98,7 @@ class CollectiveTrace:
         return self.summary()
 
     def plot(self) -> Any:
-        """Draw when each event ran, with a colour for each unit.
-
-        Returns:
-            A matplotlib Figure, on the time axis of the recording.
-        """
+        """Draw when each event ran, with a colour for each unit; returns a matplotlib Figure."""
         need("matplotlib", "notebooks")
         from fsdp_utils.collectives.plot import timelines  # here, as matplotlib may not be installed
 
@@ -129,12 +112,12 @@ class CollectiveTrace:
     def to_perfetto(self, path: str | os.PathLike[str], *others: CollectiveTrace) -> None:
         """Write a file that https://ui.perfetto.dev and chrome://tracing open, to zoom and to search.
 
-        Each rank is a process, each kind of event a thread of it; bytes, unit and ranks are shown with an
-        event. A collective whose end was not seen is left out.
+        Each rank is a process, each kind of event a thread of it. A collective whose end was not seen is left
+        out.
 
         Args:
             path: of the file, JSON by content.
-            others: what other ranks recorded of the same step. Each rank's times begin with its recording.
+            others: the traces of other ranks. Each rank's times begin with its recording.
 
         Raises:
             ValueError: two traces are of one rank.

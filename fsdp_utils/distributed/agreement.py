@@ -1,12 +1,10 @@
-"""Agreement of ranks: all of them are here, they want the same, and a failure of one is the failure of all.
+"""Agreement of ranks: a function runs on all of them, and each gets the results, or the same error.
 
 A collective that one rank does not enter blocks until the process group's timeout. So `agree` first lets the
 ranks register in the process group's key-value store, where a rank can wait for a limited time and name the
-ranks that are missing. After that they exchange results over a separate gloo group: it does not disturb the
-training's collectives, and when a rank dies or leaves it, its connections close and the others notice.
-
-Traffic grows with the number of ranks and not with its square: each rank writes and reads a few short keys,
-`each` and `same` gather a few integers, and texts travel only where ranks fail or differ.
+missing ones. After that they exchange results over a separate gloo group: when a rank dies or leaves it, its
+connections close and the others notice. torch.distributed alone holds that group, so a rank can always leave.
+Traffic grows with the number of ranks and not with its square: texts travel only where ranks fail or differ.
 """
 
 import gc
@@ -34,16 +32,15 @@ _LONGEST_S = 1e9  # 30 years
 _SLOWEST_POLL_S = 0.05
 _CONNECT_S = 5.0  # the least time that ranks have to make their group
 _ALL_HERE = "all"  # the outcome of a round, or else the error's text
-_SHOWN, _SHOWN_LENGTH = 3, 200  # entries that differ, characters of a value
+_SHOWN, _SHOWN_LENGTH = 3, 200  # values that differ, characters of a value
 _CURE = ". Decide on one rank and broadcast the decision."
 _END_LATER = ": call .wait() before destroy_process_group()"
 
-# The groups by topic. Weak: torch.distributed alone decides how long a group, with its sockets, lives.
-_groups: dict[str, Callable[[], dist.ProcessGroup | None]] = {}
+_groups: dict[str, Callable[[], dist.ProcessGroup | None]] = {}  # weak references, by topic
 
 
 def usable_cores() -> int:
-    """The processors that this process may use."""
+    """Count the processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -53,7 +50,7 @@ def has_peers() -> bool:
 
 
 def library_store(part: str) -> dist.Store:
-    """The process group's store, with the keys of one part of this library."""
+    """Return the process group's store, with the keys of one part of this library."""
     return dist.PrefixStore(f"fsdp_utils/{part}", default_store())
 
 
@@ -73,8 +70,8 @@ class LostRank(RuntimeError):
 class Ranks:
     """The ranks of the default process group, which exchange results and failures.
 
-    `agree` makes one whose ranks are known to be here, with a separate group. Made directly, it uses the
-    default group. Without a process group, and with a fake one, this process is the only rank.
+    `agree` makes one with a separate group; made directly, it uses the default group. Without a process
+    group, and with a fake one, this process is the only rank.
 
     Args:
         action: what the ranks do together, for the errors; "" for nothing.
@@ -89,15 +86,19 @@ class Ranks:
         self.action = action
         self.error = error
         self.distributed = has_peers()
-        self.rank = dist.get_rank() if self.distributed else 0
-        self.world_size = dist.get_world_size() if self.distributed else 1
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if self.distributed else (0, 1)
         self.consequence = ""  # what a failure from here on means; added to the error
         self.in_background = False  # whether the program goes on meanwhile, and may end
-        self.group: dist.ProcessGroup | None = None  # None: the default group
         self._told = told
         self._topic = topic
+        self._is_apart = False  # whether these ranks have a group of their topic
         self._round = 0  # number of this topic's entries in the store
         self._shared: Exception | None = None  # the error that every rank has
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the topic; None for the default group, and once the group was left."""
+        return _groups.get(self._topic, lambda: None)() if self._is_apart else None
 
     def all(self, fn: Callable[[], T]) -> list[T]:
         """Call fn on each rank; returns all results, by rank. If it fails on any, the same error on all."""
@@ -116,17 +117,15 @@ class Ranks:
         return result
 
     def same(self, what: str, values: Mapping[str, str], *, cure: str = "") -> None:
-        """Check that these entries are equal on all ranks; where not, raise the same error on all.
-
-        The error names the first few entries that differ, and the ranks that hold each value.
+        """Check that values, or hashes of them, are equal on all ranks; the error names those that differ.
 
         Args:
-            what: what the entries are of, for the error; "" if their names say it.
-            values: values, or hashes of them, by the names of the entries.
+            what: what the values are of, for the error; "" if their names say it.
+            values: by name.
             cure: what to do, for the error.
         """
-        digest = hashlib.sha256(json.dumps(sorted(values.items())).encode()).digest()
-        if len(set(self.numbers(int.from_bytes(digest[:8], "big", signed=True)))) == 1:
+        digest = int(fingerprint([json.dumps(sorted(values.items()))]), 16) - 2**63
+        if len(set(self.numbers(digest))) == 1:
             return
         # Each rank reports its first entries that differ from rank 0's: the first of all are complete then.
         expected: dict[str, str] = self._broadcast(dict(values))
@@ -155,10 +154,7 @@ class Ranks:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Make any failure inside the ranks' error, here and on the ranks that wait.
-
-        The failed rank leaves the group, which ends the others' waiting.
-        """
+        """Raise any failure inside on all ranks: the failed rank leaves the group, so the others wake up."""
         try:
             yield
         except BaseException as error:
@@ -176,34 +172,28 @@ class Ranks:
                     store = library_store(self._topic)
                     text = store.compare_set(f"{self._round}/failure", "", text).decode()
             self.close(error)
-            if not isinstance(error, Exception):
-                raise
-            raise self.error(text) from error
+            if isinstance(error, Exception):
+                raise self.error(text) from error
+            raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close this rank's connections, which the others notice. The next call makes new ones.
-
-        Args:
-            error: what this rank fails with: the frames of its traceback hold the group, too.
-        """
-        if self.group is None:
+        """Leave the group of the topic, which the others notice; the frames of an error may hold it, too."""
+        group = self.group
+        if group is None:
             return
-        group, self.group = self.group, None
-        # The sockets close when the last reference to the group goes.
+        del _groups[self._topic]
+        if group in process_groups():  # else the program has destroyed all its groups
+            dist.destroy_process_group(group)
         cause = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
-        if group in process_groups():  # else the program has destroyed all its groups
-            dist.destroy_process_group(group)
-        del group
         if error is not None:
             gc.collect()  # frames and exceptions refer to each other
 
     # ---- exchanges ----
 
     def _call(self, fn: Callable[[], Any]) -> tuple[Any, _Problem | None]:
-        """The result of fn, and its failure."""
         try:
             return fn(), None
         except self._told as error:
@@ -211,7 +201,6 @@ class Ranks:
             return None, (self._words(error), type(error) if known else self.error)
 
     def _settle(self, result: T, problem: _Problem | None) -> T:
-        """The result, if no rank has a problem."""
         if any(self.numbers(problem is not None)):
             self._raise(self._gather(problem))
         return result
@@ -231,9 +220,11 @@ class Ranks:
     def _collective(self, call: Callable[..., object], *args: Any, **options: Any) -> None:
         begun = time.monotonic()
         try:
+            if self._is_apart and self.group is None:
+                raise RuntimeError("this rank has left the group")
             call(*args, **options, group=self.group)
         except RuntimeError as error:
-            if self.group is None:
+            if not self._is_apart:
                 raise
             seconds = time.monotonic() - begun
             raise LostRank(
@@ -247,7 +238,7 @@ class Ranks:
         kinds = {problem[1] for problem in problems if problem}
         if kinds:
             text = "\n".join(by_ranks([[problem[0]] if problem else [] for problem in problems]))
-            self._fail(text, kinds.pop() if len(kinds) == 1 else None)
+            self._fail(text, kinds.pop() if len(kinds) == 1 else self.error)
 
     def _fail(self, text: str, kind: type[Exception] | None = None) -> NoReturn:
         """Raise what every rank raises now."""
@@ -267,9 +258,8 @@ class Ranks:
     def _enter(self, wait_s: float) -> None:
         """Wait for all ranks; those that came raise the same error where some did not.
 
-        Entries are numbered rounds. The rank that comes last, or whose wait ends first, decides a round,
-        once for all. A rank that finds its round decided without it goes on to the next, so that ranks find
-        together again after one of them has entered a call alone.
+        The rank that comes last, or whose wait ends first, decides the round for all. A rank that finds its
+        round decided goes on to the next, so ranks meet again after one has entered a call alone.
         """
         try:
             store = library_store(self._topic)
@@ -279,7 +269,8 @@ class Ranks:
             if store.add(f"{self._round}/count", 1) == self.world_size:
                 store.compare_set(outcome, "", _ALL_HERE)
             elif not wait_for(store, [outcome], wait_s):
-                store.compare_set(outcome, "", self._missing(store, wait_s))
+                rounds = [store.add(f"round/{rank}", 0) for rank in range(self.world_size)]
+                store.compare_set(outcome, "", self._missing(rounds, wait_s))
             found = store.get(outcome).decode()
         except Exception as error:
             raise self.error(
@@ -289,26 +280,24 @@ class Ranks:
         if found != _ALL_HERE:
             raise self.error(found)
 
-    def _missing(self, store: dist.Store, wait_s: float) -> str:
-        rounds = [store.add(f"round/{rank}", 0) for rank in range(self.world_size)]
+    def _missing(self, rounds: Sequence[int], wait_s: float) -> str:
         here = [rank for rank, number in enumerate(rounds) if number == self._round]
-        missing = [rank for rank in range(self.world_size) if rank not in here]
-        if not missing:
+        if len(here) == self.world_size:
             return _ALL_HERE
         return (
             f"{self.action}: expected all {self.world_size} ranks to enter it, found only {rank_names(here)} "
-            f"after {wait_s:g} s; missing: {rank_names(missing)}. Call it on every rank: not under "
-            "`if rank == 0`, and not under a condition that each rank decides for itself."
+            f"after {wait_s:g} s; missing: {rank_names([r for r in range(self.world_size) if r not in here])}"
+            ". Call it on every rank: not under `if rank == 0` or another condition of one rank."
         )
 
     def _connect(self, limit_s: float) -> None:
-        """Make the ranks' group, or take that of the call before: all ranks are known to be here."""
-        self.group = _groups.get(self._topic, lambda: None)()
-        if self.group is None or self.group not in process_groups():
-            made = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
-            assert isinstance(made, dist.ProcessGroup)
-            _groups[self._topic], self.group = weakref.ref(made), made
-        set_group_timeout(self.group, limit_s)
+        """Make the group of the topic, or take that of the call before, and limit its collectives."""
+        self._is_apart = True
+        group: Any = self.group
+        if group not in process_groups():
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
+            _groups[self._topic] = weakref.ref(group)
+        set_group_timeout(group, limit_s)
 
 
 def agree(
@@ -324,17 +313,12 @@ def agree(
 
     Args:
         action: the name of the caller, for the error.
-        facts: what must be the same on all ranks (values that JSON can hold). It is called before the ranks
-            wait for each other. An exception in it is told to all ranks.
+        facts: gives what must be the same on all ranks (values that JSON can hold). It is called before the
+            ranks wait for each other.
         error: the class of the error.
-        topic: calls of one topic share a group, from call to call until `Ranks.close`. So they must not
-            overlap; calls of two topics may.
+        topic: calls of one topic share a group until `Ranks.close`, so they must not overlap.
         wait_s: seconds to wait for the other ranks to enter.
-        collective_s: seconds that a rank may come later than the others to a collective after that; None for
-            wait_s.
-
-    Returns:
-        The ranks, connected.
+        collective_s: seconds to wait for a rank in a collective after that; None for wait_s.
 
     Raises:
         error: a rank did not come, the facts differ, or facts failed on some rank.
@@ -353,25 +337,24 @@ def agree(
     with ranks.guard():
         if ranks.distributed:
             ranks._connect(max(wait_s, _CONNECT_S))
-        # Gloo connects a rank before its peers are done: these collectives keep one that closes at once from
-        # cutting them off.
-        ranks.action = ""  # in which the ranks may differ, and all have to raise the same text
+        # These collectives also keep a rank that closes at once from cutting off peers that still connect.
+        ranks.action = ""  # in which the ranks may differ, and all raise the same text
         ranks.same("", {"call": json.dumps(action)}, cure=_CURE)
         ranks.action = action
         ranks.same("", ranks._settle(*stated), cure=_CURE)
-        if ranks.group is not None:
-            set_group_timeout(ranks.group, wait_s if collective_s is None else collective_s)
+        if ranks.distributed:
+            ranks._connect(wait_s if collective_s is None else collective_s)
     return ranks
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """Such as "rank 3", "ranks 0, 1", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"."""
+    """Name ranks: "rank 3", "ranks 0, 1", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def by_ranks(texts: Sequence[Iterable[str]]) -> list[str]:
-    """The texts of each rank, by rank: each once, with the ranks that it is from unless these are all."""
+    """Give each text of the ranks once, with the ranks that it is from unless these are all."""
     ranks: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(texts):
         for text in of_rank:
@@ -380,7 +363,7 @@ def by_ranks(texts: Sequence[Iterable[str]]) -> list[str]:
 
 
 def fingerprint(lines: list[str]) -> str:
-    """A short name for a long list, to compare it between ranks."""
+    """Hash a long list, to compare it between ranks."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -13,11 +13,7 @@ from fsdp_utils.distributed.rank_errors import pack_error, unpack_error
 
 
 def get_rank() -> int:
-    """Return the rank of this process.
-
-    Returns:
-        The rank in the process group once there is one; before that the rank that it will have, from the
-        launcher (torchrun's RANK, else Slurm's srun); 0 in a process that nobody launched as a rank.
+    """Return the rank of this process: in the process group, else the launcher's (torchrun, srun), else 0.
 
     Example::
 
@@ -28,11 +24,7 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """Return the number of ranks.
-
-    Returns:
-        The size of the process group once there is one, else the number of processes that the launcher
-        started (WORLD_SIZE, else Slurm's srun), else 1.
+    """Return the number of ranks: in the process group, else the launcher's (torchrun, srun), else 1.
 
     Example::
 
@@ -45,8 +37,7 @@ def get_world_size() -> int:
 def get_local_rank() -> int:
     """Return the rank of this process among those of its host, which is also the index of its GPU.
 
-    Returns:
-        LOCAL_RANK (torchrun) or SLURM_LOCALID (srun), else `get_rank()`, as all ranks of one host have it.
+    The launcher's LOCAL_RANK (torchrun) or SLURM_LOCALID (srun), else `get_rank()`.
 
     Example::
 
@@ -62,7 +53,7 @@ def get_local_rank() -> int:
 def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
     """Run the body on rank 0 first and then on the others, such as filling a cache that all read.
 
-    Every rank of the default process group must enter it. In a single process the body runs at once.
+    Every rank of the default process group enters it. In a single process the body runs at once.
 
     Args:
         timeout: seconds that the others wait for rank 0 at most.
@@ -70,7 +61,7 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
     Raises:
         Exception: on the other ranks, what rank 0 raised in the body; their body is not run.
         TimeoutError: on the other ranks, when rank 0 is not done in time.
-        RuntimeError: this process is one of several ranks but has no process group yet to wait with.
+        RuntimeError: this process is one of several ranks, without a process group.
 
     Example::
 
@@ -81,10 +72,8 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
     """
     if not _has_group():
         if get_world_size() > 1:
-            raise RuntimeError(
-                f"rank0_first: launched as rank {get_rank()} of {get_world_size()}, but there is no process "
-                "group to wait with. Call torch.distributed.init_process_group() first."
-            )
+            found = f"rank {get_rank()} of {get_world_size()} without a process group"
+            raise RuntimeError(f"rank0_first: {found}. Call torch.distributed.init_process_group() first.")
         yield
         return
     # The store and not a collective: the wait has a separate limit, can be interrupted, and holds up no GPU.
@@ -99,10 +88,8 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
         store.set(done, "")
         return
     if not wait_for(store, [done], timeout):
-        raise TimeoutError(
-            f"rank0_first: rank {get_rank()} waited {timeout:g} s and rank 0 was not done. If its "
-            "work takes longer, pass a larger timeout. If rank 0 never came here: every rank must."
-        )
+        waited = f"rank {get_rank()} waited {timeout:g} s and rank 0 was not done"
+        raise TimeoutError(f"rank0_first: {waited}. Call it on every rank, or pass a larger timeout.")
     if failure := store.get(done):
         raise unpack_error(bytes.fromhex(failure.decode()), "rank 0, in rank0_first")
     yield
@@ -111,20 +98,16 @@ def rank0_first(*, timeout: float = 1800.0) -> Iterator[None]:
 def sampler(
     dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> DistributedSampler:
-    """Return this rank's share of a dataset, for `DataLoader(dataset, sampler=sampler(dataset))`.
+    """Return the sampler of this rank's share of a dataset; of all of it when not distributed.
 
-    Call its `set_epoch(epoch)` before each epoch, or each epoch has the same order. The order of the whole
-    dataset depends on seed and epoch alone: rank r of n takes every n-th sample of it, from the r-th on.
+    Call its `set_epoch(epoch)` before each epoch, or each epoch has the same order. The order depends on seed
+    and epoch alone: rank r of n takes every n-th sample, from the r-th on.
 
     Args:
         dataset: anything with a length and an index.
         shuffle: False for evaluation.
         seed: must be the same on every rank.
-        drop_last: leave out the last samples where they do not divide among the ranks. When False
-            some samples are given twice instead, so that all ranks take equally many steps.
-
-    Returns:
-        The sampler of this rank; of the whole dataset when not distributed.
+        drop_last: leave out the last samples where they do not divide among the ranks; else some come twice.
 
     Raises:
         TypeError: the dataset has no length (an IterableDataset splits itself, in `__iter__`).
@@ -138,13 +121,10 @@ def sampler(
                 train_step(batch)
     """
     if not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"sampler: expected a dataset with a length, found {type(dataset).__name__}. An iterable dataset "
-            "takes no sampler: split it by get_rank() and get_world_size() in its __iter__."
-        )
-    return DistributedSampler(
-        dataset, get_world_size(), get_rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
-    )
+        found = f"expected a dataset with a length, found {type(dataset).__name__}"
+        raise TypeError(f"sampler: {found}. Split it by get_rank() and get_world_size() in its __iter__.")
+    ranks = get_world_size(), get_rank()
+    return DistributedSampler(dataset, *ranks, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
 
 def _has_group() -> bool:
@@ -154,8 +134,7 @@ def _has_group() -> bool:
 def _launched() -> tuple[int, int]:
     """The rank and world size from the launcher's environment variables, (0, 1) without a launcher.
 
-    Both or nothing: a RANK without a WORLD_SIZE means something else. SLURM_NTASKS does not count, as it is
-    also set in a batch script.
+    A RANK without a WORLD_SIZE means something else, and SLURM_NTASKS is also set in a batch script.
     """
     for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         if rank in os.environ and world_size in os.environ:

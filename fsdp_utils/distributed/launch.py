@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,21 +21,14 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from fsdp_utils.distributed import rank_errors
+from fsdp_utils.distributed import rank_errors, rank_processes
 from fsdp_utils.distributed.agreement import usable_cores
-from fsdp_utils.distributed.rank_errors import pack_error, read_finding, unpack_error
-from fsdp_utils.distributed.rank_processes import (
-    EXIT_S,
-    Ended,
-    RankProcess,
-    receive,
-    start_rank,
-    start_server,
-)
+from fsdp_utils.distributed.rank_errors import pack_error, unpack_error
+from fsdp_utils.distributed.rank_processes import Ended, RankProcess, receive
 from fsdp_utils.torch_internals.names import DYNAMO
 from fsdp_utils.torch_internals.runtime import hide_apple_gpu
 
-# Imported once by the server, so that the ranks, which are forked from it, need not import it.
+# imported once by the server that the ranks are forked from
 PRELOAD = [
     DYNAMO,  # fully_shard imports it: most of a second on each rank
     "torch.distributed.fsdp",
@@ -54,7 +48,7 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     torchrun sets them (without MASTER_ADDR: there is no port). fn may be defined anywhere: in a notebook
     cell, in a script (no `if __name__ == "__main__"` needed), in another function. It, its arguments and its
     results travel by value, tensors too; of a DTensor return `.full_tensor()` or `.to_local()`. No rank sees
-    a GPU: use torchrun for those. However the call ends, the ranks and what they started are gone then.
+    a GPU: use torchrun for those. When the call ends, the ranks and all that they started are gone.
 
     Args:
         fn: called on every rank.
@@ -68,8 +62,8 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     Raises:
         Exception: the failure that happened first among the ranks, with that rank's traceback as its cause.
         RuntimeError: that exception cannot be sent or would end this process, or a rank died: says how.
-        TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand. What
-            `check_in_step` has found is raised in its place, from this error.
+        TimeoutError: fn took too long on some rank; shows the lines on which the ranks stand. The report of
+            `check_in_step` is raised in its place, from this error.
         TypeError: fn or args cannot be pickled.
         ValueError: world_size is below 1, or timeout is not above 0.
 
@@ -85,9 +79,8 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"run_on_ranks: expected world_size of at least 1, found {world_size!r}")
     if not 0 < timeout <= _LONGEST_S:  # false for nan, too
-        raise ValueError(
-            f"run_on_ranks: expected a timeout above 0 and at most {_LONGEST_S:,.0f} seconds, found {timeout}"
-        )
+        found = f"at most {_LONGEST_S:,.0f} seconds, found {timeout}"
+        raise ValueError(f"run_on_ranks: expected a timeout above 0 and {found}")
     try:
         call = cloudpickle.dumps((fn, args))
     except Exception as error:
@@ -97,18 +90,16 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
         directory = Path(name)
         ranks: list[RankProcess] = []
         try:
-            method = start_server(PRELOAD)
+            method = rank_processes.start_server(PRELOAD)
             for rank in range(world_size):  # appended one by one: all that are started are to be ended
-                settings = world_size, call, timeout
-                ranks.append(start_rank(method, f"{__name__}:_call_function", rank, directory, *settings))
+                on_rank = f"{__name__}:_call_function", rank, directory, world_size, call, timeout
+                ranks.append(rank_processes.start_rank(method, *on_rank))
             _receive_all(ranks, _START_LIMIT_S, directory, during_start=True)
-            for rank in ranks:
-                rank.send("go")
             packed = _receive_all(ranks, timeout, directory)
             results = [_loads(rank, result) for rank, result in enumerate(packed)]
             for rank in ranks:
                 rank.send("done")
-            limit = time.monotonic() + EXIT_S
+            limit = time.monotonic() + rank_processes.EXIT_S
             for rank in ranks:
                 rank.process.join(max(0.0, limit - time.monotonic()))
             return results
@@ -126,37 +117,35 @@ def _receive_all(
     waiting = {rank.rank: rank for rank in ranks}
     received: dict[int, Any] = {}
     failures: list[tuple[int, BaseException]] = []  # (when, what)
+    finding: bytes | None = None  # from check_in_step
     limit = time.monotonic() + timeout
     while waiting and (left := limit - time.monotonic()) > 0:
         for rank, message in receive(waiting.values(), left):
-            del waiting[rank.rank]
-            if isinstance(message, Ended):
-                # A death is never the consequence of an exception elsewhere, but the other way round it
-                # is the rule (connection closed by peer): so it counts as the earliest.
+            if isinstance(message, Ended):  # it counts as the earliest: others fail as it closes connections
                 text = f"run_on_ranks: rank {rank.rank} {message} before fn returned"
                 failures.append((0, RuntimeError(text)))
             elif message[0] == "failure":
                 when, error = message[1]
                 failures.append((when, unpack_error(error, f"rank {rank.rank} of {len(ranks)}")))
+            elif message[0] == "finding":
+                finding = message[1]
+                continue
             else:
                 received[rank.rank] = message[1]
+            del waiting[rank.rank]
             if failures:
                 limit = min(limit, time.monotonic() + _BLAME_S)
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
-    if waiting and during_start:
-        raise TimeoutError(f"run_on_ranks: ranks {sorted(waiting)} were not ready after {timeout:g} s")
     if waiting:
+        if during_start:
+            raise TimeoutError(f"run_on_ranks: ranks {sorted(waiting)} were not ready after {timeout:g} s")
         time.sleep(_BLAME_S)  # the faulthandlers of the ranks went off at this moment
+        stood = [f"\n{_stack(n, directory)}" if n in waiting else " has returned" for n in range(len(ranks))]
         lines = [f"run_on_ranks: fn did not return on ranks {sorted(waiting)} within {timeout:g} s."]
-        lines.append("They stand at:")
-        for rank in ranks:
-            stood = f"\n{_stack(rank, directory)}" if rank.rank in waiting else " has returned"
-            lines.append(f"rank {rank.rank}:{stood}")
+        lines += ["They stand at:", *(f"rank {number}:{place}" for number, place in enumerate(stood))]
         stood_at = TimeoutError("\n".join(lines))
-        if (found := read_finding(directory / "finding")) is not None:
-            raise found from stood_at
-        raise stood_at
+        raise stood_at if finding is None else unpack_error(finding, "check_in_step") from stood_at
     return [received[rank.rank] for rank in ranks]
 
 
@@ -166,14 +155,13 @@ def _loads(rank: int, result: bytes) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # unpickling runs the caller's code, which may raise SystemExit as well
-        raise RuntimeError(
-            f"run_on_ranks: what rank {rank} returned cannot be read here: {type(error).__name__}: {error}"
-        ) from error
+        text = f"run_on_ranks: what rank {rank} returned cannot be read here"
+        raise RuntimeError(f"{text}: {type(error).__name__}: {error}") from error
 
 
-def _stack(rank: RankProcess, directory: Path) -> str:
+def _stack(rank: int, directory: Path) -> str:
     """The main thread's part of a faulthandler dump, from fn inwards, as a Python traceback reads."""
-    file = directory / f"stack_{rank.rank}"
+    file = directory / f"stack_{rank}"
     text = file.read_text() if file.exists() else ""
     main_thread = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)[-1]  # it is written last
     frames = []
@@ -191,15 +179,10 @@ def _stack(rank: RankProcess, directory: Path) -> str:
 
 def set_up(rank: int, world_size: int, *, gpu: bool = False) -> None:
     """Set the environment and the threads of a rank, which without `gpu` must not find one."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        # gloo takes its interface from here, and would otherwise listen on another.
-        GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
-    )
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), GROUP_RANK="0")
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)))
+    # gloo would otherwise listen on another interface
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     if not gpu:
         # HIP (ROCm) takes an empty list for none given.
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="-1")
@@ -213,7 +196,13 @@ def _call_function(
     rank: int, pipe: Connection, directory: Path, world_size: int, call: bytes, timeout: float
 ) -> None:
     """Join the process group, call the function, and send what it returns, or its failure."""
-    rank_errors.finding = directory / "finding"
+    sending = threading.Lock()
+
+    def send(*message: Any) -> None:
+        with sending:
+            pipe.send(message)
+
+    rank_errors.send_finding = lambda finding: send("finding", finding)
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
         del os.environ[name]
     try:
@@ -221,15 +210,10 @@ def _call_function(
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A killed rank has still shown its prints; a line arrives whole, under PYTHONUNBUFFERED too.
             sys.stdout.reconfigure(line_buffering=True, write_through=False)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{directory.as_posix()}/store",  # a file: no port that others could reach
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout + _START_LIMIT_S),  # the caller's timeout is to come first
-        )
-        pipe.send(("ready", None))
-        pipe.recv()
+        store = f"file://{directory.as_posix()}/store"  # a file: no port that others could reach
+        limit = timedelta(seconds=timeout + _START_LIMIT_S)  # the caller's timeout comes first
+        dist.init_process_group("gloo", store, limit, world_size, rank)
+        send("ready", None)
         faulthandler.dump_traceback_later(timeout, file=(directory / f"stack_{rank}").open("w"))
         fn, args = cloudpickle.loads(call)
         message = "result", cloudpickle.dumps(fn(*args))
@@ -237,9 +221,9 @@ def _call_function(
         message = "failure", (time.monotonic_ns(), pack_error(error))
     faulthandler.cancel_dump_traceback_later()
     try:
-        pipe.send(message)
-        # Stay until everybody is done: were the group to close now, peers would fail in their collectives,
-        # and the caller would have to tell their failures from the first. After a failure SIGKILL ends this.
+        send(*message)
+        # Stay until everybody is done: were the group to close now, peers would fail in their collectives.
+        # After a failure SIGKILL ends this.
         pipe.recv()
     except (EOFError, OSError):  # the caller has gone, or fn has closed descriptors that it had not opened
         os._exit(1)

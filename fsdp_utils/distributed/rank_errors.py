@@ -2,12 +2,13 @@
 
 import pickle
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
 import cloudpickle
 
-finding: Path | None = None  # on a rank of run_on_ranks: for `keep_finding`
+send_finding: Callable[[Any], None] | None = None  # set on a rank of run_on_ranks
 
 
 class RankTraceback(Exception):
@@ -15,7 +16,7 @@ class RankTraceback(Exception):
 
 
 def pack_error(error: BaseException) -> bytes:
-    """An exception, caught where this is called, as bytes for another process."""
+    """Turn an exception, caught where this is called, into bytes for another process."""
     frames = error.__traceback__
     if frames is not None and frames.tb_next is not None:
         frames = frames.tb_next  # without the frame of our own code that caught it
@@ -28,7 +29,7 @@ def pack_error(error: BaseException) -> bytes:
 
 
 def unpack_error(packed: bytes, where: str) -> BaseException:
-    """The exception, or a RuntimeError with its text; its cause holds the original traceback."""
+    """Return the exception, or a RuntimeError with its text; its cause holds the original traceback."""
     body, summary, text = pickle.loads(packed)
     try:
         error = pickle.loads(body)
@@ -44,14 +45,6 @@ def unpack_error(packed: bytes, where: str) -> BaseException:
 
 def keep_finding(error: BaseException | None) -> None:
     """Let run_on_ranks raise this error should its time run out; None takes it back."""
-    if finding is not None:
-        part = finding.with_suffix(".part")
-        with suppress(OSError):  # run_on_ranks has ended, and with it the directory
-            part.write_bytes(b"" if error is None else pack_error(error))
-            part.replace(finding)
-
-
-def read_finding(file: Path) -> BaseException | None:
-    """Read the error that a rank has kept, if one has."""
-    packed = file.read_bytes() if file.exists() else b""
-    return unpack_error(packed, "check_in_step") if packed else None
+    if send_finding is not None:
+        with suppress(OSError):  # run_on_ranks has ended
+            send_finding(None if error is None else pack_error(error))

@@ -3,9 +3,8 @@
 `run_on_ranks` and the ranks of a notebook are such processes. This module imports no torch, so that a caller
 which only starts ranks need not.
 
-The parent of each rank is a supervisor. A rank can die, or hold the interpreter in C code, and a process that
-it started may have left its process group (`start_new_session=True`). The supervisor runs none of the rank's
-code, so it always answers, and Linux makes it the parent of the processes that the rank leaves.
+The parent of each rank is a supervisor. It runs none of the rank's code, so it answers also when the rank has
+died or holds the interpreter, and Linux makes it the parent of the processes that the rank leaves.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
@@ -34,8 +33,7 @@ _END_S = 4.0  # for killed processes to be gone; the caller waits a little longe
 _POLL_S = 0.01
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
-# What most often is behind the signal that ended a rank.
-_OFTEN = {
+_OFTEN = {  # the usual reasons for a signal
     "SIGKILL": " (often: out of memory)",
     "SIGABRT": " (often: C++ code ended it, such as NCCL's watchdog after a time-out or an error of the GPU)",
 }
@@ -52,10 +50,8 @@ class Ended(NamedTuple):
             return "closed its connection to the caller (does it close descriptors that it did not open?)"
         if self.code >= 0:
             return f"ended with exit code {self.code}"
-        try:
-            name = signal.Signals(-self.code).name
-        except ValueError:  # a real-time signal has no name
-            name = f"signal {-self.code}"
+        names = {int(one): one.name for one in signal.Signals}  # a real-time signal has no name
+        name = names.get(-self.code, f"signal {-self.code}")
         return f"was killed by {name}{_OFTEN.get(name, '')}"
 
 
@@ -85,22 +81,22 @@ class RankProcess(NamedTuple):
         self.pipe.close()
         self.control.close()
 
+    def next_message(self) -> Any:
+        """Take the message that has arrived; the last one is an `Ended`."""
+        with suppress(Exception):  # the rank has ended, or has written nonsense to its pipe
+            if self.pipe.poll():
+                return self.pipe.recv()
+        code = None
+        with suppress(EOFError, OSError):  # the supervisor has been killed, too
+            code = self.control.recv() if self.control.poll(1.0) else None
+        return Ended(code)
+
 
 def receive(ranks: Iterable[RankProcess], limit_s: float) -> list[tuple[RankProcess, Any]]:
-    """Take the next message of each rank that has one within the limit; the last one is an `Ended`."""
-    owners = {connection: rank for rank in ranks for connection in (rank.pipe, rank.control)}
-    ready = {owners[connection] for connection in wait(list(owners), limit_s)}  # type: ignore[index]
-    return [(rank, _next_message(rank)) for rank in sorted(ready, key=lambda rank: rank.rank)]
-
-
-def _next_message(rank: RankProcess) -> Any:
-    with suppress(Exception):  # the rank has ended, or has written nonsense to its pipe
-        if rank.pipe.poll():
-            return rank.pipe.recv()
-    code = None
-    with suppress(EOFError, OSError):  # the supervisor has been killed, too
-        code = rank.control.recv() if rank.control.poll(1.0) else None
-    return Ended(code)
+    """Take the next message of each rank that has one within the limit."""
+    owners: dict[Any, RankProcess] = {end: rank for rank in ranks for end in (rank.pipe, rank.control)}
+    ready = {owners[connection] for connection in wait(list(owners), limit_s)}
+    return [(rank, rank.next_message()) for rank in sorted(ready, key=lambda rank: rank.rank)]
 
 
 def start_server(modules: Sequence[str]) -> str:
@@ -117,23 +113,23 @@ def start_server(modules: Sequence[str]) -> str:
 def start_rank(
     method: str, main: str, rank: int, directory: Path, *args: Any, output: Sequence[int] = (1, 2)
 ) -> RankProcess:
-    """Start a rank, with this process's environment.
+    """Start a rank, with this process's environment, which calls `main(rank, pipe, directory, *args)`.
 
     Args:
         method: from `start_server`.
-        main: "module:function", called on the rank as `function(rank, pipe, directory, *args)`.
+        main: "module:function".
         rank: the rank's number.
         directory: temporary files of the ranks, removed when this process dies.
-        args: what else the function gets.
+        args: further arguments of the function.
         output: descriptors for standard output and standard error; the server's may be others by now.
     """
     context: Any = multiprocessing.get_context(method)
-    written = [_travelling(descriptor) for descriptor in output]
+    written = [_sendable(descriptor) for descriptor in output]
     (ours, theirs), (control, held) = context.Pipe(), context.Pipe()
     caller = os.environ.copy(), multiprocessing.get_start_method(allow_none=True), written
     with _main_hidden(), theirs, held:  # only the rank's ends stay open, so that its death closes the pipe
         process = context.Process(
-            target=_be_rank, args=(main, rank, theirs, held, directory, caller, args), name=f"rank {rank}"
+            target=_be_rank, args=(main, held, caller, rank, theirs, directory, *args), name=f"rank {rank}"
         )
         process.start()
     for connection in written:
@@ -141,8 +137,8 @@ def start_rank(
     return RankProcess(rank, process, ours, control)
 
 
-def _travelling(descriptor: int) -> Connection:
-    """A copy of the descriptor that can be sent to a process; nothing is where the caller has closed it."""
+def _sendable(descriptor: int) -> Connection:
+    """Copy the descriptor so that it can be sent to a process; /dev/null where the caller has closed it."""
     try:
         return Connection(os.dup(descriptor), readable=False)
     except OSError:
@@ -150,15 +146,21 @@ def _travelling(descriptor: int) -> Connection:
 
 
 def _be_rank(
-    main: str,
-    rank: int,
-    pipe: Connection,
-    control: Connection,
-    directory: Path,
-    caller: tuple[Mapping[str, str], str | None, Sequence[Connection]],
-    args: Sequence[Any],
+    main: str, control: Connection, caller: Any, rank: int, pipe: Connection, directory: Path, *args: Any
 ) -> None:
-    _supervise(control, pipe, directory)
+    """Run `main` in a child of this process, which stays as its supervisor."""
+    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the caller alone
+    supervisor = os.getpid()
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if child := os.fork():
+        pipe.close()
+        _watch(child, control, directory)
+        os._exit(0)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:  # it died before this process could ask for the signal
+        os._exit(1)
+    control.close()
     environ, start_method, output = caller
     for number, connection in enumerate(output, start=1):
         os.dup2(connection.fileno(), number)
@@ -174,28 +176,8 @@ def _be_rank(
     pkgutil.resolve_name(main)(rank, pipe, directory, *args)
 
 
-def _supervise(control: Connection, pipe: Connection, directory: Path) -> None:
-    """Return as the rank, and leave a supervisor behind.
-
-    The caller sends something through `control` to end the rank, and gets the rank's exit code. It closes
-    when the caller dies; the supervisor then also removes the directory.
-    """
-    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the caller alone
-    supervisor = os.getpid()
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    if rank := os.fork():
-        pipe.close()
-        _watch(rank, control, directory)
-        os._exit(0)
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:  # it died before this process could ask for the signal
-        os._exit(1)
-    control.close()
-
-
 def _watch(rank: int, control: Connection, directory: Path) -> None:
-    """Wait until the rank ends or the caller ends it; tell the exit code, and end what is left."""
+    """Wait until the rank ends, or the caller ends it or dies; send the exit code, and end what is left."""
     ended, status = 0, 0
     while not ended and not control.poll(_POLL_S):
         ended, status = os.waitpid(rank, os.WNOHANG)

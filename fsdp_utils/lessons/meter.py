@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fsdp_utils.allocator.trace import Recorder, storages_of
+from fsdp_utils.torch_internals.runtime import storage_id
 
 # The names under which FSDP1, FSDP2, plain torch.distributed calls and functional collectives (those of
 # DTensor) reach the dispatcher.
@@ -21,7 +21,7 @@ REDUCE_SCATTERS = {
 COPY_OUT = "fsdp::split_with_sizes_copy"  # FSDP2 copies each parameter out of the gathered buffer
 
 
-class Meter(TorchDispatchMode):
+class Meter(Recorder):
     """Counts, on this rank, what a training step gathers, and how much of it is alive at once.
 
     Every operation inside of the `with` block passes through it, those of the backward pass too. A tensor
@@ -49,17 +49,15 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, held: Iterable[Tensor] = (), *, device: torch.device | str | None = None) -> None:
-        super().__init__()
+        super().__init__(None if device is None else torch.device(device).type)
         self.all_gathers = self.reduce_scatters = self.gathered_bytes = 0
         self.whole_bytes: list[int] = []
         self.gather_bytes: list[int] = []
         self.tensor_bytes: list[int] = []
-        self._kind = None if device is None else torch.device(device).type
-        self._whole: WeakSet[torch.UntypedStorage] = WeakSet()
-        self._buffers: WeakSet[torch.UntypedStorage] = WeakSet()
-        self._others: WeakSet[torch.UntypedStorage] = WeakSet()
-        self._others.update(map(_storage, held))
-        self.held_bytes = self._alive(self._others)
+        self._kinds: dict[int, str] = {}  # by storage_id: "whole" or "buffer"; others are not in it
+        for tensor in held:
+            self.observe(tensor, "held")
+        self.held_bytes = self._alive("other")
 
     @property
     def peak_tensor_bytes(self) -> int:
@@ -76,44 +74,34 @@ class Meter(TorchDispatchMode):
         """The most bytes of gathered parameters and all-gather buffers that were alive at once."""
         return max(self.gather_bytes, default=0)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let DTensor come down to the local tensors first
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is NotImplemented:
+            return result
         name = func.name()
         if name in ALL_GATHERS:
-            gathered = _tensors(args[0] if name.startswith("c10d") else result)
+            gathered = tree_leaves(args[0] if name.startswith("c10d") else result)
             self.all_gathers += 1
             self.gathered_bytes += sum(tensor.nbytes for tensor in gathered)
-            self._move(gathered, self._whole)
+            self._mark(gathered, "whole")
         elif name == COPY_OUT:  # from here on the copies are the parameters
-            self._move([args[0]], self._buffers)
-            self._move(kwargs["out"], self._whole)
-        else:
-            self.reduce_scatters += name in REDUCE_SCATTERS
-            storages = set(map(_storage, _tensors((result, kwargs.get("out")))))
-            self._others.update(s for s in storages if s not in self._whole and s not in self._buffers)
-        self.whole_bytes.append(self._alive(self._whole))
-        self.gather_bytes.append(self.whole_bytes[-1] + self._alive(self._buffers))
-        self.tensor_bytes.append(self.gather_bytes[-1] + self._alive(self._others))
+            self._mark([args[0]], "buffer")
+            self._mark(kwargs["out"], "whole")
+        self.reduce_scatters += name in REDUCE_SCATTERS
+        self.whole_bytes.append(self._alive("whole"))
+        self.gather_bytes.append(self.whole_bytes[-1] + self._alive("buffer"))
+        self.tensor_bytes.append(self.gather_bytes[-1] + self._alive("other"))
         return result
 
-    def _move(self, tensors: Iterable[Tensor], to: WeakSet[torch.UntypedStorage]) -> None:
-        for storage in map(_storage, tensors):
-            for storages in (self._whole, self._buffers, self._others):
-                storages.discard(storage)
-            to.add(storage)
+    def forget(self, key: int) -> None:
+        super().forget(key)
+        self._kinds.pop(key, None)
 
-    def _alive(self, storages: WeakSet[torch.UntypedStorage]) -> int:
-        return sum(s.nbytes() for s in storages if self._kind in (None, s.device.type))
+    def _mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        for tensor in tensors:
+            self.observe(tensor, kind)
+            self._kinds.update((storage_id(storage), kind) for storage in storages_of(tensor))
 
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    def _alive(self, kind: str) -> int:
+        # a list: one of gloo's threads may free a tensor meanwhile
+        return sum(e.size for key, e in list(self.allocated.items()) if self._kinds.get(key, "other") == kind)

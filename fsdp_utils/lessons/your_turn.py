@@ -96,7 +96,7 @@ def _text(value: Any) -> str:
     if isinstance(value, bool) or type(value).__name__ == "bool":  # NumPy's too
         return "yes" if value else "no"
     if isinstance(value, Real) and float(value).is_integer():
-        return f"{int(value):,}"
+        return f"{int(value):,}"  # pyright: ignore[reportArgumentType] - a Real has __trunc__
     return f"{value:,.4g}" if isinstance(value, Real) else str(value)
 
 
@@ -383,7 +383,7 @@ def _try_answers(number: int) -> None:
 def register_magic() -> None:
     """Make `%%turn` known to the notebook."""
     if (shell := get_ipython()) is not None:
-        shell.register_magic_function(_magic, magic_kind="cell", magic_name="turn")
+        shell.register_magic_function(_magic, magic_kind="cell", magic_name="turn")  # pyright: ignore
 
 
 register_magic()

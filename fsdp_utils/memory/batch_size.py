@@ -21,8 +21,8 @@ class Trial:
 
     batch_size: int  # samples per step and rank
     outcome: str  # "ok", "retries" or "OOM"
-    samples_per_s: float | None = None  # of all ranks together, in the fastest step
-    seconds_per_step: float | None = None  # of the fastest step, on the slowest rank
+    samples_per_s: float | None = None  # all ranks together, in the fastest step
+    seconds_per_step: float | None = None  # the fastest step, on the slowest rank
     max_reserved_gib: float | None = None  # on the fullest rank
     num_alloc_retries: int | None = None  # in the last two steps, on all ranks; None if not counted
 

@@ -13,7 +13,7 @@ GIB = 2**30
 class Reading(NamedTuple):
     """A device's statistics at one moment. Sizes in bytes; None for what the device does not report.
 
-    In a report's history it stands for one step: retries and ooms are those of the step.
+    In a report's history it stands for one step: retries, ooms, seconds and samples are the step's.
     """
 
     reserved: int  # peak of what was held from the device since the previous reading
@@ -21,8 +21,8 @@ class Reading(NamedTuple):
     live: int | None  # what tensors occupy now
     retries: int | None  # allocations so far that failed until the allocator's cache was given back
     ooms: int | None  # allocations so far that failed for good
-    seconds: float = 0.0  # of the step
-    samples: int | None = None  # of the step
+    seconds: float = 0.0
+    samples: int | None = None
 
 
 class DeviceStats:

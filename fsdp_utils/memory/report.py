@@ -47,9 +47,9 @@ class MemoryReport:
     device: str
     total_gib: float  # that a rank may use
     world_size: int  # ranks in the process group, whether they took part or not
-    steps: int  # of the rank that took the most
+    steps: int  # the most that a rank took
     seconds: float  # from start() to the end of the last step, on the slowest rank
-    samples_per_s: float | None  # of all ranks together; None unless every update() had samples
+    samples_per_s: float | None  # all ranks together; None unless every update() had samples
     max_reserved_gib: float  # the most that the allocator held; on CPU the most that was resident
     max_reserved_pct: float  # in percent of total_gib
     max_allocated_gib: float | None  # the most that tensors occupied on any rank
@@ -109,10 +109,7 @@ class MemoryReport:
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """Plot the memory of each step against the device's, retries marked, and the throughput beside.
-
-        Returns:
-            A matplotlib Figure with the steps of the rank that holds this report.
+        """Plot the memory of each step of this rank, retries marked, and the throughput: a matplotlib Figure.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed; says how to install it.
@@ -121,21 +118,20 @@ class MemoryReport:
         import matplotlib.pyplot as plt  # here: only who plots needs it
 
         figure, (memory, speed) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
-        steps = range(1, len(self.history) + 1)
-        memory.plot(steps, [one.reserved / GIB for one in self.history], marker=".", label=self._held)
+        history, steps = self.history, range(1, len(self.history) + 1)
+        memory.plot(steps, [one.reserved / GIB for one in history], marker=".", label=self._held)
         if not self._on_cpu:
-            allocated = [(one.allocated or 0) / GIB for one in self.history]
-            memory.plot(steps, allocated, marker=".", label="allocated")
+            memory.plot(steps, [(one.allocated or 0) / GIB for one in history], marker=".", label="allocated")
             memory.axhline(self.total_gib, color="black", linestyle="--", label="device")
-        with_retries = [number for number, one in zip(steps, self.history, strict=True) if one.retries]
+        with_retries = [number for number, one in enumerate(history, 1) if one.retries]
         for number in with_retries:
             memory.axvline(number, color="tab:red", alpha=0.6)
         title = f"{len(with_retries)} steps with retries (red)"
         memory.set(xlabel="step", ylabel="GiB", title=title, ylim=(0, None))
         memory.legend()
-        speeds, unit = [one.seconds for one in self.history], "seconds"
+        speeds, unit = [one.seconds for one in history], "seconds"
         if self.samples_per_s is not None:
-            speeds, unit = [(one.samples or 0) / one.seconds for one in self.history], "samples/s"
+            speeds, unit = [(one.samples or 0) / one.seconds for one in history], "samples/s"
         speed.plot(steps, speeds, marker=".", color="tab:green")
         speed.set(xlabel="step", ylabel=unit, title="each step", ylim=(0, None))
         plt.close(figure)  # a notebook would show it a second time

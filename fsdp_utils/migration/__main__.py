@@ -21,22 +21,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 0, or 2 where there is no translation."""
     parser = new_parser("fsdp_utils.migration", __doc__)
     parser.add_argument("file", metavar="FILE", help="the config: .json, .yaml or .yml")
-    parser.add_argument(
-        "--given",
-        action="append",
-        default=[],
-        type=_setting,
-        metavar="KEY=VALUE",
-        help='a value that the file leaves open ("auto", ${...}), by the key in the table; may be repeated',
-    )
+    text = 'a value that the file leaves open ("auto", ${...}), by the key in the table; may be repeated'
+    options: dict[str, Any] = {"type": _setting, "default": [], "metavar": "KEY=VALUE", "help": text}
+    parser.add_argument("--given", action="append", **options)
     parser.add_argument("--code", action="store_true", help="print the Python alone")
-    options = parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
     try:
-        found = translate(options.file, given=dict(options.given))
+        found = translate(asked.file, given=dict(asked.given))
     except (TranslationError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(found.code() if options.code else f"{found}\n\n{found.code()}", end="")
+    print(found.code() if asked.code else f"{found}\n\n{found.code()}", end="")
     return 0
 
 

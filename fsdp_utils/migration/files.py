@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 from fsdp_utils._safe_yaml import YamlError, load_yaml
@@ -57,11 +56,10 @@ def _at(section: Any, path: list[str]) -> Any:
 def _content(path: Path) -> Any:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
-    found = path.stat()
-    # to open a pipe would wait for its other end
-    if not S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-        kind = f"a folder, a pipe or {found.st_size:,} bytes"
-        raise TranslationError(f"{path}: expected a file of at most {MOST_BYTES:,} bytes, found {kind}")
+    size = path.stat().st_size
+    if not path.is_file() or size > MOST_BYTES:  # to open a pipe would wait for its other end
+        found = f"a folder, a pipe or {size:,} bytes"
+        raise TranslationError(f"{path}: expected a file of at most {MOST_BYTES:,} bytes, found {found}")
     try:
         if path.suffix == ".json":
             return json.loads(path.read_bytes(), object_pairs_hook=_without_duplicates)
@@ -74,7 +72,9 @@ def _content(path: Path) -> Any:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse a key that stands twice: JSON's parser would keep the last."""
-    names = [name for name, _ in pairs]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"the key {shown(twice)} stands twice in one section")
-    return dict(pairs)
+    section: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in section:
+            raise ValueError(f"the key {shown(name)} stands twice in one section")
+        section[name] = value
+    return section

@@ -26,10 +26,9 @@ def translate(
         The settings, with `.code()`, `.rows`, `.without_counterpart` and a table as `str()`.
 
     Raises:
-        TranslationError (a ValueError): the config is none of these, the file cannot be parsed, or a value
-            is unknown. An unknown key gets a row that is marked as lost.
-        TypeError: the config is neither a file nor a dict.
-        OSError: the file cannot be read.
+        TranslationError (a ValueError): the config is none of these, or cannot be parsed, or a value is
+            unknown. An unknown key gets a row that is marked as lost.
+        TypeError, OSError: it is neither a file nor a dict; the file cannot be read.
 
     Example::
 

@@ -35,7 +35,7 @@ class Rule:
     with values for some of its keys; or a list of these.
     """
 
-    source: str  # where the key is documented; the table has the addresses under "sources"
+    source: str  # where the key is documented
     value: Any = ANY
     when: Mapping[str, Any] = field(default_factory=dict)  # settings so far, or other keys of the config
     set: Mapping[str, Any] = field(default_factory=dict)  # settings; "{value}" is the number that matched
@@ -92,13 +92,15 @@ def _said(
 ) -> Said:
     if value is None:
         return Said("nothing: it is not set")
+    give = f"given={{'{key}': ...}}"
     if isinstance(value, str) and "${" in value:
-        return Said(f"its value comes from outside this file. Give it: given={{'{key}': ...}}", lost=True)
+        return Said(f"its value comes from outside this file. Give it: {give}", lost=True)
     if value == "auto" and rows[0].value != "auto" and translation.framework == "DeepSpeed":
-        words = "transformers' Trainer fills it in. Give its value: given="
-        return Said(f"{words}{{'{key}': ...}}", lost=True)
-    if rule in READERS:
-        return READERS[rule](value, translation)
+        return Said(f"transformers' Trainer fills it in. Give its value: {give}", lost=True)
+    if rule == "fsdp":
+        return _options(value, translation)
+    if rule == "fsdp_transformer_layer_cls_to_wrap":
+        return _classes(value, translation)
     return apply_rules(value, rows, translation, known)
 
 
@@ -107,28 +109,26 @@ def _options(value: Any, translation: Translation) -> Said:
     items = value.split() if isinstance(value, str) else [] if isinstance(value, bool) else value
     if not isinstance(items, list):
         raise TranslationError(f"expected true or words such as 'full_shard auto_wrap', found {shown(value)}")
-    rules, said = rules_of("shared", "keys"), []
-    for item in items:
-        if str(item).lower() == "offload":
-            said.append(apply_rules(True, rules["offload"], translation))
-        elif str(item).lower() != "auto_wrap":
-            said.append(apply_rules(item, rules["strategy"], translation))
-    return Said("; ".join(one.words for one in said) or "fully_shard on each block, then on the model")
+    rules = rules_of("shared", "keys")
+    rows = [
+        (True, rules["offload"]) if str(item).lower() == "offload" else (item, rules["strategy"])
+        for item in items
+        if str(item).lower() != "auto_wrap"
+    ]
+    said = [apply_rules(given, row, translation).words for given, row in rows]
+    return Said("; ".join(said) or "fully_shard on each block, then on the model")
 
 
 def _classes(value: Any, translation: Translation) -> Said:
     names = value.split(",") if isinstance(value, str) else value
     # identifiers, and nothing else: the names go into the code that is written
-    if not isinstance(names, list) or not all(isinstance(n, str) and n.strip().isidentifier() for n in names):
+    texts = [n.strip() if isinstance(n, str) else "" for n in (names if isinstance(names, list) else [None])]
+    if not all(text.isidentifier() and len(text) < 200 for text in texts):
         raise TranslationError(f"expected names of classes with commas between them, found {shown(value)}")
-    if translation.blocks == () or not names:
+    if translation.blocks == () or not texts:
         return Said("nothing: without TRANSFORMER_BASED_WRAP Accelerate does not look at it")
-    translation.blocks = tuple(name.strip() for name in names)
+    translation.blocks = tuple(texts)
     return Said(f"fully_shard on each {', '.join(translation.blocks)}")
-
-
-# functions for keys whose values no row can describe
-READERS = {"fsdp": _options, "fsdp_transformer_layer_cls_to_wrap": _classes}
 
 
 def apply_rules(
@@ -137,7 +137,7 @@ def apply_rules(
     """Find the first row for a value, make its settings, and return its words."""
     known = {**(known or {}), **vars(translation)}
     for row in rows:
-        fits, found = (True, None) if row.value is ANY else _match(row.value, value)
+        fits, found = _match(row.value, value)
         if not fits or not all(_match(expected, known.get(name))[0] for name, expected in row.when.items()):
             continue
         for name, setting in row.set.items():
@@ -161,6 +161,8 @@ def apply_rules(
 
 def _match(pattern: Any, value: Any) -> tuple[bool, Any]:
     """Tell whether a value is one of a pattern's, and the literal or the number that it is."""
+    if pattern is ANY:
+        return True, None
     if isinstance(pattern, list):
         return next((found for one in pattern if (found := _match(one, value))[0]), (False, None))
     if isinstance(pattern, dict) and {"from", "to"} & set(pattern):
@@ -188,11 +190,11 @@ def _add_unknown(
     for key, value in section.items():
         if key in read:
             continue
-        said = Said("nothing: a comment")
-        if not isinstance(key, str) or not (key[:1] in ("_", "#", "/") or key.lower() in COMMENTS):
-            close = ", ".join(difflib.get_close_matches(str(key)[:100], known))
-            meant = f": is {close} meant?" if close else ""
-            said = Said(f"no key of {translation.framework} that is known here{meant}", lost=True)
+        close = ", ".join(difflib.get_close_matches(str(key)[:100], known))
+        meant = f": is {close} meant?" if close else ""
+        said = Said(f"no key of {translation.framework} that is known here{meant}", lost=True)
+        if isinstance(key, str) and (key[:1] in ("_", "#", "/") or key.lower() in COMMENTS):
+            said = Said("nothing: a comment")
         named = key if isinstance(key, str) and key.isidentifier() and len(key) <= 100 else shown(key)
         translation.rows.append(Row(f"{prefix}{named}", value, said.words, not said.lost, source))
 

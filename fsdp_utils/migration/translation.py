@@ -64,9 +64,7 @@ class Translation:
     masters: bool = False  #: whether mixed precision updates float32 weights; the code then makes them so
     offload: bool = False  #: whether parameters, gradients and optimizer state lie in host memory
     pin_memory: bool = True  #: of the offloading
-    blocks: tuple[str, ...] | None = (
-        None  #: classes of the units; None: transformer blocks; (): the root alone
-    )
+    blocks: tuple[str, ...] | None = None  #: classes of units; None: transformer blocks; (): the root alone
     checkpointing: bool = False  #: whether each unit's activations are computed again in backward
     state_dict: str = "sharded"  #: "full" for one file, "sharded" for one per rank
     rows: list[Row] = field(default_factory=list)  #: what became of each key
@@ -147,6 +145,5 @@ class Translation:
         for row in self.rows:
             mark = " " if row.has_counterpart else "!"
             lines += [f"{mark} {row.key:{width}} = {shown(row.value)}", f"      {row.fsdp2}"]
-        if self.without_counterpart:
-            lines.append("(! has no counterpart in FSDP2)")
+        lines += ["(! has no counterpart in FSDP2)"] if self.without_counterpart else []
         return "\n".join(lines)

@@ -45,10 +45,7 @@ def _interrupt(details: list[str]) -> KeyboardInterrupt:
 
 
 class Cell:
-    """One run of a cell: what each rank has printed, how it ended there, and what to do about it.
-
-    One loop takes what the ranks tell, their ends, the time and the interrupts, and decides by these alone.
-    """
+    """One run of a cell: one loop decides by what the ranks tell, their ends, the time and the interrupts."""
 
     def __init__(
         self,
@@ -70,7 +67,7 @@ class Cell:
         self.outcomes: dict[int, Failure | None] = {}  # the ranks that have answered
         self.trouble_at: float | None = None  # when something first went wrong
         self.cut: set[int] = set()
-        self.signalled: set[tuple[int, int]] = set()
+        self.signalled: set[tuple[int, int, int]] = set()  # rank, signal, and which of several
         self.began = time.monotonic()
         streams = STREAMS if someone_watches() else ()
         self.live = {stream: output.Live(cluster.world_size) for stream in streams}
@@ -96,7 +93,7 @@ class Cell:
         self._raise(failures, exits, note)
 
     def _busy(self) -> list[int]:
-        """The ranks that run the cell. One that does not, and ends, is looked at when they are done."""
+        """The ranks that still run the cell."""
         return [rank for rank in self.chosen if rank not in {**self.outcomes, **self.cluster.exits}]
 
     def _collect(self) -> None:
@@ -165,10 +162,11 @@ class Cell:
             signal.SIGKILL: KILL_S[self.cluster.device],
         }
         for number, after_s in signals.items():
-            if since > after_s:
-                again = [rank for rank in self._busy() if (rank, number) not in self.signalled]
+            if since > after_s:  # SIGINT each second: a rank that has not begun the cell yet ignores it
+                turn = int(since) if number == signal.SIGINT else 0
+                again = [rank for rank in self._busy() if (rank, number, turn) not in self.signalled]
                 self.cluster.signal(again, number)
-                self.signalled.update((rank, number) for rank in again)
+                self.signalled.update((rank, number, turn) for rank in again)
 
     def _show(self) -> None:
         """Settle the output: text in rank order, then figures and values."""
@@ -197,8 +195,9 @@ class Cell:
 
     def _end_ranks_without_gpu(self, alive: list[int]) -> list[int]:
         """Kill the ranks on which every later CUDA call would fail; returns them."""
-        answers = self.cluster.ask(alive, "gpu_is_lost")
-        lost = [rank for rank, is_lost in zip(alive, answers, strict=True) if is_lost]
+        lost = [
+            r for r, is_lost in zip(alive, self.cluster.ask(alive, "gpu_is_lost"), strict=True) if is_lost
+        ]
         self.cluster.signal(lost, signal.SIGKILL)
         return lost
 
@@ -206,7 +205,7 @@ class Cell:
         """Raise what began it: a rank that died by itself, else the first that raised."""
         if self.stuck:
             raise RankError(f"the ranks wait for each other: {self.stuck}", note)
-        killed_here = {rank for rank, number in self.signalled if number == signal.SIGKILL}
+        killed_here = {rank for rank, number, _ in self.signalled if number == signal.SIGKILL}
         if died := {rank: how for rank, how in exits.items() if rank not in killed_here}:
             others = self._where_stood([rank for rank in self.chosen if rank not in died], exits)
             details = ["Meanwhile", *others, ""] if others else []

@@ -32,13 +32,11 @@ def start(
     """Start the ranks, or keep them if they run already.
 
     Args:
-        world_size: how many. Default: the environment's FSDP_RANKS, else one for each GPU where there
-            are two or more, else 4. Of 5, 7 or 9 GPUs it leaves some unused, because the lessons' batches
-            of 24 samples are shared equally.
+        world_size: how many. Default: the environment's FSDP_RANKS, else one for each GPU where there are two
+            or more, else 4. Of 5, 7 or 9 GPUs some stay unused: a lesson's batch of 24 is shared equally.
         device: "cpu" (gloo) or "cuda" (nccl, one GPU for each rank). Default: "cuda" where there are two
             GPUs or more and enough for all ranks.
-        preload: modules that are slow to import and that the notebook and its ranks both need. The server
-            that the ranks are forked from imports them once for all of them, and meanwhile the notebook does.
+        preload: slow modules that the notebook and its ranks both need, imported once for all ranks.
 
     Raises:
         ImportError: one of `preload` cannot be imported.
@@ -130,7 +128,7 @@ def get(expression: str) -> list[Any]:
 
 def _running() -> Cluster:
     if _cluster is None or _cluster.ended:
-        raise RuntimeError("There are no ranks yet. Call ranks.start() in a cell of its own first.")
+        raise RuntimeError("There are no ranks yet. Call ranks.start() in a cell first.")
     return _cluster
 
 

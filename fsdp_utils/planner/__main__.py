@@ -20,20 +20,20 @@ def main(arguments: list[str]) -> int:
 
     parser = new_parser("fsdp_utils.planner", __doc__)
     parser.add_argument("model", metavar="FOLDER", help="a folder with a config.json")
-    for flag, metavar, text in (
-        ("--world-size", "RANKS", "ranks, one on each GPU"),
-        ("--batch-size", "SAMPLES", "samples in a step, of all ranks and micro-batches together"),
+    for name, kind, text in (
+        ("world-size", int, "ranks, one on each GPU"),
+        ("batch-size", int, "samples in a step, of all ranks and micro-batches together"),
+        ("seq-len", int, "tokens of a sample, if it has any"),
+        ("gpu", str, f"{', '.join(GPUS)} (default: H100)"),
+        ("strategy", str, "full, grad_op or hybrid (default: full)"),
+        ("checkpointing", str, "full or selective (default: none)"),
+        ("micro-batches", int, "gradient accumulation"),
     ):
-        parser.add_argument(flag, type=int, required=True, metavar=metavar, help=text)
-    parser.add_argument("--seq-len", type=int, metavar="TOKENS", help="tokens of a sample, if it has any")
-    parser.add_argument("--gpu", default="H100", help=f"{', '.join(GPUS)} (default: H100)")
-    parser.add_argument("--strategy", default="full", help="full, grad_op or hybrid (default: full)")
-    parser.add_argument("--checkpointing", metavar="NAME", help="full or selective (default: none)")
-    parser.add_argument("--micro-batches", type=int, default=1, metavar="COUNT", help="gradient accumulation")
+        parser.add_argument(f"--{name}", type=kind, required=name in ("world-size", "batch-size"), help=text)
     parser.add_argument("--fp32", action="store_true", help="compute in the model's dtype instead of in bf16")
     parser.add_argument("--compiled", action="store_true", help="each block by torch.compile")
     parser.add_argument("--offload", action="store_true", help="shards and optimizer state lie on the host")
-    given = vars(parser.parse_args(arguments))
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     if given.pop("fp32"):
         given["mp_policy"] = None
     try:

@@ -81,5 +81,5 @@ def is_published(gpu: GPU) -> bool:
 
 
 def kind(compiled: bool) -> str:
-    """The kind of run, as `STEP_RANGE` has it."""
+    """Return the kind of run, as `STEP_RANGE` has it."""
     return "compiled" if compiled else "eager"

@@ -1,19 +1,21 @@
 """Write a recording of four blocks out for as many blocks as the model has.
 
 A block's part of a step is the same for all blocks but the first and the last. So the part of the second is
-repeated, with its references moved along: it frees what it had allocated itself, or what the block before it
-had. That the parts of the second and the third block are the same, up to that move, is checked; nothing is
-fitted.
+repeated, with its references moved along. That the parts of the second and the third block are the same, up
+to that move, is checked; nothing is fitted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 from fsdp_utils.planner.work_items import Alloc, Free, Gone, Label, Recording, Send
 
 RECORDED = 4  # blocks: the first, two that are compared, the last
+ALL = list(range(RECORDED))
 MIDDLE = 1  # this block and the next are compared, and this one is repeated
+Move = Callable[[str, int], Any]  # from a stack and the number of a block in it to another number
 
 
 class Irregular(Exception):
@@ -30,12 +32,12 @@ class _Part:
     index: int = 0  # the number of the block
 
 
-class _Home(NamedTuple):
-    """Where a block of memory was allocated."""
+class _Place(NamedTuple):
+    """Where memory was allocated, in a model of any number of blocks."""
 
-    group: int
+    run: int  # the part's
     stack: str
-    number: Any  # the block's, in the stack
+    index: Any
     ordinal: int
 
 
@@ -49,115 +51,104 @@ def extend(recording: Recording, stacks: Mapping[str, int]) -> Recording:
     Raises:
         Irregular: the parts of the second and the third block differ.
     """
-    groups = _grouped(recording, stacks)
-    homes: dict[int, _Home] = {}
-    for number, group in enumerate(groups):
-        for part in group:
-            allocs = [item for item in part.items if isinstance(item, Alloc)]
-            for ordinal, alloc in enumerate(allocs):
-                homes[alloc.block] = _Home(number, part.stack, part.index, ordinal)
-    writer = _Writer(stacks, homes)
-    for number, group in enumerate(groups):
-        first = group[0]
-        if not first.stack:
-            writer.write(number, first, 0)
-            continue
-        by_index = sorted(group, key=lambda part: part.index)
-        if writer.relative(by_index[MIDDLE]) != writer.relative(by_index[MIDDLE + 1]):
-            raise Irregular(f"{by_index[MIDDLE].label} and {by_index[MIDDLE + 1].label} differ")
-        more = stacks[first.stack] - RECORDED
-        written = [(part, part.index + more * (part.index > MIDDLE)) for part in by_index]
-        written[MIDDLE + 1 : MIDDLE + 1] = [(by_index[MIDDLE], MIDDLE + 1 + extra) for extra in range(more)]
-        for part, index in written if first.index == 0 else reversed(written):
-            writer.write(number, part, index)
-    return writer.recording
+    runs = _runs(recording, stacks)
+    _use_places(runs)
+    extended: Recording = []
+    numbers: dict[_Place, int] = {}  # of the memory that is allocated
+    new = count()
+    for run in runs:
+        for part, index in _written(run, stacks):
+
+            def moved(stack: str, number: int, part: _Part = part, index: int = index) -> int:
+                if part.stack == stack and part.index in (MIDDLE, MIDDLE + 1):
+                    return index + number - part.index
+                return number if number <= MIDDLE else number + stacks[stack] - RECORDED
+
+            items = [_move(item, stacks, moved) for item in part.items]
+            for n, item in enumerate(items):
+                if isinstance(item, Alloc):
+                    numbers[item.block] = next(new)
+                    items[n] = item._replace(block=numbers[item.block])
+                elif isinstance(item, Free):
+                    if item.block not in numbers:
+                        raise Irregular(f"{part.label}, block {index}: frees what is not there")
+                    items[n] = Free(numbers.pop(item.block))
+            if items:
+                extended.append((_move(part.label, stacks, moved), items))
+    return extended
 
 
-def _grouped(recording: Recording, stacks: Mapping[str, int]) -> list[list[_Part]]:
-    """The parts in order; those of a run over all blocks of a stack, in either direction, in one group.
+def _runs(recording: Recording, stacks: Mapping[str, int]) -> list[list[_Part]]:
+    """Group the parts in their order: a run over all blocks of a stack, in either direction, is one group.
 
     What stands between two blocks of a run goes with the first of them.
     """
     parts = [_Part(label, list(items), *_block(label.unit, stacks)) for label, items in recording]
-    groups: list[list[_Part]] = []
+    runs: list[list[_Part]] = []
     position = 0
     while position < len(parts):
         first = parts[position]
-        run, between, end = [first], [], position + 1
-        directions: tuple[int, ...] = (1, -1)
-        for ahead in range(position + 1, len(parts) if first.stack else 0):
-            part = parts[ahead]
-            step = part.index - run[-1].index
-            if part.label.phase != first.label.phase:
-                break
-            if not part.stack:
-                between.append(part)
-            elif part.stack == first.stack and step in directions:
-                directions = (step,)
-                run[-1].items += [item for gap in between for item in gap.items]
-                run.append(part)
-                between, end = [], ahead + 1
-            else:
-                break
-        if len(run) == 1 and first.index in (0, RECORDED - 1):
-            first.stack, first.index = "", 0  # something of the first or the last block alone
-        elif first.stack and len(run) != RECORDED:
-            raise Irregular(f"{first.label}: {len(run)} blocks in a row, expected {RECORDED}")
-        groups.append(run)
+        own = list(islice((n for n in range(position, len(parts)) if parts[n].stack), RECORDED))
+        run = [parts[n] for n in own]
+        end = own[-1] + 1 if first.stack else position + 1
+        phases = {part.label.phase for part in parts[position:end]}
+        is_run = {part.stack for part in run} == {first.stack} and len(phases) == 1
+        if is_run and [part.index for part in run] in (ALL, ALL[::-1]):
+            for one, following in pairwise(own):
+                parts[one].items += [item for part in parts[one + 1 : following] for item in part.items]
+        elif first.stack and first.index not in (0, RECORDED - 1):
+            raise Irregular(f"{first.label}: expected all {RECORDED} blocks in a row")
+        else:  # something of the first or the last block alone, or of no block
+            first.stack, first.index = "", 0
+            run, end = [first], position + 1
+        runs.append(run)
         position = end
-    return groups
+    return runs
+
+
+def _use_places(runs: list[list[_Part]]) -> None:
+    """Name each block of memory by the place where it was allocated."""
+    places: dict[int, _Place] = {}
+    for number, run in enumerate(runs):
+        for part in run:
+            made = count()
+            for n, item in enumerate(part.items):
+                if isinstance(item, Alloc):
+                    places[item.block] = _Place(number, part.stack, part.index, next(made))
+                if isinstance(item, Alloc | Free):
+                    part.items[n] = item._replace(block=places[item.block])
+
+
+def _written(run: list[_Part], stacks: Mapping[str, int]) -> list[tuple[_Part, int]]:
+    """Return the parts that the whole model has in place of a run, each with the number of its block."""
+    first = run[0]
+    if not first.stack:
+        return [(first, 0)]
+    more = stacks[first.stack] - RECORDED
+    by_index = sorted(run, key=lambda part: part.index)
+    one, other = by_index[MIDDLE : MIDDLE + 2]
+
+    def relative(part: _Part) -> list[Any]:
+        return [_move(item, stacks, lambda _, number: f"{number - part.index:+}") for item in part.items]
+
+    if relative(one) != relative(other):
+        raise Irregular(f"{one.label} and {other.label} differ")
+    written = [(part, part.index + more * (part.index > MIDDLE)) for part in by_index]
+    written[MIDDLE + 1 : MIDDLE + 1] = [(one, MIDDLE + 1 + extra) for extra in range(more)]
+    return written if first.index == 0 else written[::-1]
+
+
+def _move(item: Any, stacks: Mapping[str, int], move: Move) -> Any:
+    """Return an item, or a label, with the block of the model that it refers to moved."""
+    if isinstance(item, Alloc | Free):
+        run, stack, index, ordinal = item.block
+        return item._replace(block=_Place(run, stack, move(stack, index), ordinal)) if stack else item
+    if not isinstance(item, Send | Gone | Label):
+        return item
+    stack, number = _block(item.unit, stacks)
+    return item._replace(unit=f"{stack}.{move(stack, number)}") if stack else item
 
 
 def _block(unit: str, stacks: Mapping[str, int]) -> tuple[str, int]:
     stack, _, number = unit.rpartition(".")
     return (stack, int(number)) if stack in stacks and number.isdigit() else ("", 0)
-
-
-class _Writer:
-    def __init__(self, stacks: Mapping[str, int], homes: dict[int, _Home]) -> None:
-        self.recording: Recording = []
-        self._stacks, self._homes = stacks, homes
-        self._alive: dict[_Home, int] = {}  # by place in the whole recording: the new number
-        self._count = 0
-
-    def write(self, group: int, part: _Part, index: int) -> None:
-        """Add a part, as that of the block of this index in the whole model."""
-
-        def moved(stack: str, number: int) -> int:
-            if part.stack == stack and part.index in (MIDDLE, MIDDLE + 1):
-                return index + number - part.index
-            return number if number <= MIDDLE else number + self._stacks[stack] - RECORDED
-
-        items, ordinal = [], 0
-        for item in self._read(part, moved):
-            if isinstance(item, Alloc):
-                self._alive[_Home(group, part.stack, index, ordinal)] = self._count
-                items.append(item._replace(block=self._count))
-                self._count, ordinal = self._count + 1, ordinal + 1
-            elif isinstance(item, Free):
-                if item.block not in self._alive:
-                    raise Irregular(f"{part.label}, block {index}: frees what is not there")
-                items.append(Free(self._alive.pop(item.block)))
-            else:
-                items.append(item)
-        if items:
-            self.recording.append((self._named(part.label, moved), items))
-
-    def relative(self, part: _Part) -> list[Any]:
-        """Describe what the items do, seen from their block."""
-        return list(self._read(part, lambda _, number: f"{number - part.index:+}"))
-
-    def _read(self, part: _Part, moved: Callable[[str, int], Any]) -> Iterator[Any]:
-        """The items, with each block of the model renamed, and what is freed by where it was allocated."""
-        for item in part.items:
-            if isinstance(item, Free):
-                home = self._homes[item.block]
-                yield Free(home._replace(number=moved(home.stack, home.number)) if home.stack else home)
-            elif isinstance(item, Send | Gone):
-                yield self._named(item, moved)
-            else:
-                yield item._replace(block=0) if isinstance(item, Alloc) else item
-
-    def _named(self, item: Any, moved: Callable[[str, int], Any]) -> Any:
-        stack, number = _block(item.unit, self._stacks)
-        return item._replace(unit=f"{stack}.{moved(stack, number)}") if stack else item

@@ -29,7 +29,7 @@ class GPU:
         bf16: computes in bf16 natively.
 
     Raises:
-        ValueError: a number is not above 0, or the link is none of these.
+        ValueError: a number is not above 0, or the link is another.
 
     Example::
 
@@ -109,12 +109,10 @@ GPUS = {gpu.name: gpu for gpu in _ALL}
 
 def find_gpu(gpu: str | GPU) -> GPU:
     """Find a GPU by its name, in whatever case, with spaces or dashes. A GPU is returned as it is."""
-    if isinstance(gpu, GPU):
-        return gpu
-    name = str(gpu).strip().replace(" ", "-").lower()
-    for known in GPUS.values():
-        if known.name.lower() == name:
-            return known
-    raise ValueError(
-        f"plan: expected gpu out of {', '.join(GPUS)}, or a fsdp_utils.planner.GPU, found {gpu!r}"
-    )
+    names = {name.lower(): known for name, known in GPUS.items()}
+    found = gpu if isinstance(gpu, GPU) else names.get(str(gpu).strip().replace(" ", "-").lower())
+    if found is None:
+        raise ValueError(
+            f"plan: expected gpu out of {', '.join(GPUS)}, or a fsdp_utils.planner.GPU, found {gpu!r}"
+        )
+    return found

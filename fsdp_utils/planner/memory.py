@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fsdp_utils.allocator.trace import GIB, AllocationEvent, AllocationTrace
-from fsdp_utils.planner.work_items import AT_REST, Alloc, Free, Label, Recording, Step
+from fsdp_utils.planner.work_items import AT_REST, Alloc, Begin, Free, Label, Recording
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ def memory_of(recording: Recording, *, offload: bool = False) -> Memory:
     for label, items in recording:
         peak, at_peak = -1, {}
         for item in items:
-            if isinstance(item, Step):
+            if isinstance(item, Begin) and item.micro_batch == 0:
                 step += 1
                 found.trace.begin_step()
             elif isinstance(item, Alloc | Free):
-                alloc = item if isinstance(item, Alloc) else held.pop(item.block)
-                kind, change = ("alloc", alloc.size) if item is alloc else ("free", -alloc.size)
-                held |= {alloc.block: alloc} if item is alloc else {}
-                live[alloc.category] += change
-                most[alloc.category] = max(most[alloc.category], live[alloc.category])
-                if alloc.category not in hosted:
+                is_new = isinstance(item, Alloc)
+                alloc = held.setdefault(item.block, item) if is_new else held.pop(item.block)
+                category, change = alloc.category, alloc.size if is_new else -alloc.size
+                live[category] += change
+                most[category] = max(most[category], live[category])
+                if category not in hosted:
                     total += change
-                    event = AllocationEvent(kind, alloc.block, alloc.size, alloc.name, alloc.stream)
-                    found.trace.events.append(event)
+                    what = alloc.block, alloc.size, alloc.name, alloc.stream
+                    found.trace.events.append(AllocationEvent("alloc" if is_new else "free", *what))
             if total > peak:
                 peak, at_peak = total, dict(live)
         if step:

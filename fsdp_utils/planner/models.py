@@ -4,7 +4,7 @@ import copy
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -35,10 +35,6 @@ class Source:
     def name(self) -> str:
         return type(self.model).__name__
 
-    @property
-    def config(self) -> Any:
-        return getattr(self.model, "config", None)
-
 
 def source_of(model: Any) -> Source:
     """Build a model on "meta", where it is not built yet, and find its blocks."""
@@ -67,14 +63,21 @@ def source_of(model: Any) -> Source:
 
 def build(source: Source, blocks: int | None) -> nn.Module:
     """Copy the model with fake parameters, and so many blocks of each stack; called in a FakeTensorMode."""
-    with _cut(source.model, source.stacks, blocks) if blocks else nullcontext():
-        memo: dict[int, Any] = {}
+    lists = [source.model.get_submodule(name) for name in source.stacks]
+    kept = [own_children(modules) for modules in lists]
+    memo: dict[int, Any] = {}
+    try:
+        for modules, children in zip(lists, kept, strict=True):
+            set_children(modules, dict(list(children.items())[:blocks]))
         for tensor in [*source.model.parameters(), *source.model.buffers()]:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
         with in_words(f"to copy {source.name} without its memory"):
             return copy.deepcopy(source.model, memo)
+    finally:
+        for modules, children in zip(lists, kept, strict=True):
+            set_children(modules, children)
 
 
 @contextmanager
@@ -89,7 +92,9 @@ def in_words(what: str) -> Iterator[None]:
         raise ValueError(f"plan: {what} failed: {text}. Does it run with these sizes, on a CPU?") from error
 
 
-# ---- from a configuration ----------------------------------------------------------------------------
+def _on_meta(builder: Callable[[], Any]) -> Any:
+    with in_words('to build the model on "meta", without memory,'), torch.device("meta"):
+        return builder()
 
 
 def _read(folder: Path) -> Any:
@@ -105,11 +110,6 @@ def _read(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _on_meta(builder: Callable[[], Any]) -> Any:
-    with in_words('to build the model on "meta", without memory,'), torch.device("meta"):
-        return builder()
-
-
 def _of_config(config: Any) -> nn.Module:
     from transformers.initialization import no_init_weights
 
@@ -117,13 +117,13 @@ def _of_config(config: Any) -> nn.Module:
     config.use_cache = False
     _without_kernels(config)
     with no_init_weights():
-        model = _on_meta(lambda: _maker(config)())
+        model = _on_meta(lambda: _built(config))
     model.tie_weights()  # left out where no weights are initialised
     return model
 
 
 def _without_kernels(config: Any) -> None:
-    """Attention as torch has it: a config can also name a kernel that would be downloaded, and run."""
+    """Keep torch's attention: a config can also name a kernel that would be downloaded, and run."""
     for name in getattr(config, "sub_configs", ()):
         if (inner := getattr(config, name, None)) is not None:
             _without_kernels(inner)
@@ -131,30 +131,25 @@ def _without_kernels(config: Any) -> None:
         config._attn_implementation = None  # transformers chooses: sdpa, where the model has it
 
 
-def _maker(config: Any) -> Callable[[], nn.Module]:
+def _built(config: Any) -> nn.Module:
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
         # a model, and not whatever else in transformers can be called
         cls = getattr(transformers, str(name), None)
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-            return lambda: cls._from_config(config)
-    autos: list[Any] = [
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForSeq2SeqLM,
-        transformers.AutoModelForImageClassification,
-    ]
+            return cls._from_config(config)
+    autos = ["AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"]
     # many an encoder-decoder could be a decoder alone, too
-    for auto in autos[1:] if getattr(config, "is_encoder_decoder", False) else autos:
+    for name in autos[1:] if getattr(config, "is_encoder_decoder", False) else autos:
+        auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:
-            return lambda: auto.from_config(config, trust_remote_code=False)
-    return lambda: transformers.AutoModel.from_config(config, trust_remote_code=False)
-
-
-# ---- blocks that are alike ---------------------------------------------------------------------------
+            return auto.from_config(config, trust_remote_code=False)
+    return transformers.AutoModel.from_config(config, trust_remote_code=False)
 
 
 def _stacks(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> dict[str, int]:
+    """Find the lists of blocks that are all alike, and how many blocks each has."""
     stacks: dict[str, list[nn.Module]] = {}
     for name, block in blocks:
         parent, _, index = name.rpartition(".")
@@ -169,7 +164,7 @@ def _stacks(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> dict[str, 
 
 
 def _signature(block: nn.Module) -> list[Any]:
-    """All that tells two blocks apart, except their number."""
+    """List all that tells two blocks apart, except their number."""
     found: list[Any] = []
     for name, module in block.named_modules():
         plain = {
@@ -186,48 +181,31 @@ def _signature(block: nn.Module) -> list[Any]:
     return found
 
 
-@contextmanager
-def _cut(model: nn.Module, stacks: dict[str, int], blocks: int) -> Iterator[None]:
-    """For a time, each stack has only its first blocks."""
-    kept = {name: own_children(model.get_submodule(name)) for name in stacks}
-    try:
-        for name, modules in kept.items():
-            set_children(model.get_submodule(name), dict(list(modules.items())[:blocks]))
-        yield
-    finally:
-        for name, modules in kept.items():
-            set_children(model.get_submodule(name), modules)
-
-
-# ---- what a step is called with ------------------------------------------------------------------------
-
-
-def batch_of(source: Source, batch_per_rank: int, seq_len: int | None, inputs: Inputs | None) -> Any:
-    """One rank's batch of one micro-batch; called inside a FakeTensorMode."""
-    if inputs is not None:
-        return inputs(batch_per_rank, seq_len)
+def batch_of(source: Source, batch_per_rank: int, seq_len: int | None) -> dict[str, torch.Tensor]:
+    """Make one rank's batch for a model of transformers; called inside a FakeTensorMode."""
     parameters = inspect.signature(unwrapped(source.model).forward).parameters
-    if "input_ids" in parameters:
-        if not seq_len:
-            raise ValueError(f"plan: {source.name} reads tokens; expected seq_len, found {seq_len!r}")
-        tokens = torch.zeros(batch_per_rank, seq_len, dtype=torch.long)
-        # an encoder-decoder reads as many tokens on both sides
-        names = [name for name in ("input_ids", "decoder_input_ids", "labels") if name in parameters]
-        return dict.fromkeys(names, tokens)
-    if "pixel_values" in parameters and source.config is not None:
-        side = source.config.image_size
-        height, width = side if isinstance(side, list | tuple) else (side, side)
-        pixels = torch.zeros(batch_per_rank, getattr(source.config, "num_channels", 3), height, width)
+    config = getattr(source.model, "config", None)
+    if "pixel_values" in parameters and "input_ids" not in parameters and config is not None:
+        side = config.image_size
+        sides = (side, side) if isinstance(side, int) else side
+        pixels = torch.zeros(batch_per_rank, getattr(config, "num_channels", 3), *sides)
         labels = {"labels": torch.zeros(batch_per_rank, dtype=torch.long)} if "labels" in parameters else {}
         return {"pixel_values": pixels, **labels}
-    raise ValueError(
-        f"plan: does not know what to call {source.name} with. Give inputs=lambda batch_per_rank, seq_len: "
-        "..., which returns a tensor, a tuple or a dict, of one rank's batch."
-    )
+    if "input_ids" not in parameters:
+        raise ValueError(
+            f"plan: does not know what to call {source.name} with. Give inputs=lambda batch_per_rank, "
+            "seq_len: ..., which returns a tensor, a tuple or a dict, of one rank's batch."
+        )
+    if not seq_len:
+        raise ValueError(f"plan: {source.name} reads tokens; expected seq_len, found {seq_len!r}")
+    tokens = torch.zeros(batch_per_rank, seq_len, dtype=torch.long)
+    # an encoder-decoder reads as many tokens on both sides
+    names = [name for name in ("input_ids", "decoder_input_ids", "labels") if name in parameters]
+    return dict.fromkeys(names, tokens)
 
 
 def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The model's own loss if it has one, otherwise the mean of its output."""
+    """Return the model's own loss if it has one, otherwise the mean of its output."""
     if isinstance(batch, dict):
         output = model(**batch)
     else:

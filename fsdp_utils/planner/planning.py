@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,12 +21,14 @@ from fsdp_utils.planner.memory import memory_of
 from fsdp_utils.planner.models import Inputs, Source, own_loss, source_of
 from fsdp_utils.planner.result import Plan, SearchResult
 from fsdp_utils.planner.roofline import Timing, time_of
-from fsdp_utils.planner.simulated_rank import FUSED_ADAMW, Setting, no_collection, record_one_rank
+from fsdp_utils.planner.simulated_rank import Setting, no_collection, record_one_rank
 from fsdp_utils.planner.work_items import Recording, Work
 
 MAX_WORLD = 4096
+STRATEGIES = ("full", "grad_op", "hybrid")
 MAX_UNLIKE = 500  # blocks that are all simulated, because they do not repeat
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 
 
 @no_collection()
@@ -57,10 +60,9 @@ def plan(
 
     Two training steps of rank 0 run on fake tensors, which take no memory, in a `fake` process group of that
     many ranks, through PyTorch's own FSDP. Of each list of equal blocks four run, and are written out for all
-    of them, which is checked (`fsdp_utils.planner.extrapolation`). What is allocated goes through the
-    simulation of the CUDA allocator; what is computed and sent goes through a replay, by the GPU's rates and
-    by what published runs reach of them (`roofline`, `efficiency`). Not simulated: tensor, pipeline, context
-    and expert parallelism, fp8, quantized weights.
+    of them, which is checked. The memory goes through the simulation of the CUDA allocator; computation and
+    messages go through a replay, by what published runs reach of the GPU's rates (`planner.efficiency`). Not
+    simulated: tensor, pipeline, context and expert parallelism, fp8, quantized weights.
 
     Args:
         model: an nn.Module with transformer blocks (it is not changed; on "meta" it needs no memory), a
@@ -70,12 +72,9 @@ def plan(
         world_size: ranks, 1 to 4096.
         batch_size: samples in a step, of all ranks and micro-batches together.
         seq_len: tokens of a sample, for models that read tokens.
-        strategy: "full", "grad_op" or "hybrid", as for `fsdp_utils.shard`.
+        strategy, mp_policy, checkpointing: as for `fsdp_utils.shard`. By default it computes and reduces in
+            bf16; None as mp_policy leaves that to the dtype of the model, which its parameters have at rest.
         gpu: a name out of `fsdp_utils.planner.GPUS`, or a GPU.
-        mp_policy: as for `fsdp_utils.shard`. The default computes and reduces in bf16; None leaves it to the
-            dtype of the model, which its parameters have at rest in either case.
-        checkpointing: as for `fsdp_utils.shard`: None, "full" (each block), n (every n-th block), or
-            "selective" (each block, except for what torchtitan's list of operators keeps).
         micro_batches: gradient accumulation: forward and backward that many times in a step.
         no_sync: reduce gradients in the last micro-batch alone, and keep those of whole units until then.
         compiled: each block by torch.compile.
@@ -125,15 +124,11 @@ def plan(
     works = [item for _, items in recording for item in items if isinstance(item, Work)]
     uncounted = sorted({work.uncounted for work in works} - {""})
     dtype = str(computes_in).removeprefix("torch.")
-    facts = {
-        f"gpu {chip.name}": not rates.is_published(chip),
-        f"computation in {dtype}": dtype != "bfloat16",
-        "offload": offload,
-        **dict.fromkeys(source.unlike, True),
-        "a model without fused causal attention": not (source.unlike or any(work.masked for work in works)),
-    }
-    differs = [fact for fact, is_true in facts.items() if is_true]
-    notes += _notes(uncounted, differs, offload=offload, compiled=compiled)
+    masked = source.unlike or any(work.masked for work in works)
+    differs = [f"gpu {chip.name}"] * (not rates.is_published(chip))
+    differs += [f"computation in {dtype}"] * (dtype != "bfloat16") + ["offload"] * offload + source.unlike
+    differs += ["a model without fused causal attention"] * (not masked)
+    notes += _notes(uncounted, differs, setting)
     memory = memory_of(recording, offload=offload)
     peak = max(memory.moments, key=lambda moment: moment.total_gib)
     reserved_gib = simulate_allocator(memory.trace, expandable_segments=expandable_segments).peak_reserved_gib
@@ -155,7 +150,6 @@ def plan(
         breakdown=peak.gib,
         moments=memory.moments,
         at_rest=memory.at_rest,
-        host_gib=sum(memory.at_rest.values()) if offload else 0.0,
         available_gib=chip.usable_gib - overhead_gib,
         timing=timed(reached if compiled else replace(reached, fused=1.0)),
         step_s_bound=timed(BOUND).step_s,
@@ -180,18 +174,15 @@ def search(
     A larger batch is not tried where a smaller one does not fit. Speeds are best estimates.
 
     Args:
-        model: as for `plan`.
+        model, strategies, checkpointing, options: as for `plan`.
         world_sizes: numbers of GPUs to try.
         batch_per_rank: samples of one rank in one micro-batch.
-        strategies, checkpointing: as for `plan`.
-        options: for `plan`.
 
     Returns:
         A `SearchResult`.
 
     Raises:
-        ValueError: as `plan`; or there is nothing to try.
-        RuntimeError: as `plan`.
+        ValueError, RuntimeError: as `plan`; or there is nothing to try.
 
     Example::
 
@@ -203,11 +194,9 @@ def search(
         fitting: list[Plan] = []
         for strategy, checkpoint in product(strategies, checkpointing):
             for batch in sorted(batch_per_rank):
-                share = {
-                    "world_size": world_size,
-                    "batch_size": batch * world_size * options.get("micro_batches", 1),
-                }
-                tried.append(plan(model, **share, strategy=strategy, checkpointing=checkpoint, **options))
+                samples = batch * world_size * options.get("micro_batches", 1)
+                how: dict[str, Any] = {"strategy": strategy, "checkpointing": checkpoint, **options}
+                tried.append(plan(model, world_size=world_size, batch_size=samples, **how))
                 if not tried[-1].fits:
                     break
                 fitting.append(tried[-1])
@@ -219,11 +208,10 @@ def search(
 
 
 def _recorded(source: Source, setting: Setting, whole: bool) -> tuple[Recording, list[str]]:
-    """One rank's recording of the whole model, and what to know about it."""
-    repeated = {name: count for name, count in source.stacks.items() if count > RECORDED}
+    """Return one rank's recording of the whole model, and what to know about it."""
     if whole or source.blocks <= RECORDED:
         return record_one_rank(source, setting, None), []
-    if repeated:
+    if repeated := {name: count for name, count in source.stacks.items() if count > RECORDED}:
         with suppress(Irregular):
             return extend(record_one_rank(source, setting, RECORDED), repeated), []
     if source.blocks > MAX_UNLIKE:
@@ -234,70 +222,53 @@ def _recorded(source: Source, setting: Setting, whole: bool) -> tuple[Recording,
     return record_one_rank(source, setting, None), ["all blocks were simulated, because they do not repeat"]
 
 
-def _notes(uncounted: list[str], differs: list[str], *, offload: bool, compiled: bool) -> list[str]:
+def _notes(uncounted: list[str], differs: list[str], setting: Setting) -> list[str]:
     """Say what is derived and not simulated, and how far off such predictions were on published runs."""
-    notes = []
-    if uncounted:
-        notes.append(f"no speed is predicted: the operations of {', '.join(uncounted)} are not counted")
-    if offload:
-        notes.append(
-            "offload is derived: what is sharded is taken off the GPU, copies over PCIe are added to each "
-            "collective, and the optimizer's time on the host is left out"
-        )
-    if compiled:
-        notes.append("compiled is derived: a block keeps what its matrix products give, the rest is fused")
-    if differs:
-        notes.append(
-            "how far off this prediction may be is unknown: none of the published runs that tell plan's "
-            f"error has {' or '.join(differs)}"
-        )
-        return notes
-    kind = rates.kind(compiled)
+    kind = rates.kind(setting.compiled)
     (low, high), (least, most) = rates.STEP_RANGE[kind], rates.MEMORY_RANGE
-    notes.append(
+    texts = {
+        f"no speed is predicted: the operations of {', '.join(uncounted)} are not counted": uncounted,
+        "offload is derived: what is sharded is taken off the GPU, copies over PCIe are added to each "
+        "collective, and the optimizer's time on the host is left out": setting.offload,
+        "compiled is derived: a block keeps what its matrix products give, the rest is fused": (
+            setting.compiled
+        ),
+        "how far off this prediction may be is unknown: none of the published runs that tell plan's error "
+        f"has {' or '.join(differs)}": differs,
         f"of {rates.RUNS[kind]} published {kind} runs, 80% took {low:.2f} to {high:.2f} times the predicted "
         f"step; of {rates.RUNS['memory']} that tell their memory, 80% took {least:.2f} to {most:.2f} times "
-        "the predicted"
-    )
-    return notes
+        "the predicted": not differs,
+    }
+    return [text for text, applies in texts.items() if applies]
 
 
 def _check(setting: Setting) -> None:
     """Refuse what is unknown, or does not go with something else."""
     for name in ("world_size", "batch_size", "micro_batches", "ranks_per_host", "seq_len"):
         value = getattr(setting, name)
-        if name == "seq_len" and value is None:
-            continue
         is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
-        _expect(is_whole and value >= 1, f"expected {name} to be a whole number from 1 on, found {value!r}")
+        if not (is_whole and value >= 1) and (name, value) != ("seq_len", None):
+            raise ValueError(f"plan: expected {name} to be a whole number from 1 on, found {value!r}")
     world, hosted, way = setting.world_size, setting.ranks_per_host, setting.checkpointing
-    _expect(world <= MAX_WORLD, f"expected a world_size from 1 to {MAX_WORLD}, found {world}")
-    _expect(
-        setting.strategy in ("full", "grad_op", "hybrid"),
-        f"expected strategy out of full, grad_op, hybrid, found {setting.strategy!r}",
-    )
-    _expect(
-        way in (None, "full", "selective") or (isinstance(way, int) and way >= 1),
-        f'expected checkpointing to be None, "full", "selective" or every n-th block, found {way!r}',
-    )
-    micro_batches, batch_size = setting.micro_batches, setting.batch_size
-    share = world * micro_batches
-    _expect(
-        batch_size % share == 0,
-        f"expected a batch_size that {world} ranks in {micro_batches} micro-batches can share, such as "
-        f"{-(-batch_size // share) * share}, found {batch_size}",
-    )
-    _expect(
-        world <= hosted or world % hosted == 0,
-        f"expected world_size in multiples of {hosted}, the ranks_per_host, found {world}",
-    )
-    _expect(
-        setting.strategy != "hybrid" or world > hosted,
-        f'strategy "hybrid" expects several hosts, more than {hosted} ranks, found {world}',
-    )
-    _expect(not setting.no_sync or micro_batches > 1, "no_sync expects micro_batches of 2 or more, found 1")
-
-
-def _expect(is_right: bool, text: str) -> None:
-    if not is_right:
-        raise ValueError(f"plan: {text}")
+    strategy, batch_size, parts = setting.strategy, setting.batch_size, setting.micro_batches
+    share = world * parts
+    is_every = isinstance(way, int) and way >= 1
+    wrong = {
+        f"expected a world_size from 1 to {MAX_WORLD}, found {world}": world > MAX_WORLD,
+        f"expected strategy out of {', '.join(STRATEGIES)}, found {strategy!r}": strategy not in STRATEGIES,
+        f'expected checkpointing to be None, "full", "selective" or every n-th block, found {way!r}': (
+            way not in (None, "full", "selective") and not is_every
+        ),
+        f"expected a batch_size that {world} ranks in {parts} micro-batches can share, such as "
+        f"{-(-batch_size // share) * share}, found {batch_size}": batch_size % share,
+        f"expected world_size in multiples of {hosted}, the ranks_per_host, found {world}": (
+            world > hosted and world % hosted
+        ),
+        f'strategy "hybrid" expects several hosts, more than {hosted} ranks, found {world}': (
+            strategy == "hybrid" and world <= hosted
+        ),
+        "no_sync expects micro_batches of 2 or more, found 1": setting.no_sync and parts == 1,
+    }
+    for text, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"plan: {text}")

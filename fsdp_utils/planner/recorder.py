@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fsdp_utils.allocator.trace import AllocationEvent, Recorder, listening
+from fsdp_utils.allocator.trace import AllocationEvent, Recorder
 from fsdp_utils.collectives.c10d_hooks import Call, listen_to_calls
 from fsdp_utils.collectives.fsdp_hooks import Listener, in_backward, listen
 from fsdp_utils.planner import work_items
-from fsdp_utils.planner.work_items import Alloc, Free, Gone, Label, MicroBatch, Recording, Send, Step, Work
+from fsdp_utils.planner.work_items import Alloc, Begin, Free, Gone, Label, Recording, Send, Work
 from fsdp_utils.sharding.units import ROOT, Unit, find_units
 from fsdp_utils.torch_internals.fsdp import fsdp1_dtypes, fsdp2_whole
 from fsdp_utils.torch_internals.runtime import storage_id
@@ -47,7 +47,7 @@ class StepRecorder(Recorder, Listener):
         self._units = {unit.name: unit for unit in units}
         self._whole_bytes = {unit.name: _whole_bytes(unit) for unit in self._units.values() if unit.fsdp1}
         self._ranks_per_host = ranks_per_host
-        self._label = Label("start")
+        self.label = Label("start")
         self._unit_of_block: dict[int, str] = {}
         self._working_for: list[str] = []
         self._between_steps = True  # no unit has computed yet, or all have
@@ -55,16 +55,14 @@ class StepRecorder(Recorder, Listener):
         self._reducing = False
         self._kind: str | None = None  # what is observed or made by hand is for
 
-    # ---- what the program tells
-
     def phase(self, phase: str) -> None:
-        self._label = Label(phase)
+        self.label = Label(phase)
         self._ended = self._reducing = False
         self._between_steps = phase in ("forward", "other")
 
-    def mark(self, beginning: Step | MicroBatch) -> None:
+    def begin_batch(self, micro_batch: int) -> None:
         self.phase("forward")
-        self._add(beginning)
+        self._add(Begin(micro_batch))
 
     @contextmanager
     def making(self, category: str) -> Iterator[None]:
@@ -75,19 +73,13 @@ class StepRecorder(Recorder, Listener):
         finally:
             self._kind = None
 
-    def existing(self, tensor: torch.Tensor, category: str, unit: str) -> None:
-        """Record a tensor that was there before the steps."""
-        self._label = Label("start", unit)
-        with self.making(category):
-            self.observe(tensor, "before the steps")
-
     def now_for(self, tensors: Iterable[Any], category: str) -> None:
         """Give these tensors another category, now that their purpose is known."""
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                self.category.update(dict.fromkeys(self._blocks_of(tensor), category))
+            if isinstance(tensor, torch.Tensor) and (block := self._block_of(tensor)) is not None:
+                self.category[block] = category
 
-    def finish(self) -> Recording:
+    def finished(self) -> Recording:
         """Return the recording, each block in its last category."""
         for _, items in self.recording:
             for n, item in enumerate(items):
@@ -95,11 +87,9 @@ class StepRecorder(Recorder, Listener):
                     items[n] = item._replace(category=self.category[item.block])
         return self.recording
 
-    # ---- what `listen` tells
-
     def enter(self, unit: str) -> None:
         if not self._working_for:
-            self._label = Label("backward" if in_backward() else "forward", unit)
+            self.label = Label("backward" if in_backward() else "forward", unit)
         self._working_for.append(unit)
 
     def leave(self, unit: str) -> None:
@@ -107,12 +97,12 @@ class StepRecorder(Recorder, Listener):
             self._working_for.remove(unit)
         if not self._working_for and self._ended:
             # what follows is the model's own, until the next unit begins
-            self._label, self._ended, self._reducing = Label(self._label.phase), False, False
+            self.label, self._ended, self._reducing = Label(self.label.phase), False, False
 
     def begin(self, module: str, phase: str) -> None:
         if phase in ("forward", "backward"):
             self._between_steps = False
-            self._label, self._ended = Label("backward" if in_backward() else "forward", module), False
+            self.label, self._ended = Label("backward" if in_backward() else "forward", module), False
 
     def end(self, module: str, phase: str) -> None:
         self._ended = True
@@ -124,8 +114,6 @@ class StepRecorder(Recorder, Listener):
     def freed(self, unit: str) -> None:
         self._add(Gone(unit))
 
-    # ---- what `listen_to_calls` tells
-
     def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
         ranks = dist.get_process_group_ranks(call.group)
         here = sum(rank // self._ranks_per_host == ranks[0] // self._ranks_per_host for rank in ranks)
@@ -133,16 +121,14 @@ class StepRecorder(Recorder, Listener):
         self._add(Send(call.kind, unit, max(call.bytes_in, call.bytes_out), len(ranks), here))
         return issue()
 
-    # ---- what the dispatcher tells
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if self._label.phase == "optimizer" and not self.muted:
-            self._label = Label("optimizer", self._unit_of(args, kwargs))
+        if self.label.phase == "optimizer" and not self.muted:
+            self.label = Label("optimizer", self._unit_of(args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace not in ("c10d", "_c10d_functional", "profiler") and not (
             self.muted or func.is_view or func.overloadpacket.__name__ in _FREE_OF_WORK
@@ -154,7 +140,7 @@ class StepRecorder(Recorder, Listener):
         if event.kind == "free":
             self._add(Free(event.block), unit=self._unit_of_block.get(event.block))
             return
-        self._unit_of_block[event.block] = self._label.unit
+        self._unit_of_block[event.block] = self.label.unit
         self.category[event.block] = self._kind or self._guess(event)
         self._add(Alloc(event.block, event.size, event.stream, event.name, ""))
 
@@ -171,7 +157,7 @@ class StepRecorder(Recorder, Listener):
             whole = event.size >= self._whole_bytes[unit.name] if unit.fsdp1 else event.stream == 0
             return work_items.GATHERED if whole else work_items.GATHER_BUFFERS
         # in backward, gradients are enabled where a checkpoint computes again
-        temporary = self._label.phase == "optimizer" or (in_backward() and not torch.is_grad_enabled())
+        temporary = self.label.phase == "optimizer" or (in_backward() and not torch.is_grad_enabled())
         return work_items.TEMPORARIES if temporary else work_items.ACTIVATIONS
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -181,14 +167,13 @@ class StepRecorder(Recorder, Listener):
             flop = int(flop_registry[packet](*args, **kwargs, out_val=result))
         elif packet in _CPU_ATTENTION:
             flop = int(_CPU_ATTENTION[packet](*args))
-            if any(arg is True for arg in args):  # is_causal, the only bool among them
-                masked = flop // 2
+            is_causal = any(arg is True for arg in args)  # the only bool among them
+            masked = flop // 2 if is_causal else 0
         elif packet is aten._grouped_mm:
             # the groups divide the rows, the columns or the sum: all rows are multiplied in either case
             one, other = args[:2]
             flop = 2 * min(one.numel() * other.shape[-1], one.shape[-2] * other.numel())
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        given, made = _tensors((args, kwargs)), _tensors(result)
         read = given
         if packet is aten.embedding:
             read = made  # as many rows as it writes
@@ -197,40 +182,34 @@ class StepRecorder(Recorder, Listener):
         elif packet.__name__ in _OVERWRITES:
             written = {storage_id(leaf.untyped_storage()) for leaf in made}
             read = [leaf for leaf in given if storage_id(leaf.untyped_storage()) not in written]
-        nbytes = sum(map(_nbytes, read)) + sum(map(_nbytes, made))
-        half = next((t.element_size() == 2 for t in given if t.is_floating_point()), False)
-        if not nbytes:
-            return
-        uncounted = ""
-        if not flop and self._label.phase == "forward" and _may_multiply(func, given, made):
-            uncounted = str(packet)
-        again = in_backward() and torch.is_grad_enabled()
-        attention = packet in _CPU_ATTENTION
-        self._add(Work(flop, masked, half, nbytes, self._stream_number(), attention, again, uncounted))
+        if nbytes := sum(map(_nbytes, read)) + sum(map(_nbytes, made)):
+            half = next((t.element_size() == 2 for t in given if t.is_floating_point()), False)
+            alarm = not flop and self.label.phase == "forward" and _may_multiply(func, given, made)
+            again = in_backward() and torch.is_grad_enabled()
+            kind = packet in _CPU_ATTENTION, again, str(packet) if alarm else ""
+            self._add(Work(flop, masked, half, nbytes, self._stream_number(), *kind))
 
     def _unit_of(self, args: Any, kwargs: Any) -> str:
         """The unit whose parameters an operation of the optimizer updates; ROOT where several."""
         found = set()
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.numel() > 1:  # not the count of steps
-                found.update(self._unit_of_block.get(block, ROOT) for block in self._blocks_of(leaf))
+        for leaf in _tensors((args, kwargs)):
+            if leaf.numel() > 1 and (block := self._block_of(leaf)) is not None:  # not the count of steps
+                found.add(self._unit_of_block.get(block, ROOT))
                 if len(found) > 1:
                     return ROOT
-        return found.pop() if found else self._label.unit
+        return found.pop() if found else self.label.unit
 
-    def _blocks_of(self, tensor: torch.Tensor) -> Iterator[int]:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        event = self._allocated.get(storage_id(local.untyped_storage()))
-        if event is not None:
-            yield event.block
+    def _block_of(self, tensor: torch.Tensor) -> int | None:
+        event = self.allocated.get(storage_of(tensor))
+        return event.block if event else None
 
     def _add(self, entry: Any, unit: str | None = None) -> None:
-        label = self._label
+        label = self.label
         # before the first unit and after the last, what is freed tells to which unit it belonged: gradients,
         # for example, are freed in a row
         if unit is not None and self._between_steps:
             label = Label(label.phase, unit)
-        if not self.recording or self.recording[-1][0] != label or isinstance(entry, Step | MicroBatch):
+        if not self.recording or self.recording[-1][0] != label or isinstance(entry, Begin):
             self.recording.append((label, []))
         self.recording[-1][1].append(entry)
 
@@ -240,7 +219,7 @@ def recording_steps(model: nn.Module, ranks_per_host: int) -> Iterator[StepRecor
     """Record the steps inside, of a sharded model."""
     units = find_units(model)
     recorder = StepRecorder(units, ranks_per_host)
-    with listening(recorder), listen_to_calls(recorder.collective), listen(model, units, recorder):
+    with recorder, listen_to_calls(recorder.collective), listen(model, units, recorder):
         yield recorder
 
 
@@ -252,6 +231,16 @@ def _may_multiply(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]
     if func.namespace == "aten":
         return any(part in func.overloadpacket.__name__ for part in _MULTIPLY)
     return func.namespace != "fsdp"
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identify the storage of a tensor, or of a DTensor's shard."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return storage_id(local.untyped_storage())
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

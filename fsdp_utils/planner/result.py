@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_utils._extras import need
 from fsdp_utils.planner import efficiency, work_items
@@ -29,13 +29,12 @@ COLORS: dict[str, str] = {
     work_items.REDUCE_BUFFERS: "#E8C1D6",
     work_items.TEMPORARIES: "#F0E442",
 }
+_ACTIVATIONS = work_items.ACTIVATIONS, work_items.TEMPORARIES, work_items.INPUTS
 _WHOLE = work_items.GATHERED, work_items.GATHER_BUFFERS, work_items.WHOLE_GRADIENTS, work_items.REDUCE_BUFFERS
 # what makes a part of the peak smaller
 _LESS = {
     'activations: checkpointing="full" keeps one input of each block; fewer samples or tokens at a time': (
-        work_items.ACTIVATIONS,
-        work_items.TEMPORARIES,
-        work_items.INPUTS,
+        _ACTIVATIONS
     ),
     "shards: twice the ranks halve them": work_items.AT_REST,
     'full units, which do not shrink with more ranks: strategy="full", no_sync=False, smaller units': _WHOLE,
@@ -52,24 +51,21 @@ class Plan:
     """The prediction of a simulated rank. All memory is that rank's, in GiB.
 
     Args:
-        model: name of its class.
-        parameters: of the whole model.
-        setting: how the job is to be run, as `plan` was told.
-        gpu: what it is to run on.
+        model, parameters: the name of its class, and their number.
+        setting, gpu: how the job is to be run, as `plan` was told, and what on.
         computes_in: the dtype of matrix products.
         peak_allocated_gib, peak_reserved_gib: as `torch.cuda.max_memory_allocated()` and `_reserved()`.
         breakdown: by category, what is allocated at the moment of the peak.
         moments: the peak of each part of two steps, with its own breakdown.
         at_rest: parameters, gradients and optimizer state at their most, wherever they lie.
-        host_gib: on the host for this rank; 0 without offload.
         available_gib: what CUDA offers (`GPU.usable_gib`) without `overhead_gib`.
         timing: of the second step, by the rates that such runs reach (`fsdp_utils.planner.efficiency`).
         step_s_bound: the same step by the GPU's rates alone, a roofline. An eager step takes longer; a
             compiled one, whose kernels are fused, may take less.
         notes: what to know about this plan.
         unlike: in what it differs from the published runs that tell the error of plans.
-        uncounted: operators that seem to multiply matrices and have no formula for their operations. Then
-            the plan has no speed: `step_s` and what follows from it are NaN.
+        uncounted: operators that seem to multiply matrices and have no formula. Where there are any, `step_s`
+            and what follows from it are NaN.
     """
 
     model: str
@@ -82,7 +78,6 @@ class Plan:
     breakdown: dict[str, float]
     moments: list[Moment] = field(repr=False)
     at_rest: dict[str, float]
-    host_gib: float
     available_gib: float
     timing: Timing = field(repr=False)
     step_s_bound: float
@@ -91,9 +86,9 @@ class Plan:
     uncounted: list[str]
 
     @property
-    def fits(self) -> bool:
-        """Whether what PyTorch reserves is at most what the GPU has left for it."""
-        return self.headroom_gib >= 0
+    def host_gib(self) -> float:
+        """GiB on the host for this rank; 0 without offload."""
+        return sum(self.at_rest.values()) if self.setting.offload else 0.0
 
     @property
     def headroom_gib(self) -> float:
@@ -101,12 +96,13 @@ class Plan:
         return self.available_gib - self.peak_reserved_gib
 
     @property
-    def verdict(self) -> str:
-        """ "fits", "tight" or "does not fit".
+    def fits(self) -> bool:
+        """Whether what PyTorch reserves is at most what the GPU has left for it."""
+        return self.headroom_gib >= 0
 
-        "tight" spans the error of the published runs (`efficiency.MEMORY_RANGE`): from as much as may be
-        reserved, if the prediction is low, to as little as must be allocated, if it is high.
-        """
+    @property
+    def verdict(self) -> str:
+        """Tell "fits", "tight" or "does not fit"; "tight" spans the error of published runs."""
         least, most = efficiency.MEMORY_RANGE
         if self.peak_reserved_gib * max(most, 1.0) <= self.available_gib:
             return "fits"
@@ -134,10 +130,7 @@ class Plan:
 
     @property
     def step_s_range(self) -> tuple[float, float] | None:
-        """Seconds of a step between which 80% of the published runs of this kind fall (eager or compiled).
-
-        None where no published run is of this kind (`unlike`).
-        """
+        """Seconds between which 80% of the published runs of this kind fall; None where `unlike`."""
         if self.unlike:
             return None
         low, high = efficiency.STEP_RANGE[efficiency.kind(self.setting.compiled)]
@@ -165,18 +158,15 @@ class Plan:
         """Name what to change, the largest part of the peak first; empty where it fits."""
         if self.fits:
             return []
-        sizes = {
-            text: sum(self.breakdown.get(category, 0.0) for category in categories)
-            for text, categories in _LESS.items()
-        }
-        largest = sorted(sizes.items(), key=lambda pair: -pair[1])
-        too_much = f"{_size(-self.headroom_gib)} too much is reserved"
-        return [too_much, *(f"{_size(size)} of {text}" for text, size in largest)]
+        sizes = [
+            (sum(self.breakdown.get(name, 0.0) for name in names), text) for text, names in _LESS.items()
+        ]
+        parts = [f"{_size(size)} of {text}" for size, text in sorted(sizes, key=lambda pair: -pair[0])]
+        return [f"{_size(-self.headroom_gib)} too much is reserved", *parts]
 
     def __str__(self) -> str:
-        setting = self.setting
-        scale, word = (1e9, "billion") if self.parameters >= 1e9 else (1e6, "million")
-        number = f"{self.parameters / scale:.2f} {word}"
+        setting, billions = self.setting, self.parameters / 1e9
+        number = f"{billions:.2f} billion" if billions >= 1 else f"{1e3 * billions:.2f} million"
         # one unit for the whole table: MiB where GiB would be little more than zeros
         unit, factor = ("GiB", 1) if self.peak_reserved_gib >= 0.1 else ("MiB", 1024)
         options = [
@@ -197,8 +187,7 @@ class Plan:
         for category, size in sorted(self.breakdown.items(), key=lambda pair: -pair[1]):
             if size * factor >= 0.005:
                 lines.append(f"            {size * factor:8.2f}  {category}")
-        if self.host_gib:
-            lines.append(f"  host      {_size(self.host_gib, 2)} for this rank")
+        lines += [f"  host      {_size(self.host_gib, 2)} for this rank"] if setting.offload else []
         if not self.uncounted:
             likely = ", likely {:.3g} to {:.3g}".format(*self.step_s_range) if self.step_s_range else ""
             speed = f"{self.samples_per_s:,.1f} samples/s"
@@ -209,13 +198,14 @@ class Plan:
                 f"            {self.timing.exposed_s:.2g} s of it only send",
                 f"  speed     {speed}, MFU {self.mfu:.0%}",
             ]
-        for name, texts in {"advice": self.advice, "note": self.notes}.items():
-            for text in texts:
-                lines += wrap(text, 88, initial_indent=f"  {name:10}", subsequent_indent=" " * 12)
+        for name, text in [("advice", text) for text in self.advice] + [
+            ("note", text) for text in self.notes
+        ]:
+            lines += wrap(text, 88, initial_indent=f"  {name:10}", subsequent_indent=" " * 12)
         return "\n".join(lines)
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Memory over the parts of the second step, by category, and what the GPU has. A simulation.
+        """Draw the memory over the parts of the second step, by category, and what the GPU has.
 
         Args:
             ax: where to draw; a new figure by default.
@@ -223,14 +213,13 @@ class Plan:
         need("matplotlib", "notebooks")
         import matplotlib.pyplot as plt
 
-        if ax is None:
-            ax = plt.subplots(figsize=(9, 3.4), layout="constrained")[1]
+        ax = ax or plt.subplots(figsize=(9, 3.4), layout="constrained")[1]
         moments = [moment for moment in self.moments if moment.step == 2]
         highest = max(moment.total_gib for moment in moments)
-        shown = [c for c in COLORS if max(m.gib.get(c, 0.0) for m in moments) > 0.01 * highest]
-        heights = [[moment.gib.get(category, 0.0) for moment in moments] for category in shown]
-        colors = [COLORS[c] for c in shown]
-        ax.stackplot(range(len(moments)), heights, labels=shown, colors=colors, step="post", linewidth=0)
+        heights = {name: [moment.gib.get(name, 0.0) for moment in moments] for name in COLORS}
+        shown = [name for name in COLORS if max(heights[name]) > 0.01 * highest]
+        looks: dict[str, Any] = {"colors": [COLORS[name] for name in shown], "step": "post", "linewidth": 0}
+        ax.stackplot(range(len(moments)), [heights[name] for name in shown], labels=shown, **looks)
         phases = [moment.label.phase for moment in moments]
         for phase in ("forward", "backward", "optimizer"):
             begin = phases.index(phase)

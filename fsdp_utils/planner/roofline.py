@@ -1,11 +1,10 @@
 """Calculate how long a step takes, and how much of its communication no computation hides.
 
 Each kernel takes its operations and its bytes at the rates that a GPU reaches (`efficiency`); with `BOUND` it
-takes as long as the longer of both at the published rates, or at the rate of matrix products that somebody
-reached where one is known, which is a roofline. Each collective takes its bytes divided by the slowest link
-on its way, and a latency for each hop of the ring. Who waits for whom is replayed by
-`fsdp_utils.collectives.replay`. Python has to start every kernel, so a step takes at least that long. Left
-out: waits for data, other users of the network, ranks that are slower than the rest.
+takes as long as the longer of both at the published rates, which is a roofline. Each collective takes its
+bytes divided by the slowest link on its way, and a latency for each hop of the ring. Who waits for whom is
+replayed by `fsdp_utils.collectives.replay`. Python starts every kernel, so a step takes at least that long.
+Left out: waits for data, other users of the network, ranks that are slower than the rest.
 
 Source: S. Williams et al., "Roofline", 2009; for the latencies src/graph/tuning.cc of NVIDIA/nccl (commit
 01afd20): the base latency and the latency of a hop, for the algorithm "ring" and the protocol "simple".
@@ -17,7 +16,7 @@ from fsdp_utils.collectives.events import COMPUTE, FREE, StepEvent
 from fsdp_utils.collectives.replay import Replay, replay
 from fsdp_utils.planner.efficiency import BOUND, Efficiency
 from fsdp_utils.planner.gpus import GPU
-from fsdp_utils.planner.work_items import Gone, Label, MicroBatch, Recording, Send, Step, Work
+from fsdp_utils.planner.work_items import Begin, Gone, Label, Recording, Send, Work
 
 BASE_S = 8.4e-6
 HOP_S = {"NVLink": 3.4e-6, "PCIe": 5.7e-6, "network": 9.6e-6}
@@ -33,9 +32,8 @@ class Timing:
         exposed_s: in which something is sent and nothing computed.
         products_s: of `compute_s`, in the operations of matrix products in 16 bits, without fused attention.
         fusible_s: of `compute_s`, in kernels that torch.compile could fuse.
-        model_flop: operations of forward and backward, without those that are computed a second time, in
-            checkpointed blocks and within attention; attention is counted without its mask, as is usual for
-            MFU. A frozen matrix has none for its gradient.
+        model_flop: operations of forward and backward as MFU counts them: none twice, attention without its
+            mask.
         kernels: that Python starts.
         replay: when what happens, in two micro-batches at most.
     """
@@ -58,24 +56,16 @@ def time_of(
     host_ratio: float,
     micro_batches: int,
 ) -> Timing:
-    """Compute the time of the last step that is recorded.
+    """Compute the time of the last step that is recorded; its third micro-batch and later are as the first.
 
-    Args:
-        recording: of the whole model.
-        gpu: its rates and links.
-        efficiency: how much of them is reached.
-        ranks_per_host: that share the host's network.
-        host_ratio: 0 where nothing is offloaded; else bytes of a parameter on the host per byte gathered.
-        micro_batches: of the step; no more than two are recorded, and the others take as long as the first.
+    `host_ratio` is 0 where nothing is offloaded, else the bytes of a parameter on the host per byte gathered.
     """
-
-    def begin_of(kind: type) -> int:
-        return max(n for n, (_, items) in enumerate(recording) if isinstance(items[0], kind))
-
-    step = recording[begin_of(Step) :]
-    timing = _replayed(step, gpu, efficiency, ranks_per_host, host_ratio)
+    begins = {
+        items[0].micro_batch: n for n, (_, items) in enumerate(recording) if isinstance(items[0], Begin)
+    }
+    timing = _replayed(recording[begins[0] :], gpu, efficiency, ranks_per_host, host_ratio)
     if micro_batches > 2:
-        one = recording[begin_of(Step) : begin_of(MicroBatch)]
+        one = recording[begins[0] : begins[1]]
         first = _replayed(one, gpu, efficiency, ranks_per_host, host_ratio)
         numbers = [name for name in vars(timing) if name != "replay"]
         more = {name: (micro_batches - 2) * getattr(first, name) for name in numbers}

@@ -17,23 +17,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_utils.planner import work_items
-from fsdp_utils.planner.models import Inputs, Source, batch_of, build, in_words, own_loss
-from fsdp_utils.planner.recorder import recording_steps
-from fsdp_utils.planner.work_items import MicroBatch, Recording, Step
+from fsdp_utils.planner.models import Inputs, Source, batch_of, build, in_words
+from fsdp_utils.planner.recorder import recording_steps, storage_of
+from fsdp_utils.planner.work_items import Label, Recording
 from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
 from fsdp_utils.sharding.checkpointing import selective
 from fsdp_utils.sharding.units import find_units
 from fsdp_utils.sharding.wrapping import shard
 from fsdp_utils.torch_internals.groups import fake_store
 from fsdp_utils.torch_internals.names import FakeTensorMode, fsdp1_lazy_init, place
-from fsdp_utils.torch_internals.runtime import storage_id
-
-FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 
 
 @dataclass(frozen=True)
@@ -43,23 +39,18 @@ class Setting:
     world_size: int
     batch_size: int
     seq_len: int | None
-    strategy: str = "full"
-    mp_policy: MixedPrecisionPolicy | None = None
-    checkpointing: str | int | None = None
-    micro_batches: int = 1
-    no_sync: bool = False
-    compiled: bool = False
-    offload: bool = False
-    ranks_per_host: int = 8
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = FUSED_ADAMW
-    loss: Callable[[nn.Module, Any], torch.Tensor] = own_loss
-    inputs: Inputs | None = None
-    shard: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
-
-    @property
-    def batch_per_rank(self) -> int:
-        """Samples of one rank in one micro-batch."""
-        return self.batch_size // (self.world_size * self.micro_batches)
+    strategy: str
+    mp_policy: MixedPrecisionPolicy | None
+    checkpointing: str | int | None
+    micro_batches: int
+    no_sync: bool
+    compiled: bool
+    offload: bool
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    inputs: Inputs | None
+    shard: Callable[[nn.Module, DeviceMesh], nn.Module] | None
+    ranks_per_host: int
 
 
 def record_one_rank(source: Source, setting: Setting, blocks: int | None) -> Recording:
@@ -72,61 +63,61 @@ def record_one_rank(source: Source, setting: Setting, blocks: int | None) -> Rec
     dist.init_process_group("fake", rank=0, world_size=setting.world_size, store=fake_store())
     # an error gets a sentence from `in_words`, and no traceback before it
     log = logging.getLogger("torch._subclasses.fake_tensor")
+    hosts, is_hybrid = setting.world_size // setting.ranks_per_host, setting.strategy == "hybrid"
+    shape = (hosts, setting.ranks_per_host) if is_hybrid else (setting.world_size,)
     try:
-        mesh = _mesh_of(setting)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard") if is_hybrid else None)
         with FakeTensorMode(), _as_on_a_gpu(), patch.object(log, "disabled", True), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
             warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # returned a view: no matter here
-            return _run_steps(source, setting, blocks, mesh)
+            return _run_steps(source, setting, _sharded(build(source, blocks), setting, mesh))
     finally:
         dist.destroy_process_group()
 
 
-def _run_steps(source: Source, setting: Setting, blocks: int | None, mesh: DeviceMesh) -> Recording:
-    model = _sharded(build(source, blocks), setting, mesh)
+def _run_steps(source: Source, setting: Setting, model: Any) -> Recording:
+    is_fsdp2: bool = isinstance(model, FSDPModule)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ValueError(f"plan: expected parameters that need a gradient, found none in {source.name}")
     optimizer = setting.optimizer(trained)
+    batch_per_rank = setting.batch_size // (setting.world_size * setting.micro_batches)
+    batches = min(setting.micro_batches, 2)  # a third is as the second; `roofline` adds its time
     units = sorted((unit.name for unit in find_units(model)), key=len, reverse=True)
     with recording_steps(model, setting.ranks_per_host) as recorder:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             plain = name.replace("_fsdp_wrapped_module.", "")
             unit = next((unit for unit in units if plain.startswith(f"{unit}.")), work_items.ROOT)
             is_parameter = isinstance(tensor, nn.Parameter)
-            recorder.existing(tensor, work_items.PARAMETERS if is_parameter else work_items.BUFFERS, unit)
-        for _ in range(2):
-            # a third micro-batch allocates what the second does; `roofline` adds its time
-            batches = min(setting.micro_batches, 2)
-            for micro_batch in range(batches):
-                recorder.mark(MicroBatch() if micro_batch else Step())
-                with _synchronizing(model, micro_batch + 1 == batches or not setting.no_sync):
-                    with recorder.making(work_items.INPUTS), in_words(f"a batch for {source.name}"):
-                        batch = batch_of(source, setting.batch_per_rank, setting.seq_len, setting.inputs)
-                    with in_words(f"the forward pass of {source.name}"):
-                        loss = setting.loss(model, batch)
-                    recorder.phase("backward")
-                    with in_words(f"the backward pass of {source.name}"):
-                        loss.backward()
-                recorder.phase("other")
-                recorder.now_for((p.grad for p in model.parameters()), work_items.GRADIENTS)
-                del batch, loss
-            recorder.phase("optimizer")
-            optimizer.step()
-            recorder.now_for(tree_leaves(dict(optimizer.state)), work_items.OPTIMIZER)
+            with recorder.making(work_items.PARAMETERS if is_parameter else work_items.BUFFERS):
+                recorder.label = Label("start", unit)
+                recorder.observe(tensor, "before the steps")
+        for micro_batch in [*range(batches), *range(batches)]:  # two steps
+            last = micro_batch + 1 == batches
+            recorder.begin_batch(micro_batch)
+            keeps = setting.no_sync and not last  # gradients of full units, until a later micro-batch
+            if is_fsdp2:
+                model.set_requires_gradient_sync(not keeps)
+            with model.no_sync() if keeps and not is_fsdp2 else nullcontext():
+                with recorder.making(work_items.INPUTS), in_words(f"a batch for {source.name}"):
+                    make = setting.inputs or partial(batch_of, source)
+                    batch = make(batch_per_rank, setting.seq_len)
+                with in_words(f"the forward pass of {source.name}"):
+                    loss = setting.loss(model, batch)
+                recorder.phase("backward")
+                with in_words(f"the backward pass of {source.name}"):
+                    loss.backward()
             recorder.phase("other")
-            optimizer.zero_grad()
-        return recorder.finish()
-
-
-@contextmanager
-def _synchronizing(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Reduce gradients in backward, or keep those of full units until a later micro-batch."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(wanted)
-    with model.no_sync() if isinstance(model, FullyShardedDataParallel) and not wanted else nullcontext():
-        yield
+            recorder.now_for((p.grad for p in model.parameters()), work_items.GRADIENTS)
+            del batch, loss
+            if last:
+                recorder.phase("optimizer")
+                optimizer.step()
+                recorder.now_for(tree_leaves(dict(optimizer.state)), work_items.OPTIMIZER)
+                recorder.phase("other")
+                optimizer.zero_grad()
+        return recorder.finished()
 
 
 def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
@@ -152,13 +143,6 @@ def _compute_again(model: nn.Module, checkpointing: str | int | None) -> None:
     blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
     for block in blocks[:: checkpointing if isinstance(checkpointing, int) else 1]:
         block.forward = partial(checkpoint, block.forward, **options)
-
-
-def _mesh_of(setting: Setting) -> DeviceMesh:
-    if setting.strategy != "hybrid":
-        return init_device_mesh("cpu", (setting.world_size,))
-    hosts = setting.world_size // setting.ranks_per_host
-    return init_device_mesh("cpu", (hosts, setting.ranks_per_host), mesh_dim_names=("replicate", "shard"))
 
 
 @contextmanager
@@ -188,7 +172,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         patch.object(*place("fsdp2_chunks"), first_chunk),
         # FSDP1 asks by the address of the data, which a fake tensor has not
         patch.object(*place("fsdp1_is_allocated"), lambda tensor: tensor.untyped_storage().nbytes() > 0),
-        patch.object(*place("fsdp1_same_storage"), lambda a, b: _storage(a) == _storage(b)),
+        patch.object(*place("fsdp1_same_storage"), lambda a, b: storage_of(a) == storage_of(b)),
     ):
         yield
 
@@ -203,8 +187,3 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return storage_id(local.untyped_storage())

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from fsdp_utils.sharding.units import ROOT
 
-# What memory is used for.
+# what memory is used for
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 BUFFERS, INPUTS = "buffers", "inputs"
 GATHERED, GATHER_BUFFERS = "gathered parameters", "buffers of all-gathers"
@@ -23,7 +23,7 @@ class Label(NamedTuple):
 class Alloc(NamedTuple):
     """A block of memory is allocated, by an operator, for a category."""
 
-    block: int
+    block: Any  # its number; while a recording is extended, its place
     size: int  # bytes
     stream: int
     name: str  # the operator's
@@ -65,12 +65,10 @@ class Gone(NamedTuple):
     unit: str
 
 
-class Step(NamedTuple):
-    """A training step begins."""
+class Begin(NamedTuple):
+    """A micro-batch begins: the first of a step, or its second."""
 
-
-class MicroBatch(NamedTuple):
-    """The second micro-batch of a step begins."""
+    micro_batch: int
 
 
 Recording = list[tuple[Label, list[Any]]]  # items, cut where the label changes

@@ -38,8 +38,8 @@ class Bf16Support:
         compute: "native": the hardware computes in it. "emulated": tensors in bf16 work, but the hardware
             does not compute in it, or nothing tells that it does. "none": they do not work. The least of
             all ranks.
-        network: whether an all-reduce in bf16 over all ranks gave the right sum. None where that was not
-            tried, because there is no process group for the device.
+        network: whether an all-reduce in bf16 over all ranks gave the right sum; None where no process
+            group could try it.
         reasons: what was found, in words, with what to do where it speaks against bf16.
         device: what was looked at, e.g. "NVIDIA H200"; the names of all ranks' devices, each once.
     """
@@ -56,9 +56,8 @@ class Bf16Support:
     def __str__(self) -> str:
         network = {True: "works", False: "fails", None: "not tried"}[self.network]
         head = f"{self.device}: {'ready' if self.ready else 'not ready'} for bf16"
-        return "\n".join(
-            [f"{head} (compute: {self.compute}, network: {network})", *(f"- {text}" for text in self.reasons)]
-        )
+        head += f" (compute: {self.compute}, network: {network})"
+        return "\n".join([head, *(f"- {text}" for text in self.reasons)])
 
 
 class _NoAnswer(RuntimeError):
@@ -128,7 +127,7 @@ def _agree(mine: dict[str, Any], device: torch.device) -> Bf16Support:
 def _why_not_tried(device: torch.device) -> str:
     if not (dist.is_available() and dist.is_initialized()):
         return (
-            "The network was not tried: there is no process group. Where there are several ranks, call "
+            "The network was not tried: it takes a process group. Where there are several ranks, call "
             "init_process_group() first, or run `torchrun … -m fsdp_utils.bf16`."
         )
     if f"{device.type}:" not in dist.get_backend_config():

@@ -27,23 +27,14 @@ INSTEAD = "train in fp32, or in fp16 with a gradient scaler."
 
 @dataclass
 class DeviceFacts:
-    """Properties of a device.
+    """Properties of a device that `look` has found."""
 
-    Attributes:
-        kind: "cuda", "cpu" or the name of another device.
-        name: what the device is called.
-        problem: why there is no such device, or what a small matmul in bf16 raised; empty where it ran.
-        capability: CUDA's compute capability.
-        architecture: AMD's name of it (gfx…).
-        units: the CPU's instructions for bf16.
-    """
-
-    kind: str
-    name: str = ""
-    problem: str = ""
-    capability: tuple[int, int] | None = None
-    architecture: str = ""
-    units: tuple[str, ...] = ()
+    kind: str  # "cuda", "cpu" or the name of another device
+    name: str = ""  # for people
+    problem: str = ""  # why the device is missing, or the error of a small matmul in bf16; empty where it ran
+    capability: tuple[int, int] | None = None  # CUDA's compute capability
+    architecture: str = ""  # AMD's name of it (gfx…)
+    units: tuple[str, ...] = ()  # the CPU's instructions for bf16
 
 
 def look(device: torch.device) -> DeviceFacts:
@@ -93,11 +84,9 @@ def _hardware(facts: DeviceFacts) -> tuple[bool, str]:
             return True, text
         return False, f"but {text} has no units for it (they came with 8.0)"
     if facts.architecture:
-        native = facts.architecture.startswith(AMD_WITH_BF16)
-        return (
-            native,
-            facts.architecture if native else f"but {facts.architecture} has no matrix units for it",
-        )
+        if facts.architecture.startswith(AMD_WITH_BF16):
+            return True, facts.architecture
+        return False, f"but {facts.architecture} has no matrix units for it"
     if facts.units:
         return True, " and ".join(facts.units)
     if facts.kind == "cpu":

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import HashedFile, doing, local_path, sync_directory, write_file
-from fsdp_utils.checkpoint.folder import abandon, begin, find, read_manifest, verify_checkpoint
+from fsdp_utils.checkpoint.folder import Unfinished, find, read_manifest, verify_checkpoint
 from fsdp_utils.checkpoint.state import MODEL
 from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors, pack_header
 from fsdp_utils.pretrained.loading import INDEX, ONE_FILE
@@ -78,8 +78,9 @@ def export_safetensors(
     else:
         names = dict(zip(reversed(keys.values()), reversed(keys), strict=True))  # the first one of tied names
         keys = {name: key for name, key in keys.items() if names[key] == name}
-    unfinished, _ = begin(out, manifest["step"])  # as a save: with a lock; what a crash left is deleted
+    folder = Unfinished(out, manifest["step"])  # as a save: with a lock; what a crash left is deleted
     try:
+        unfinished, _ = folder.begin()
         if adapter_only:
             _write(unfinished / ADAPTER_FILE, keys, stored)
             files = [ADAPTER_CONFIG, ADAPTER_FILE]
@@ -91,7 +92,7 @@ def export_safetensors(
         with doing("write", out):
             _publish(unfinished, out, files)
     finally:
-        abandon(unfinished)
+        folder.abandon()
     return out
 
 
@@ -164,10 +165,8 @@ def _write_parts(folder: Path, keys: Keys, stored: StoredTensors, limit: int) ->
 
 
 def _write(path: Path, keys: Keys, stored: StoredTensors) -> None:
-    specs = {name: stored.specs[key] for name, key in keys.items()}
-    header = pack_header(specs, {})
     with HashedFile(path) as file:
-        file.write(header)
+        file.write(pack_header({name: stored.specs[key] for name, key in keys.items()}, {}))
         for key in keys.values():
             tensor = stored.read_whole(key)
             file.write(view(tensor))

@@ -21,9 +21,9 @@ from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes, w
 from fsdp_utils.sharding.wrapping import UNEVEN, dimension, padding
 from fsdp_utils.torch_internals.fsdp import fsdp1_replicas, fsdp1_syncs, fsdp2_syncs, fsdp2_whole
 
-# A unit that gathers more than this share of the parameters at once undoes most of what sharding saves.
-_HALF = 0.5
+_HALF = 0.5  # a unit that gathers a larger share of the parameters undoes most of what sharding saves
 _FEW_BYTES = 2**20  # less padding than this on each rank is not reported
+_LOW = (torch.bfloat16, torch.float16)
 # Optimizers whose step() is defined here update the parameter itself, without a float32 copy of it.
 _WITHOUT_MASTERS = ("torch.optim.", "fsdp_utils.")
 _WAIT_S = 5.0  # for the other ranks; it may have been called on one rank only
@@ -68,29 +68,23 @@ def check_sharding(model: nn.Module, optimizer: Optimizer | None = None) -> list
     units = find_units(model, also_empty=True)
     wrapped = _Wrapped(model, optimizer, units, parameter_sizes(model, units))
     if not units and not wrapped.modules(DDP):
-        return [
-            "The model is not sharded: no module in it is an FSDP unit. Call shard(model), or fully_shard."
-        ]
+        return ["The model is not sharded: it has no FSDP unit. Call shard(model), or fully_shard."]
     return [problem for check in _CHECKS for problem in check(wrapped)]
 
 
 def _units(wrapped: _Wrapped) -> Iterator[str]:
-    """The first mistake in the choice of units; further ones would follow from it."""
+    """Find the first mistake in the choice of units; further ones would follow from it."""
     model, units, loose = wrapped.model, wrapped.units, wrapped.sizes[None]
     if not units:  # DDP
         return
+    root = units[0]
     if loose:
+        cure = "Wrap the whole model in FSDP." if root.fsdp1 else "Call fully_shard(model) after its parts."
         yield (
             f"{len(loose)} parameters are in no unit (such as {next(iter(loose))}): they are not sharded and "
-            "their gradients are not averaged over the ranks. "
-            + (
-                "Wrap the whole model in FSDP."
-                if units[0].fsdp1
-                else "Call fully_shard(model) after its parts."
-            )
+            f"their gradients are not averaged over the ranks. {cure}"
         )
         return
-    root = units[0]
     if root.name != ROOT and not all(unit.name.startswith(f"{root.name}.") for unit in units[1:]):
         return  # several sharded models side by side have no common root
     classes: set[type[nn.Module]] = set()
@@ -98,11 +92,9 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
         classes = transformer_block_classes(model)
     blocks = dict(outermost(model, tuple(classes)))
     kinds = " and ".join(sorted(cls.__name__ for cls in classes)) or "part"
-    cure = (
-        "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
-        if root.fsdp1
-        else f"Call fully_shard on each {kinds} before the model, or shard(model) instead."
-    )
+    cure = f"Call fully_shard on each {kinds} before the model, or shard(model) instead."
+    if root.fsdp1:
+        cure = "Pass auto_wrap_policy=ModuleWrapPolicy(transformer_block_classes(model)) to FSDP."
     sizes = {name: size for some in wrapped.sizes.values() for name, size in some.items()}
     of_root = wrapped.sizes[root]
     in_root = [name for name in blocks if _share(within(name, of_root), within(name, sizes)) > SMALL]
@@ -112,17 +104,14 @@ def _units(wrapped: _Wrapped) -> Iterator[str]:
             f"gathered with the root and stay gathered. {cure}"
         )
         return
-    for unit in units:
-        own = wrapped.sizes[unit]
+    for unit, own in ((unit, wrapped.sizes[unit]) for unit in units):
         held = [block for name, block in blocks.items() if within(name, own)]
         # A block alone, and blocks that share a parameter, must be in one unit.
-        if unit is not root and len(by_shared_parameters(held)) < 2:
-            continue
-        if (share := _share(own, sizes)) > _HALF:
-            largest = max(own, key=own.__getitem__)
+        can_be_less = unit is root or len(by_shared_parameters(held)) > 1
+        if can_be_less and (share := _share(own, sizes)) > _HALF:
             yield (
                 f"{share:.0%} of the parameters are in one unit, {unit.name}, so that each rank holds them "
-                f"and their gradients whole at once; the largest is {largest}. "
+                f"and their gradients whole at once; the largest is {max(own, key=own.__getitem__)}. "
                 + (cure if held else "Make its module a unit too, before the root.")
             )
             return
@@ -133,7 +122,7 @@ def _share(part: dict[str, int], whole: dict[str, int]) -> float:
 
 
 def _ties(wrapped: _Wrapped) -> Iterator[str]:
-    """Tied weights in two units."""
+    """Find tied weights in two units."""
     unit_of = {name: unit for unit, sizes in wrapped.sizes.items() if unit for name in sizes}
     pairs = {
         tuple(sorted((plain_name(prefix, target), plain_name(prefix, source))))
@@ -141,17 +130,16 @@ def _ties(wrapped: _Wrapped) -> Iterator[str]:
         # transformers: which names are one parameter. Under one unit only one of them is left.
         for target, source in getattr(module, "all_tied_weights_keys", {}).items()
     }
-    for a, b in sorted(pairs):
-        if a in unit_of and b in unit_of:
-            cure = "FSDP around a module that holds both" if unit_of[a].fsdp1 else "fully_shard([a, b])"
-            yield (
-                f"{a} and {b} are tied but in two units, {unit_of[a].name} and {unit_of[b].name}: each would "
-                f"train on its own. Leave both modules to the root's unit, or make them one unit: {cure}."
-            )
+    for a, b in sorted(pair for pair in pairs if unit_of.keys() >= {*pair}):
+        cure = "FSDP around a module that holds both" if unit_of[a].fsdp1 else "fully_shard([a, b])"
+        yield (
+            f"{a} and {b} are tied but in two units, {unit_of[a].name} and {unit_of[b].name}: each would "
+            f"train on its own. Leave both modules to the root's unit, or make them one unit: {cure}."
+        )
 
 
 def _rows(wrapped: _Wrapped) -> Iterator[str]:
-    """Parameters, such as experts, that are cut between fewer rows than the ranks can share evenly."""
+    """Find parameters, such as experts, that are cut between fewer rows than the ranks can share evenly."""
     added: dict[str, float] = {}  # bytes of padding on each rank
     share, elsewhere = 0.0, False
     for name, p in wrapped.model.named_parameters():
@@ -176,14 +164,13 @@ def _rows(wrapped: _Wrapped) -> Iterator[str]:
 
 
 def _optimizer(wrapped: _Wrapped) -> Iterator[str]:
-    """An optimizer of other parameters than the sharded ones."""
+    """Find an optimizer of other parameters than the sharded ones."""
     held = [p for unit in wrapped.units if not unit.fsdp1 for part in unit.parts for p in part.fsdp_params]
-    own = {p.sharded_param for p in held} | (set(wrapped.model.parameters()) - set(map(fsdp2_whole, held)))
     whole, given = set(map(fsdp2_whole, held)), set(_trained(wrapped.optimizer))
+    own = {p.sharded_param for p in held} | (set(wrapped.model.parameters()) - whole)
     # Other DTensors are of another sharded model, which the optimizer may train too.
     strangers = {p for p in given - own if p in whole or not isinstance(p, DTensor)}
-    known = all(parameter in given for parameter in own if parameter.requires_grad)
-    if wrapped.units and strangers and not known:
+    if wrapped.units and strangers and any(p.requires_grad and p not in given for p in own):
         yield (
             f"The optimizer holds {len(strangers)} parameters that are not the sharded model's, so its "
             "steps do not change the model. Build it from model.parameters() after sharding, before the "
@@ -192,12 +179,12 @@ def _optimizer(wrapped: _Wrapped) -> Iterator[str]:
 
 
 def _master_weights(wrapped: _Wrapped) -> Iterator[str]:
-    """Trainable parameters in bf16 or fp16 under an optimizer that is known to keep no masters."""
+    """Find trainable parameters in bf16 or fp16 under an optimizer that is known to keep no masters."""
     optimizer = wrapped.optimizer
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner  # inside of Accelerate's
     # Those of the optimizer: between forward and backward the model may hold gathered copies in bf16.
-    low = [p for p in _trained(optimizer) if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    low = [p for p in _trained(optimizer) if p.requires_grad and p.dtype in _LOW]
     if optimizer and low and type(optimizer).step.__module__.startswith(_WITHOUT_MASTERS):
         names = [plain_name(name) for name, p in wrapped.model.named_parameters() if p is low[0]]
         yield (
@@ -213,7 +200,7 @@ def _trained(optimizer: Optimizer | None) -> list[nn.Parameter]:
 
 
 def _gradient_sync(wrapped: _Wrapped) -> Iterator[str]:
-    """Units whose gradients stay on their rank in the next backward."""
+    """Find units whose gradients stay on their rank in the next backward."""
     off = [name for name, one in wrapped.modules(DDP).items() if not one.require_backward_grad_sync]
     off += [name for name, one in wrapped.modules(FSDP1).items() if not fsdp1_syncs(one)]
     off += [one.name for one in wrapped.units if not one.fsdp1 and not all(map(fsdp2_syncs, one.parts))]
@@ -223,13 +210,17 @@ def _gradient_sync(wrapped: _Wrapped) -> Iterator[str]:
             "keeps its own gradients. Before a step's last micro-batch call "
             "model.set_requires_gradient_sync(True); with FSDP1 and DDP, leave model.no_sync()."
         )
+
+
+def _alone(wrapped: _Wrapped) -> Iterator[str]:
+    """Find FSDP1's replicas that are not averaged. Source: https://github.com/volcengine/verl/issues/7493."""
     alone = [
         name
         for name, unit in wrapped.modules(FSDP1).items()
         if (replicas := fsdp1_replicas(unit)) and replicas.size() > 1
         if dist.get_world_size(unit.process_group) == 1
     ]
-    if alone:  # Source: https://github.com/volcengine/verl/issues/7493
+    if alone:
         yield (
             f"HYBRID_SHARD over groups of one rank in {len(alone)} FSDP1 units (such as {alone[0]}): FSDP1 "
             "averages its gradients with no other rank. Put at least two ranks into a shard group, or use "
@@ -238,8 +229,8 @@ def _gradient_sync(wrapped: _Wrapped) -> Iterator[str]:
 
 
 def _copies(wrapped: _Wrapped) -> Iterator[str]:
-    """Buffers, and parameters that several ranks hold, that differ; compared if all ranks share the model."""
-    if not has_peers() or len(_ranks_of(wrapped)) < dist.get_world_size():
+    """Compare buffers, and parameters that several ranks hold, where all ranks share the model."""
+    if not has_peers() or not _is_of_all_ranks(wrapped):
         return
     parameters = {name: copy for name, copy in parameter_copies(wrapped.model).items() if copy.replicated}
     # DDP gives all ranks the first one's buffers at the next forward.
@@ -268,18 +259,14 @@ def _copies(wrapped: _Wrapped) -> Iterator[str]:
         )
 
 
-def _ranks_of(wrapped: _Wrapped) -> set[int]:
-    """The ranks that share the model; none while FSDP2 has all of it gathered."""
-    meshes = {param.device_mesh for param in wrapped.model.parameters() if isinstance(param, DTensor)}
-    fsdp1, ddp = wrapped.modules(FSDP1).values(), wrapped.modules(DDP).values()
-    groups = {module.process_group for module in (*fsdp1, *ddp)}
-    groups |= {fsdp1_replicas(module) for module in fsdp1} - {None}
-    found = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-    for module in fsdp1:  # of a hybrid strategy's grid, this rank's own groups are one row and one column
-        if replicas := fsdp1_replicas(module):
-            row, column = map(dist.get_process_group_ranks, (module.process_group, replicas))
-            found |= {r + c - dist.get_rank() for r in row for c in column}
-    return found.union(*map(dist.get_process_group_ranks, groups))
+def _is_of_all_ranks(wrapped: _Wrapped) -> bool:
+    """Say whether all ranks share the model; False while FSDP2 has all of it gathered."""
+    sizes = [p.device_mesh.size() for p in wrapped.model.parameters() if isinstance(p, DTensor)]
+    sizes += [dist.get_world_size(module.process_group) for module in wrapped.modules(DDP).values()]
+    for unit in wrapped.modules(FSDP1).values():
+        replicas = fsdp1_replicas(unit)
+        sizes.append(dist.get_world_size(unit.process_group) * (replicas.size() if replicas else 1))
+    return max(sizes, default=0) == dist.get_world_size()
 
 
-_CHECKS = (_units, _ties, _rows, _optimizer, _master_weights, _gradient_sync, _copies)
+_CHECKS = (_units, _ties, _rows, _optimizer, _master_weights, _gradient_sync, _alone, _copies)

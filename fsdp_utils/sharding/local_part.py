@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     after the other.
     """
 
-    name: str  # without FSDP and DDP
+    name: str  # without FSDP
     shape: torch.Size  # the full parameter's
     strides: tuple[int, ...]  # with FSDP1, which counts elements in the order of their memory
     offset: int  # the part begins here, in elements of the full parameter
@@ -36,9 +36,7 @@ class Piece(NamedTuple):
 
 
 def local_chunk(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets in the full tensor, and sizes, of this rank's part, by dimension.
-
-    On a rank that is not in the DTensor's mesh, all of them are 0.
+    """Return offsets in the full tensor and sizes of this rank's part, all 0 where it is not in the mesh.
 
     Raises:
         ValueError: the DTensor has Partial placements: a rank holds a summand, not a part.
@@ -51,32 +49,18 @@ def local_chunk(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def pieces(named: Sequence[tuple[str, Tensor]]) -> list[list[Piece]]:
-    """What this rank holds of each tensor: of several parameters, if it is FSDP1's flat one."""
-    fsdp1 = _fsdp1_pieces() if any(is_fsdp1_parameter(p) for _, p in named) else {}
-    return [
-        [
-            piece._replace(
-                name=plain_name(name.removesuffix(FLAT_PARAM) + piece.name).removeprefix("module.")
-            )
-            for piece in fsdp1.get(id(p)) or [_piece(p)]
-        ]
-        for name, p in named
-    ]
-
-
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, over the same memory."""
+    """Return this rank's part of a tensor, over the same memory and outside of autograd."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not torch.is_grad_enabled():  # to_local() gives the part itself then, and not autograd's view of it
+    if not torch.is_grad_enabled():  # no_grad() takes as long as to_local()
         return tensor.to_local()
     with torch.no_grad():
         return tensor.to_local()
 
 
 def is_readable(part: Tensor) -> bool:
-    """Does its own memory hold all of its values?"""
+    """Say whether its own memory holds all of its values."""
     return not (
         part.is_meta
         or is_traceable_wrapper_subclass(part)
@@ -97,6 +81,18 @@ def view(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def pieces(named: Sequence[tuple[str, Tensor]]) -> list[list[Piece]]:
+    """Return what this rank holds of each tensor: of several parameters, if it is FSDP1's flat one."""
+    of_fsdp1 = _fsdp1_pieces() if any(is_fsdp1_parameter(p) for _, p in named) else {}
+    return [
+        [
+            piece._replace(name=plain_name(name.removesuffix(FLAT_PARAM) + piece.name))
+            for piece in of_fsdp1.get(id(p)) or [_piece(p)]
+        ]
+        for name, p in named
+    ]
+
+
 def _piece(param: Tensor) -> Piece:
     offsets, sizes = local_chunk(param)
     offset = sum(at * prod(sizes[:dim]) * prod(param.shape[dim + 1 :]) for dim, at in enumerate(offsets))
@@ -104,21 +100,16 @@ def _piece(param: Tensor) -> Piece:
 
 
 def _fsdp1_pieces() -> dict[int, list[Piece]]:
-    """By id, all parameters of the process's FSDP1 models: an optimizer has only them, not the model."""
+    """Find all parameters of the process's FSDP1 models, by id: an optimizer has only them, not the model."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
     found: dict[int, list[Piece]] = {}
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), FSDP1)]
     for handle in filter(None, map(fsdp1_handle, modules)):
-        flat = Flat(handle.flat_param)
-        inside = [
-            Piece(name, shape, strides, at.intra_param_start_idx, at.offset_in_shard, at.numel_in_shard)
-            if at.in_shard
-            else Piece(name, shape, strides, 0, 0, 0)
-            for name, shape, strides, at in zip(
-                flat.names, flat.shapes, flat.strides, flat.shards, strict=True
-            )
-        ]
+        flat, inside = Flat(handle.flat_param), []
+        for name, shape, strides, at in zip(flat.names, flat.shapes, flat.strides, flat.shards, strict=True):
+            place = (at.intra_param_start_idx, at.offset_in_shard, at.numel_in_shard)
+            inside.append(Piece(name, shape, strides, *(place if at.in_shard else (0, 0, 0))))
         found[id(handle.flat_param)] = inside
         for param, piece in zip(flat.params, inside, strict=False):
             found[id(param)] = [piece._replace(name="", start=0)]

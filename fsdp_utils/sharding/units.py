@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +29,7 @@ class Unit:
         """Bytes of its full parameters, without padding."""
         if not self.fsdp1:
             return sum(p.sharded_param.nbytes for part in self.parts for p in part.fsdp_params)
-        return sum(
-            sum(map(math.prod, Flat(handle.flat_param).shapes)) * fsdp1_dtypes(handle)[0].itemsize
-            for handle in self.parts
-        )
+        return sum(sum(Flat(one.flat_param).numels) * fsdp1_dtypes(one)[0].itemsize for one in self.parts)
 
 
 def find_units(model: nn.Module, *, also_empty: bool = False) -> list[Unit]:
@@ -41,16 +37,14 @@ def find_units(model: nn.Module, *, also_empty: bool = False) -> list[Unit]:
     names = {module: plain_name(name) or ROOT for name, module in model.named_modules()}
     units: dict[int, Unit] = {}  # by FSDP2's state, which modules share that were sharded as a list
     for module in names:
-        modules: Any = (module,)
         if isinstance(module, FSDP1):
-            key, parts = id(module), tuple(filter(None, [fsdp1_handle(module)]))
+            handle = fsdp1_handle(module)
+            units[id(module)] = Unit(names[module], (module,), (handle,) if handle else (), fsdp1=True)
         elif isinstance(module, FSDPModule):
-            key, parts = id(fsdp2_state(module)), tuple(fsdp2_groups(module))
-            modules = parts[0].modules if parts else modules
-        else:
-            continue
-        name = ", ".join(names.get(one, ROOT) for one in modules)
-        units.setdefault(key, Unit(name, modules, parts, isinstance(module, FSDP1)))
+            parts = tuple(fsdp2_groups(module))
+            modules: Any = parts[0].modules if parts else (module,)
+            name = ", ".join(names.get(one, ROOT) for one in modules)
+            units.setdefault(id(fsdp2_state(module)), Unit(name, modules, parts, fsdp1=False))
     return [unit for unit in units.values() if unit.parts or also_empty]
 
 

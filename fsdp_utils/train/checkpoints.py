@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from fsdp_utils.train.config import ConfigError
 from fsdp_utils.train.metrics import RunLog
 from fsdp_utils.train.ranks import ranks
 
+T = TypeVar("T")
 _LOCK_WAIT_S = 5.0  # for the ranks of the start before to have ended, on another host perhaps
 
 
@@ -36,26 +37,19 @@ def lock_directory(out: Path) -> contextlib.AbstractContextManager[Any]:
         file = (out / ".lock").open("w")
     except OSError as error:
         raise ConfigError(f"out: expected a directory to write to, found {out}: {error}") from error
-    if not _locked(file):
-        raise ConfigError(
-            f"out: expected a directory in which no other run is going on, found one in {out}. End that run."
-        )
-    return file
-
-
-def _locked(file: IO[str]) -> bool:
-    """Lock a file for this process: no fork keeps the lock when the process dies."""
     limit = time.monotonic() + _LOCK_WAIT_S
-    while time.monotonic() < limit:
+    while True:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no fork keeps it when this process dies
+            return file
         except (BlockingIOError, PermissionError):  # noqa: PERF203
+            if time.monotonic() > limit:
+                found = f"in which no other run is going on, found one in {out}. End that run."
+                raise ConfigError(f"out: expected a directory {found}") from None
             time.sleep(0.05)
         except OSError as error:
             print(f"{file.name}: {error}; a second run would not be noticed", file=sys.stderr)
-            return True
-    return False
+            return file
 
 
 def resume(directory: Path, model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
@@ -81,7 +75,9 @@ class Checkpoints:
         """Save in the background, where a failure is logged and ends nothing; the last raises."""
         if self._in_flight is not None:
             (before, save), self._in_flight = self._in_flight, None
-            self._attempt(before, save.wait)
+            if self._attempt(before, save.wait):
+                self._saved = before
+                self._log.event("saved", step=before)
         if last and self._saved == step:
             return
 
@@ -94,17 +90,13 @@ class Checkpoints:
         if last:
             begin()
             self._log.event("saved", step=step)
-        elif save := self._attempt(step, begin, is_over=False):
+        elif save := self._attempt(step, begin):
             self._in_flight = step, save
 
-    def _attempt(self, step: int, fn: Callable[[], Any], is_over: bool = True) -> Any:
+    def _attempt(self, step: int, fn: Callable[[], T]) -> T | None:
         try:
-            result = fn()
+            return fn()
         except CheckpointError as error:
             self._log.event("failed to save", step=step, error=str(error))
             self._log.say(f"step {step} is not saved: {error}")
             return None
-        if is_over:
-            self._saved = step
-            self._log.event("saved", step=step)
-        return result

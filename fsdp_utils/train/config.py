@@ -29,8 +29,7 @@ class ModelConfig:
     """The model. With neither setting it is the one that the data's function returns.
 
     Args:
-        config: a transformers configuration: a JSON file, or a folder with a config.json. The weights are
-            drawn from the run's seed.
+        config: a transformers configuration, a file or a folder; the seed of the run gives the weights.
         pretrained: a folder that save_pretrained wrote: its configuration and its weights.
     """
 
@@ -45,13 +44,11 @@ class DataConfig:
     Args:
         source: "module:function", called without arguments, for an object as those in
             `fsdp_utils.lessons.tasks`. Its `train` and `test` are dicts of tensors by name, a row for each
-            sample, or datasets of such dicts; `labels` is among the names, with -100 for what is left out.
+            sample, or datasets of such dicts, with `labels` that are -100 for what is left out.
             `predicts_next` is true for a decoder, whose output at a position is about the next label.
-            `build()` makes a model of one's own, which returns a NamedTuple or a dict with `.loss`: FSDP
-            finds the tensors in these.
+            `build()` makes a model of one's own, which returns a NamedTuple or a dict with `.loss`.
         batch_size: samples in a step, over all ranks. It stays the same on any number of ranks.
-        micro_batch: the most samples that a rank computes at once; None for all that are its own. With less,
-            gradients are accumulated.
+        micro_batch: the most samples that a rank computes at once, accumulating gradients; None for all.
     """
 
     source: str
@@ -108,10 +105,7 @@ class TrainConfig:
     Args:
         out: the run's directory, the same for all ranks: checkpoints, metrics, events. A run resumes from
             what it finds there.
-        data: the training data.
-        model: the model.
-        optim: the optimizer and its schedule.
-        parallel: sharding, precision and device.
+        data, model, optim, parallel: the sections above.
         steps: of the optimizer.
         seed: of weights, order of samples and dropout.
         log_every: steps between lines of metrics.jsonl.
@@ -119,8 +113,7 @@ class TrainConfig:
         save_every: steps between checkpoints; the last step is saved in any case.
         keep: how many checkpoints are kept.
         profile_step: the step of which torch.profiler writes a trace on rank 0.
-        hang_s: a rank that has not moved for so long is taken to hang. Longer than any step but the first,
-            any save, and any batch of an evaluation.
+        hang_s: a rank that has not moved for so long hangs. Longer than any step but the first, and any save.
         timeout_s: the same for the start and the first step; and how long a rank waits in a collective.
     """
 

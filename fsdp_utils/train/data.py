@@ -1,7 +1,7 @@
 """The training data, and which samples each step trains on.
 
-They follow from the seed and from how many samples were seen before: one number, the same for any number of
-ranks. So a run that is resumed on more or fewer ranks continues with the sample after the last.
+They follow from the seed and the number of samples seen before, on any number of ranks. So a run that is
+resumed on more or fewer ranks continues with the sample after the last.
 """
 
 import importlib

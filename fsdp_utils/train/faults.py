@@ -13,10 +13,10 @@ from types import FrameType
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdp_utils.distributed.identity import get_rank, get_world_size
+from fsdp_utils.train.ranks import ranks
 
 _EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
 _ANSWER_S = 3.0  # for all ranks that still run to have written their stacks
@@ -30,8 +30,7 @@ def check_finite(loss: float, norm: float, own: float, step: int, samples: list[
     """Raise NotFinite on all ranks where the batch's loss or norm is; `own` and `samples` are this rank's."""
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    found: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(found, (own, samples))
+    found = ranks().all(lambda: (own, samples))
     culprits = [
         f"the loss of rank {rank} is {own} (samples {', '.join(map(str, samples))})"
         for rank, (own, samples) in enumerate(found)
@@ -48,38 +47,41 @@ class Watchdog:
     """Ends this rank, with the stacks of its threads, when its training has not moved for a time.
 
     Ranks wait for each other in every step, so where one hangs, each notices. They write their stacks to
-    `directory`, which they share, name the ranks that did not, and send SIGABRT to those on this host. So a
-    hang becomes a failure, after which torchrun can restart the ranks.
+    `directory`, which they share, name the ranks that did not, and send SIGABRT to those on this host.
     """
 
     def __init__(self, directory: Path, limit_s: float) -> None:
         self._directory, self._limit_s = directory, limit_s
         self._where, self._when = "start", time.monotonic()
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def at(self, where: str, limit_s: float | None = None) -> None:
         """Report progress: the time limit starts again, and can be changed."""
         self._limit_s = limit_s or self._limit_s
         self._where, self._when = where, time.monotonic()
-        # Where C code holds the GIL, the thread below cannot run; this timer needs no GIL.
-        faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _ANSWER_S, exit=True)
 
     def __enter__(self) -> "Watchdog":
         faulthandler.enable()  # SIGABRT then prints the stacks of all threads
         self.at(self._where)
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        faulthandler.cancel_dump_traceback_later()
+        self._thread.join()
 
     def _written(self, rank: int) -> float:
         file = self._directory / f"stack-of-rank-{rank}.txt"
         return file.stat().st_mtime if file.exists() else 0.0
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self._limit_s / 10)):
+        while True:
+            # where C code holds the GIL, this thread cannot run; this timer needs no GIL
+            faulthandler.dump_traceback_later(2 * self._limit_s + 2 * _ANSWER_S, exit=True)
+            if self._over.wait(min(1.0, self._limit_s / 10)):
+                faulthandler.cancel_dump_traceback_later()
+                return
             quiet_s = time.monotonic() - self._when
             if quiet_s > self._limit_s:
                 self._end(f"at {self._where}, no move for {quiet_s:.0f} s")
@@ -106,10 +108,7 @@ class Watchdog:
 
 
 class StopSignal:
-    """Records a scheduler's request to stop: SIGTERM (torchrun, scancel) or SIGUSR1 (sbatch --signal).
-
-    The ranks agree at each step whether one of them was asked, as not all are, nor at the same time.
-    """
+    """Records a scheduler's request to stop: SIGTERM (torchrun, scancel) or SIGUSR1 (sbatch --signal)."""
 
     def __init__(self) -> None:
         self.asked = False  # this rank

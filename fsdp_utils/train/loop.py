@@ -109,38 +109,40 @@ def _loop(
         if step and (step % config.eval_every == 0 or step == config.steps):
             log.metrics(step, eval_loss=_evaluate(config, model, data, watchdog))
 
-    step, seen, stopped = at.step, at.seen, False
+    step, seen, _ = at
     memory = Memory_Maximizer(next(model.parameters()).device, verbose=False)
     memory.start()
     model.train()
-    while step < config.steps:
+    batch = _batch(config, data, seen)
+    labels, asked = sum_of_all(batch.labels, stop.asked)
+    while step < config.steps and not asked:
         evaluate(step)  # the run may have ended between the save and the evaluation of this step
         # The first step takes longer than all others: FSDP sets itself up, blocks are compiled.
         watchdog.at(f"step {step + 1}", config.timeout_s if step == at.step else config.hang_s)
         begun = time.perf_counter()
-        samples, parts, weights = _batch(config, data, seen)
-        labels, asked = sum_of_all(sum(weights), stop.asked)
-        if stopped := asked > 0:
-            break
         rate = learning_rate(step, config.optim, config.steps)
         with _profiled(config, step + 1):
-            own, norm = _backward(config, model, parts, weights, labels, step)
-            (loss,) = sum_of_all(own)
-            check_finite(loss, norm, own, step + 1, samples)
+            own, norm = _backward(config, model, batch, labels, step)
+            step, seen = step + 1, seen + config.data.batch_size
+            following = _batch(config, data, seen)
+            # one exchange a step, where the ranks have just met
+            loss, labels_after, asked = sum_of_all(own, following.labels, stop.asked)
+            check_finite(loss, norm, own, step, batch.samples)
             for group in optimizer.param_groups:  # not what the checkpoint holds
                 group.update(lr=rate, betas=config.optim.betas, weight_decay=config.optim.weight_decay)
             optimizer.step()
             optimizer.zero_grad()
-        step, seen = step + 1, seen + config.data.batch_size
         seconds = time.perf_counter() - begun
         memory.update(config.data.batch_size // get_world_size())
         if step % config.log_every == 0 or step == config.steps:
             known = loss if labels else None  # a batch without a label has no loss
             speed = config.data.batch_size / seconds
             log.metrics(step, loss=known, lr=rate, norm=norm, seconds=seconds, samples_per_s=speed)
+        batch, labels = following, labels_after
         if step % config.save_every == 0 and step < config.steps:
             watchdog.at(f"saving after step {step}")
             checkpoints.save(model, optimizer, step, seen, last=False)
+    stopped = step < config.steps
     watchdog.at(f"saving after step {step}")
     checkpoints.save(model, optimizer, step, seen, last=True)
     if not stopped:
@@ -151,24 +153,29 @@ def _loop(
     return Progress(step, seen, stopped)
 
 
-def _batch(
-    config: TrainConfig, data: Data, seen: int
-) -> tuple[list[int], list[dict[str, Tensor]], list[int]]:
-    """Return the numbers of this rank's next samples, their micro-batches, and how many labels each has."""
+class _Batch(NamedTuple):
+    """This rank's samples of a step."""
+
+    samples: list[int]
+    parts: list[dict[str, Tensor]]  # micro-batches
+    weights: list[int]  # their numbers of labels
+
+    @property
+    def labels(self) -> int:
+        return sum(self.weights)
+
+
+def _batch(config: TrainConfig, data: Data, seen: int) -> _Batch:
+    """Load this rank's next samples."""
     number, size = micro_batches(config, get_world_size())
     rows = rows_at(seen, config.data.batch_size, len(data.train), config.seed)
     mine = rows.view(number, get_world_size(), size)[:, get_rank()]  # i64[micro-batches, samples]
     parts = [collate(data.train, part) for part in mine.tolist()]
-    return mine.flatten().tolist(), parts, [data.labels(part) for part in parts]
+    return _Batch(mine.flatten().tolist(), parts, [data.labels(part) for part in parts])
 
 
 def _backward(
-    config: TrainConfig,
-    model: Any,
-    parts: list[dict[str, Tensor]],
-    weights: list[int],
-    labels: float,
-    step: int,
+    config: TrainConfig, model: Any, batch: _Batch, labels: float, step: int
 ) -> tuple[float, float]:
     """Compute this rank's part of the mean over the batch's labels, and the norm of the gradient."""
     device = next(model.parameters()).device
@@ -178,9 +185,9 @@ def _backward(
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
     total = torch.zeros((), device=device)
-    for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        if len(parts) > 1:  # sum gradients between ranks only once, after the last micro-batch
-            model.set_requires_gradient_sync(index == len(parts) - 1)
+    for index, (part, weight) in enumerate(zip(batch.parts, batch.weights, strict=True)):
+        if len(batch.parts) > 1:  # sum gradients between ranks only once, after the last micro-batch
+            model.set_requires_gradient_sync(index == len(batch.parts) - 1)
         if not weight:  # a mean over no label is NaN: it counts 0 times with some labels, whatever they are
             part = {**part, "labels": part["labels"].clamp(min=0)}
         loss = model(**_to(part, device)).loss * (weight / max(labels, 1))

@@ -1,7 +1,7 @@
 """The logs of a run. Rank 0 writes them; all ranks call.
 
 `metrics.jsonl` has one line for each logged step, as if the run had never been interrupted; `events.jsonl`
-keeps what happened to the run. A full disk does not end a run here: lines wait in memory until there is room.
+keeps what happened to the run. On a full disk, lines wait in memory until there is room.
 """
 
 import contextlib
@@ -15,6 +15,11 @@ from typing import Any
 
 from fsdp_utils.distributed.identity import get_rank
 from fsdp_utils.train.config import ConfigError
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be a file on the full disk
+        print(text, file=sys.stderr, flush=True)
 
 
 class RunLog:
@@ -54,11 +59,6 @@ class RunLog:
         if self._active:
             self._metrics.close()
             self._events.close()
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may be a file on the full disk
-        print(text, file=sys.stderr, flush=True)
 
 
 class _Lines:

@@ -72,11 +72,9 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> nn.Mod
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False  # it is for generating text, and would be saved beside each block
-    if settings.compile is not None:
-        blocks = tuple(transformer_block_classes(model))
-        for module in model.modules():
-            if isinstance(module, blocks):
-                module.compile(backend=settings.compile)
+    blocks = tuple(transformer_block_classes(model)) if settings.compile is not None else ()
+    for block in [module for module in model.modules() if isinstance(module, blocks)]:
+        block.compile(backend=settings.compile)
     if config.model.pretrained is None:
         model.to(device)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
