@@ -237,14 +237,14 @@ plots.show(fig, alt="Tensors alive while a full state dict is gathered, on all r
 
 # %% [markdown]
 # `full_state_dict=True` alone gives *every* rank three sizes of the model, on a GPU in its GPU's memory.
-# `cpu_offload=True` does two things: it moves each gathered tensor to the CPU, and it leaves the result to
-# rank 0 alone. The spikes of the last rank are the tensors that it helps to gather and then drops. With GPUs,
+# With it, `cpu_offload=True` does two things: it moves each gathered tensor to the CPU, and it leaves the result to
+# rank 0 alone. The curves begin at 0.75, the shards, which stay beside the result: so 3.75 at the end for 3.00 in the table. The spikes of the last rank are the tensors that it helps to gather and then drops. With GPUs,
 # shards and spikes are in GPU memory, and rank 0's climb is in its host's memory.
 #
 # ## Your turn 1 · Gather a full state dict
 #
 # Write `my_full(model)` yourself. On rank 0 it returns the full state dict as ordinary tensors, on all other
-# ranks `{}`. No rank but 0 may keep a full tensor while it gathers the next one. The turn counts the bytes
+# ranks `{}`. No rank but 0 may collect full tensors: at most the last one may still be alive while the next is gathered. The turn counts the bytes
 # beyond the shards and the result, in sizes of the largest tensor: 4 are allowed, because an all-gather needs
 # buffers beside its result; all tensors together are 6.1 of the largest.
 #
@@ -273,7 +273,7 @@ def beyond(work, model, file=()):
 @turn(1, {
     "rank 0 has all tensors in full": exactly(True, "Rank 0 should have every name, with the full tensor."),
     "the other ranks have {}": exactly(True, "The other ranks should return `{}`: they need no result."),
-    BEYOND: at_most(4, "A rank held several full tensors at once: drop each before the next is gathered."),
+    BEYOND: at_most(4, "A rank collected full tensors: only rank 0 may keep them."),
 })
 def score_full(my_full):
     (model, _), right = shard(plain(seed=2)), plain(seed=2).state_dict()
@@ -507,7 +507,7 @@ Table(["", "what happens"], [[name, said] for name, said in found.items()])
 # 5. No error, and the first loss is right, because it needs the weights alone. AdamW's averages begin at zero
 #    again. A test of a checkpoint has to compare the losses of several steps.
 #
-# The video of 2022 shows mistakes 4 and 5.
+# The [video of 2022](../videos.md) that this lesson follows shows mistakes 4 and 5.
 #
 # ## Your turn 2 · Load a full state dict
 #
@@ -673,8 +673,7 @@ for cloned in (False, True):
     assert set(steps) == ({13} if cloned else {8 + 4 * 5, 8 + 2 * 5})
 
 # %% [markdown]
-# Each block has four parameters and counts 8 + 4 · 5 steps; the last layer has two. A wrong count changes
-# AdamW's bias correction, so training differs without an error. With `use_orig_params=True` FSDP1 does not
+# Each block has four parameters and counts 8 + 4 · 5 steps; the last layer has two. A wrong count changes AdamW's bias correction, without an error. That matters in the first some thousand steps; later the correction is near 1 with either count. With `use_orig_params=True` FSDP1 does not
 # share. (The functions that the video shows, `FSDP.state_dict_type` and `FSDP.full_optim_state_dict`, are
 # deprecated.)
 #

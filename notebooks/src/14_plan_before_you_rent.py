@@ -1,10 +1,9 @@
 # %% [markdown]
 # # 14 · Plan before you rent
 #
-# Will it fit, and how sure is that? **Call `plan` before you rent: it runs one rank of your job on this
+# Will it fit, and how sure is that? **Call `plan` of `fsdp_utils` before you rent: it runs one rank of your job on this
 # machine, with tensors that have no memory. Rent where its verdict is "fits", measure one step first where it
-# is "tight".** Eager runs that others have published took 0.97 to 1.04 times the planned memory and 0.88 to
-# 1.12 times the planned time. For compiled runs it is less sure.
+# is "tight".** Published eager runs took 0.88 to 1.12 times the planned time (24 runs) and 0.97 to 1.04 times the planned memory (10 runs of 4 programs, after we had read these programs; before, the error was 12% in the median). For compiled runs it is less sure.
 
 # %% jupyter={"source_hidden": true}
 import json
@@ -106,7 +105,7 @@ lesson.card(
 # ## One plan
 #
 # A 7B model on eight A100, one sample of 4,096 tokens on each rank. (In a terminal, `python -m
-# fsdp_utils.planner` plans the model of a `config.json`.) `batch_size` is that of all ranks together.
+# fsdp_utils.planner` plans the model of a `config.json`.) `batch_size` is that of all ranks together. `plan` takes your own model too: an `nn.Module` or a function that builds it, with `inputs=` for a batch, `loss=` for your loss, and `shard=` for your own calls of `fully_shard`.
 # Everything about real GPUs in this lesson is **simulated**, except where a published run is named.
 
 # %%
@@ -192,7 +191,7 @@ for gpus in (64, 256, 1024):
 Table(["GPUs", "shards", "gathered, with buffers", "activations and the rest", "GiB allocated"], rows)
 
 # %% [markdown]
-# With 16 times the GPUs the shards are a sixteenth. The other 28 GiB stay, and the rule of 16 bytes leaves
+# The formula divides the shards by the GPUs. The other 28 GiB stay, and the rule of 16 bytes leaves
 # them out:
 #
 # - **Gathered**: the root with embedding and head (3.9 GiB in bf16), and the buffer of the next block.
@@ -244,7 +243,7 @@ assert [round(share) for share in shares] == [61, 45, 47, 3, 3, 61]
 #
 # What a rank keeps, gathers and sends follows from the sizes of the units alone. To see it, real ranks train
 # a small Llama under FULL_SHARD ("full") and ZeRO-2 ("grad_op", [lesson 6](06_sharding_strategies.ipynb)).
-# **This is a measurement.**
+# Kept and gathered bytes are **measured**; sent bytes are counted from the recorded collectives, the least that each has to send.
 
 # %%
 # %%ranks
@@ -321,7 +320,7 @@ plots.show(fig, alt="Gathered bytes on a real rank through a step: a few blocks,
 # - gathered: the most complete parameters and buffers at once, as in the figure,
 # - sent: in one step. Of `world` ranks, each sends `(world - 1) / world` of what is gathered or reduced.
 #
-# The targets are measured on the ranks. An error of 1% counts as right: AdamW also keeps a count of steps for
+# The first two are measured on the ranks, the third is counted from their recorded collectives. An error of 1% counts as right: AdamW also keeps a count of steps for
 # each tensor.
 #
 # <details><summary>Hint</summary>
@@ -472,9 +471,7 @@ Table(["runs kept apart", "count", "seconds / planned", "memory / planned", "ver
 
 # %% [markdown]
 # **Eager runs** took 0.97 to 1.04 times the planned memory and 0.88 to 1.12 times the planned time. (The
-# range that a plan prints, 0.88 to 1.14, is that of the runs to which it was fitted.) **Compiled runs** took
-# less than planned: up to a fifth less time and, but for one run, up to 5% less memory. That run took half;
-# its source does not say which memory it counts. The four fastest ran on H200, and no run on an H200 was
+# range that a plan prints, 0.88 to 1.14, is that of the runs to which it was fitted.) **Compiled runs** took as much as planned or less: up to a fifth less time and, but for one run, up to 5% less memory. That run took half: it is a 70B with offload, which `plan` derives by formula, and its source does not say which memory it counts. The four fastest ran on H200, and no run on an H200 was
 # fitted. What is not simulated, float8 and tensor parallelism, has no plan: nine of the 45.
 #
 # What this does not show: of the 36 planned runs, 35 worked, 30 of which are said to fit and 5 are "tight";
@@ -592,7 +589,7 @@ def my_verdict(allocated, reserved, room, ratios):
 # |:--|:--|:--|
 # | `expected a batch_size that 8 ranks in 1 micro-batches can share` | `batch_size` counts the samples of all ranks in a step | a multiple of ranks times micro-batches |
 # | `there is a process group already` | `plan` makes one of its own, of ranks that do not exist | plan before `init_process_group`, as the script does |
-# | `how far off this prediction may be is unknown` in a plan's notes | no published run is of this kind: another GPU than A100, H100 and H200, offload, experts, LoRA | measure one step |
+# | `how far off this prediction may be is unknown` in a plan's notes | none of the runs behind the printed range is of this kind: another GPU than A100, H100 and H200, offload, experts, LoRA | measure one step |
 # | the run takes more memory than planned | not simulated: workspaces of cuBLAS and of attention's backward; batches whose length changes fragment the allocator | compare what is at rest first, as in turn 1 |
 # | the run is slower than planned | not simulated: loading data, a slow rank, a network that others use too | record a step ([lesson 4](04_backward_prefetch.ipynb)) |
 #
