@@ -236,17 +236,19 @@ assert max(of_first["full + cpu_offload"]) > 3 + 2.5 / world
 plots.show(fig, alt="Tensors alive while a full state dict is gathered, on all ranks and on rank 0 alone.")
 
 # %% [markdown]
-# `full_state_dict=True` alone gives *every* rank three sizes of the model, on a GPU in its GPU's memory.
-# With it, `cpu_offload=True` does two things: it moves each gathered tensor to the CPU, and it leaves the result to
-# rank 0 alone. The curves begin at 0.75, the shards, which stay beside the result: so 3.75 at the end for 3.00 in the table. The spikes of the last rank are the tensors that it helps to gather and then drops. With GPUs,
-# shards and spikes are in GPU memory, and rank 0's climb is in its host's memory.
+# `full_state_dict=True` alone gives *every* rank three sizes of the model, on a GPU in its GPU's memory. With
+# it, `cpu_offload=True` does two things: it moves each gathered tensor to the CPU, and it leaves the result
+# to rank 0 alone. The curves begin at 0.75, the shards, which stay beside the result: so 3.75 at the end for
+# 3.00 in the table. The spikes of the last rank are the tensors that it helps to gather and then drops. With
+# GPUs, shards and spikes are in GPU memory, and rank 0's climb is in its host's memory.
 #
 # ## Your turn 1 · Gather a full state dict
 #
 # Write `my_full(model)` yourself. On rank 0 it returns the full state dict as ordinary tensors, on all other
-# ranks `{}`. No rank but 0 may collect full tensors: at most the last one may still be alive while the next is gathered. The turn counts the bytes
-# beyond the shards and the result, in sizes of the largest tensor: 4 are allowed, because an all-gather needs
-# buffers beside its result; all tensors together are 6.1 of the largest.
+# ranks `{}`. No rank but 0 may collect full tensors: at most the last one may still be alive while the next
+# is gathered. The turn counts the bytes beyond the shards and the result, in sizes of the largest tensor: 4
+# are allowed, because an all-gather needs buffers beside its result; all tensors together are 6.1 of the
+# largest.
 #
 # <details><summary>Hint</summary>
 #
@@ -334,7 +336,7 @@ def my_full(model):                             # pieces as objects
 def my_full(model):
     return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
 
-# %% tags=["wrong"] turn=1 says="several full tensors at once"
+# %% tags=["wrong"] turn=1 says="collected full tensors"
 def my_full(model):
     full = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     return full if rank == 0 else {}
@@ -673,9 +675,10 @@ for cloned in (False, True):
     assert set(steps) == ({13} if cloned else {8 + 4 * 5, 8 + 2 * 5})
 
 # %% [markdown]
-# Each block has four parameters and counts 8 + 4 · 5 steps; the last layer has two. A wrong count changes AdamW's bias correction, without an error. That matters in the first some thousand steps; later the correction is near 1 with either count. With `use_orig_params=True` FSDP1 does not
-# share. (The functions that the video shows, `FSDP.state_dict_type` and `FSDP.full_optim_state_dict`, are
-# deprecated.)
+# Each block has four parameters and counts 8 + 4 · 5 steps; the last layer has two. A wrong count changes
+# AdamW's bias correction, without an error. That matters in the first some thousand steps; later the
+# correction is near 1 with either count. With `use_orig_params=True` FSDP1 does not share. (The functions
+# that the video shows, `FSDP.state_dict_type` and `FSDP.full_optim_state_dict`, are deprecated.)
 #
 # ## When one file stops fitting
 #

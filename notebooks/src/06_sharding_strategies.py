@@ -38,9 +38,10 @@ plots.show(fig, alt="Which quarters of the parameters each of four ranks on two 
 # A drawing. A column is a rank, a colour a quarter of the parameters. Large squares are kept between two
 # steps, small ones from forward to backward alone. P is the bytes of all parameters, n the number of ranks, m
 # of those on one host. *State* is parameters, gradients and AdamW's two moments, all in float32. What is sent
-# in a step is an upper limit: of n ranks, each sends (n - 1) / n of it. It is counted per rank. In a *ring* each rank passes pieces to the next, so one rank of a host sends over the link: 3 P leave it. HYBRID_SHARD has m such rings between hosts, each of 2 P / m: together 2 P. Activations are in no formula,
-# because each rank computes its own samples: [lesson 2](02_activation_checkpointing.ipynb) makes them
-# smaller.
+# in a step is an upper limit: of n ranks, each sends (n - 1) / n of it. It is counted per rank. In a *ring*
+# each rank passes pieces to the next, so one rank of a host sends over the link: 3 P leave it. HYBRID_SHARD
+# has m such rings between hosts, each of 2 P / m: together 2 P. Activations are in no formula, because each
+# rank computes its own samples: [lesson 2](02_activation_checkpointing.ipynb) makes them smaller.
 
 # %% tags=["card"]
 lesson.card(
@@ -381,7 +382,10 @@ for link in (5e9, 12.5e9, 25e9, 50e9, 100e9) if n_hosts == 2 else ():  # the rul
 # The dashed line is 1.5 F / B: 12,000 tokens. There, a step of any strategy is at most 9% longer than its
 # computation, so no other strategy saves much over FULL_SHARD. With an eighth of the tokens a step of
 # FULL_SHARD takes 5.3 times as long as its computation, 1.3 times as long as one of ZeRO-2: about the ratio
-# of their bytes, 8 to 6. A check finds the same at links of 5 to 100 GB/s, each at its own line. (This replay does not choose between HYBRID_SHARD and ZeRO-2. With two ranks on a host they send 4.0 and 4.5 bytes per parameter, with eight 4.0 and 5.6; and the replay has one stream, where FSDP2 gives the all-reduces of HYBRID_SHARD their own.)
+# of their bytes, 8 to 6. A check finds the same at links of 5 to 100 GB/s, each at its own line. (This replay
+# does not choose between HYBRID_SHARD and ZeRO-2. With two ranks on a host they send 4.0 and 4.5 bytes per
+# parameter, with eight 4.0 and 5.6; and the replay has one stream, where FSDP2 gives the all-reduces of
+# HYBRID_SHARD their own.)
 #
 # More tokens per rank need more memory for activations. That memory may come from FULL_SHARD itself, or from
 # checkpointing.
@@ -403,7 +407,9 @@ Table(
 
 # %% [markdown]
 # HYBRID_SHARD is 3.3 times as fast as FULL_SHARD on the slowest link, and 1.1 times as fast without a limit.
-# (gloo sends a reduce-scatter as an all-reduce: 24, 36, 48 and 16 MiB crossed the link. With a true reduce-scatter it is 24, 24, 36 and 16: expect 2.25 times, not 3.3, and ZeRO-2 like DDP. Without a limit DDP is the fastest.)
+# (gloo sends a reduce-scatter as an all-reduce: 24, 36, 48 and 16 MiB crossed the link. With a true
+# reduce-scatter it is 24, 24, 36 and 16: expect 2.25 times, not 3.3, and ZeRO-2 like DDP. Without a limit DDP
+# is the fastest.)
 #
 # ## The mesh of HYBRID_SHARD
 #
@@ -607,8 +613,8 @@ Table(["FULL_SHARD, reduced", *both["after each"]], [[name, *found.values()] for
 # %% [markdown]
 # The weights after the step are equal. The price of three reductions less: each rank keeps **complete**
 # gradients between micro-batches, 2 MiB in place of 0.5. For 26 billion parameters on 16 ranks that is 48 GiB
-# in bf16 (97 with `reduce_dtype=torch.float32`), in place of 6 for float32 shards (3 if the parameters themselves are bf16). And the eight gathers stay, two for each
-# micro-batch, since units are freed as before.
+# in bf16 (97 with `reduce_dtype=torch.float32`), in place of 6 for float32 shards (3 if the parameters
+# themselves are bf16). And the eight gathers stay, two for each micro-batch, since units are freed as before.
 #
 # ## Your turn 2 · ZeRO-1 out of `fully_shard`
 #

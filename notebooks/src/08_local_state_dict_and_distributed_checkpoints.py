@@ -4,7 +4,8 @@
 # Four ranks train; tomorrow there may be three: how do I save so that I can resume on other ranks? **Every
 # rank writes its own shards, with a description of which rows are where: `torch.distributed.checkpoint` (DCP)
 # does that for what `get_state_dict` returns, and `save_distributed` and `load_distributed` of `fsdp_utils`
-# do it so that a crash or a damaged file is noticed.** In a job use the second pair, or DCP with the rename of turn 2; the script shows DCP alone.
+# do it so that a crash or a damaged file is noticed.** In a job use the second pair, or DCP with the rename
+# of turn 2; the script shows DCP alone.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -121,8 +122,9 @@ lesson.card(
 # own files     on 3: The size of tensor a (86) must match the size of tensor b (64) at non-singleton dimension 0
 # ```
 #
-# These are the losses of steps 9 to 12. From DCP's checkpoint 4, 3 and 1 ranks go on with the same losses, to two digits. The files that ranks wrote for themselves hold 64 rows each, and of three ranks the first
-# wants 86.
+# These are the losses of steps 9 to 12. From DCP's checkpoint 4, 3 and 1 ranks go on with the same losses, to
+# two digits. The files that ranks wrote for themselves hold 64 rows each, and of three ranks the first wants
+# 86.
 #
 # ## Which file holds which rows
 #
@@ -206,15 +208,15 @@ Table(["file", "rows of 0.weight", "size, of model and optimizer"], rows)
 # %% [markdown]
 # Nothing is written twice: the files add up to the model and AdamW's two averages, plus headers. `dcp.load`
 # gets a state dict whose names say what to read and whose tensors are filled in place. It looks up which
-# pieces hold rows that this rank wants, and reads those pieces alone, each as a whole, then cuts them. So a state dict with fewer names, such
-# as the model without the optimizer, reads less.
+# pieces hold rows that this rank wants, and reads those pieces alone, each as a whole, then cuts them. So a
+# state dict with fewer names, such as the model without the optimizer, reads less.
 #
 # ## Your turn 1 · A load that reads only its part
 #
-# Write the heart of resharding, and go further than DCP: read single rows. A weight of `saved.rows` rows is in `len(saved.files)` files.
-# `saved.files[i]` is a pair `(begin, end)`: file `i` holds the rows from `begin` up to `end`, `end` not
-# included. `saved.read(i, a, b)` reads the rows from `a` up to `b` **of that file**, counted from the file's
-# own first row, as a tensor of 4 columns.
+# Write the heart of resharding, and go further than DCP: read single rows. A weight of `saved.rows` rows is
+# in `len(saved.files)` files. `saved.files[i]` is a pair `(begin, end)`: file `i` holds the rows from `begin`
+# up to `end`, `end` not included. `saved.read(i, a, b)` reads the rows from `a` up to `b` **of that file**,
+# counted from the file's own first row, as a tensor of 4 columns.
 #
 # `my_rows(saved, rank, world)` returns the rows that rank `rank` of `world` wants: from `first` up to `stop`,
 # where `first, stop = cut(saved.rows, world)[rank]`. A weight of 3 rows on 4 ranks leaves one rank without
@@ -403,20 +405,23 @@ print(checkpoint.name, *sorted(path.name for path in checkpoint.iterdir()), sep=
 # default, with the warning `Detected an existing checkpoint`. So each save needs a directory of its own, and
 # a reader has to know whether the save was finished. `save_distributed` writes under a temporary name, waits
 # until the files are on the disk, adds a manifest with the size and the BLAKE3 hash of each file, and then
-# **renames**. A local file system renames at once or not at all. With several hosts the directory has to be on a file system that all of them mount (`save_distributed` refuses another). An object store such as S3 has no rename: there a manifest, written last, has to say that a checkpoint is complete. With `keep=2` the oldest is deleted only
-# after that, so plan the disk for three.
+# **renames**. A local file system renames at once or not at all. With several hosts the directory has to be
+# on a file system that all of them mount (`save_distributed` refuses another). An object store such as S3 has
+# no rename: there a manifest, written last, has to say that a checkpoint is complete. With `keep=2` the
+# oldest is deleted only after that, so plan the disk for three.
 #
 # ## Your turn 2 · Rename
 #
 # Write such a save with DCP and the file system. `my_save(folder, step, state)` is called on every rank. It
 # saves `state` with `dcp.save(state, checkpoint_id=...)`. When it returns, the checkpoint is the directory
-# `folder / f"step-{step}"`, on every rank. A reader takes each directory whose name begins with `step-` for a complete checkpoint. Three saves are tested; the second is interrupted at the end of `dcp.save`. Renaming takes
-# longer here than on your disk. Nothing is returned.
+# `folder / f"step-{step}"`, on every rank. A reader takes each directory whose name begins with `step-` for a
+# complete checkpoint. Three saves are tested; the second is interrupted at the end of `dcp.save`. Renaming
+# takes longer here than on your disk. Nothing is returned.
 #
 # <details><summary>Hint</summary>
 #
-# Save under a name that does not begin with `step-`, the same on all ranks. `dcp.save` returns when all ranks have written. Who renames,
-# by `unfinished.rename(...)`, and how do the others know that it is done?
+# Save under a name that does not begin with `step-`, the same on all ranks. `dcp.save` returns when all ranks
+# have written. Who renames, by `unfinished.rename(...)`, and how do the others know that it is done?
 #
 # </details>
 
@@ -682,12 +687,12 @@ assert "code has run" in found[0][-1]
 Table(["damage", "plain DCP", "load_distributed"], [list(row) for row in zip(DAMAGES, *found)])
 
 # %% [markdown]
-# Plain DCP notices a file that is too short, and neither of the two wrong values. The flipped bit makes a weight 2^128 times
-# too large, and the `tanh` behind it hides that from the loss. The mixture of two steps looks like a
-# checkpoint of a step in between. `load_distributed` compares sizes and hashes before it loads anything, and
-# names the file. Its files are safetensors and JSON, which hold nothing to call. **Load DCP's checkpoints
-# only from people whose code you would run.** `python -m fsdp_utils.checkpoint verify run` reads every byte
-# without a load, `inspect run` lists the tensors.
+# Plain DCP notices a file that is too short, and neither of the two wrong values. The flipped bit makes a
+# weight 2^128 times too large, and the `tanh` behind it hides that from the loss. The mixture of two steps
+# looks like a checkpoint of a step in between. `load_distributed` compares sizes and hashes before it loads
+# anything, and names the file. Its files are safetensors and JSON, which hold nothing to call. **Load DCP's
+# checkpoints only from people whose code you would run.** `python -m fsdp_utils.checkpoint verify run` reads
+# every byte without a load, `inspect run` lists the tensors.
 #
 # ## Saving while the training goes on
 #
@@ -740,7 +745,8 @@ plots.amounts({"training waits for": {name: {"median of three": ms} for name, ms
 #
 # FSDP1 joins the parameters of a unit into one flat parameter. `LOCAL_STATE_DICT`, the video's, holds this
 # rank's piece of it, under the name `_flat_param`; `SHARDED_STATE_DICT` holds this rank's rows of each
-# parameter. Both are of the model alone; the optimizer's state took a call of its own. Saved by DCP and loaded on each number of ranks:
+# parameter. Both are of the model alone; the optimizer's state took a call of its own. Saved by DCP and
+# loaded on each number of ranks:
 
 # %% tags=["local"]
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -771,8 +777,9 @@ assert rows[-1][1].startswith("Missing key")
 Table([f"saved by {world}, loaded on", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"], rows)
 
 # %% [markdown]
-# The video's code loads a local state dict on as many ranks as have saved it. On 3 and 1 it fails, with messages that do not name the cause. A sharded one loads on all of
-# them, and that is what `get_state_dict` gives you.
+# The video's code loads a local state dict on as many ranks as have saved it. On 3 and 1 it fails, with
+# messages that do not name the cause. A sharded one loads on all of them, and that is what `get_state_dict`
+# gives you.
 #
 # ## When it goes wrong
 #

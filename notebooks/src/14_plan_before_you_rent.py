@@ -1,9 +1,11 @@
 # %% [markdown]
 # # 14 · Plan before you rent
 #
-# Will it fit, and how sure is that? **Call `plan` of `fsdp_utils` before you rent: it runs one rank of your job on this
-# machine, with tensors that have no memory. Rent where its verdict is "fits", measure one step first where it
-# is "tight".** Published eager runs took 0.88 to 1.12 times the planned time (24 runs) and 0.97 to 1.04 times the planned memory (10 runs of 4 programs, after we had read these programs; before, the error was 12% in the median). For compiled runs it is less sure.
+# Will it fit, and how sure is that? **Call `plan` of `fsdp_utils` before you rent: it runs one rank of your
+# job on this machine, with tensors that have no memory. Rent where its verdict is "fits", measure one step
+# first where it is "tight".** Published eager runs took 0.88 to 1.12 times the planned time (24 runs) and
+# 0.97 to 1.04 times the planned memory (10 runs of 4 programs, after we had read these programs; before, the
+# error was 12% in the median). For compiled runs it is less sure.
 
 # %% jupyter={"source_hidden": true}
 import json
@@ -105,8 +107,10 @@ lesson.card(
 # ## One plan
 #
 # A 7B model on eight A100, one sample of 4,096 tokens on each rank. (In a terminal, `python -m
-# fsdp_utils.planner` plans the model of a `config.json`.) `batch_size` is that of all ranks together. `plan` takes your own model too: an `nn.Module` or a function that builds it, with `inputs=` for a batch, `loss=` for your loss, and `shard=` for your own calls of `fully_shard`.
-# Everything about real GPUs in this lesson is **simulated**, except where a published run is named.
+# fsdp_utils.planner` plans the model of a `config.json`.) `batch_size` is that of all ranks together. `plan`
+# takes your own model too: an `nn.Module` or a function that builds it, with `inputs=` for a batch, `loss=`
+# for your loss, and `shard=` for your own calls of `fully_shard`. Everything about real GPUs in this lesson
+# is **simulated**, except where a published run is named.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -191,8 +195,7 @@ for gpus in (64, 256, 1024):
 Table(["GPUs", "shards", "gathered, with buffers", "activations and the rest", "GiB allocated"], rows)
 
 # %% [markdown]
-# The formula divides the shards by the GPUs. The other 28 GiB stay, and the rule of 16 bytes leaves
-# them out:
+# The formula divides the shards by the GPUs. The other 28 GiB stay, and the rule of 16 bytes leaves them out:
 #
 # - **Gathered**: the root with embedding and head (3.9 GiB in bf16), and the buffer of the next block.
 # - **Activations**: the inputs of 80 blocks, 10 GiB. The logits in float32 take 3.9 GiB, for a vocabulary of 128,256
@@ -243,7 +246,8 @@ assert [round(share) for share in shares] == [61, 45, 47, 3, 3, 61]
 #
 # What a rank keeps, gathers and sends follows from the sizes of the units alone. To see it, real ranks train
 # a small Llama under FULL_SHARD ("full") and ZeRO-2 ("grad_op", [lesson 6](06_sharding_strategies.ipynb)).
-# Kept and gathered bytes are **measured**; sent bytes are counted from the recorded collectives, the least that each has to send.
+# Kept and gathered bytes are **measured**; sent bytes are counted from the recorded collectives, the least
+# that each has to send.
 
 # %%
 # %%ranks
@@ -320,8 +324,8 @@ plots.show(fig, alt="Gathered bytes on a real rank through a step: a few blocks,
 # - gathered: the most complete parameters and buffers at once, as in the figure,
 # - sent: in one step. Of `world` ranks, each sends `(world - 1) / world` of what is gathered or reduced.
 #
-# The first two are measured on the ranks, the third is counted from their recorded collectives. An error of 1% counts as right: AdamW also keeps a count of steps for
-# each tensor.
+# The first two are measured on the ranks, the third is counted from their recorded collectives. An error of
+# 1% counts as right: AdamW also keeps a count of steps for each tensor.
 #
 # <details><summary>Hint</summary>
 #
@@ -471,8 +475,11 @@ Table(["runs kept apart", "count", "seconds / planned", "memory / planned", "ver
 
 # %% [markdown]
 # **Eager runs** took 0.97 to 1.04 times the planned memory and 0.88 to 1.12 times the planned time. (The
-# range that a plan prints, 0.88 to 1.14, is that of the runs to which it was fitted.) **Compiled runs** took as much as planned or less: up to a fifth less time and, but for one run, up to 5% less memory. That run took half: it is a 70B with offload, which `plan` derives by formula, and its source does not say which memory it counts. The four fastest ran on H200, and no run on an H200 was
-# fitted. What is not simulated, float8 and tensor parallelism, has no plan: nine of the 45.
+# range that a plan prints, 0.88 to 1.14, is that of the runs to which it was fitted.) **Compiled runs** took
+# as much as planned or less: up to a fifth less time and, but for one run, up to 5% less memory. That run
+# took half: it is a 70B with offload, which `plan` derives by formula, and its source does not say which
+# memory it counts. The four fastest ran on H200, and no run on an H200 was fitted. What is not simulated,
+# float8 and tensor parallelism, has no plan: nine of the 45.
 #
 # What this does not show: of the 36 planned runs, 35 worked, 30 of which are said to fit and 5 are "tight";
 # the one that ran out of memory is "tight", too. No verdict is wrong, but one failure says little about "does
