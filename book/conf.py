@@ -35,7 +35,7 @@ myst_heading_slug_func = "tools.build_book.jupyter_anchor"
 
 
 def read_lesson(app: Sphinx, name: str, text: list[str]) -> None:
-    """Fold in the book what JupyterLab folds, and put the card into a block."""
+    """Fold in the book what JupyterLab folds."""
     if app.env.doc2path(name).suffix != ".ipynb":
         return
     lesson = json.loads(text[0])
@@ -43,8 +43,6 @@ def read_lesson(app: Sphinx, name: str, text: list[str]) -> None:
         tags = cell["metadata"].setdefault("tags", [])
         if cell["metadata"].get("jupyter", {}).get("source_hidden"):
             tags.append("hide-input")
-        if "card" in tags:
-            cell["source"] = ":::{container} lesson-card\n" + "".join(cell["source"]) + "\n:::"
         for output in cell.get("outputs", []):
             data = output.get("data", {})  # what a lesson links to in an output is a page here
             for kind, link in (("text/html", r'(href="\w+)\.ipynb'), ("text/markdown", r"(\]\(\w+)\.ipynb")):

@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from fsdp_utils.lessons import lesson, recorded
+from fsdp_utils.lessons.tables import Table
 
 CLAIM = {
     "id": "twice-as-fast",
@@ -18,30 +17,21 @@ CLAIM = {
     "when": 2022,
     "hardware": "8 A100",
     "cell": "speed",
+    "found": "1.3 times",
 }
 
 
-def shown(folder: Path, measured: dict[str, str], **changed: Any) -> str:
-    other = {**CLAIM, "lesson": 3, "id": "other"}
-    (folder / "claims.yaml").write_text(yaml.safe_dump([{**CLAIM, **changed}, other]))
-    return str(lesson.claims(2, measured, folder=folder).data)
-
-
-def test_claims_stand_beside_what_was_measured_and_only_the_sources_words_are_quoted(tmp_path: Path) -> None:
-    text = shown(tmp_path, {"twice-as-fast": "1.3 times"})
-    assert "“It is twice as fast.” [Somebody](https://example.org), 2022, 8 A100" in text
-    assert text.endswith("| 1.3 times |")
-    assert "| It is twice as fast. [" in shown(tmp_path, {"twice-as-fast": "yes"}, paraphrased=True)
-    for measured in ({}, {"twice-as-fast": "1", "never-claimed": "2"}):
-        with pytest.raises(ValueError, match="lesson 2 has the claims"):
-            shown(tmp_path, measured)
+def test_only_the_words_of_the_source_are_quoted() -> None:
+    said = "“It is twice as fast.” [Somebody](https://example.org), 2022, 8 A100"
+    assert lesson.claimed(CLAIM) == said
+    assert lesson.claimed({**CLAIM, "paraphrased": True}).startswith("It is twice as fast. [")
 
 
 def test_every_claim_is_complete_and_names_a_cell_of_its_lesson() -> None:
     claims = lesson.read_claims()
     assert len({claim["id"] for claim in claims}) == len(claims)
     for claim in claims:
-        assert CLAIM.keys() - {"hardware"} <= claim.keys() <= CLAIM.keys() | {"paraphrased", "found"}, claim
+        assert CLAIM.keys() - {"hardware"} <= claim.keys() <= CLAIM.keys() | {"paraphrased"}, claim
         (source,) = (lesson.NOTEBOOKS / "src").glob(f"{claim['lesson']:02d}_*.py")
         assert f'"{claim["cell"]}"' in source.read_text(encoding="utf-8"), claim
 
@@ -63,3 +53,14 @@ def test_a_recording_says_where_and_when_it_was_made_and_its_absence_is_not_hidd
         assert recorded.load("memory", folder=tmp_path) == {**recording, "group": group}
         caption = recorded.caption("memory", folder=tmp_path).data
         assert caption == f"*Recorded on NVIDIA H200, torch 2.13.0, 2025-11-21{told}.*"
+
+
+def test_a_table_aligns_numbers_right_and_escapes_html() -> None:
+    table = Table(["way", "KiB"], [["<one>", 12345], ["two", 1.5]], note="Of all.")
+    assert repr(table) == "way       KiB\n<one>  12,345\ntwo       1.5\nOf all."
+    html = table._repr_html_()
+    assert "&lt;one&gt;" in html
+    assert '<td style="text-align: right">12,345</td>' in html
+    assert html.endswith("<p>Of all.</p>")
+    with pytest.raises(ValueError, match="expected 2 values in each row, as in the head, found 1"):
+        Table(["way", "KiB"], [["one"]])

@@ -15,11 +15,10 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jupytext
 import nbformat
-import yaml
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
@@ -88,29 +87,14 @@ def tags_of(cell: NotebookNode) -> list[str]:
 
 
 def as_published(cell: NotebookNode) -> NotebookNode:
-    """Make the card a table and the solution of a turn a text that every viewer folds; fold checks."""
-    if "card" in tags_of(cell) and cell.cell_type == "markdown":
-        cell.source = card(yaml.safe_load(cell.source))
-    elif "solution" in tags_of(cell) and "turn" in cell.metadata:
+    """Make the solution of a turn a text that every viewer folds; fold the card and checks."""
+    if "solution" in tags_of(cell) and "turn" in cell.metadata:
         code = f"```python\n{cell.source}\n```"
         text = f"<details><summary>Solution</summary>\n\n{code}\n\n</details>"
         return nbformat.v4.new_markdown_cell(text, metadata={"tags": ["solution"]})
-    elif {"check", "card"} & {*tags_of(cell)}:
+    if {"check", "card"} & {*tags_of(cell)}:
         cell.metadata["jupyter"] = {"source_hidden": True}
     return cell
-
-
-def card(fields: dict[str, Any]) -> str:
-    """Return the opening card: what the lesson teaches, needs and takes."""
-    needed = ["learn", "needs", "ranks", "takes"]
-    if [*fields] not in (needed, [*needed, "video"]):
-        raise ValueError(
-            f"a card has {', '.join(needed)} and perhaps video, in this order; found {[*fields]}"
-        )
-    rows = {"You will learn": "<br>".join(f"· {sentence}" for sentence in fields["learn"])}
-    rows |= {name.capitalize(): fields[name] for name in needed[1:]}
-    rows["Video"] = fields.get("video", "none")
-    return "\n".join(["| | |", "|:--|:--|", *(f"| **{name}** | {text} |" for name, text in rows.items())])
 
 
 def code_cells(lesson: NotebookNode) -> list[NotebookNode]:

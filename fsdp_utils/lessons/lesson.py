@@ -1,4 +1,4 @@
-"""The card at the top of a lesson, and its table of claims."""
+"""The card at the top of a lesson, and the claims that lessons hold."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,29 +26,6 @@ def card(number: int, *, learn: str, needs: str, minutes: tuple[int, int, int], 
     fields = [learn, needs, ranks or "4 (2 or 3 work: set `FSDP_RANKS`)", takes]
     head = "| learn | needs | ranks | minutes |\n| :-- | :-- | :-- | :-- |"
     return Markdown(f"{head}\n| {' | '.join(fields)} |")
-
-
-def claims(lesson: int, measured: Mapping[str, str], *, folder: Path = NOTEBOOKS) -> Markdown:
-    """Show the claims of a lesson beside what the lesson measured.
-
-    Args:
-        lesson: Number of the lesson whose claims in claims.yaml are shown.
-        measured: By the claim's id, what the lesson's cells found: words with the number.
-        folder: Holds claims.yaml, whose head describes the fields.
-
-    Raises:
-        ValueError: A claim of the lesson was not measured, or the lesson has no claim of that id.
-    """
-    found = [claim for claim in read_claims(folder) if claim["lesson"] == lesson]
-    ids = {claim["id"] for claim in found}
-    if ids != set(measured):
-        raise ValueError(
-            f"lesson {lesson} has the claims {sorted(ids)} in {folder.name}/claims.yaml, but measurements "
-            f"were given for {sorted(measured)}. Give each claim its own: claims({lesson}, {{id: text}})."
-        )
-    # all columns aligned left: JupyterLab's default is right
-    rows = [f"| {claimed(claim)} | {measured[claim['id']]} |" for claim in found]
-    return Markdown("\n".join(["| Claimed | Measured here |", "| :-- | :-- |", *rows]))
 
 
 def read_claims(folder: Path = NOTEBOOKS) -> list[dict[str, Any]]:
