@@ -3,8 +3,8 @@
 #
 # Which weights may fine-tuning leave unchanged: frozen, adapters, or masked? **Freeze what you can with
 # `requires_grad=False`, or train adapters: FSDP2 then keeps and reduces no gradient of the rest. Masks on the
-# gradients, which is child tuning, save no memory and no bytes, and on this lesson's task they gain
-# nothing.**
+# gradients, which is child tuning, save no memory and no bytes, and on this lesson's task, with 30% kept,
+# they gain nothing.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -29,9 +29,9 @@ for axes, (title, blocks) in zip(panels, WAYS.items()):
 plots.show(fig, alt="Six blocks in four ways to fine-tune: which part is trained, what is gathered again.")
 
 # %% [markdown]
-# A drawing of the four ways, with six blocks as units. Blue weights are trained: they have gradients and
-# AdamW's two averages. Grey ones are frozen. Hatched: a mask lets only a part of each gradient through. ↺
-# marks a block whose weights are gathered a second time, for backward.
+# A drawing of the four ways, with six blocks as units. (Adapters are drawn far too wide.) Blue weights are
+# trained: they have gradients and AdamW's two averages. Grey ones are frozen. Hatched: a mask lets only a
+# part of each gradient through. ↺ marks a block whose weights are gathered a second time, for backward.
 
 # %% tags=["card"]
 lesson.card(
@@ -217,11 +217,12 @@ assert {f["gathered again"] for f in above[:6]} == {6}
 assert above[5]["MFLOP"] > 1.2 * below[5]["MFLOP"]
 
 # %% [markdown]
-# **Left:** for memory it makes almost no difference where you freeze. **Middle and right:** frozen from
-# below, each block after the first saves its second all-gather and its whole backward. Frozen from above, a
-# block saves only the FLOPs of its weights' gradients, because the gradient still has to pass through it to
-# the blocks below. In the middle panel, one more gather is made than is needed: FSDP2 prefetches the next
-# block down before backward stops.
+# **Left:** for gradients and AdamW's averages it makes almost no difference where you freeze. (The embedding
+# is frozen in every run from below, the last norm and the head in every run from above.) **Middle and
+# right:** frozen from below, each block saves its whole backward, and each after the first also its second
+# all-gather. Frozen from above, a block saves only the FLOPs of its weights' gradients, because the gradient
+# still has to pass through it to the blocks below. In the middle panel, one more gather is made than is
+# needed: FSDP2 prefetches the next block down before backward stops.
 #
 # A frozen block above also keeps the activations that backward needs; one below the first trained parameter
 # keeps none. So if the early layers are good enough for your task, freeze from below.
@@ -229,8 +230,9 @@ assert above[5]["MFLOP"] > 1.2 * below[5]["MFLOP"]
 # ## What adapters save, and what they gather
 #
 # [LoRA](https://arxiv.org/abs/2106.09685) freezes a linear layer *W* and adds `B(A(x))` to its output. *A*
-# maps down to *r* numbers and *B* back up; *B* begins with zeros. Only *A* and *B* are trained, here 6,144
-# numbers of 408,384. But backward has to pass through every block, so every block is gathered twice a step.
+# maps down to *r* numbers and *B* back up, times a constant (`lora_alpha / r`); *B* begins with zeros. Only
+# *A* and *B* are trained, here 6,144 numbers of 408,384. But backward has to pass through every block, so
+# every block is gathered twice a step.
 #
 # Could the frozen weights stay whole on each rank, so that nobody gathers them? `fully_shard` takes
 # `ignored_params` for that:
@@ -399,7 +401,8 @@ Table(["masked by", "of 1,000 weights, masked and moving"], list(moved.items()))
 #
 # **On several ranks** a mask has to be the same however the model is cut. `ChildTuningAdamW` draws each
 # element from the seed, the step and its place in the unsharded model, so the mask does not depend on the
-# number of ranks, and copies of a shard under HSDP get the same mask. Compare with an unsharded twin:
+# number of ranks, and under hybrid sharding ([lesson 6](06_sharding_strategies.ipynb)) all copies of a shard
+# get the same mask. Compare with an unsharded twin:
 
 # %%
 # %%ranks
@@ -663,10 +666,10 @@ assert all(RATES[0] < lr < RATES[-1] for lr in best.values())
 Table(["at its best rate", "right", "points against all weights, 95%"], rows, note=f"all weights: {max(mean[WAYS[0]]):.0f}%")
 
 # %% [markdown]
-# At a small learning rate both modes are far behind, and beyond the optimum mode F is ahead: AdamW with mode
-# F takes shorter steps, about √*p* times as long for a gradient that stays the same. Compared at one rate
-# only, you could show either. **At their best rates F is level with all weights, and D is behind.** (Best by
-# the same test images, which favours each way alike.)
+# At 0.001 both modes are far behind, and at 0.1 both are far ahead: with mode F AdamW takes shorter steps,
+# about √*p* times as long for a gradient that stays the same, and with mode D fewer weights move. Compared at
+# one rate only, you could show either. **At p = 0.3 and at their best rates, F is level with all weights, and
+# D is behind.** (Best by the same test images, which flatters all three. No other p was tried.)
 #
 # This is one small task with one model. The paper's averages over four GLUE tasks are better: with BERT 0.87
 # (F) and 1.50 points (D) over all weights, with RoBERTa -0.09 and 0.51, with ELECTRA 6.27 and 8.60. If you
@@ -684,7 +687,7 @@ Table(["at its best rate", "right", "points against all weights, 95%"], rows, no
 #
 # ## The rule
 #
-# Freeze from below, or train adapters; shard the frozen weights, too. Do not mask to save anything, and
-# compare a mask with plain AdamW at the best learning rate of each.
+# Freeze from below, or train adapters; shard the frozen weights, too, unless they fit whole and the links are
+# slow. Do not mask to save anything, and compare a mask with plain AdamW at the best learning rate of each.
 #
 # [← lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb) · [lesson 10 →](10_end_to_end.ipynb)

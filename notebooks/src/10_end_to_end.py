@@ -2,8 +2,8 @@
 # # 10 · End to end
 #
 # What makes a run survive? **It saves, every N steps, everything that the next step depends on; a save counts
-# only when it is complete; and starting the run is resuming it.** Then a kill at any moment costs at most N
-# steps of work, and the loss curve shows nothing of it.
+# only when it is complete; and starting the run is resuming it.** Then a kill at any moment costs the steps
+# since the last complete save, about N, and the loss curve shows nothing of it.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -64,7 +64,7 @@ lesson.card(
 #     if checkpoints(folder):                                  # complete ones only
 #         begin = load_distributed(folder, model, optimizer if with_optimizer else None)["step"]
 #     for step in range(begin + 1, until + 1):
-#         torch.manual_seed(1000 * step + dist.get_rank())     # samples by step and rank: no need to save them
+#         torch.manual_seed(1000 * step + dist.get_rank())     # by step and rank: not saved, but needs as many ranks
 #         x = torch.randn(8, 64, device=device)
 #         loss = (model(x) - x.roll(1, dims=-1)).square().mean()
 #         loss.backward()
@@ -109,10 +109,12 @@ lesson.card(
 # | the learning rate | the step (or a scheduler's `state_dict`, in the checkpoint) |
 # | the samples | the step, as in the script, or the data loader's `state_dict` |
 # | random numbers, as for dropout | a seed from the step and the rank; or the generator's state, saved per rank |
-# | counters of your own | the checkpoint: `state={...}` |
+# | counters of your own, a `GradScaler` | the checkpoint: `save_distributed(..., state={...})` |
 #
-# Prefer what follows from the step: it cannot be forgotten, and it holds on another number of ranks. The next
-# cell trains ten steps, stops, and goes on with each of these left out.
+# Prefer what follows from the step: it cannot be forgotten. Draw the whole batch from the step and let each
+# rank take its part, as below: then the samples hold on another number of ranks, too. (The script's do not,
+# because the rank is in its seed; nor does dropout below.) The next cell trains ten steps, stops, and goes on
+# with three of these left out, one at a time.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -185,7 +187,7 @@ assert max(off["everything"]) < 1e-5                   # gloo may add in another
 assert all(max(found[:10]) < 1e-5 for found in off.values())
 assert all(max(found[10:]) > 0.01 for name, found in off.items() if name != "everything")
 Table(
-    ["kept over the stop", "largest difference of a loss, steps 11 to 20"],
+    ["after the stop", "largest difference of a loss, steps 11 to 20"],
     [[name, f"{max(found[10:]):.1%}"] for name, found in off.items()],
 )
 
@@ -196,8 +198,8 @@ Table(
 # ## A real kill
 #
 # `fsdp_utils.train` is a program that does all this: it trains a model of the transformers library, or your
-# own. Here it learns to complete sums such as `07+35=042`. The functions that start and watch programs
-# stand in a folded cell. In a terminal the second start would be
+# own. Here it learns to complete sums such as `07+35=042`. The functions that start and watch programs stand
+# in a folded cell. In a terminal you would start the run that is killed by
 #
 # ```sh
 # torchrun --standalone --nproc-per-node 3 -m fsdp_utils.train --config run.yaml --out killed
@@ -323,7 +325,8 @@ print(*re.findall(r"(?:rank|exitcode) +: -?\d+", log[log.index("Root Cause") :])
 
 # %% [markdown]
 # SIGKILL cannot be caught. The out-of-memory killer of a host sends it. The other ranks fail in their next
-# collective, because the connection is closed, and torchrun prints what failed first: rank 1, with exit code
+# collective, because gloo's connection is closed (NCCL's may wait in it until torchrun ends them), and
+# torchrun prints what failed first: rank 1, with exit code
 # -9. (Where a host loses its power, no connection is closed, and the others notice when a wait times out.)
 #
 # Now the same command on one rank less. It finds its newest complete checkpoint and goes on with the first
@@ -344,6 +347,7 @@ assert max(abs(before[step] / right[step] - 1) for step in before) < 1e-3
 fig, (axes,) = plots.figure(height=2.8)
 axes.plot(*zip(*right.items()), color=plots.FAINT, linewidth=6, label="undisturbed, 1 rank")
 axes.plot(*zip(*resumed.items()), color=plots.RANK_COLORS[0], label="killed and resumed")
+axes.axvspan(begins[1], max(before), color=plots.RANK_COLORS[1], alpha=0.3, label="trained twice")
 axes.set(xlabel="step", ylabel="loss of the batch")
 axes.legend()
 plots.show(fig, alt="The loss of a run that was killed and resumed lies on that of the undisturbed one.")
@@ -352,9 +356,10 @@ plots.show(fig, alt="The loss of a run that was killed and resumed lies on that 
 # The losses are those of the undisturbed run to within 0.1% (asserted in the cell): one, two and three ranks
 # add up the same numbers in different orders.
 #
-# **How much does a kill cost?** At most the N steps since the last complete checkpoint. The program saves in
-# the background, so a save that is under way at the kill does not count, which can add the steps that it
-# takes. The recorded run below was disturbed 25 times; it saves every five steps.
+# **How much does a kill cost?** The steps since the last complete checkpoint: at most N if each save is
+# waited for, as in the script. The program saves in the background, so a save that is under way at the kill
+# does not count, which can add the steps that it takes. The recorded run below was disturbed 25 times; it
+# saves every five steps.
 
 # %%
 from fsdp_utils.lessons import recorded
@@ -370,14 +375,16 @@ Table(
 )
 
 # %% [markdown]
-# More than five steps are trained twice only where the newest checkpoint was damaged, or a full disk had kept
-# it from being written. At SIGTERM, as a scheduler sends it, all ranks save at the end of the same step and
-# leave.
+# More than five steps are trained twice only where the newest checkpoint was damaged, or where an earlier
+# full disk had kept one from being written: that is the 9 at SIGSTOP, which freezes a rank. The full disk
+# itself stops nobody, so it repeats 0. At SIGTERM, as a scheduler sends it, all ranks save at the end of the
+# same step and leave.
 #
 # ## The step must not depend on the ranks
 #
-# Two things in a step go wrong as soon as ranks are counted differently. The weight of the labels is turn 1.
-# The other is clipping: a rank needs the norm of the **whole** gradient.
+# Two things in a step go wrong as soon as the model is cut into another number of shards, or the samples into
+# unequal parts. The weight of the labels is turn 1. The other is clipping: a rank needs the norm of the
+# **whole** gradient.
 
 # %% tags=["clip"]
 # %%ranks
@@ -406,7 +413,7 @@ by_rank = ranks.get("norms")
 assert {tuple(found.values())[1] for found in by_rank} == {by_rank[0]["one process"]}
 assert len({found["FSDP1, clip_grad_norm_"] for found in by_rank}) > 1
 Table(
-    ["norm of the gradient, torch.nn.utils", *(f"rank {rank}" for rank in range(len(by_rank)))],
+    ["norm of the gradient", *(f"rank {rank}" for rank in range(len(by_rank)))],
     [[name, *(f"{found[name]:.3f}" for found in by_rank)] for name in by_rank[0]],
 )
 

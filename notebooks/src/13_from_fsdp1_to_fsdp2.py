@@ -2,10 +2,10 @@
 # # 13 · From FSDP1 to FSDP2
 #
 # What do you write with `fully_shard` (FSDP2) for what you have in `FullyShardedDataParallel` (FSDP1), and
-# where are the two **not** the same? Look names up in the first table, then check your program against the
-# second: **unused parameters, accumulation, frozen layers, BatchNorm, padding and the optimizer's state
+# where are the two **not** the same? Look names up in the first table below, then check your program against
+# the second: **unused parameters, accumulation, frozen layers, BatchNorm, padding and the optimizer's state
 # differ**. PyTorch's [tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html) calls
-# FSDP1 deprecated.
+# FSDP1 deprecated. If you never used FSDP1, skip this lesson.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -114,8 +114,8 @@ lesson.card(
 # ```
 #
 # The losses are equal, and so are the gathers. But FSDP1 reduces a gradient of the whole flat parameter, with
-# zeros for `spare`, and AdamW decays `spare` (0.0313 before), because a gradient of zeros is a gradient.
-# FSDP2 leaves out what has none.
+# zeros for `spare`, and AdamW decays `spare` (0.0313 before; `weight_decay` is a thousand times the default,
+# so that five steps show it), because a gradient of zeros is a gradient. FSDP2 leaves out what has none.
 #
 # ## One table, by FSDP1's name
 #
@@ -129,7 +129,8 @@ lesson.card(
 # | `mixed_precision=MixedPrecision(…)` | `mp_policy=MixedPrecisionPolicy(…)` on each call; buffers: cast them yourself ([lesson 7](07_mixed_precision.ipynb)) |
 # | `cpu_offload=` | `offload_policy=CPUOffloadPolicy()` |
 # | `sync_module_states=`, `param_init_fn=` | meta device, `to_empty`, then load or initialise ([lesson 12](12_a_model_too_big_for_one_rank.ipynb)) |
-# | `backward_prefetch=BACKWARD_PRE`; `None`, `BACKWARD_POST` | nothing; `set_modules_to_backward_prefetch([itself])`, no counterpart ([lesson 4](04_backward_prefetch.ipynb)) |
+# | `backward_prefetch=BACKWARD_PRE`; `BACKWARD_POST` | nothing: the default; no counterpart ([lesson 4](04_backward_prefetch.ipynb)) |
+# | `backward_prefetch=None` | `unit.set_modules_to_backward_prefetch([unit])` on each unit |
 # | `forward_prefetch=`; `limit_all_gathers=` | `set_modules_to_forward_prefetch`; nothing ([lesson 11](11_rate_limiter.ipynb)) |
 # | `ignored_modules=`, `ignored_states=` | `ignored_params=`, a set |
 # | `use_orig_params=True` | nothing: parameters keep their names |
@@ -141,7 +142,22 @@ lesson.card(
 # | `summon_full_params` | `parameter.full_tensor()`: a copy, changes to it are lost |
 # | `ShardedGradScaler`; `isinstance(m, FSDP)` | `torch.amp.GradScaler`; `isinstance(m, FSDPModule)` |
 #
-# ## Where they are not the same: what is updated and sent
+# ## Where they are not the same: the list
+#
+# | in your program | FSDP1 | FSDP2 | so |
+# |:--|:--|:--|:--|
+# | parameters that forward does not use | gradients of zeros: reduced, decayed | no gradient | nothing, if all ranks use the same ones |
+# | parameters frozen within a unit | zeros are reduced | left out | nothing |
+# | accumulation under `SHARD_GRAD_OP` | `no_sync()` keeps the weights, too | two methods | call both |
+# | accumulation in bf16 | added up in bf16 | added up in `reduce_dtype` | 4 bytes a number until they are reduced |
+# | BatchNorm in a bf16 unit | float32 by itself | raises | no policy for its block, or a unit of its own |
+# | a first dimension of 1 | hardly padded | padded to the ranks | `shard_placement_fn` |
+# | the optimizer's full state dict | a shared `step` | counts too fast | clone each `step` |
+#
+# ## What is updated and sent
+#
+# The next cells count the KiB that a step gathers and reduces in six settings, with both, on four blocks.
+# Read the table beneath them first.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -282,7 +298,7 @@ assert odd[1][1] > odd[0][1] + 36 * (world - 1)
 # With the same two methods FSDP2 can do what DeepSpeed calls **ZeRO-1** (only the optimizer's state is
 # sharded over a step): `reshard_after_forward=False`, and both off until the last micro-batch.
 #
-# ## Where they are not the same: numbers and errors
+# ## Numbers and errors
 #
 # With `param_dtype=bfloat16` and `reduce_dtype=float32`, gradients of batches that are not reduced yet are
 # added up: in bfloat16 under FSDP1, in float32 under FSDP2. The next cell sweeps the number of batches and
@@ -336,7 +352,8 @@ Table(
 )
 
 # %% [markdown]
-# FSDP2's error falls with the number of batches, FSDP1's does not. The next cell tries two more programs.
+# FSDP1's error grows from 2 to 128 batches, FSDP2's does not. The price: FSDP2's sums take 4 bytes a number,
+# whole on each rank, until they are reduced. The next cell tries two more programs.
 
 # %%
 # %%ranks
@@ -378,10 +395,10 @@ assert all("Error" in found[1] for found in said.values())
 Table(["program", "FSDP1", "FSDP2"], [[name, *found] for name, found in said.items()])
 
 # %% [markdown]
-# With an `auto_wrap_policy` FSDP1 makes BatchNorm a unit of its own in float32. Under FSDP2 write it:
-# `fully_shard(norm, mp_policy=MixedPrecisionPolicy())` first (its output then needs a cast), or give the
-# block no policy. For the second, clip sharded and ignored parameters as two lists, by a norm that you
-# combine from both.
+# With an `auto_wrap_policy` FSDP1 makes BatchNorm a unit of its own in float32. Under FSDP2 give its block no
+# policy, or make it a unit of its own first, in float32. For the second: FSDP reduces no gradient of an
+# ignored parameter, so reduce those yourself. Then take `nn.utils.get_total_norm` of each list of gradients,
+# combine the two norms, and give the result to `nn.utils.clip_grads_with_norm_` for each list.
 #
 # ## Moving a run
 #
@@ -443,9 +460,10 @@ print("after six steps AdamW of FSDP2 counts:", *found)
 
 # %% [markdown]
 # FSDP1 counts steps once for each flat parameter. In its full state dict all parameters of a unit share this
-# tensor, `torch.save` keeps it shared, and in FSDP2 each of them adds 1 to it. The bias correction of AdamW
-# is then wrong, without an error. Turn 2 mends it. (Old files in `LOCAL_STATE_DICT` hold pieces of flat
-# parameters. Read them with FSDP1 on as many ranks as have saved them, then save with `save_distributed`.)
+# tensor, `torch.save` keeps it shared, and in FSDP2 each of them adds 1 to it: 3 + 3 · 6 parameters of a
+# block = 21, 3 + 3 · 4 of the root = 15. The bias correction of AdamW is then wrong, without an error. Turn 2
+# mends it. (Old files in `LOCAL_STATE_DICT` hold pieces of flat parameters. Read them with FSDP1 on as many
+# ranks as have saved them, then save with `save_distributed`.)
 #
 # **A framework's config file.** `translate` takes the config of Accelerate, Composer, DeepSpeed or
 # transformers' `Trainer`, and says what each key is in FSDP2 (`python -m fsdp_utils translate FILE`).

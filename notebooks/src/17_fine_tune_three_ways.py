@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 17 · Fine-tune a real model
 #
-# A loop of your own, `fsdp_utils.train` or transformers' `Trainer`: which one? **`Trainer` if you live in
-# transformers' datasets and callbacks, `fsdp_utils.train` if the run must survive interruptions, your own
-# loop if a step is more than one loss.** Losses and the bytes at rest decide nothing: given the same
-# settings, they are equal.
+# A loop of your own, this library's training program `fsdp_utils.train`, or transformers' `Trainer`: which
+# one? **`Trainer` if you live in transformers' datasets and callbacks, `fsdp_utils.train` if the run must
+# survive interruptions, your own loop if a step is more than one loss.** Losses and the bytes at rest decide
+# nothing: given the same settings, they are equal.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -107,8 +107,9 @@ lesson.card(
 # ```
 #
 # This output is from CPU ranks. Two surprises are in it. The first loop is *not* `Trainer`'s: its ranks have
-# unequal numbers of labels, and a mean of means weighs them wrongly. And `Trainer(fsdp=True)` holds the whole
-# model on each rank, 658 KiB instead of 164. The lesson explains both, and looks for more.
+# unequal numbers of labels, and a mean of means weighs them wrongly. And on CPU ranks `Trainer(fsdp=True)`
+# trains with DDP without a word: each rank holds the whole model, 658 KiB instead of 164. The lesson explains
+# both, and looks for more.
 #
 # ## Which one?
 #
@@ -121,10 +122,10 @@ lesson.card(
 # | on CPU ranks | FSDP2 | FSDP2 | DDP |
 # | you maintain | the loop | a module with model and data | arguments and callbacks |
 #
-# The rest of the lesson measures this table on a small Llama, with all parameters and with
-# [LoRA](09_child_tuning.ipynb). A folded cell has taught it on rank 0 to write dates in digits, and saved it
-# as the folder `base`, in the format of a model on the hub. The new task is the way back: `1998-03-07>7 march
-# 1998`.
+# The rest of the lesson measures this table, save the rows on resuming and on what you maintain, on a small
+# Llama, with all parameters and with [LoRA](09_child_tuning.ipynb). A folded cell has taught it on rank 0 to
+# write dates in digits, and saved it as the folder `base`, in the format of a model on the hub. The new task
+# is the way back: `1998-03-07>7 march 1998`.
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -248,7 +249,7 @@ def share(step, parts=1):
 # that argument it divides by the labels of its own batch, and FSDP's mean over the ranks is a mean of means.
 # So count the labels of all ranks first. Each rank's loss is then its part of the mean over all labels. The
 # parts have to be added up, and FSDP averages: multiply by the number of ranks. `share(step)` (folded)
-# returns this rank's micro-batches of a step.
+# returns this rank's samples of a step, as a list of micro-batches: one here, two in turn 2.
 
 # %%
 # %%ranks
@@ -284,9 +285,9 @@ def by_hand(model, steps=STEPS, policy=None):
 
 # %% [markdown]
 # **Way 2, `fsdp_utils.train`.** From a terminal: `torchrun --nproc-per-node 4 -m fsdp_utils.train --out
-# runs/lora --data.source finetune:lora_task --optim.lr 0.003 --optim.decay none --steps 10`. Here its
-# function runs on the ranks that are there already. (`patch.object` hands it a model that we hold too, to
-# count bytes.)
+# runs/lora --data.source finetune:lora_task --optim.lr 0.003 --optim.decay none --optim.weight_decay 0
+# --steps 10`. Here its function, with the same settings, runs on the ranks that are there already.
+# (`patch.object` hands it a model that we hold too, to count bytes.)
 
 # %%
 # %%ranks
@@ -308,7 +309,7 @@ def by_program(how, model, steps=STEPS, precision="fp32", out="program"):
 # `accelerate/state.py`), and for CPU ranks it does not switch FSDP on. **No message says so, and the ranks
 # train with DDP.** So a test of your training on CPUs tests DDP. Look at `trainer.is_fsdp_enabled`, not at
 # your settings. `TrainerOnCpus` (folded) makes the few assignments of the skipped branch, for this lesson
-# alone.
+# alone: on CPU ranks, all numbers of `Trainer` below are with this patch.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -393,9 +394,10 @@ for (way, how), curve in curves.items():
 
 # %% [markdown]
 # In each panel three curves lie on each other, within 0.0001 at every step, and so do the norms of the
-# gradients before clipping, within 0.002. This takes four equal things: samples and their order, the
-# denominator of the loss, AdamW's settings, and clipping by the norm over all ranks. Left out, each program
-# takes its own default. From the installed versions:
+# gradients before clipping, within 0.002. From the same weights and in the same precision this takes four
+# equal things: samples and their order, the denominator of the loss, AdamW's settings with the schedule, and
+# clipping by the norm over all ranks. Left out, each program takes its own default. From the installed
+# versions:
 
 # %%
 # %%ranks
@@ -443,8 +445,8 @@ assert 1 < rows["Trainer", "full"][3] / rows[ways[0], "full"][3] < 1.03
 # Bytes of rank 0. **Full at once** are the most full parameters at one moment, without the buffers of the
 # all-gathers. At rest the three ways are equal. `Trainer` gathers 1% more and has less in full at once,
 # because Accelerate makes other units: `shard` leaves embedding, last norm and head in the model's own unit,
-# which stays gathered until backward ends, and Accelerate makes two units of them. With LoRA, gradients,
-# averages and reduced bytes shrink to 4%, and the gathered bytes do not, as in [lesson
+# which stays gathered until backward ends, and Accelerate makes two units: the embedding, and norm with head.
+# With LoRA, gradients, averages and reduced bytes shrink to 4%, and the gathered bytes do not, as in [lesson
 # 9](09_child_tuning.ipynb).
 #
 # ## Your turn 1 · Train adapters only
@@ -773,8 +775,8 @@ def accumulate(model, parts):                   # each rank would step with its 
 # %% [markdown]
 # `Trainer` counts the same labels (`average_tokens_across_devices` is True by default) and multiplies by the
 # number of ranks, as you did. Its losses with two micro-batches are those with one. Leave out `* world`, and
-# the losses hardly change, because AdamW cancels a factor in all gradients. The norm shows it: **compare
-# norms, too.**
+# the losses hardly change, because clipping and AdamW both cancel a factor in all gradients. SGD without
+# clipping would not. The norm shows it: **compare norms, too.**
 #
 # ## When it goes wrong
 #
@@ -788,8 +790,9 @@ def accumulate(model, parts):                   # each rank would step with its 
 #
 # ## The rule
 #
-# Choose by who maintains the loop, what a checkpoint holds and how a run resumes. Compare losses *and*
-# gradient norms of a few steps before you trust a change of program.
+# Choose by who maintains the step: `Trainer` for its datasets and callbacks, `fsdp_utils.train` for resuming
+# by itself ([lesson 10](10_end_to_end.ipynb) kills it), your own loop for an unusual step. Then look at what
+# a checkpoint holds. Compare losses *and* gradient norms of a few steps before you trust a change of program.
 
 # %% jupyter={"source_hidden": true}
 os.chdir(home)
