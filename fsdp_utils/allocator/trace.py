@@ -175,10 +175,11 @@ class Recorder(TorchDispatchMode):
         resize, infer = torch.UntypedStorage.resize_, getattr(*place("dtensor_shapes"))
 
         @wraps(resize)
-        def observed_resize(storage: torch.UntypedStorage, size: int) -> None:
-            resize(storage, size)
+        def observed_resize(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = resize(storage, size)
             if self._storage_device in (None, storage.device.type):
                 self.update(storage, "resize_")
+            return resized
 
         @wraps(infer)
         def muted_infer(*args: Any) -> Any:

@@ -110,9 +110,10 @@ lesson.card(
 # HYBRID_SHARD state 4.0 MiB, 2 of 8 units complete at once, 2.0 MiB leave a host, loss 0.96
 # ```
 #
-# The loss is the same: a strategy changes where tensors are, and not what is computed. P is 2 MiB here.
-# ZeRO-2 has all 8 units complete at once, and sends a third less. HYBRID_SHARD has twice the state, and less
-# than half of the bytes leave a host. No line is the best in all columns.
+# The loss is the same to the digits shown: a strategy changes where tensors are and the order of sums, and
+# not what is computed. P is 2 MiB here. ZeRO-2 has all 8 units complete at once, and sends a third less.
+# HYBRID_SHARD has twice the state, and less than half of the bytes leave a host. No line is the best in all
+# columns.
 #
 # ## What a rank holds, and what leaves a host
 #
@@ -252,16 +253,17 @@ assert held["FULL_SHARD"] < held["ZeRO-2"] < held["DDP"]
 # - **FULL_SHARD** holds a quarter of everything, and at most three units' worth of complete parameters and
 #   buffers. **ZeRO-2** keeps all eight units from forward to backward, and saves their second all-gather.
 # - **HYBRID_SHARD** cuts over the two ranks of a host, so its state is twice that of FULL_SHARD.
-# - In float32 **DDP** sends as much as ZeRO-2, since an all-reduce is a reduce-scatter and an all-gather in one. It sends
-#   fewer and larger messages, *buckets* of up to 25 MiB of gradients. If a model fits under DDP with room to
+# - In float32 **DDP** sends as much as ZeRO-2, since an all-reduce is a reduce-scatter and an all-gather in one. It sends gradients in *buckets*, each closed once it has 25 MiB (the first: 1 MiB): here fewer and larger messages than FSDP2's, in a model of billions of parameters more and smaller ones. If a model fits under DDP with room to
 #   spare, DDP is a good choice.
 # - **ZeRO-1, with DDP** sends as much as FULL_SHARD and holds much more: all gradients are reduced to every
 #   rank, and then the new parameters are broadcast. ZeRO-1 as it was designed sends 2 P; you build it in
 #   turn 2.
 #
-# The sum is that of one moment, and leaves out what the optimizer needs within its step. The bytes are the
-# least that each collective has to send. How it sends them is the backend's choice: gloo carries out a
-# reduce-scatter as an all-reduce, with twice the bytes.
+# The sum is that of one moment, and leaves out what the optimizer needs within its step. A rank's bytes are
+# the least that its collectives have to send without reductions in the switch; what leaves a host is that of
+# a ring over all ranks, (n - 1) / n, where an algorithm that knows the hosts could send (hosts - 1) / hosts.
+# How it sends them is the backend's choice: gloo carries out a reduce-scatter as an all-reduce, with twice
+# the bytes.
 #
 # ## Your cluster
 #
@@ -324,11 +326,12 @@ explore(
 # %% [markdown]
 # ## When gathers are hidden
 #
-# Bytes cost no time while the GPU computes long enough. In forward a rank computes 2 FLOP for each parameter
-# and token, and gathers 2 bytes in bf16. That is hidden from `F / B` tokens on, where F is the FLOP/s that
-# the GPU reaches, and B the bytes per second of an all-gather (the *bus bandwidth* that nccl-tests prints).
-# Backward computes 4 FLOP, gathers 2 bytes and reduces 4: hidden from `1.5 F / B` tokens on. Tokens are those
-# of **one rank in one forward pass**, micro-batch times sequence length.
+# Bytes cost little time while the GPU computes long enough (the collectives' kernels slow it somewhat). In
+# forward a rank computes 2 FLOP for each parameter and token, and gathers 2 bytes in bf16. That is hidden
+# from `F / B` tokens on, where F is the FLOP/s that the GPU reaches, and B the bytes per second of an
+# all-gather (the *bus bandwidth* that nccl-tests prints). Backward computes 4 FLOP, gathers 2 bytes and
+# reduces 4: hidden from `1.5 F / B` tokens on. Tokens are those of **one rank in one forward pass**,
+# micro-batch times sequence length.
 #
 # A replay of the recorded steps checks this rule. Its GPU is invented: 400 TFLOP/s, 200 GB/s within a host,
 # 50 GB/s between the two hosts, and no latency.
@@ -613,8 +616,9 @@ Table(["FULL_SHARD, reduced", *both["after each"]], [[name, *found.values()] for
 # %% [markdown]
 # The weights after the step are equal. The price of three reductions less: each rank keeps **complete**
 # gradients between micro-batches, 2 MiB in place of 0.5. For 26 billion parameters on 16 ranks that is 48 GiB
-# in bf16 (97 with `reduce_dtype=torch.float32`), in place of 6 for float32 shards (3 if the parameters
-# themselves are bf16). And the eight gathers stay, two for each micro-batch, since units are freed as before.
+# in bf16 (97 with `reduce_dtype=torch.float32`), in place of 6: the shards of gradients have the dtype of the
+# stored parameters, here float32 (3 if these are bf16). And the eight gathers stay, two for each micro-batch,
+# since units are freed as before.
 #
 # ## Your turn 2 · ZeRO-1 out of `fully_shard`
 #
@@ -747,7 +751,7 @@ def my_accumulate(model, batches):
 # %% [markdown]
 # ## Which one?
 #
-# 1. One GPU holds the state, 16 bytes per parameter, with room to spare: DDP.
+# 1. One GPU holds the state, 16 bytes per parameter with `gradient_as_bucket_view=True` and 20 without, with room to spare: DDP.
 # 2. Tokens per rank are above 1.5 F / B, with B measured over the slowest link: FULL_SHARD.
 # 3. Else, on two or three hosts of which each can hold the state: HYBRID_SHARD, because it sends least; if ZeRO-2 fits, time ten steps of both.
 #    (On more hosts, too, if gradients are reduced in bf16.)
@@ -783,7 +787,7 @@ def my_accumulate(model, batches):
 #
 # ## The rule
 #
-# Tokens per rank above 1.5 F / B: FULL_SHARD. Below: HYBRID_SHARD on two or three hosts, ZeRO-2 on more, as
-# memory allows.
+# Tokens per rank above 1.5 F / B: FULL_SHARD. Below: HYBRID_SHARD on two or three hosts (on more if gradients
+# are reduced in bf16), else ZeRO-2, on one host too, as memory allows.
 #
 # [← lesson 5](05_maximising_throughput.ipynb) · [lesson 7 →](07_mixed_precision.ipynb)

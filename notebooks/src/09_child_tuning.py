@@ -114,10 +114,11 @@ lesson.card(
 # decides this parameter by parameter, so a unit may hold both kinds. The weights themselves stay sharded, and
 # forward gathers them as before.
 #
-# **Where** you freeze decides the rest. Backward goes from the loss down to the lowest trained parameter, and
-# needs the weights of every block on that way. The next cell freezes one block after the other, from the
-# bottom and from the top. `llama(trains)` (folded) builds the script's model and trains the parameters for
-# whose name `trains` returns True; `one_step(model)` shards it, takes one step and counts.
+# **Where** you freeze decides the rest. Backward goes from the loss down to the lowest trained parameter
+# (with `enable_input_require_grads()`, down to the embedding), and needs the weights of every block on that
+# way. The next cell freezes one block after the other, from the bottom and from the top. `llama(trains)`
+# (folded) builds the script's model and trains the parameters for whose name `trains` returns True;
+# `one_step(model)` shards it, takes one step and counts.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -221,8 +222,8 @@ assert above[5]["MFLOP"] > 1.2 * below[5]["MFLOP"]
 # is frozen in every run from below, the last norm and the head in every run from above.) **Middle and
 # right:** frozen from below, each block saves its whole backward, and each after the first also its second
 # all-gather. Frozen from above, a block saves only the FLOPs of its weights' gradients, because the gradient
-# still has to pass through it to the blocks below. In the middle panel, one more gather is made than is
-# needed: FSDP2 prefetches the next block down before backward stops.
+# still has to pass through it to the blocks below. Frozen from below, from the first frozen block on, one
+# more gather is made than is needed: FSDP2 prefetches the next block down before backward stops.
 #
 # A frozen block above also keeps the activations that backward needs; one below the first trained parameter
 # keeps none. So if the early layers are good enough for your task, freeze from below.
@@ -230,9 +231,9 @@ assert above[5]["MFLOP"] > 1.2 * below[5]["MFLOP"]
 # ## What adapters save, and what they gather
 #
 # [LoRA](https://arxiv.org/abs/2106.09685) freezes a linear layer *W* and adds `B(A(x))` to its output. *A*
-# maps down to *r* numbers and *B* back up, times a constant (`lora_alpha / r`); *B* begins with zeros. Only
-# *A* and *B* are trained, here 6,144 numbers of 408,384. But backward has to pass through every block, so
-# every block is gathered twice a step.
+# maps down to *r* numbers and *B* back up, times `lora_alpha / r`; *B* begins with zeros. Only *A* and *B*
+# are trained, here 6,144 numbers of 408,384. But backward has to pass through every block, so every block is
+# gathered twice a step.
 #
 # Could the frozen weights stay whole on each rank, so that nobody gathers them? `fully_shard` takes
 # `ignored_params` for that:
@@ -671,9 +672,9 @@ Table(["at its best rate", "right", "points against all weights, 95%"], rows, no
 # one rate only, you could show either. **At p = 0.3 and at their best rates, F is level with all weights, and
 # D is behind.** (Best by the same test images, which flatters all three. No other p was tried.)
 #
-# This is one small task with one model. The paper's averages over four GLUE tasks are better: with BERT 0.87
-# (F) and 1.50 points (D) over all weights, with RoBERTa -0.09 and 0.51, with ELECTRA 6.27 and 8.60. If you
-# try it, give each way several learning rates and seeds.
+# This is one small task with one model. The paper's averages over four GLUE tasks are better but for F with
+# RoBERTa: with BERT 0.87 (F) and 1.50 points (D) over all weights, with RoBERTa -0.09 and 0.51, with ELECTRA
+# 6.27 and 8.60. If you try it, give each way several learning rates and seeds.
 #
 # ## When it goes wrong
 #

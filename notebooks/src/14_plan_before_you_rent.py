@@ -3,9 +3,10 @@
 #
 # Will it fit, and how sure is that? **Call `plan` of `fsdp_utils` before you rent: it runs one rank of your
 # job on this machine, with tensors that have no memory. Rent where its verdict is "fits", measure one step
-# first where it is "tight".** Published eager runs took 0.88 to 1.12 times the planned time (24 runs) and
-# 0.97 to 1.04 times the planned memory (10 runs of 4 programs, after we had read these programs; before, the
-# error was 12% in the median). For compiled runs it is less sure.
+# first where it is "tight".** Of the published eager runs that were not fitted, 24 took 0.88 to 1.12 times
+# the planned time and 10 took 0.97 to 1.04 times the planned memory (after we had read their programs;
+# before, the error was 12% in the median); of those fitted, one took 1.45 times the time and one 1.19 times
+# the memory. For compiled runs it is less sure.
 
 # %% jupyter={"source_hidden": true}
 import json
@@ -132,7 +133,7 @@ print(on_8)
 # %% [markdown]
 # - **allocated** is what tensors take, **reserved** what PyTorch's allocator holds for them. The room is what CUDA
 #   offers on this GPU less 2 GiB for the CUDA context and NCCL's buffers, a cautious choice.
-# - The **verdict** allows for the error of such predictions. "fits": 1.12 times the reserved memory is within the
+# - The **verdict** allows for the error of the middle 80% of such predictions. "fits": 1.12 times the reserved memory is within the
 #   room. "does not fit": 0.83 times the allocated memory is not. "tight": anything between. (`plan.fits` and
 #   `search`, which looks for the fewest GPUs, compare without a margin. Decide by the verdict.)
 # - **by the GPU's rates** is the *roofline*: each kernel and collective at the best rate that is known for the GPU
@@ -150,8 +151,8 @@ plots.show(fig, alt="Simulated memory of one rank through a step: activations gr
 
 # %% [markdown]
 # Each block adds its activations in forward, and backward frees them while the shards of the gradients grow.
-# The peak is between the two passes, so no gradient is in it yet: two thirds are activations, and 12 bytes
-# per parameter are shards.
+# The peak is at the start of backward, in that of the loss: no gradient of a parameter is in it yet: two
+# thirds are activations, and 12 bytes per parameter are shards.
 #
 # ## What more GPUs do not shrink
 #
@@ -244,10 +245,10 @@ assert [round(share) for share in shares] == [61, 45, 47, 3, 3, 61]
 # %% [markdown]
 # ## What is exact
 #
-# What a rank keeps, gathers and sends follows from the sizes of the units alone. To see it, real ranks train
-# a small Llama under FULL_SHARD ("full") and ZeRO-2 ("grad_op", [lesson 6](06_sharding_strategies.ipynb)).
-# Kept and gathered bytes are **measured**; sent bytes are counted from the recorded collectives, the least
-# that each has to send.
+# What a rank keeps, gathers and sends follows from the parameters' shapes, their dtypes, the strategy and the
+# number of ranks. To see it, real ranks train a small Llama under FULL_SHARD ("full") and ZeRO-2 ("grad_op",
+# [lesson 6](06_sharding_strategies.ipynb)). Kept and gathered bytes are **measured**; sent bytes are counted
+# from the recorded collectives, the least that each has to send.
 
 # %%
 # %%ranks
@@ -312,8 +313,8 @@ plots.show(fig, alt="Gathered bytes on a real rank through a step: a few blocks,
 # The lowest grey line is the root, and each line above it one block more. Under "full" a rank has the root
 # and two blocks' worth in forward, a block and the buffer out of which it was copied; the spikes are the
 # moments in which the next block is copied out while the buffer of the one before is still there. Under
-# "grad_op" no block is freed in forward, so each adds a step. The root stays in both: FSDP2 does not free it
-# after forward.
+# "grad_op" no block is freed in forward, so each adds a step. The root stays in both: unless told otherwise,
+# FSDP2 does not free it after forward.
 #
 # ## Your turn 1 · A rank's bytes
 #
@@ -475,11 +476,11 @@ Table(["runs kept apart", "count", "seconds / planned", "memory / planned", "ver
 
 # %% [markdown]
 # **Eager runs** took 0.97 to 1.04 times the planned memory and 0.88 to 1.12 times the planned time. (The
-# range that a plan prints, 0.88 to 1.14, is that of the runs to which it was fitted.) **Compiled runs** took
-# as much as planned or less: up to a fifth less time and, but for one run, up to 5% less memory. That run
-# took half: it is a 70B with offload, which `plan` derives by formula, and its source does not say which
-# memory it counts. The four fastest ran on H200, and no run on an H200 was fitted. What is not simulated,
-# float8 and tensor parallelism, has no plan: nine of the 45.
+# range that a plan prints, 0.88 to 1.14, is that of the middle 80% of the runs to which it was fitted.)
+# **Compiled runs** took no more than planned, within 0.3%: up to a fifth less time and, but for one run, up
+# to 5% less memory. That run took half: it is a 70B with offload, which `plan` derives by formula, and its
+# source does not say which memory it counts. The four fastest ran on H200, and no run on an H200 was fitted.
+# What is not simulated, float8 and tensor parallelism, has no plan: nine of the 45.
 #
 # What this does not show: of the 36 planned runs, 35 worked, 30 of which are said to fit and 5 are "tight";
 # the one that ran out of memory is "tight", too. No verdict is wrong, but one failure says little about "does

@@ -445,9 +445,9 @@ assert 1 < rows["Trainer", "full"][3] / rows[ways[0], "full"][3] < 1.03
 # Bytes of rank 0. **Full at once** are the most full parameters at one moment, without the buffers of the
 # all-gathers. At rest the three ways are equal. `Trainer` gathers 1% more and has less in full at once,
 # because Accelerate makes other units: `shard` leaves embedding, last norm and head in the model's own unit,
-# which stays gathered until backward ends, and Accelerate makes two units: the embedding, and norm with head.
-# With LoRA, gradients, averages and reduced bytes shrink to 4%, and the gathered bytes do not, as in [lesson
-# 9](09_child_tuning.ipynb).
+# which stays gathered until backward ends, and Accelerate makes two units: the embedding, and norm with head
+# (one, if embedding and head share their weights). With LoRA, gradients, averages and reduced bytes shrink to
+# 4%, and the gathered bytes do not, as in [lesson 9](09_child_tuning.ipynb).
 #
 # ## Your turn 1 · Train adapters only
 #
@@ -572,9 +572,10 @@ assert [row[3] for row in precision] == [4, 4, 2, 4]
 Table(["asked for bf16", "parameters at rest", "bytes gathered for one number", "bytes reduced for one gradient"], precision)
 
 # %% [markdown]
-# All keep float32 parameters and gather them in bf16. But Accelerate sets `reduce_dtype` to bf16 as well, so
-# `Trainer` adds up the gradients of all ranks in bf16. That halves the bytes, and with many ranks it loses
-# digits. Transformers 5.23 has no setting for it.
+# All keep the parameters in float32, in which `full()` loads them, and gather them in bf16; of a bf16 model,
+# Accelerate makes the trained parameters float32, and your loop none. But Accelerate sets `reduce_dtype` to
+# bf16 as well, so `Trainer` adds up the gradients of all ranks in bf16. That halves the bytes, and with many
+# ranks it loses digits. Transformers 5.23 has no setting for it.
 #
 # ## Checkpoints of LoRA
 #
@@ -785,8 +786,8 @@ def accumulate(model, parts):                   # each rank would step with its 
 # | `fsdp=True`, and each rank holds the whole model | Accelerate does not switch FSDP on for this type of device, and says nothing | look at `trainer.is_fsdp_enabled` |
 # | `AcceleratorState has already been initialized` | Accelerate keeps its state in the process, and the last run had another precision | a new process for each run |
 # | losses differ from step 1 on | other samples (`Trainer` shuffles by its own seed), or a mean of means | `train_sampling_strategy="sequential"`; weigh by labels |
-# | losses differ a little from step 2 on | weight decay on norms, betas, or a schedule that was left out | set them all, see the table of defaults |
-# | with dropout, a model learns less well under `activation_checkpointing` of `fsdp_config` | Accelerate 1.15 recomputes with `preserve_rng_state=False`, so backward drops other numbers than forward | `activation_checkpointing=True` of `TrainingArguments` itself |
+# | losses differ a little from step 2 or 3 on | weight decay on norms, betas, or a schedule that was left out | set them all, see the table of defaults |
+# | with dropout, a model learns less well under `activation_checkpointing` of `fsdp_config` | Accelerate 1.15 recomputes with `preserve_rng_state=False`, so backward drops other numbers than forward | `activation_checkpointing=True` of `TrainingArguments` itself (transformers warns that this adds an all-gather in backward; without dropout keep that of `fsdp_config`) |
 #
 # ## The rule
 #
