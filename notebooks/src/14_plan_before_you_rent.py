@@ -66,7 +66,7 @@ lesson.card(
 # from fsdp_utils import plan, shard
 # from fsdp_utils.lessons.meter import Meter
 #
-# config = LlamaConfig(vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=8,
+# config = LlamaConfig(vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
 #                      num_attention_heads=4)
 # rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])      # set by torchrun
 # ways = {"no checkpointing": None, "each block": "full"}
@@ -83,7 +83,7 @@ lesson.card(
 #     model = shard(LlamaForCausalLM(config).to(device), mesh=mesh, checkpointing=way)
 #     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 #     torch.manual_seed(1 + rank)                              # other samples on each rank
-#     for step in range(3):
+#     for step in range(2):
 #         ids = torch.randint(512, (4, 256), device=device)    # your data
 #         states = [tensor for state in optimizer.state.values() for tensor in state.values()]
 #         with Meter([*model.parameters(), *states]) as meter:
@@ -97,13 +97,13 @@ lesson.card(
 # dist.destroy_process_group()
 # ```
 # ```text
-# no checkpointing: 16 bytes per parameter 7 MiB, planned 102 MiB, measured 102
-# each block: 16 bytes per parameter 7 MiB, planned 26 MiB, measured 26
+# no checkpointing: 16 bytes per parameter 4 MiB, planned 56 MiB, measured 56
+# each block: 16 bytes per parameter 4 MiB, planned 22 MiB, measured 22
 # ```
 #
-# The rule of thumb, 16 bytes for each parameter shared by all ranks, says 7 MiB. The ranks held 102, and the
-# plan said so before they existed. Checkpointing saves three quarters of it, as planned. The rest of the
-# lesson shows what is in a plan of a real size, and how far it can be wrong.
+# The rule of thumb, 16 bytes for each parameter shared by all ranks, says 4 MiB. The ranks held 56, and the
+# plan said so before they existed. Checkpointing saves 34 of them, as planned. The rest of the lesson shows
+# what is in a plan of a real size, and how far it can be wrong.
 #
 # ## One plan
 #
@@ -134,7 +134,7 @@ print(on_8)
 # - **allocated** is what tensors take, **reserved** what PyTorch's allocator holds for them. The room is what CUDA
 #   offers on this GPU less 2 GiB for the CUDA context and NCCL's buffers, a cautious choice.
 # - The **verdict** allows for the error of the middle 80% of such predictions. "fits": 1.12 times the reserved memory is within the
-#   room. "does not fit": 0.83 times the allocated memory is not. "tight": anything between. (`plan.fits` and
+#   room. "does not fit": 0.83 times the allocated memory is not. "tight": anything between. (`on_8.fits` and
 #   `search`, which looks for the fewest GPUs, compare without a margin. Decide by the verdict.)
 # - **by the GPU's rates** is the *roofline*: each kernel and collective at the best rate that is known for the GPU
 #   and its links. **only send** is *exposed communication*, which no computation hides. **MFU** is the share of the
