@@ -37,14 +37,14 @@ MOST_LINES = {
     "checkpoint": 2570,  # 1760
     "child_tuning": 568,  # 495
     "collectives": 1993,  # 1980
-    "distributed": 1030,  # 880
+    "distributed": 1033,  # 880
     "integrations": 421,  # 275
     "migration": 695,  # 660
     "planner": 1916,  # 1760
     "pretrained": 511,  # 495
     "sharding": 1125,  # 770
     "train": 1100,
-    "all together": 17_549,  # 15,000
+    "all together": 17_552,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

@@ -95,6 +95,8 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
                 on_rank = f"{__name__}:_call_function", rank, directory, world_size, call, timeout
                 ranks.append(rank_processes.start_rank(method, *on_rank))
             _receive_all(ranks, _START_LIMIT_S, directory, during_start=True)
+            for rank in ranks:
+                rank.send("go")
             packed = _receive_all(ranks, timeout, directory)
             results = [_loads(rank, result) for rank, result in enumerate(packed)]
             for rank in ranks:
@@ -214,6 +216,7 @@ def _call_function(
         limit = timedelta(seconds=timeout + _START_LIMIT_S)  # the caller's timeout comes first
         dist.init_process_group("gloo", store, limit, world_size, rank)
         send("ready", None)
+        pipe.recv()  # all are connected: fn may destroy the group at once
         faulthandler.dump_traceback_later(timeout, file=(directory / f"stack_{rank}").open("w"))
         fn, args = cloudpickle.loads(call)
         message = "result", cloudpickle.dumps(fn(*args))
