@@ -348,7 +348,7 @@ def my_rows(saved, rank, world):                    # rows of the weight, not of
 # | the optimizer's state | the loss jumps from the second step on ([lesson 3](03_full_state_dict.ipynb)) | `optimizer` |
 # | the step | samples are repeated | `step=` |
 # | the learning-rate schedule | the rate starts again | `state={"scheduler": scheduler}` |
-# | random numbers, of each rank | dropout differs from the run that never stopped | `per_rank={"random": torch.get_rng_state()}` |
+# | random numbers, of each rank | dropout differs from the run that never stopped | `per_rank={"random": torch.get_rng_state()}`, on a GPU also `"cuda": torch.cuda.get_rng_state()`; set both after loading |
 # | the data loader's position, of each rank | samples are repeated or left out | `per_rank={"loader": loader.state_dict()}`, with torchdata's `StatefulDataLoader` |
 #
 # `optimizer.state_dict()` numbers the parameters instead of naming them, so it belongs to one order of

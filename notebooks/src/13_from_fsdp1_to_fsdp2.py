@@ -115,14 +115,16 @@ lesson.card(
 #
 # The losses are equal, and so are the gathers. But FSDP1 reduces a gradient of the whole flat parameter, with
 # zeros for `spare`, and AdamW decays `spare` (0.0313 before; `weight_decay` is a thousand times the default,
-# so that five steps show it), because a gradient of zeros is a gradient. FSDP2 leaves out what has none.
+# so that five steps show it), because a gradient of zeros is a gradient. FSDP2 leaves out what has none; if
+# ranks differ in what they use, call `model.set_reduce_scatter_unused_params(True)`, or their reduce-scatters
+# do not match.
 #
 # ## One table, by FSDP1's name
 #
 # | FSDP1 | FSDP2 |
 # |:--|:--|
 # | `FSDP(model, auto_wrap_policy=…)` | `fully_shard` on each block, then on the model, in place ([lesson 1](01_transformer_wrapper.ipynb)) |
-# | `FULL_SHARD`, `SHARD_GRAD_OP` | `reshard_after_forward=True`, `False` (on each call: it is not passed on) |
+# | `FULL_SHARD`, `SHARD_GRAD_OP` | nothing (the default keeps the root gathered after forward, as FSDP1 does); `reshard_after_forward=False` on each call: it is not passed on |
 # | `HYBRID_SHARD`, `_HYBRID_SHARD_ZERO2` | a 2-D mesh, with the two values above ([lesson 6](06_sharding_strategies.ipynb)) |
 # | `NO_SHARD` | `DistributedDataParallel` |
 # | `process_group=`, `device_mesh=`; `device_id=` | `mesh=`; `torch.cuda.set_device` before |
