@@ -15,9 +15,7 @@ RUN = {"ranks": 2, "begun": 0, "points": [(2, 0), (5, 17)], "ended": 5, "killed"
 # each takes a number that it draws
 FIGURES: dict[str, Callable[[int], Any]] = {
     "shards": lambda n: plots.shards({"flat": {"weight": [n, 3], "bias": [0, 2]}, "by row": SHARDS}),
-    "units": lambda n: plots.units({"one": [9], "blocks": [n, 4, 4]}),
     "alive": lambda n: plots.alive({"one": [0, 100, 0], "many": [0, 20, 30 + n, 0]}, whole_model=100),
-    "losses": lambda n: plots.losses({"one process": [3, 2, n], "by hand": [3, 2, n]}),
     "layers": lambda n: plots.layers(
         {"one": {"a": "x", "b": str(n)}, "two": {"a": "y", "b": "z"}}, above=["all"], below=["torch"], alt="a"
     ),

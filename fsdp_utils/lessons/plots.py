@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 from PIL import Image as PillowImage
 
 # Told apart with any kind of colour vision (Okabe and Ito, "Color Universal Design", 2008).
@@ -160,24 +159,6 @@ def shards(layouts: Mapping[str, Mapping[str, Sequence[int]]]) -> Image:
 
 
 @in_look
-def units(ways: Mapping[str, Sequence[int]]) -> Image:
-    """Draw the FSDP units of a model for several ways of wrapping it; the root's is grey.
-
-    Args:
-        ways: By the name of a way to wrap: the elements in each unit, the root's first.
-    """
-    fig, (axes,) = figure(width=8.0, height=0.42 * len(ways) + 0.9)
-    for row, sizes in enumerate(ways.values()):
-        shares = [size / sum(sizes) for size in sizes]
-        texts = ["root" if shares[0] > 0.12 else "", *[""] * (len(sizes) - 1)]
-        _bar(axes, row, shares, [FAINT, *[_color(row)] * (len(sizes) - 1)], texts=texts, linewidth=1.2)
-        axes.text(1.01, row, f"{len(sizes)} units" if len(sizes) > 1 else "1 unit", va="center")
-    _rows(axes, list(ways))
-    axes.set(xlim=(0, 1.12), xlabel="all parameters of the model")
-    return show(fig, alt=f"The units of one model under each way to wrap it: {', '.join(ways)}.")
-
-
-@in_look
 def amounts(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, unit: str, alt: str = "") -> Image:
     """Draw several amounts of the same ways to train, each in a panel with its scale.
 
@@ -225,25 +206,6 @@ def alive(curves: Mapping[str, Sequence[int]], *, whole_model: int) -> Image:
         axes.tick_params(length=0)
     panels[0].set_ylabel("full parameters, % of model")
     return show(fig, alt=f"Share of the model that is whole during a step: {', '.join(curves)}.")
-
-
-@in_look
-def losses(curves: Mapping[str, Sequence[float]]) -> Image:
-    """Draw the loss curves of several ways of training over each other.
-
-    Args:
-        curves: By the name of a way to train: the loss of each step, of which the first is called step 1.
-            The first way is drawn as a broad band for the others to lie on.
-    """
-    fig, (axes,) = figure(width=6.5, height=2.8)
-    band: dict[str, Any] = {"color": FAINT, "linewidth": 9, "solid_capstyle": "round"}
-    for index, (name, values) in enumerate(curves.items()):
-        line = {"color": _color(index - 1), "linewidth": 2, "linestyle": ("-", "--", ":")[index - 1]}
-        axes.plot(range(1, len(values) + 1), values, label=name, **(line if index else band))
-    axes.set(xlabel="step", ylabel="loss")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
-    return show(fig, alt=f"Loss over steps of {', '.join(curves)}.")
 
 
 @in_look

@@ -236,8 +236,8 @@ def _notes(uncounted: list[str], differs: list[str], setting: Setting) -> list[s
         "how far off this prediction may be is unknown: none of the published runs that tell plan's error "
         f"has {' or '.join(differs)}": differs,
         f"of {rates.RUNS[kind]} published {kind} runs, 80% took {low:.2f} to {high:.2f} times the predicted "
-        f"step; of {rates.RUNS['memory']} that tell their memory, 80% took {least:.2f} to {most:.2f} times "
-        "the predicted": not differs,
+        f"step; of {rates.RUNS['memory']} published runs, eager and compiled, that tell their memory, "
+        f"80% took {least:.2f} to {most:.2f} times the predicted": not differs,
     }
     return [text for text, applies in texts.items() if applies]
 

@@ -303,7 +303,7 @@ Table(
 from fsdp_utils.lessons.sliders import Axis, Point, Stack, explore
 
 GIB = 8e9 / 2**30  # one byte for each of 8 billion parameters
-COMPLETE = {"DDP": 0, "ZeRO-2": 1, "FULL_SHARD": 3 / 32, "HYBRID_SHARD": 3 / 32}  # of the model
+COMPLETE = {"DDP": 0, "ZeRO-2": 34 / 32, "FULL_SHARD": 3 / 32, "HYBRID_SHARD": 3 / 32}  # of the model
 
 
 def calculated(hosts, per_host, strategy):
@@ -318,7 +318,7 @@ explore(
     "calculated: 8 billion parameters, before activations",
     [Axis("hosts", [1, 2, 4, 8, 32, 64], start=1), Axis("ranks per host", [1, 2, 4, 8], start=3),
      Axis("strategy", NAMES, start=2)],
-    Stack("held by a rank", "GiB", {"state": plots.RANK_COLORS[0], "complete units, bf16": plots.RANK_COLORS[1]},
+    Stack("held by a rank", "GiB", {"state": plots.RANK_COLORS[0], "complete units and buffers, bf16": plots.RANK_COLORS[1]},
           upto=140, limit=80, limit_name="80 GiB"),
     calculated, scalars={"leave a host in a step": "GiB"}, over="strategy",
 )
@@ -584,13 +584,11 @@ def accumulated(accumulate):
     with record_collectives(model) as trace:
         accumulate(model, [batch(number) for number in range(4)])
     left = sum(unit.is_unsharded for unit in units)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for part in [*model, model]:
-        part.reshard()
+    gradients = [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
     once = record(fsdp(flat, False)).bytes_by_kind()  # one gather, one reduction
     counts = {kind: round(trace.bytes_by_kind().get(kind, 0) / once[kind], 2) for kind in once}
     found = {"forward passes": len(kept), **counts, "MiB of gradients kept": round(max(kept, default=0), 1)}
-    return {**found, "units left complete": left}, [p.full_tensor() for p in model.parameters()]
+    return {**found, "units left complete": left}, gradients
 
 
 # %% tags=["accumulation"]
@@ -606,15 +604,15 @@ def without_sync(model, batches):
         (model(x).square().mean() / len(batches)).backward()
 
 
-(synced, weights), (not_synced, same) = accumulated(with_sync), accumulated(without_sync)
-torch.testing.assert_close(weights, same)
+(synced, gradients), (not_synced, same) = accumulated(with_sync), accumulated(without_sync)
+torch.testing.assert_close(gradients, same, rtol=1e-3, atol=1e-9)
 
 # %%
 both = {"after each": ranks.get("synced")[0], "after the last": ranks.get("not_synced")[0]}
 Table(["FULL_SHARD, reduced", *both["after each"]], [[name, *found.values()] for name, found in both.items()])
 
 # %% [markdown]
-# The weights after the step are equal. The price of three reductions less: each rank keeps **complete**
+# The gradients are equal up to rounding. The price of three reductions less: each rank keeps **complete**
 # gradients between micro-batches, 2 MiB in place of 0.5. For 26 billion parameters on 16 ranks that is 48 GiB
 # in bf16 (97 with `reduce_dtype=torch.float32`), in place of 6: the shards of gradients have the dtype of the
 # stored parameters, here float32 (3 if these are bf16). And the eight gathers stay, two for each micro-batch,
@@ -643,15 +641,17 @@ Table(["FULL_SHARD, reduced", *both["after each"]], [[name, *found.values()] for
     "reduce_scatter": exactly(1, less="Gradients were not reduced: the last backward has to do it.",
                               more="Gradients are reduced more than once: only the last backward should do it."),
     "units left complete": exactly(0, "Units are left complete: the next forward would use these old parameters."),
-    "parameters that differ after the step": exactly(0, "The weights differ from those above: is each loss divided by four?"),
+    "gradients that differ": exactly(0, "They differ from those above: is each of the four losses divided by four?"),
 }, returns=False)
 def score_once(my_accumulate):
     found, mine = accumulated(my_accumulate)
     if not found["forward passes"]:
         raise NotYet("`my_accumulate` has not run the model.")
-    differ = sum(not torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(mine, weights))
+    differ = sum(
+        a is None or not torch.allclose(a, b, rtol=1e-3, atol=1e-9) for a, b in zip(mine, gradients)
+    )
     ready = found["reduce_scatter"] == 1 and found["units left complete"] == 0
-    return {**found, "parameters that differ after the step": differ if ready else None}
+    return {**found, "gradients that differ": differ if ready else None}
 
 
 # %%
@@ -725,7 +725,15 @@ def my_accumulate(model, batches):
         (model(x).square().mean() / 4).backward()
 
 
-# %% tags=["wrong"] turn=2 says="is each loss divided by four"
+# %% tags=["wrong"] turn=2 says="They differ from those above"
+def my_accumulate(model, batches):              # the gradients of the first two alone
+    model.set_reshard_after_forward(False)
+    for number, x in enumerate(batches):
+        model.set_requires_gradient_sync(number == 3)
+        model.set_reshard_after_backward(number == 3)
+        (model(x).square().mean() / 2 * (number < 2)).backward()
+
+# %% tags=["wrong"] turn=2 says="divided by four"
 def my_accumulate(model, batches):
     model.set_reshard_after_forward(False)
     for number, x in enumerate(batches):

@@ -511,7 +511,6 @@ def old_step(model, optimizer):
 # %%ranks
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils.lessons.meter import Meter
 from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
 
 
@@ -523,17 +522,19 @@ def run_steps(make, take):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     norms = []
     for _ in range(4):
-        with Meter() as meter:
+        with record_collectives(model) as trace:
             norm = take(model, optimizer)
         if norm is None:
             raise NotYet("Return the norm of the gradients from `my_step`.")
         norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
     loss = step(model, 2)
     dist.all_reduce(loss)
-    return norms, loss.item() / world, (meter.all_gathers, meter.reduce_scatters, round(meter.gathered_bytes / 1024))
+    of_kind = {kind: [e.bytes for e in trace.collectives if e.kind == kind] for kind in ("all_gather", "reduce_scatter")}
+    counts = [count for sizes in of_kind.values() for count in (len(sizes), round(sum(sizes) / 1024))]
+    return norms, loss.item() / world, counts
 
 
-old_norms, old_loss, (GATHERS, SCATTERS, KIB) = run_steps(old_model, old_step)
+old_norms, old_loss, (GATHERS, GATHERED, SCATTERS, REDUCED) = run_steps(old_model, old_step)
 
 
 @turn(1, {
@@ -542,16 +543,18 @@ old_norms, old_loss, (GATHERS, SCATTERS, KIB) = run_steps(old_model, old_step)
         more="Parameters are freed too early: gather each unit once in a step.",
     ),
     "reduce-scatters in a step": exactly(SCATTERS, "Gradients should be reduced once for each unit and step."),
-    "gathered KiB": exactly(KIB, less="Something is not gathered.", more="More bytes than in bf16, once for each parameter."),
+    "reduced KiB": exactly(REDUCED, less="Gradients are reduced in bf16: `reduce_dtype`.", more="More is reduced than once."),
+    "gathered KiB": exactly(GATHERED, less="Something is not gathered.", more="More bytes than in bf16, once for each parameter."),
     "norms that differ": exactly(0, "The norm is not that of both batches, over all ranks, before clipping."),
     "the loss at the end agrees": exactly(True, "The trained model differs: are the gradients clipped before the step?"),
 })
 def score_steps(my_model, my_step):
-    norms, loss, (gathers, scatters, kib) = run_steps(my_model, my_step)
+    norms, loss, (gathers, gathered, scatters, reduced) = run_steps(my_model, my_step)
     return {
         "all-gathers in a step": gathers,
         "reduce-scatters in a step": scatters,
-        "gathered KiB": kib,
+        "reduced KiB": reduced,
+        "gathered KiB": gathered,
         "norms that differ": sum(not abs(a - b) <= 0.02 * a for a, b in zip(old_norms, norms)),
         "the loss at the end agrees": abs(old_loss - loss) < 0.01 * old_loss,
     }
@@ -676,6 +679,20 @@ def my_step(model, optimizer):
 # %% tags=["wrong"] turn=1 says="More bytes than in bf16"
 def my_model():
     return fsdp2(build(), reshard_after_forward=False)
+
+def my_step(model, optimizer):
+    for number, last in ((0, False), (1, True)):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        step(model, number)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+# %% tags=["wrong"] turn=1 says="reduced in bf16"
+def my_model():
+    return fsdp2(build(), mp_policy=MixedPrecisionPolicy(torch.bfloat16), reshard_after_forward=False)
 
 def my_step(model, optimizer):
     for number, last in ((0, False), (1, True)):

@@ -474,7 +474,8 @@ COUNT = sum(p.requires_grad for p in finetune.lora().parameters())
         COUNT, less="The optimizer lacks adapters of the sharded model: `shard` replaces the parameters, so make "
         "it afterwards, of all adapters."
     ),
-    "losses as with PEFT's own freezing": exactly(True, "The losses differ: are LR, BETAS and weight_decay as in `adamw`?"),
+    "lr, betas and weight decay of `adamw`": exactly(True, "`adamw` has `lr=LR`, `betas=BETAS` and `weight_decay=0.0`."),
+    "losses as with PEFT's own freezing": exactly(True, "The losses differ from those of the same adapters above."),
 })
 def score_adapters(prepare):
     model = finetune.lora().to(device).requires_grad_(True)
@@ -490,8 +491,11 @@ def score_adapters(prepare):
     if all(one == [True, COUNT, COUNT] for one in everyone):    # else the steps would hang, or mean nothing
         losses = [plain_step(model, optimizer, share(step))[0] for step in range(4)]
         right = all(abs(mine - of[0]) < 1e-4 for mine, of in zip(losses, runs["a loop of your own", "lora"][0]))
+    of_adamw = {"lr": LR, "betas": BETAS, "weight_decay": 0.0}
+    same = all(tuple(group[key]) == value if key == "betas" else group[key] == value
+               for group in optimizer.param_groups for key, value in of_adamw.items())
     names = ("the model is sharded", "tensors that require a gradient", "of them, in the optimizer")
-    return {**dict(zip(names, found)), "losses as with PEFT's own freezing": right}
+    return {**dict(zip(names, found)), "lr, betas and weight decay of `adamw`": same, "losses as with PEFT's own freezing": right}
 
 # %%
 # %%turn 1
@@ -535,6 +539,12 @@ def prepare(model):                             # the optimizer before sharding
     optimizer = adamw(model)
     shard(model)
     return optimizer
+
+# %% tags=["wrong"] turn=1 says="weight_decay=0.0"
+def prepare(model):                             # torch's default weight decay
+    [p.requires_grad_("lora_" in name) for name, p in model.named_parameters()]
+    shard(model)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, betas=BETAS)
 
 # %% tags=["wrong"] turn=1 says="has not sharded the model"
 def prepare(model):
