@@ -16,7 +16,6 @@ CASES = [  # a program, the package that it misses, and the extra that has it
     ("from fsdp_utils.lessons import plots", "IPython", "notebooks"),
     ("from fsdp_utils.lessons import plots", "matplotlib", "notebooks"),
     ("from fsdp_utils.lessons import tasks", "transformers", "notebooks"),
-    ("from fsdp_utils.lessons import tasks; tasks.digits_vit()", "sklearn", "notebooks"),
     (
         "from fsdp_utils.allocator import *; simulate_allocator(AllocationTrace()).plot()",
         "matplotlib",

@@ -1,4 +1,4 @@
-"""The tasks are seeded, split without leakage, cut fairly among ranks, and can be learnt."""
+"""The task is seeded, split without leakage, cut fairly among ranks, and can be learnt."""
 
 import pytest
 import torch
@@ -6,18 +6,14 @@ import transformers
 
 from fsdp_utils.lessons import tasks
 
-TASKS = {"vit": tasks.digits_vit, "t5": tasks.dates_t5, "llama": tasks.dates_llama}
+
+@pytest.fixture
+def task() -> tasks.Task:
+    return tasks.dates_llama()
 
 
-@pytest.fixture(params=TASKS)
-def task(request: pytest.FixtureRequest) -> tasks.Task:
-    return TASKS[request.param]()
-
-
-def rows(data: dict[str, torch.Tensor]) -> set[tuple[float, ...]]:
-    inputs = data.get("pixel_values", data.get("input_ids"))
-    assert inputs is not None
-    return {tuple(row.tolist()) for row in inputs.flatten(1).float()}
+def rows(data: dict[str, torch.Tensor]) -> set[tuple[int, ...]]:
+    return {tuple(row.tolist()) for row in data["input_ids"]}
 
 
 def test_every_build_has_the_same_weights_and_leaves_the_seed_alone(task: tasks.Task) -> None:
@@ -80,15 +76,13 @@ def test_accuracy_counts_the_answers_characters_alone() -> None:
     assert [tasks.dates_llama().accuracy(Oracle(off)) for off in (0, 1)] == [1, 0]
 
 
-@pytest.mark.parametrize(("name", "steps", "least"), [("vit", 60, 0.5), ("t5", 40, 0.5), ("llama", 40, 0.35)])
-def test_a_few_steps_teach_something_that_holds_for_the_test(name: str, steps: int, least: float) -> None:
-    task = TASKS[name]()
+def test_a_few_steps_teach_something_that_holds_for_the_test(task: tasks.Task) -> None:
     model = task.build()
     before = task.accuracy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for step in range(steps):
+    for step in range(40):
         optimizer.zero_grad()
         model(**task.batch(step)).loss.backward()
         optimizer.step()
     assert before < 0.2
-    assert task.accuracy(model) > least
+    assert task.accuracy(model) > 0.35

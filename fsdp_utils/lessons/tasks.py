@@ -1,6 +1,6 @@
-"""Small training tasks: digits for a ViT, dates for a T5 and for a Llama.
+"""A small training task: dates for a Llama.
 
-Each task is seeded, needs no download, and keeps test samples that training never sees.
+It is seeded, needs no download, and keeps test samples that training never sees.
 """
 
 import datetime
@@ -14,13 +14,10 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdp_utils._extras import need
-
 SEED = 0
 BATCH = 24  # divides evenly among 2, 3, 4, 6, 8, 12 and 24 ranks
 IGNORED = -100  # a label that the loss of transformers' models leaves out
 
-DIGITS_FOR_TEST = 360
 DATES, DATES_FOR_TEST = 800, 100
 FIRST_DAY, LAST_DAY = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
 MONTHS = (
@@ -88,52 +85,6 @@ class Task:
         if self.predicts_next:
             predicted, labels = predicted[:, :-1], labels[:, 1:]
         return (predicted == labels)[labels != IGNORED].float().mean().item()
-
-
-def digits_vit() -> Task:
-    """Digit classification: scikit-learn's 1,797 images of 8 by 8 pixels, for a vision transformer.
-
-    Returns:
-        The task, with pixel_values f32[n, 1, 8, 8] from -1 to 1 and labels i64[n].
-    """
-    images, labels = need("sklearn.datasets", "notebooks").load_digits(return_X_y=True)
-    pixels = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 8 - 1  # scikit-learn's go from 0 to 16
-    data = {"pixel_values": pixels, "labels": torch.from_numpy(labels).long()}
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED))
-    sizes: Any = {
-        "hidden_size": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-    }
-    digits: Any = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 10}
-    # the usual initializer_range, 0.02, suits a width of 768: at 64 the model learns nothing at first
-    config = transformers.ViTConfig(**sizes, **digits, initializer_range=0.1)
-    return Task(
-        build=_builder(transformers.ViTForImageClassification, config),
-        train={name: tensor[order[DIGITS_FOR_TEST:]] for name, tensor in data.items()},
-        test={name: tensor[order[:DIGITS_FOR_TEST]] for name, tensor in data.items()},
-    )
-
-
-def dates_t5() -> Task:
-    """Dates for an encoder-decoder: "7 march 1998" becomes "1998-03-07".
-
-    Returns:
-        The task, with input_ids and attention_mask i64[n, source] and labels i64[n, target].
-    """
-
-    def encode(pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
-        sources = _characters([source for source, _ in pairs])
-        answers = _characters([answer for _, answer in pairs])
-        labels = answers.masked_fill(answers == PAD, IGNORED)
-        return {"input_ids": sources, "attention_mask": (sources != PAD).long(), "labels": labels}
-
-    sizes: Any = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 2, "num_heads": 4}
-    start: Any = {"decoder_start_token_id": PAD}
-    config = transformers.T5Config(**sizes, **start, **TOKENS, dropout_rate=0.0)
-    train, test = date_pairs()
-    return Task(_builder(transformers.T5ForConditionalGeneration, config), encode(train), encode(test))
 
 
 def dates_llama() -> Task:
