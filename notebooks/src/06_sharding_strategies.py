@@ -774,7 +774,7 @@ def my_accumulate(model, batches):
 # | ZeRO-0 | nothing | `NO_SHARD` (deprecated: DDP) | DDP |
 # | ZeRO-1 | optimizer state | none | turn 2 |
 # | ZeRO-2 | and gradients | `SHARD_GRAD_OP` | `reshard_after_forward=False` |
-# | ZeRO-3 | and parameters | `FULL_SHARD` | `reshard_after_forward=True` |
+# | ZeRO-3 | and parameters | `FULL_SHARD` | the default |
 # | [ZeRO++](https://arxiv.org/abs/2306.10209) hpZ | backward gathers within the host | none | `reshard_after_forward=` ranks per host |
 # | [MiCS](https://arxiv.org/abs/2205.00119) | within a group of ranks | `HYBRID_SHARD` | a mesh of two dimensions |
 #
