@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_utils.lessons import progress, your_turn
+from fsdp_utils.lessons import lesson, progress, your_turn
 from fsdp_utils.lessons.your_turn import Goal, Measured, Verdict, at_most, exactly
 from tests.notebook_kernel import Notebook
 
@@ -82,7 +82,7 @@ def test_a_turn_in_the_notebook_needs_no_ranks(notebook: Notebook) -> None:
     notebook.run(
         "from fsdp_utils.lessons.your_turn import Picture, exactly, turn\n"
         "@turn(3, {'eight': exactly(8, 'Count again.')})\n"
-        "def score(mine): return {'eight': mine(), 'picture': Picture('losses', [{'yours': [2.0, 1.0]}])}"
+        "def score(mine): return {'eight': mine(), 'picture': Picture('alive', [{'yours': [0, 1]}], {'whole_model': 1})}"
     )
     right = notebook.run("%%turn 3\ndef mine(): return 8")
     assert "Right." in right.shown
@@ -136,6 +136,14 @@ def test_solved_turns_are_kept_and_counted(tmp_path: Path, monkeypatch: pytest.M
     ]
     (tmp_path / progress.FILE).write_text("not json")
     assert progress.read(tmp_path) == {}
+
+
+def test_the_card_of_lesson_0_counts_the_turns_of_all_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_TRY_ANSWERS", "1")  # as if none were solved
+    monkeypatch.setattr(your_turn, "register_magic", lambda: None)
+    first, second = (lesson.card(n, learn="a", needs="b", minutes=(1, 2, 3)).data for n in (0, 1))
+    assert "All lessons: 0 of 36 turns solved." in first
+    assert "All lessons" not in second
 
 
 def test_answers_are_found_in_a_source() -> None:

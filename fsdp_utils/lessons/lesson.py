@@ -12,7 +12,7 @@ from fsdp_utils.lessons.progress import NOTEBOOKS
 
 
 def card(number: int, *, learn: str, needs: str, minutes: tuple[int, int, int], ranks: str = "") -> Markdown:
-    """Show what a lesson teaches, needs and takes, and how many of its turns are solved.
+    """Show what a lesson teaches, needs and takes, and how many of its turns are solved; 0 counts all turns.
 
     Args:
         number: Number of the lesson.
@@ -25,7 +25,10 @@ def card(number: int, *, learn: str, needs: str, minutes: tuple[int, int, int], 
     takes = f"{to_run} to run, {to_read} to read, {turns} for the turns · {progress.begin(number)}"
     fields = [learn, needs, ranks or "4 (2 or 3 work: set `FSDP_RANKS`)", takes]
     head = "| learn | needs | ranks | minutes |\n| :-- | :-- | :-- | :-- |"
-    return Markdown(f"{head}\n| {' | '.join(fields)} |")
+    of_all = ""
+    if number == 0:
+        of_all = f"\n\nAll lessons: {progress.progress().note} `make progress` shows which."
+    return Markdown(f"{head}\n| {' | '.join(fields)} |{of_all}")
 
 
 def read_claims(folder: Path = NOTEBOOKS) -> list[dict[str, Any]]:
