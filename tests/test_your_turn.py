@@ -81,8 +81,9 @@ def test_without_its_set_up_the_cell_says_what_to_run(notebook: Notebook) -> Non
 def test_a_turn_in_the_notebook_needs_no_ranks(notebook: Notebook) -> None:
     notebook.run(
         "from fsdp_utils.lessons.your_turn import Picture, exactly, turn\n"
+        "drawn = Picture('alive', [{'yours': [0, 1]}], {'whole_model': 1})\n"
         "@turn(3, {'eight': exactly(8, 'Count again.')})\n"
-        "def score(mine): return {'eight': mine(), 'picture': Picture('alive', [{'yours': [0, 1]}], {'whole_model': 1})}"
+        "def score(mine): return {'eight': mine(), 'picture': drawn}"
     )
     right = notebook.run("%%turn 3\ndef mine(): return 8")
     assert "Right." in right.shown
