@@ -107,6 +107,23 @@ def test_equal_calls_from_two_lines_are_found_while_both_go_on(ranks):
     assert [bool(printed) for *_, printed in results] == [True] + [False] * (ranks - 1)
 
 
+def branch_with_a_late_rank() -> tuple[str, float, str, str]:
+    def program() -> None:
+        time.sleep(0.9 if dist.get_rank() == 2 else 0.0)
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.zeros(1))  # the better loss
+        else:
+            dist.all_reduce(torch.ones(1))  # the usual one
+
+    return told(program)
+
+
+def test_the_report_waits_for_the_call_of_a_rank_that_is_a_little_late():
+    for error, *_ in run_on_ranks(branch_with_a_late_rank, world_size=3, timeout=60):
+        assert "  ranks 1, 2: all_reduce of float32[1] by SUM, at test_in_step.py:" in error
+        assert "has not called it" not in error
+
+
 SUM = "  rank 0: all_reduce of float32[2, 3] by SUM"
 WRONG = {
     "dtype": (SUM, "  rank 1: all_reduce of int32[2, 3] by SUM"),

@@ -36,7 +36,7 @@ MOST_LINES = {
     "torch_internals": 440,
     "checkpoint": 2570,  # 1760
     "child_tuning": 568,  # 495
-    "collectives": 1993,  # 1980
+    "collectives": 1999,  # 1980
     "distributed": 1033,  # 880
     "integrations": 421,  # 275
     "migration": 695,  # 660
@@ -44,7 +44,7 @@ MOST_LINES = {
     "pretrained": 511,  # 495
     "sharding": 1125,  # 770
     "train": 1100,
-    "all together": 17_468,  # 15,000
+    "all together": 17_474,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from fsdp_utils.collectives.call_site import CallSite
 from fsdp_utils.distributed.agreement import rank_names
 
+LATE_S = 1.0  # a parting is not reported for so long while a rank may yet publish its call
 SILENT_S = 3.0  # a rank that has published nothing for so long is said not to answer
 
 
@@ -33,6 +34,7 @@ class CallsOfRanks:
         self._last: dict[int, str] = {}
         self._keys: dict[tuple[int, str], str] = {}  # by rank and its name of a process group
         self._members: dict[str, list[int]] = {}  # by process group
+        self._parted_at = float("inf")  # when a parting was seen first
         self._compared: Counter[str] = Counter()  # calls of each group that all ranks agree on
         self._calls: dict[str, dict[int, list[CallSite]]] = {}  # those after them, by group and rank
         self._sites: dict[int, dict[int, CallSite]] = defaultdict(dict)  # by rank and its number
@@ -83,6 +85,11 @@ class CallsOfRanks:
         sizes = _other_sizes([sites[rank] for rank in members], members) if has_sizes else []
         if same_call and same_line and not absent and not sizes:
             return Finding("")
+        gone = [rank for rank in absent if self.left[rank]]
+        if len(gone) < len(absent) and (gone or not (same_call and same_line)):
+            self._parted_at = min(self._parted_at, time.monotonic())
+            if time.monotonic() < self._parted_at + LATE_S:
+                return Finding("")
         of = "all ranks" if len(members) == self._world_size else f"the group of {rank_names(members)}"
         title = f"collective {self._compared[group] + number + 1} of {of}"
         ranks_of: dict[str, list[int]] = defaultdict(list)
@@ -91,7 +98,6 @@ class CallsOfRanks:
         lines = [f"  {rank_names(ranks)}: {words}" for words, ranks in ranks_of.items()]
         lines += [f"  rank {rank}: {self._without_it(rank)}" for rank in absent] + sizes
         if same_call and same_line and absent:
-            gone = [rank for rank in absent if self.left[rank]]
             text = f"{title} waits for {rank_names(gone or absent)}."
             return Finding("\n".join([text, *lines]), bool(gone), gone)
         if same_call and not sizes:

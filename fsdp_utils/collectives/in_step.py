@@ -59,7 +59,7 @@ def check_in_step(*, after_s: float = 10.0, by_line: bool = True) -> Iterator[In
     The ranks part where the kind, the dtype, the shape (without dimensions of size 1), the reduce operation,
     the root or FSDP2's unit of a call differs, where an all_to_all gives a rank another number of elements
     than it takes, where equal calls come from different lines, or where a rank leaves the block while others
-    wait in a collective for it. Rank 0 then prints a report to stderr, within about a second, and each rank
+    wait in a collective for it. Rank 0 then prints a report to stderr within about two seconds, and each rank
     raises it at its next collective or at the end of the block, or when the collective that it waits in ends:
     at the latest at the time-out of its process group. `run_on_ranks` raises it where its time ends first.
 

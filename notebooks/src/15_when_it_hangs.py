@@ -276,7 +276,7 @@ for name, found in checked.items():
 
 # %% [markdown]
 # All five, the two lies among them. (The sixth, `other_sizes`, may be ended by gloo before the ranks are
-# compared.) Rank 0 prints the report to stderr within about a second. With gloo, a rank that already waits
+# compared.) Rank 0 prints the report to stderr within about two seconds. With gloo, a rank that already waits
 # inside a collective raises it when its wait ends, at the latest at the time-out. With NCCL the watchdog ends
 # the process at the time-out, so read rank 0's stderr. Where a rank only stands still, it is reported after
 # 10 seconds, and nothing is raised. Set `timeout=` to some minutes.
@@ -285,8 +285,8 @@ for name, found in checked.items():
 # different lines of `broadcast`, `reduce`, `gather` and `scatter`; collectives of threads that the program
 # starts; and a rank that gloo ends first because too many bytes came, as in `other_sizes`. It ends a
 # *correct* program whose ranks call equal collectives from different lines, unless you pass `by_line=False`.
-# And it reports up to a second late, so the steps between the parting and the error have computed with mixed
-# data. **Afterwards, go back to a checkpoint from before.**
+# And it reports up to two seconds late, so the steps between the parting and the error have computed with
+# mixed data. **Afterwards, go back to a checkpoint from before.**
 #
 # It costs 1 to 3% of a step of 20 to 45 ms with 23 collectives (`benchmarks/in_step.py`, two CPU ranks):
 # measure it at your size before you leave it on.
