@@ -1,11 +1,13 @@
-"""Record on one GPU what only a GPU can show: does the library work there, and is the plan right?
+"""Record on one GPU what only a GPU can show: does the library work there, are plan and simulation right?
 
-    python benchmarks/gpu.py                      smoke, then planner
+    python benchmarks/gpu.py                      smoke, planner, retries
     python benchmarks/gpu.py --dry-run DIR        all of the code, with small sizes on a CPU; writes to DIR
 
-The job is one rank, by itself on the GPU (two ranks cannot share one under NCCL). Each result is written to
-notebooks/recorded/PART.json when it is measured; the same command with the same code goes on where it was
-interrupted. Needs transformers, and torch 2.11 or later. Exits with 1 on failure, 2 without a GPU.
+The job is one rank, by itself on the GPU (two ranks cannot share one under NCCL). Where memory is measured it
+may be one rank of a larger `fake` group: that group sends nothing, and FSDP2 allocates as in a real one. Each
+result is written to notebooks/recorded/PART.json when it is measured; the same command with the same code
+goes on where it was interrupted. Needs transformers, and torch 2.11 or later. Exits with 1 on failure, 2
+without a GPU.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,9 +29,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_utils
@@ -185,15 +188,19 @@ def local(tensor: Tensor) -> Tensor:
 
 # ---- planner: predicted beside measured ------------------------------------------------------------------
 
-SETTINGS = (  # layers, width, batch, length, strategy, precision, checkpointing
-    (16, 2048, 4, 2048, "full", "bf16", None),
-    (16, 2048, 4, 2048, "full", "bf16", "full"),
-    (16, 2048, 2, 2048, "full", "fp32", None),
-    (16, 2048, 1, 512, "full", "bf16", None),
-    (28, 3072, 4, 2048, "full", "bf16", "full"),
-    (28, 3072, 2, 4096, "grad_op", "bf16", "full"),
+SETTINGS = (  # ranks, layers, width, batch, length, strategy, precision, checkpointing
+    (1, 16, 2048, 4, 2048, "full", "bf16", None),
+    (1, 16, 2048, 4, 2048, "full", "bf16", "full"),
+    (1, 16, 2048, 2, 2048, "full", "fp32", None),
+    (1, 16, 2048, 1, 512, "full", "bf16", None),
+    (1, 28, 3072, 4, 2048, "full", "bf16", "full"),
+    (1, 28, 3072, 2, 4096, "grad_op", "bf16", "full"),
+    (8, 16, 2048, 4, 2048, "full", "bf16", "full"),
+    (8, 28, 3072, 4, 2048, "full", "bf16", None),
+    (8, 28, 3072, 4, 2048, "grad_op", "bf16", "full"),
+    (64, 32, 4096, 1, 4096, "full", "bf16", "full"),
 )
-TINY = ((2, 64, 2, 16, "full", "bf16", "full"),)
+TINY = ((1, 2, 64, 2, 16, "full", "bf16", "full"), (8, 2, 64, 2, 16, "grad_op", "bf16", None))
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 KINDS = ("allocated", "reserved")  # of memory
 COMPARED = {**{f"peak_{kind}_gib": kind for kind in KINDS}, "step_s": "step time"}
@@ -201,17 +208,21 @@ COMPARED = {**{f"peak_{kind}_gib": kind for kind in KINDS}, "step_s": "step time
 
 def predicted_and_measured(row: tuple[Any, ...], device: torch.device) -> Result:
     """Plan one setting before anything runs, then train ten measured steps of it (two in a dry run)."""
-    count, width, batch, length, strategy, precision, checkpointing = row
+    world, count, width, batch, length, strategy, precision, checkpointing = row
     cuda = device.type == "cuda"
     sizes: Any = {"hidden_size": width, "intermediate_size": width * 11 // 4, "num_hidden_layers": count}
     heads = dict.fromkeys(["num_attention_heads", "num_key_value_heads"], width // (128 if cuda else 32))
     config = LlamaConfig(**sizes, **heads, vocab_size=32000 if cuda else 512)
     how = {"strategy": strategy, "mp_policy": POLICIES[precision], "checkpointing": checkpointing}
     gpu = planned_gpu(device)
-    predicted = fsdp_utils.plan(config, world_size=1, batch_size=batch, seq_len=length, gpu=gpu, **how)
-    with one_rank(device):
+    shape = {"world_size": world, "batch_size": world * batch, "seq_len": length}
+    predicted = fsdp_utils.plan(config, gpu=gpu, **shape, **how)
+    with one_rank(device, world):
         measured = measured_steps(config, (batch, length), device, how)
-    return {key: [getattr(predicted, key), measured[key]] for key in COMPARED}
+    # the time of a group that sends nothing says nothing
+    return {
+        key: [getattr(predicted, key), measured[key]] for key in COMPARED if world == 1 or key != "step_s"
+    }
 
 
 def measured_steps(
@@ -220,7 +231,7 @@ def measured_steps(
     """Return the peaks in GiB and the seconds of the steps."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    fsdp_utils.shard(model, mesh=init_device_mesh(device.type, (1,)), **how)
+    fsdp_utils.shard(model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)), **how)
     model.to_empty(device=device)
     for tensor in [*model.parameters(), *model.buffers()]:
         local(tensor).normal_(std=0.02)
@@ -240,6 +251,60 @@ def measured_steps(
     stats = torch.cuda.memory_stats() if cuda else {}
     peaks = {f"peak_{kind}_gib": stats.get(f"{kind}_bytes.all.peak", 0) / GIB for kind in KINDS}
     return {**peaks, "step_s": median(seconds[2:])}
+
+
+# ---- retries: lesson 5's script, under the allocator that it simulates ------------------------------------
+
+LIMITS = (1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0, 2.1)  # GiB
+
+
+def steps_under_a_limit(gib: float, expandable: bool, sizes: Sequence[int], device: torch.device) -> Result:
+    """Train five steps of each batch size, as one rank of four that may use so much memory."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+        torch.cuda.set_per_process_memory_fraction(
+            gib * GIB / torch.cuda.get_device_properties(0).total_memory
+        )
+    try:
+        return {"batches": {size: five_steps(size, device) for size in sizes}}
+    finally:
+        if cuda:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def five_steps(batch_size: int, device: torch.device) -> Result:
+    """Return each step's retries, the seconds of the faster of the last two, and the error that ended it."""
+    count, took, error = [], [], None
+
+    def retried() -> int:
+        return torch.cuda.memory_stats()["num_alloc_retries"] if device.type == "cuda" else 0
+
+    with one_rank(device, of=4):
+        model = encoder(device, init_device_mesh(device.type, (4,)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        try:
+            for _ in range(5):
+                before, begin = retried(), time.perf_counter()
+                train(model, optimizer, torch.randn(batch_size, 256, 1024, device=device), steps=1)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                count, took = [*count, retried() - before], [*took, time.perf_counter() - begin]
+        except torch.OutOfMemoryError as raised:
+            error = type(raised).__name__
+        del model, optimizer
+    return {"retries_by_step": str(count), "step_s": min(took[3:], default=None), "error": error}
+
+
+def encoder(device: torch.device, mesh: DeviceMesh) -> Any:
+    blocks = [
+        nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True, device=device)
+        for _ in range(4)
+    ]
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    return fully_shard(nn.Sequential(*blocks), mesh=mesh)
 
 
 def planned_gpu(device: torch.device) -> str:
@@ -274,24 +339,40 @@ def smoke(device: torch.device) -> dict[str, Callable[[], Result]]:
 def planner(device: torch.device) -> dict[str, Callable[[], Result]]:
     """Are memory and time of a step what fsdp_utils.planner predicts?"""
     rows = SETTINGS if device.type == "cuda" else TINY
-    name = "{} layers of width {}, {} samples of {} tokens, strategy {}, {}, checkpointing {}".format
+    name = (
+        "{} ranks, {} layers of width {}, {} samples of {} tokens, strategy {}, {}, checkpointing {}".format
+    )
     return {name(*row): partial(predicted_and_measured, row, device) for row in rows}
 
 
-PARTS = (smoke, planner)
+def retries(device: torch.device) -> dict[str, Callable[[], Result]]:
+    """Does the real allocator retry where lesson 5's simulation says so, and what does a retry cost?"""
+    cuda = device.type == "cuda"
+    limits, sizes = (LIMITS, range(16, 33)) if cuda else ((1.8,), (1,))
+    name = "{} GiB, expandable segments {}".format
+    return {
+        name(limit, expandable): partial(steps_under_a_limit, limit, expandable, sizes, device)
+        for expandable in (False, True)
+        for limit in limits
+    }
+
+
+PARTS = (smoke, planner, retries)
 
 
 @contextlib.contextmanager
-def one_rank(device: torch.device) -> Iterator[None]:
-    """Be a process group of one rank, and leave no memory behind."""
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    limit = timedelta(seconds=60)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+def one_rank(device: torch.device, of: int = 1) -> Iterator[None]:
+    """Be the only rank of a group, or rank 0 of a larger one that sends nothing; leave no memory behind."""
+    backend = "fake" if of > 1 else "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    store = FakeStore() if of > 1 else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=0, world_size=of, timeout=timedelta(seconds=60))
     try:
         yield
     finally:
         dist.destroy_process_group()
         gc.collect()  # FSDP's modules refer to each other, and the next setting needs their memory
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def record(part: Callable[..., Any], device: torch.device, out: Path) -> list[str]:

@@ -40,7 +40,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def commit() -> str:
-    """Return the commit of this code, and whether files differ from it; "unknown" outside a repository."""
+    """Return the commit of this code, and whether files differ from it.
+
+    Outside a repository it is the environment's COMMIT, or "unknown".
+    """
     git = ["git", "-C", str(ROOT)]
     try:
         head, changed = (
@@ -48,7 +51,7 @@ def commit() -> str:
             for asked in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("COMMIT", "unknown")
     return head + (" with changes" if changed else "")
 
 
