@@ -1,6 +1,6 @@
 """Record on one GPU what only a GPU can show: does the library work there, are plan and simulation right?
 
-    python benchmarks/gpu.py                      smoke, planner, retries
+    python benchmarks/gpu.py [PART …]             smoke, planner, retries; default: all
     python benchmarks/gpu.py --dry-run DIR        all of the code, with small sizes on a CPU; writes to DIR
 
 The job is one rank, by itself on the GPU (two ranks cannot share one under NCCL). Where memory is measured it
@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -37,6 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_utils
 from benchmarks.machine import RECORDED, commit, keep, table
+from fsdp_utils.allocator import record_allocations
 from fsdp_utils.planner import GPUS
 
 Result = dict[str, Any]
@@ -73,6 +75,27 @@ def a_recording_has_device_times(device: torch.device) -> Result:
     assert not untimed, f"no time on the device for {untimed}"
     assert compute > 0
     return {"events": len(trace.events), "compute_s": compute}
+
+
+def collectives_are_recorded_whether_they_are_waited_for_or_not(device: torch.device) -> Result:
+    """NCCL gives no work object for a collective that is not asynchronous."""
+    model, x = fsdp1(layers(device)), torch.ones(8, 256, device=device)
+    with fsdp_utils.record_collectives(model) as trace:
+        model(x).sum().backward()  # with one rank FSDP1 all-reduces its gradients
+        for asynchronous in (False, True):
+            for issue in (
+                partial(dist.all_reduce, x),
+                partial(dist.all_gather_into_tensor, torch.empty_like(x), x),
+                partial(dist.reduce_scatter_tensor, torch.empty_like(x), x),
+            ):
+                if (work := issue(async_op=asynchronous)) is not None:
+                    work.wait()
+    sent = [event for event in trace.events if event.kind != "compute"]
+    untimed = [event.kind for event in sent if event.seconds is None and device.type == "cuda"]
+    assert not untimed, f"no time on the device for {untimed}"
+    found = Counter(event.kind for event in sent)
+    assert (found["all_gather"], found["reduce_scatter"], found["all_reduce"] > 2) == (2, 2, True), found
+    return dict(found)
 
 
 def an_asynchronous_save_keeps_the_weights_of_its_step_for_each_wrapper(device: torch.device) -> Result:
@@ -124,7 +147,8 @@ def child_tuning_steps_as_on_the_cpu(device: torch.device) -> Result:
 def a_search_survives_out_of_memory(device: torch.device) -> Result:
     cuda, room_gib = device.type == "cuda", 2
     width = 1024 if cuda else 64
-    model = fsdp2(layers(device, width))
+    model = layers(device, width)  # FSDP2 can be reset after the exception from torch 2.13 on
+    model = fsdp2(model) if torch.__version__ >= "2.13" else model
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(batch_size: int) -> None:
@@ -152,6 +176,7 @@ def bf16_gets_an_answer(device: torch.device) -> Result:
 CHECKS = (
     ranks_on_the_cpu_do_not_see_the_gpu,
     a_recording_has_device_times,
+    collectives_are_recorded_whether_they_are_waited_for_or_not,
     an_asynchronous_save_keeps_the_weights_of_its_step_for_each_wrapper,
     child_tuning_steps_as_on_the_cpu,
     a_search_survives_out_of_memory,
@@ -274,6 +299,25 @@ def steps_under_a_limit(gib: float, expandable: bool, sizes: Sequence[int], devi
             torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
 
+def peaks_without_a_limit(sizes: Sequence[int], device: torch.device) -> Result:
+    """Return what the tensors of five steps need beside what the allocator says, in GiB by batch size."""
+    found = {}
+    for size in sizes:
+        with one_rank(device, of=4):
+            model = encoder(device, init_device_mesh(device.type, (4,)))
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            with record_allocations(model, optimizer, device=device.type) as trace:
+                for _ in range(5):
+                    train(model, optimizer, torch.randn(size, 256, 1024, device=device), steps=1)
+            stats = torch.cuda.memory_stats() if device.type == "cuda" else {}
+            peaks = {kind: stats.get(f"{kind}_bytes.all.peak", 0) / GIB for kind in KINDS}
+            found[size] = {"traced": trace.peak_gib, **peaks}
+            del model, optimizer, trace
+    return {"peak_gib": found}
+
+
 def five_steps(batch_size: int, device: torch.device) -> Result:
     """Return each step's retries, the seconds of the faster of the last two, and the error that ended it."""
     count, took, error = [], [], None
@@ -350,11 +394,12 @@ def retries(device: torch.device) -> dict[str, Callable[[], Result]]:
     cuda = device.type == "cuda"
     limits, sizes = (LIMITS, range(16, 33)) if cuda else ((1.8,), (1,))
     name = "{} GiB, expandable segments {}".format
-    return {
+    under = {
         name(limit, expandable): partial(steps_under_a_limit, limit, expandable, sizes, device)
         for expandable in (False, True)
         for limit in limits
     }
+    return {"no limit": partial(peaks_without_a_limit, sizes[::4], device), **under}
 
 
 PARTS = (smoke, planner, retries)
@@ -399,13 +444,21 @@ def record(part: Callable[..., Any], device: torch.device, out: Path) -> list[st
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=str(__doc__).splitlines()[0])
+    names = [part.__name__ for part in PARTS]
+    parser.add_argument("parts", nargs="*", choices=[*names, []], help="default: all", metavar="PART")
     parser.add_argument("--dry-run", type=Path, metavar="DIR", help="small sizes on a CPU; writes to DIR")
-    out = parser.parse_args(arguments).dry_run
+    asked = parser.parse_args(arguments)
+    out, wanted = asked.dry_run, asked.parts or names
     if out is None and not torch.cuda.is_available():
         print("There is no CUDA GPU here (--dry-run DIR runs all of the code on a CPU).", file=sys.stderr)
         return 2
     device = torch.device("cpu" if out else "cuda")
-    failed = [failure for part in PARTS for failure in record(part, device, out or RECORDED)]
+    failed = [
+        failure
+        for part in PARTS
+        if part.__name__ in wanted
+        for failure in record(part, device, out or RECORDED)
+    ]
     print(*failed, sep="\n")
     return 1 if failed else 0
 

@@ -42,8 +42,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def commit() -> str:
     """Return the commit of this code, and whether files differ from it.
 
-    Outside a repository it is the environment's COMMIT, or "unknown".
+    A copy of the tree has another: the environment's COMMIT goes before. "unknown" outside a repository.
     """
+    if told := os.environ.get("COMMIT"):
+        return told
     git = ["git", "-C", str(ROOT)]
     try:
         head, changed = (
@@ -51,7 +53,7 @@ def commit() -> str:
             for asked in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "unknown")
+        return "unknown"
     return head + (" with changes" if changed else "")
 
 

@@ -139,6 +139,9 @@ def when_done(kind: str, result: Any, callback: Callable[[], None]) -> Callable[
     if result is None or kind in _without_future:
         return lambda: True
     work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+    if work is None:  # NCCL, and not asynchronous: it is in the order of the current stream
+        callback()
+        return lambda: True
     try:
         future = work.get_future()
     except RuntimeError:  # "not implemented", of this work or of this backend; slow, so it is tried only once
