@@ -38,7 +38,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_utils
 from benchmarks.machine import RECORDED, commit, keep, table
-from fsdp_utils.allocator import record_allocations
 from fsdp_utils.planner import GPUS
 
 Result = dict[str, Any]
@@ -299,25 +298,6 @@ def steps_under_a_limit(gib: float, expandable: bool, sizes: Sequence[int], devi
             torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
 
-def peaks_without_a_limit(sizes: Sequence[int], device: torch.device) -> Result:
-    """Return what the tensors of five steps need beside what the allocator says, in GiB by batch size."""
-    found = {}
-    for size in sizes:
-        with one_rank(device, of=4):
-            model = encoder(device, init_device_mesh(device.type, (4,)))
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            with record_allocations(model, optimizer, device=device.type) as trace:
-                for _ in range(5):
-                    train(model, optimizer, torch.randn(size, 256, 1024, device=device), steps=1)
-            stats = torch.cuda.memory_stats() if device.type == "cuda" else {}
-            peaks = {kind: stats.get(f"{kind}_bytes.all.peak", 0) / GIB for kind in KINDS}
-            found[size] = {"traced": trace.peak_gib, **peaks}
-            del model, optimizer, trace
-    return {"peak_gib": found}
-
-
 def five_steps(batch_size: int, device: torch.device) -> Result:
     """Return each step's retries, the seconds of the faster of the last two, and the error that ended it."""
     count, took, error = [], [], None
@@ -394,12 +374,11 @@ def retries(device: torch.device) -> dict[str, Callable[[], Result]]:
     cuda = device.type == "cuda"
     limits, sizes = (LIMITS, range(16, 33)) if cuda else ((1.8,), (1,))
     name = "{} GiB, expandable segments {}".format
-    under = {
+    return {
         name(limit, expandable): partial(steps_under_a_limit, limit, expandable, sizes, device)
         for expandable in (False, True)
         for limit in limits
     }
-    return {"no limit": partial(peaks_without_a_limit, sizes[::4], device), **under}
 
 
 PARTS = (smoke, planner, retries)
