@@ -400,7 +400,7 @@ if rank == 0:
 # the file for itself without `mmap`, the host would hold it eight times. `mmap=True` maps the file into
 # memory, and a tensor is read from the disk when it is used. For transformers' `from_pretrained`, gather the
 # model alone with `get_model_state_dict` and let rank 0 call `model.save_pretrained(folder,
-# state_dict=weights)`.
+# state_dict=weights)`. (Only a model that transformers has sharded itself is saved by all ranks together.)
 #
 # ## All ranks call, or one waits
 #
@@ -677,8 +677,9 @@ for cloned in (False, True):
 # %% [markdown]
 # Each block has four parameters and counts 8 + 4 · 5 steps; the last layer has two. A wrong count changes
 # AdamW's bias correction, without an error. That matters in the first some thousand steps; later the
-# correction is near 1 with either count. With `use_orig_params=True` FSDP1 does not share. (The functions
-# that the video shows, `FSDP.state_dict_type` and `FSDP.full_optim_state_dict`, are deprecated.)
+# correction is near 1 with either count. This is AdamW's default, which counts on the CPU. With
+# `use_orig_params=True` FSDP1 does not share. (The functions that the video shows, `FSDP.state_dict_type` and
+# `FSDP.full_optim_state_dict`, are deprecated.)
 #
 # ## When one file stops fitting
 #

@@ -790,7 +790,7 @@ Table([f"saved by {world}, loaded on", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 # | `except Exception` does not catch a failed `dcp.load` | `CheckpointException` is a `BaseException` | name it |
 # | a new run's first step differs after `get_state_dict` was called | `get_state_dict` gives a new optimizer its state by a step with learning rate 0, and AdamW counts it | call it to save, or to load |
 # | the last checkpoint of a job is missing | it was asynchronous, and the job ended first | `wait()` or `.result()` at the end |
-# | other programs cannot read `.distcp` files | they are DCP's own | `export_safetensors`, or `dcp_to_torch_save` of `torch.distributed.checkpoint.format_utils` (Accelerate's `merge-weights` wants the directory with `.metadata`) |
+# | other programs cannot read `.distcp` files | they are DCP's own | `export_safetensors`, or `dcp_to_torch_save` of `torch.distributed.checkpoint.format_utils` (Accelerate's `merge-weights` wants the directory with `.metadata` of a checkpoint of the model alone) |
 #
 # ## The rule
 #

@@ -547,7 +547,8 @@ def my_loss(loss_sum, labels):
 # | `("rename", old, new)` | gives a file its new name, replaces an old one | it is done, or it is not |
 # | `("barrier",)` | waits until all ranks have come to it | |
 #
-# The value `"shard"` stands for this rank's shard at this step; other values are written as they are.
+# The value `"shard"` stands for this rank's shard at this step; other values are written as they are. No rank
+# begins a save before all ranks have finished the one before.
 # `my_load(rank, files)` gets the files after a kill, a dictionary from name to value in which a file that was
 # cut short is missing. It returns the step to go on from and the name of the file with this rank's shard, or
 # `0, None`. After a kill at any moment all ranks must go on from the same step: the last one at which every

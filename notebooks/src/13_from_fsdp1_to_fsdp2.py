@@ -154,7 +154,7 @@ lesson.card(
 # | accumulation in bf16 | added up in bf16 | added up in `reduce_dtype` | 4 bytes a number until they are reduced |
 # | BatchNorm in a bf16 unit | float32 by itself | raises | no policy for its block, or a unit of its own |
 # | a first dimension of 1 | hardly padded | padded to the ranks | `shard_placement_fn` |
-# | the optimizer's full state dict | a shared `step` | counts too fast | clone each `step` |
+# | the optimizer's full state dict | a shared `step`, unless `use_orig_params=True` | counts too fast | clone each `step` |
 #
 # ## What is updated and sent
 #
