@@ -19,7 +19,7 @@ lesson.card(
     0,
     learn="write shard, gather, reduce and free; know when FSDP's losses are not those of one process",
     needs="a training loop in PyTorch that you could write; no GPU",
-    minutes=(1, 12, 20),
+    minutes=(1, 16, 25),
 )
 
 # %% [markdown]

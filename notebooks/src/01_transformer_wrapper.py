@@ -38,7 +38,7 @@ lesson.card(
     1,
     learn="choose units, and see what a wrong choice costs",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 10, 15),
+    minutes=(1, 12, 17),
 )
 
 # %% [markdown]

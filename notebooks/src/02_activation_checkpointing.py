@@ -30,7 +30,7 @@ lesson.card(
     2,
     learn="see what autograd keeps, choose what to compute again, and put the checkpoint in the right place",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 12, 25),
+    minutes=(1, 14, 27),
 )
 
 # %% [markdown]

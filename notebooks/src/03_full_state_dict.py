@@ -37,7 +37,7 @@ lesson.card(
     learn="save and load a sharded model and its optimizer as one file, and five mistakes with it",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
     ranks="4 on the CPU, because one of them waits on purpose (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 10, 20),
+    minutes=(1, 12, 22),
 )
 
 # %% [markdown]

@@ -41,7 +41,7 @@ lesson.card(
     4,
     learn="read the order in which FSDP issues its work, and know when to change it",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 10, 20),
+    minutes=(1, 9, 19),
 )
 
 # %% [markdown]

@@ -29,7 +29,7 @@ lesson.card(
     5,
     learn="tell reserved from allocated memory, see retries, and choose the batch size below them",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 11, 20),
+    minutes=(1, 12, 20),
 )
 
 # %% [markdown]

@@ -49,7 +49,7 @@ lesson.card(
     learn="choose what a rank keeps and which ranks share it, by memory and by bytes on the slowest link",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), and [lesson 4](04_backward_prefetch.ipynb) for the replay",
     ranks="4 on this machine, taken as two hosts of two (with 2 or 3, all are on one host)",
-    minutes=(1, 10, 25),
+    minutes=(1, 15, 34),
 )
 
 # %% [markdown]

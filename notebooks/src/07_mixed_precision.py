@@ -56,7 +56,7 @@ lesson.card(
     7,
     learn="set the dtypes of a step, notice a wrong one, and know where bf16 loses digits",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 9, 20),
+    minutes=(1, 13, 26),
 )
 
 # %% [markdown]

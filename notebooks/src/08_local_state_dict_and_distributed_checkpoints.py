@@ -47,7 +47,7 @@ lesson.card(
     learn="save shards, resume on any number of ranks, and notice a checkpoint that is damaged",
     needs="[lesson 3](03_full_state_dict.ipynb)",
     ranks="jobs of 4, 3 and 1 ranks on the CPU (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 11, 25),
+    minutes=(1, 15, 31),
 )
 
 # %% [markdown]

@@ -38,7 +38,7 @@ lesson.card(
     9,
     learn="what freezing, adapters and masks each save under FSDP2, and what they do not",
     needs="[lesson 1](01_transformer_wrapper.ipynb)",
-    minutes=(1, 11, 25),
+    minutes=(1, 12, 25),
 )
 
 # %% [markdown]

@@ -28,7 +28,7 @@ lesson.card(
     10,
     learn="write a training loop that a kill at any moment costs a few steps, and nothing else",
     needs="lessons [1](01_transformer_wrapper.ipynb) and [8](08_local_state_dict_and_distributed_checkpoints.ipynb)",
-    minutes=(1, 11, 30),
+    minutes=(1, 13, 34),
 )
 
 # %% [markdown]

@@ -46,7 +46,7 @@ lesson.card(
     11,
     learn="what the CPU runs ahead of, and what `limit_all_gathers` and FSDP2 do about it",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 7, 10),
+    minutes=(1, 11, 15),
 )
 
 # %% [markdown]

@@ -37,7 +37,7 @@ lesson.card(
     learn="build a model of any size without memory, and load it into shards without a silent fault",
     needs="[lesson 1](01_transformer_wrapper.ipynb)",
     ranks="4 on the CPU, because host memory is measured (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 10, 20),
+    minutes=(1, 15, 27),
 )
 
 # %% [markdown]

@@ -43,7 +43,7 @@ lesson.card(
     13,
     learn="translate a program from FSDP1 to FSDP2, and know where the training changes",
     needs="lesson [1](01_transformer_wrapper.ipynb), or a program that uses FSDP1",
-    minutes=(1, 11, 20),
+    minutes=(1, 15, 26),
 )
 
 # %% [markdown]

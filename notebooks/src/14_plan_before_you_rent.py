@@ -45,7 +45,7 @@ lesson.card(
     learn="read a plan, and know which of its numbers are exact and which are estimates",
     needs="lessons [2](02_activation_checkpointing.ipynb), [5](05_maximising_throughput.ipynb) and "
     "[6](06_sharding_strategies.ipynb)",
-    minutes=(1, 10, 25),
+    minutes=(1, 11, 25),
 )
 
 # %% [markdown]

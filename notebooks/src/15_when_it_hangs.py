@@ -36,7 +36,7 @@ lesson.card(
     learn="find the line on which ranks part, and gradients that are wrong although they don't",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
     ranks="4 on the CPU, because some of them are ended (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 10, 15),
+    minutes=(1, 14, 20),
 )
 
 # %% [markdown]

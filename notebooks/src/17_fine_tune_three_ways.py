@@ -30,7 +30,7 @@ lesson.card(
     17,
     learn="choose a training program, and find where three of them differ although their losses do not",
     needs="[lesson 7](07_mixed_precision.ipynb) and [lesson 9](09_child_tuning.ipynb)",
-    minutes=(1, 12, 25),
+    minutes=(1, 14, 27),
 )
 
 # %% [markdown]
