@@ -28,12 +28,12 @@ def fences(document: Path, language: str) -> list[str]:
     return [text for tongue, text in found if tongue == language]
 
 
-def tree_of_readme() -> list[str]:
-    """The paths that README.md's tree names, folders with a slash at the end."""
-    (tree,) = [fence for fence in fences(ROOT / "README.md", "") if "\nfsdp_utils/\n" in fence]
+def tree() -> list[str]:
+    """The paths that the tree of CONTRIBUTING.md names, folders with a slash at the end."""
+    (drawn,) = [fence for fence in fences(ROOT / "CONTRIBUTING.md", "") if "\nfsdp_utils/ " in fence]
     paths: list[str] = []
     folders: list[str] = []
-    for line in tree.splitlines():
+    for line in drawn.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         name = line.split()[0]
         folders[depth:] = [name]
@@ -45,7 +45,7 @@ def tree_of_readme() -> list[str]:
 
 
 def test_files_that_documents_name_exist() -> None:
-    assert [path for path in tree_of_readme() if not (ROOT / path).exists()] == []
+    assert [path for path in tree() if not (ROOT / path).exists()] == []
     named = re.findall(r"`([\w/]+\.(?:py|json|pyi))`", (ROOT / "CONTRIBUTING.md").read_text())
     # a file that every room has: the one of sharding
     folders = (ROOT, ROOT / "fsdp_utils", ROOT / "fsdp_utils" / "sharding")

@@ -87,7 +87,8 @@ def test_a_plain_install_has_every_public_name(plain: Path, tmp_path: Path) -> N
     assert said[1:] == [f"{fsdp_utils.__version__} {fsdp_utils.__version__}"]
 
 
-SNIPPETS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+PAGES = (ROOT / "README.md").read_text() + (ROOT / "book/library.md").read_text()
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGES, re.M | re.S)
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
