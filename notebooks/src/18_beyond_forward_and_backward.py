@@ -141,10 +141,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, blocks=2):
         super().__init__()
         self.embed, self.head = nn.Embedding(16, 16), nn.Linear(16, 16, bias=False)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(*[Block() for _ in range(blocks)])
 
     def forward(self, ids):                                     # i64[batch, tokens]
         return self.head(self.blocks(self.embed(ids)))          # f32[batch, tokens, 16]
@@ -160,9 +160,9 @@ def shard(model):
     return fully_shard(model)
 
 
-def build():
+def build(blocks=2):
     torch.manual_seed(0)
-    return shard(Model().to(device))
+    return shard(Model(blocks).to(device))
 
 
 def stack():                                                    # its root has no parameters of its own
@@ -198,12 +198,11 @@ def gathers(model, use):
 
 def way_in(model, call):
     """Say what comes of a call and a backward pass, and count."""
-    left = []
+    output = []
     try:
-        output = []
         forward = gathers(model, lambda: output.append(call(model)))
-        left = full_units(model)
-        return ["no error", forward + gathers(model, output[0].square().mean().backward), left]
+        full = full_units(model)
+        return ["no error", forward + gathers(model, output[0].square().mean().backward), full]
     except RuntimeError as error:
         return [str(error).partition(",")[0].partition("got ")[2], "", ""]
 
@@ -282,20 +281,20 @@ counts, sweep, peak = [1, 2, 4, 8, 16], {}, {}
 for name, use in {"default": generate, "weights kept": keeping}.items():
     sweep[name] = [gathers(build(), partial(use, build(), ids, count)) for count in counts]
     with Meter() as meter:
-        use(build(), ids, 16)
-    peak[name] = 100 * meter.peak_whole_bytes / sum(p.nbytes for p in Model().parameters())
+        use(build(blocks=6), ids, 16)
+    peak[name] = 100 * meter.peak_whole_bytes / sum(p.nbytes for p in Model(blocks=6).parameters())
 
 # %%
 sweep, peak, counts = ranks.get("sweep")[0], ranks.get("peak")[0], ranks.get("counts")[0]
 assert sweep == {"default": [2 * n + 1 for n in counts], "weights kept": [3 for _ in counts]}
-assert 50 < peak["default"] < 80 < 99 < peak["weights kept"] < 120  # uneven shards are padded
+assert 30 < peak["default"] < 50 < 99 < peak["weights kept"] < 120      # uneven shards are padded
 fig, (left, right) = plots.figure(2, width=8.5, height=2.3)
 for (name, found), color in zip(sweep.items(), plots.RANK_COLORS):
     left.plot(counts, found, "o-", color=color, label=name)
     right.barh(name, peak[name], color=color)
 left.set(title="all-gathers", xlabel="tokens", ylim=(0, 36))
 left.legend(loc="upper left")
-right.set(title="full weights at the peak, % of the model", xlim=(0, 115))
+right.set(title="full weights at the peak of six blocks, %", xlim=(0, 115))
 plots.show(fig, alt="All-gathers over tokens, and full weights at the peak, for two ways to generate.")
 
 # %% [markdown]
@@ -385,17 +384,19 @@ def countdown():
 @turn(1, {
     "tokens after the end": exactly(0, "A sequence goes on after its 0: do not append to it any more."),
     "tokens missing": exactly(0, "A sequence is cut short: go on until the last rank has finished."),
-    "all-gathers too many": at_most(0, "The ranks call the model although all sequences have ended."),
+    "calls of the model too many": exactly(0, more="The ranks call the model although all sequences have ended."),
     "units left full": exactly(0, "The root keeps its full weights after the last token: reshard it."),
 })
 def score_generate(generate_together):
     after = missing = beyond = left = 0
     for most in (12, 4):
-        model, start, found = countdown(), 3 + 2 * rank, []
+        model, start = countdown(), 3 + 2 * rank
         answer = partial(generate_together, model, torch.tensor([[start]], device=device), most)
-        beyond += gathers(model, lambda a=answer, f=found: f.append(torch.as_tensor(a())))
-        beyond -= 2 * min(most, 3 + 2 * (world - 1)) + 1        # the blocks for each token, the root once
-        tokens, wanted = found[0].flatten().tolist(), list(range(start, -1, -1))[: most + 1]
+        calls = []
+        model.register_forward_hook(lambda *_, c=calls: c.append(1))
+        tokens = torch.as_tensor(answer()).flatten().tolist()
+        beyond += max(0, len(calls) - min(most, 3 + 2 * (world - 1)))
+        wanted = list(range(start, -1, -1))[: most + 1]
         if tokens[: len(wanted)] != wanted[: len(tokens)]:
             raise NotYet(f"Return `ids` with the new tokens: expected {wanted}, found {tokens}.")
         after += max(0, len(tokens) - len(wanted))
@@ -404,7 +405,7 @@ def score_generate(generate_together):
     return {
         "tokens after the end": after,
         "tokens missing": missing,
-        "all-gathers too many": beyond,
+        "calls of the model too many": beyond,
         "units left full": left,
     }
 
@@ -460,7 +461,7 @@ def generate_together(model, ids, most):                        # too many token
     tokens = ids[0].tolist()
     return ids[:, : tokens.index(0) + 1] if 0 in tokens else ids
 
-# %% tags=["wrong"] turn=1 says="no such call on rank"
+# %% tags=["wrong"] turn=1 says="different collectives"
 def generate_together(model, ids, most):                        # each rank stops by itself
     while most and ids[0, -1] != 0:
         ids, most = generate(model, ids, 1), most - 1
@@ -520,21 +521,21 @@ def train(model, samples):
         model(samples).logsumexp(-1).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        sent = kinds(model, lambda: update(average, model))
-    return average, sent
+        update(average, model)
+    return average
 
 
 torch.manual_seed(0)
-alone, _ = train(Model().to(device), (torch.arange(4 * world, device=device) % 16).view(world, 4))
-average, sent = train(model := build(), ids)
+alone = train(Model().to(device), (torch.arange(4 * world, device=device) % 16).view(world, 4))
+average = train(model := build(), ids)
 error = max((average[name].full_tensor() - full).abs().max().item() for name, full in alone.items())
 
 folder = [tempfile.mkdtemp() if rank == 0 else None]
 dist.broadcast_object_list(folder, src=0)
 save_distributed(folder[0], model, step=10, state={"average": average})
-again = {name: torch.zeros_like(shard) for name, shard in average.items()}
-load_distributed(folder[0], model, state={"average": again})
+again = load_distributed(folder[0], model)["average"]
 loaded = all(torch.equal(again[name].to_local(), average[name].to_local()) for name in average)
+sent = kinds(model, lambda: update(average, model))
 
 # %%
 sent, error, loaded = ranks.get("sent, error, loaded")[0]
@@ -544,19 +545,15 @@ print(f"collectives of an update: {len(sent)}; equal to one process, up to round
 # %% jupyter={"source_hidden": true} tags=["check"]
 # %%ranks
 import copy
+from contextlib import suppress
 
 from torch.optim.swa_utils import AveragedModel
 
-
-def refusal(copied):
-    try:
-        return str(copied(model))
-    except AssertionError as raised:
-        return str(raised)
-
-
-assert "does not support deepcopy" in refusal(copy.deepcopy)
-assert "does not support deepcopy" in refusal(AveragedModel)
+copies = []
+for copied in (copy.deepcopy, AveragedModel):
+    with suppress(AssertionError):
+        copies.append(copied(model))
+assert copies == []
 one, more = torch.tensor([1.0, 1.5], dtype=torch.bfloat16)
 assert one.lerp(more, 0.001) == 1
 assert (len(sent), error < 1e-5) == (0, True)
@@ -724,12 +721,12 @@ def evaluate_with(model, average, evaluate):                    # swap twice, on
 @torch.no_grad()
 def evaluate_with(model, average, evaluate):                    # all tensors at once
     model.reshard()
-    names, parameters = zip(*model.named_parameters())
-    own = [p.clone() for p in parameters]
-    torch._foreach_copy_(parameters, [average[name] for name in names])
+    mine = [p.to_local() for p in model.parameters()]
+    own = [p.clone() for p in mine]
+    torch._foreach_copy_(mine, [average[name].to_local() for name, _ in model.named_parameters()])
     result = evaluate()
     model.reshard()
-    torch._foreach_copy_(parameters, own)
+    torch._foreach_copy_(mine, own)
     return result
 
 # %% tags=["wrong"] turn=2 says="The root computes with old weights"
