@@ -23,16 +23,17 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="What a rank holds of three units: after an evaluation all of the root, else a quarter of each.")
 
 # %% [markdown]
-# A drawing of what one of four ranks holds of each unit. Backward ends with shards everywhere. A forward pass
-# alone leaves the *root*, the unit of `fully_shard(model)`, with full weights. Until `reshard()` an average or
-# an edit of `model.parameters()` meets two kinds of tensors. Most surprises below come from there.
+# A drawing of what one of four ranks holds of each unit. Backward ends with shards everywhere. A forward
+# pass alone leaves the *root*, the unit of `fully_shard(model)`, with full weights. Until `reshard()` an
+# average or an edit of `model.parameters()` meets two kinds of tensors. Most surprises below come from
+# there.
 
 # %% tags=["card"]
 lesson.card(
     18,
     learn="generate, average, edit and send away the weights of a sharded model, and run two models side by side",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 11, 25),
+    minutes=(1, 10, 25),
 )
 
 # %% [markdown]
@@ -233,9 +234,10 @@ Table(
 
 # %% [markdown]
 # Without the hooks the root's parameters are still DTensors, and the error says so. The last row is the
-# silent one. The root has nothing to gather, so `forward` works. But each block takes *itself* for the root
-# and keeps its weights: the memory of the whole model. A later `stack(x)` raises `FSDP state has already been
-# lazily initialized`. After an evaluation, when the root is full, even `model.forward(ids)` works, by luck.
+# silent one. This root has nothing to gather, so `forward` works. But in a first call each block takes
+# *itself* for the root and keeps its weights: the memory of the whole model. A later `stack(x)` raises
+# `FSDP state has already been lazily initialized`. After an evaluation, when the root is full, even
+# `model.forward(ids)` works, by luck.
 #
 # ## Generate
 #
@@ -258,8 +260,8 @@ def gathered(model):
     try:
         yield
     finally:
-        model.set_reshard_after_forward(True)
-        model.set_reshard_after_forward(False, recurse=False)   # the root's default
+        model.set_reshard_after_forward(True)                   # the defaults of blocks and root
+        model.set_reshard_after_forward(False, recurse=False)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -298,11 +300,12 @@ right.set(title="full weights at the peak of six blocks, %", xlim=(0, 115))
 plots.show(fig, alt="All-gathers over tokens, and full weights at the peak, for two ways to generate.")
 
 # %% [markdown]
-# Kept weights need three gathers for any number of tokens, and the memory of the whole model. (`unshard()` is
-# no substitute: it gathers one unit without its children, and the next forward shards it again.) A
-# calculation for your model: 7 billion parameters in bf16 are 14 GB to receive **for each token**, 0.3 s at
-# 50 GB/s. So keep the weights if they fit. If not, generate with tensor parallelism ([lesson
-# 16](16_two_dimensions.ipynb)) or in an inference engine.
+# Kept weights need three gathers for any number of tokens, and the memory of the whole model. (`unshard()`
+# is no substitute: it gathers one unit without its children, and the next forward shards a block again.) A
+# calculation: 7 billion parameters in bf16 are 14 GB that a rank gathers **for each token**, 0.3 s at 50
+# GB/s. One GPU that holds the model reads them from its own memory, many times faster. So keep the weights
+# if they fit. If not, generate with tensor parallelism ([lesson 16](16_two_dimensions.ipynb)) or in an
+# inference engine.
 #
 # **Ranks must call the model equally often**, and sequences end at different lengths. Transformers notices
 # FSDP2 and sets `synced_gpus=True`: a rank that has finished goes on calling until all have. The next cell
@@ -559,9 +562,9 @@ assert one.lerp(more, 0.001) == 1
 assert (len(sent), error < 1e-5) == (0, True)
 
 # %% [markdown]
-# The average costs one shard per rank. Keep it in float32: in bf16, an average of 1 that moves towards 1.5
-# with weight 0.001 stays 1. It is saved in shards, so it loads on another number of ranks ([lesson
-# 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
+# The average costs one shard per rank. Keep it in float32 (`p.detach().float().clone()`, `lerp_(p.float(),
+# …)`): in bf16, an average of 1 that moves towards 1.5 with weight 0.001 stays 1. It is saved in shards, so
+# it loads on another number of ranks ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)).
 #
 # An edit by hand is the same: in place, on shards. The next cell halves all weights in six ways, and looks at
 # the next output, and at the one after all units were sharded again.
@@ -618,12 +621,37 @@ assert list(edits.values()) == [
 ]
 Table(["the edit", "next output", "after model.reshard()"], [[name, *found] for name, found in edits.items()])
 
+# %% jupyter={"source_hidden": true} tags=["check"]
+# %%ranks
+with suppress(RuntimeError):                                    # model.forward in a first call
+    late = stack()
+    late.forward(x)
+    late(x)
+    raise AssertionError("a root after its blocks")
+tripped = build()
+tripped.forward(tripped(ids).argmax(-1))                        # by luck: the root is full
+tripped = build()
+step = torch.optim.SGD(tripped.parameters(), lr=1.0)
+tripped(ids).square().mean().backward()
+with torch.no_grad():
+    tripped(ids)                                                # an evaluation between backward and step
+    step.step()
+    old = tripped(ids)
+    tripped.reshard()
+    assert not torch.allclose(old, tripped(ids))
+safe = fully_shard(Model().to(device), reshard_after_forward=True)
+assert kinds(safe, lambda: safe(ids).mean().backward()).count("all_gather") == 2
+with torch.no_grad():
+    safe(ids)
+assert full_units(safe) == 0
+
 # %% [markdown]
 # `full_tensor()` is a copy, and editing a copy changes nothing. After an evaluation the root holds its shard
 # *and* its full weights. Row 4 edits the full ones, and the next reshard throws the edit away. Row 5 edits
 # the shard, and the next forward does not look at it: **the root computes with old weights, without an
 # error**. An `optimizer.step()` does the same if an evaluation came between backward and step. `state_dict()`
-# and `load_state_dict()` reshard by themselves.
+# and `load_state_dict()` reshard by themselves. `fully_shard(model, reshard_after_forward=True)` on the root
+# spares you all this, for one more all-gather in each step.
 #
 # ## Your turn 2 · Evaluate with the average
 #
@@ -741,13 +769,6 @@ def evaluate_with(model, average, evaluate):                    # no reshard aft
         p.copy_(own[name])
     return result
 
-# %% tags=["wrong"] turn=2 says="mixed torch.Tensor and DTensor"
-@torch.no_grad()
-def evaluate_with(model, average, evaluate):                    # no reshard at all
-    for name, p in model.named_parameters():
-        p.copy_(average[name])
-    return evaluate()
-
 # %% tags=["wrong"] turn=2 says="still in the model"
 def evaluate_with(model, average, evaluate):
     model.load_state_dict(average)
@@ -816,9 +837,9 @@ Table(["", "complete tensors", "gathered, % of the model", "full at once, %"], [
 #
 # **Finish each gather before you send.** If rank 0 sends from inside a loop that gathers lazily, its gathers
 # may queue behind the engine's transfers on another stream. The other ranks run ahead, and two NCCL groups
-# wait for each other: so [trl hung](https://github.com/huggingface/trl/pull/6798), which no CPU can show.
-# Gather on the default stream and synchronise, then send; or gather all first, if there is room
-# ([trl](https://github.com/huggingface/trl/pull/7131)).
+# wait for each other. So [trl hung](https://github.com/huggingface/trl/pull/6798) with more than two ranks; a
+# CPU has no streams to show it. Gather on the default stream and synchronise, then send. Or gather all first,
+# if there is room ([a later change](https://github.com/huggingface/trl/pull/7131)).
 #
 # ## Two models, two forwards, some ranks
 #
@@ -858,7 +879,7 @@ Table(["a step", "all-gathers", "reduce-scatters"], [[name, *found] for name, fo
 # %% [markdown]
 # A second forward gathers the blocks twice more each and reduces nothing more, since autograd adds up first;
 # one forward of both batches gathers as little as one. The teacher is a model with its own `fully_shard`, not
-# a part of the student, where optimizer and checkpoint would find it. A judge that is frozen for the
+# a part of the student, where each checkpoint would hold it. A judge that is frozen for the
 # generator's step passes gradients on and reduces none: set it back for its own step.
 #
 # **A module that only some ranks run** parts them. Here rank 0 has images in its batch, and the others have
@@ -979,6 +1000,7 @@ with torch.no_grad():
 # | `'weight' must be 2-D` (FSDP1) | a method of the wrapped model: no hooks ran | `summon_full_params` |
 # | `FSDP state has already been lazily initialized` | a block was called before the model, or `model.forward` | call the model first |
 # | `FSDP does not support deepcopy` | `AveragedModel`, or a copy as reference model | a dictionary of shards; build the second model anew and load the first one's state dict |
+# | `'Tensor' object has no attribute 'full_tensor'` | a buffer, or one of `ignored_params`: not sharded | send it as it is |
 # | generation hangs at the end | ranks stop at different lengths | agree as in turn 1, or keep the weights |
 # | memory stays high after an evaluation | full units: the root, or all with `reshard_after_forward=False` | `reshard()` on each |
 # | embedding and head do not change | edited while the root was full | `model.reshard()` before |
