@@ -110,9 +110,9 @@ lesson.card(
 #
 # ## Which calls gather
 #
-# The all-gathers hang on `model(...)`: FSDP2's hooks run before and after `forward`. A method of your own has
-# none. `register_fsdp_forward_method(model, "logp")` puts them around that method. `way_in` (folded) calls a
-# new model in one way, runs backward, and counts.
+# Hooks on `model(...)` gather before `forward` and free after it. A method of your own has none.
+# `register_fsdp_forward_method(model, "logp")` puts them around that method. `way_in` (folded) calls a new
+# model in one way, runs backward, and counts.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -303,9 +303,9 @@ plots.show(fig, alt="All-gathers over tokens, and full weights at the peak, for 
 # Kept weights need three gathers for any number of tokens, and the memory of the whole model. (`unshard()`
 # is no substitute: it gathers one unit without its children, and the next forward shards a block again.) A
 # calculation: 7 billion parameters in bf16 are 14 GB that a rank gathers **for each token**, 0.3 s at 50
-# GB/s. One GPU that holds the model reads them from its own memory, many times faster. So keep the weights
-# if they fit. If not, generate with tensor parallelism ([lesson 16](16_two_dimensions.ipynb)) or in an
-# inference engine.
+# GB/s. One A100 that holds the model reads them from its own memory at 2,000 GB/s (data sheet). So keep the
+# weights if they fit. If not, generate with tensor parallelism ([lesson 16](16_two_dimensions.ipynb)) or in
+# an inference engine.
 #
 # **Ranks must call the model equally often**, and sequences end at different lengths. Transformers notices
 # FSDP2 and sets `synced_gpus=True`: a rank that has finished goes on calling until all have. The next cell
@@ -388,15 +388,16 @@ def countdown():
     "tokens after the end": exactly(0, "A sequence goes on after its 0: do not append to it any more."),
     "tokens missing": exactly(0, "A sequence is cut short: go on until the last rank has finished."),
     "calls of the model too many": exactly(0, more="The ranks call the model although all sequences have ended."),
-    "units left full": exactly(0, "The root keeps its full weights after the last token: reshard it."),
+    "units full between two tokens": at_most(1, "All weights stay full, and here they do not fit."),
+    "units full at the end": exactly(0, "The root keeps its full weights after the last token: reshard it."),
 })
 def score_generate(generate_together):
-    after = missing = beyond = left = 0
+    after = missing = beyond = between = left = 0
     for most in (12, 4):
         model, start = countdown(), 3 + 2 * rank
         answer = partial(generate_together, model, torch.tensor([[start]], device=device), most)
         calls = []
-        model.register_forward_hook(lambda *_, c=calls: c.append(1))
+        model.register_forward_hook(lambda module, *_, c=calls: c.append(full_units(module)))
         tokens = torch.as_tensor(answer()).flatten().tolist()
         beyond += max(0, len(calls) - min(most, 3 + 2 * (world - 1)))
         wanted = list(range(start, -1, -1))[: most + 1]
@@ -404,12 +405,13 @@ def score_generate(generate_together):
             raise NotYet(f"Return `ids` with the new tokens: expected {wanted}, found {tokens}.")
         after += max(0, len(tokens) - len(wanted))
         missing += max(0, len(wanted) - len(tokens))
-        left += full_units(model)
+        between, left = max(between, *calls, 0), left + full_units(model)
     return {
         "tokens after the end": after,
         "tokens missing": missing,
         "calls of the model too many": beyond,
-        "units left full": left,
+        "units full between two tokens": between,
+        "units full at the end": left,
     }
 
 
@@ -433,11 +435,13 @@ def generate_together(model, ids, most):
     return ids
 
 # %% tags=["right"] turn=1
-def generate_together(model, ids, most):                        # the weights kept: nothing to agree on
-    last = ids.size(1) + most
-    with gathered(model):
-        while ids.size(1) < last and ids[0, -1] != 0:
-            ids = generate(model, ids, 1)
+def generate_together(model, ids, most):                        # a flag of each rank
+    flags = [torch.ones((), device=ids.device) for _ in range(world)]
+    while most and sum(flags):
+        longer, most = generate(model, ids, 1), most - 1
+        ids = longer if ids[0, -1] != 0 else ids
+        dist.all_gather(flags, (ids[0, -1] != 0).float())
+    model.reshard()
     return ids
 
 # %% tags=["right"] turn=1
@@ -469,6 +473,13 @@ def generate_together(model, ids, most):                        # each rank stop
     while most and ids[0, -1] != 0:
         ids, most = generate(model, ids, 1), most - 1
     model.reshard()
+    return ids
+
+# %% tags=["wrong"] turn=1 says="here they do not fit"
+def generate_together(model, ids, most):                        # the weights kept: nothing to agree on
+    with gathered(model):
+        while most and ids[0, -1] != 0:
+            ids, most = generate(model, ids, 1), most - 1
     return ids
 
 # %% tags=["wrong"] turn=1 says="although all sequences have ended"
@@ -506,6 +517,7 @@ def generate_together(model, ids, most):
 
 # %% tags=["ema"]
 # %%ranks
+import shutil
 import tempfile
 
 from fsdp_utils import load_distributed, save_distributed
@@ -656,9 +668,9 @@ assert full_units(safe) == 0
 # ## Your turn 2 · Evaluate with the average
 #
 # Write `evaluate_with(model, average, evaluate)`. `average` is a dictionary of shards by parameter name. It
-# returns what `evaluate()` returns, a call of the model under `no_grad`, with the averages in the model.
-# Afterwards the model computes with its own weights again, and `average` is what it was. The model has been
-# evaluated before. No rank has room for full weights beyond those that `evaluate()` gathers.
+# returns what `evaluate()` returns, a call of the model, with the averages in it. All of it runs under
+# `no_grad`. Afterwards the model computes with its own weights again, and `average` is what it was. The
+# model has been evaluated before. No rank has room for full weights beyond those that `evaluate()` gathers.
 #
 # <details><summary>Hint</summary>
 #
@@ -703,7 +715,6 @@ def score_swap(evaluate_with):
 
 # %%
 # %%turn 2
-@torch.no_grad()
 def evaluate_with(model, average, evaluate):
     return None                                                 # your lines here
 
@@ -843,8 +854,8 @@ Table(["", "complete tensors", "gathered, % of the model", "full at once, %"], [
 #
 # ## Two models, two forwards, some ranks
 #
-# The next cell counts what a step sends: two forwards before one backward (as for DPO), a frozen teacher, the
-# generator's step of a GAN.
+# The next cell counts what a step sends: with two forwards before one backward (as for DPO), with a frozen
+# teacher, and in the generator's step of a GAN, whose discriminator is `judge`.
 
 # %% tags=["pairs"]
 # %%ranks
@@ -967,11 +978,15 @@ print("running mean by rank:", *(f"{mean:.2f}" for mean in own), "· averaged:",
 
 # %% [markdown]
 # An evaluation would differ by rank. `dcp.save` keeps one rank's buffer, without saying whose;
-# `save_distributed` refuses. (DDP broadcasts rank 0's in each forward.) The mean of `running_var` leaves out
+# `save_distributed` refuses. (DDP broadcasts rank 0's before a forward.) The mean of `running_var` leaves out
 # how the ranks' means differ; `nn.SyncBatchNorm`, for GPUs, normalises over all ranks.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+dist.barrier()
+if rank == 0:
+    shutil.rmtree(folder[0])
+
 # the way of 2022: FSDP1 has no registered methods; summon_full_params gathers, and writes edits back
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
