@@ -810,4 +810,4 @@ os.chdir(home)
 shutil.rmtree(folder)
 
 # %% [markdown]
-# [← lesson 16](16_two_dimensions.ipynb)
+# [← lesson 16](16_two_dimensions.ipynb) · [lesson 18 →](18_beyond_forward_and_backward.ipynb)
