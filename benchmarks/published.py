@@ -121,7 +121,7 @@ def predict(row: dict[str, Any]) -> Prediction:
     speed = memory = None
     if "speed" in usable and published["tokens_per_s_per_gpu"]:
         assert found.tokens_per_s is not None
-        speed = found.tokens_per_s / found.gpus / published["tokens_per_s_per_gpu"]
+        speed = found.tokens_per_s / row["world_size"] / published["tokens_per_s_per_gpu"]
     if "memory" in usable and published["peak_memory"]:
         peak = published["peak_memory"]
         allocated = peak["kind"] == "allocated"

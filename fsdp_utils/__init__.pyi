@@ -20,7 +20,6 @@ from fsdp_utils.memory import MemoryReport as MemoryReport
 from fsdp_utils.memory import find_batch_size as find_batch_size
 from fsdp_utils.migration import translate as translate
 from fsdp_utils.planner import plan as plan
-from fsdp_utils.planner import search as search
 from fsdp_utils.precision import bf16_support as bf16_support
 from fsdp_utils.pretrained import export_safetensors as export_safetensors
 from fsdp_utils.pretrained import load_pretrained as load_pretrained

@@ -43,7 +43,6 @@ ALONE = {
     "plan",
     "record_allocations",
     "run_on_ranks",
-    "search",
     "simulate_allocator",
     "translate",
     "verify_checkpoint",
@@ -241,7 +240,6 @@ model, loader, options = Blocks(sharded=False), loader(), quiet_options()
         "config = transformers.LlamaConfig()",
     ),
     "plan": "from transformers import LlamaConfig",
-    "search": "import transformers; config = transformers.LlamaConfig()",
     "translate": 'Path("ds_config.json").write_text(\'{"zero_optimization": {"stage": 3}}\')',
     "load_pretrained": """
 from safetensors.torch import save_file

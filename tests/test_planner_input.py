@@ -1,6 +1,5 @@
 """plan and its command: a sentence for input that makes no plan; a folder's code is never run."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
 from fsdp_utils import plan
-from fsdp_utils.planner import GPUS
 from fsdp_utils.planner.__main__ import main
 from tests.planner_net import SIZES, Block, Net, tokens
 
@@ -27,12 +25,6 @@ class Stubborn(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(8) for _ in range(2))
         self.generator = (number for number in range(3))
-
-
-class Odd(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.ModuleList(Block(8 + number % 2) for number in range(501))
 
 
 QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
@@ -54,7 +46,6 @@ QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbyt
         (LlamaConfig(**SIZES, **QUANTIZED), {}, "does not simulate quantized weights"),
         (Net(), {}, "does not know what to call Net with"),
         (Net().requires_grad_(False), {"inputs": tokens}, "expected parameters that need a gradient"),
-        (Odd, {"inputs": tokens}, "expected at most 500 blocks that do not repeat, found 501 in Odd"),
         (nn.Linear(2, 2), {}, "found no transformer blocks"),
         (Stubborn(), {}, "to copy Stubborn without its memory failed"),
         ("nowhere", {}, "a folder with a config.json, found none at nowhere"),
@@ -69,19 +60,6 @@ def test_bad_input_gets_one_sentence(model: Any, options: dict[str, Any], senten
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
     assert str(error.value).count("plan: ") == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"memory_gb_s": 0}, "expected memory_gb_s to be a number above 0, found 0"),
-        ({"link": "SLI"}, "expected link out of NVLink, PCIe, found 'SLI'"),
-    ],
-)
-def test_a_gpu_whose_numbers_make_no_sense_is_refused(change: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match="GPU: ") as error:
-        dataclasses.replace(GPUS["H100"], **change)
-    assert sentence in str(error.value)
 
 
 def test_a_process_group_in_the_way_is_named() -> None:
@@ -138,12 +116,7 @@ def test_the_planner_runs_no_code_of_a_folder(
     [
         (LLAMA.to_json_string(), "--gpu H1000", "expected gpu out of A10, A100-40"),
         ('{"model_type": "nobody\'s"}', "", "config.json failed: "),
-        ("{", "", "config.json failed: JSONDecodeError"),
-        (
-            '{"model_type": "llama", "num_hidden_layers": 1000000000}',
-            "",
-            "expected at most 10,000, found 1,000,000,000",
-        ),
+        ("{", "", "is not a valid JSON file"),
     ],
 )
 def test_the_command_says_what_is_wrong_in_one_line(

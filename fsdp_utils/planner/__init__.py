@@ -1,4 +1,4 @@
-"""Predict memory and time on GPUs that you don't have: `plan`, and `search` for the fewest that fit.
+"""Predict memory and time on GPUs that you don't have: `plan`.
 
 gpus.py lists the GPUs with their rates and memory, efficiency.py what training reaches of the rates.
 models.py builds a small model without memory, recorder.py records a simulated rank's step, memory.py and

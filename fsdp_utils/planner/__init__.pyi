@@ -5,7 +5,5 @@ from fsdp_utils.planner.gpus import GPU as GPU
 from fsdp_utils.planner.gpus import GPUS as GPUS
 from fsdp_utils.planner.memory import Moment as Moment
 from fsdp_utils.planner.planning import plan as plan
-from fsdp_utils.planner.planning import search as search
 from fsdp_utils.planner.result import COLORS as COLORS
 from fsdp_utils.planner.result import Plan as Plan
-from fsdp_utils.planner.result import SearchResult as SearchResult

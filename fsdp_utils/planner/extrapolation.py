@@ -5,7 +5,7 @@ repeated, with its references moved along. That the parts of the second and the 
 to that move, is checked; nothing is fitted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from fsdp_utils.planner.work_items import Alloc, Free, Gone, Label, Recording, S
 RECORDED = 4  # blocks: the first, two that are compared, the last
 ALL = list(range(RECORDED))
 MIDDLE = 1  # this block and the next are compared, and this one is repeated
-Move = Callable[[str, int], Any]  # from a stack and the number of a block in it to another number
 
 
 class Irregular(Exception):
@@ -58,13 +57,7 @@ def extend(recording: Recording, stacks: Mapping[str, int]) -> Recording:
     new = count()
     for run in runs:
         for part, index in _written(run, stacks):
-
-            def moved(stack: str, number: int, part: _Part = part, index: int = index) -> int:
-                if part.stack == stack and part.index in (MIDDLE, MIDDLE + 1):
-                    return index + number - part.index
-                return number if number <= MIDDLE else number + stacks[stack] - RECORDED
-
-            items = [_move(item, stacks, moved) for item in part.items]
+            label, *items = _moved(part, index, stacks)
             for n, item in enumerate(items):
                 if isinstance(item, Alloc):
                     numbers[item.block] = next(new)
@@ -74,7 +67,7 @@ def extend(recording: Recording, stacks: Mapping[str, int]) -> Recording:
                         raise Irregular(f"{part.label}, block {index}: frees what is not there")
                     items[n] = Free(numbers.pop(item.block))
             if items:
-                extended.append((_move(part.label, stacks, moved), items))
+                extended.append((label, items))
     return extended
 
 
@@ -127,26 +120,30 @@ def _written(run: list[_Part], stacks: Mapping[str, int]) -> list[tuple[_Part, i
     more = stacks[first.stack] - RECORDED
     by_index = sorted(run, key=lambda part: part.index)
     one, other = by_index[MIDDLE : MIDDLE + 2]
-
-    def relative(part: _Part) -> list[Any]:
-        return [_move(item, stacks, lambda _, number: f"{number - part.index:+}") for item in part.items]
-
-    if relative(one) != relative(other):
+    if _moved(one, MIDDLE + 1, dict.fromkeys(stacks, RECORDED)) != [other.label, *other.items]:
         raise Irregular(f"{one.label} and {other.label} differ")
     written = [(part, part.index + more * (part.index > MIDDLE)) for part in by_index]
     written[MIDDLE + 1 : MIDDLE + 1] = [(one, MIDDLE + 1 + extra) for extra in range(more)]
     return written if first.index == 0 else written[::-1]
 
 
-def _move(item: Any, stacks: Mapping[str, int], move: Move) -> Any:
-    """Return an item, or a label, with the block of the model that it refers to moved."""
-    if isinstance(item, Alloc | Free):
-        run, stack, index, ordinal = item.block
-        return item._replace(block=_Place(run, stack, move(stack, index), ordinal)) if stack else item
-    if not isinstance(item, Send | Gone | Label):
-        return item
-    stack, number = _block(item.unit, stacks)
-    return item._replace(unit=f"{stack}.{move(stack, number)}") if stack else item
+def _moved(part: _Part, index: int, stacks: Mapping[str, int]) -> list[Any]:
+    """Return label and items, with what they refer to, as those of another block."""
+
+    def move(stack: str, number: int) -> int:
+        if part.stack == stack and part.index in (MIDDLE, MIDDLE + 1):
+            return index + number - part.index
+        return number if number <= MIDDLE else number + stacks[stack] - RECORDED
+
+    moved: list[Any] = []
+    for item in (part.label, *part.items):
+        if isinstance(item, Alloc | Free) and (place := item.block).stack:
+            item = item._replace(block=place._replace(index=move(place.stack, place.index)))
+        elif isinstance(item, Send | Gone | Label):
+            stack, number = _block(item.unit, stacks)
+            item = item._replace(unit=f"{stack}.{move(stack, number)}") if stack else item
+        moved.append(item)
+    return moved
 
 
 def _block(unit: str, stacks: Mapping[str, int]) -> tuple[str, int]:

@@ -1,9 +1,7 @@
 """The GPUs that can be planned for, with what their makers, and those who rent them out, say of them."""
 
-import math
 from dataclasses import dataclass
-
-LINKS = ("NVLink", "PCIe")
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -21,15 +19,12 @@ class GPU:
         fp32_tflops: matrix products in fp32, without TF32, as torch computes by default.
         reached_tflops: the most that a search over shapes of matrix products got out of it in bf16; None
             where unknown: then `half_tflops` is planned with, which is never reached.
-        link: "NVLink" or "PCIe", to the other GPUs of the host.
+        link: the kind of link to the other GPUs of the host.
         link_gb_s: its speed for one GPU, to all seven others together.
         host_link_gb_s: PCIe, to the memory of the host.
         network_gb_s: of the whole host, to other hosts.
         source: of these numbers, by document, and which of them were not checked at their source.
         bf16: computes in bf16 natively.
-
-    Raises:
-        ValueError: a number is not above 0, or the link is another.
 
     Example::
 
@@ -43,19 +38,12 @@ class GPU:
     half_tflops: float
     fp32_tflops: float
     reached_tflops: float | None
-    link: str
+    link: Literal["NVLink", "PCIe"]
     link_gb_s: float
     host_link_gb_s: float
     network_gb_s: float
     source: str = "its user"
     bf16: bool = True
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name.endswith(("_gib", "_gb_s", "_tflops")) and value is not None and not 0 < value < math.inf:
-                raise ValueError(f"GPU: expected {name} to be a number above 0, found {value!r}")
-        if self.link not in LINKS:
-            raise ValueError(f"GPU: expected link out of {', '.join(LINKS)}, found {self.link!r}")
 
 
 def _source(usable: str, rates: str, network: str) -> str:

@@ -1,7 +1,7 @@
 """Compute how much memory a rank holds, for what, and when."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fsdp_utils.allocator.trace import GIB, AllocationEvent, AllocationTrace
 from fsdp_utils.planner.work_items import AT_REST, Alloc, Begin, Free, Label, Recording
@@ -30,18 +30,14 @@ class Moment:
         return f"{self.label.phase} of {self.label.unit}, step {self.step}"
 
 
-@dataclass
-class Memory:
-    """The peak of each part; what the simulated allocator replays; GiB of what is sharded, at its most."""
+def memory_of(
+    recording: Recording, *, offload: bool
+) -> tuple[list[Moment], AllocationTrace, dict[str, float]]:
+    """Return the peak of each part, what the allocator does, and GiB of what is sharded, at its most.
 
-    moments: list[Moment] = field(default_factory=list)
-    trace: AllocationTrace = field(default_factory=AllocationTrace)
-    at_rest: dict[str, float] = field(default_factory=dict)
-
-
-def memory_of(recording: Recording, *, offload: bool = False) -> Memory:
-    """Walk over the recording once. With offload, what is sharded lies on the host and takes no memory."""
-    found, hosted = Memory(), AT_REST if offload else ()
+    With offload, what is sharded lies on the host and takes no memory.
+    """
+    moments, trace, hosted = list[Moment](), AllocationTrace(), AT_REST if offload else ()
     held: dict[int, Alloc] = {}
     live: Counter[str] = Counter()
     most: Counter[str] = Counter()
@@ -51,7 +47,7 @@ def memory_of(recording: Recording, *, offload: bool = False) -> Memory:
         for item in items:
             if isinstance(item, Begin) and item.micro_batch == 0:
                 step += 1
-                found.trace.begin_step()
+                trace.begin_step()
             elif isinstance(item, Alloc | Free):
                 is_new = isinstance(item, Alloc)
                 alloc = held.setdefault(item.block, item) if is_new else held.pop(item.block)
@@ -60,12 +56,11 @@ def memory_of(recording: Recording, *, offload: bool = False) -> Memory:
                 most[category] = max(most[category], live[category])
                 if category not in hosted:
                     total += change
-                    what = alloc.block, alloc.size, alloc.name, alloc.stream
-                    found.trace.events.append(AllocationEvent("alloc" if is_new else "free", *what))
+                    kind, stream = "alloc" if is_new else "free", alloc.stream
+                    trace.events.append(AllocationEvent(kind, alloc.block, alloc.size, stream=stream))
             if total > peak:
                 peak, at_peak = total, dict(live)
         if step:
             gib = {name: size / GIB for name, size in at_peak.items() if size and name not in hosted}
-            found.moments.append(Moment(step, label, gib))
-    found.at_rest = {category: most[category] / GIB for category in AT_REST}
-    return found
+            moments.append(Moment(step, label, gib))
+    return moments, trace, {category: most[category] / GIB for category in AT_REST}

@@ -1,10 +1,9 @@
-"""plan: how much memory and time a training takes; search: on how few GPUs it fits."""
+"""Predict how much memory and time a training takes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -19,14 +18,13 @@ from fsdp_utils.planner.extrapolation import RECORDED, Irregular, extend
 from fsdp_utils.planner.gpus import GPU, find_gpu
 from fsdp_utils.planner.memory import memory_of
 from fsdp_utils.planner.models import Inputs, Source, own_loss, source_of
-from fsdp_utils.planner.result import Plan, SearchResult
-from fsdp_utils.planner.roofline import Timing, time_of
+from fsdp_utils.planner.result import Plan
+from fsdp_utils.planner.roofline import time_of
 from fsdp_utils.planner.simulated_rank import Setting, no_collection, record_one_rank
 from fsdp_utils.planner.work_items import Recording, Work
 
 MAX_WORLD = 4096
 STRATEGIES = ("full", "grad_op", "hybrid")
-MAX_UNLIKE = 500  # blocks that are all simulated, because they do not repeat
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 
@@ -129,82 +127,27 @@ def plan(
     differs += [f"computation in {dtype}"] * (dtype != "bfloat16") + ["offload"] * offload + source.unlike
     differs += ["a model without fused causal attention"] * (not masked)
     notes += _notes(uncounted, differs, setting)
-    memory = memory_of(recording, offload=offload)
-    peak = max(memory.moments, key=lambda moment: moment.total_gib)
-    reserved_gib = simulate_allocator(memory.trace, expandable_segments=expandable_segments).peak_reserved_gib
+    moments, trace, sharded = memory_of(recording, offload=offload)
+    simulated = simulate_allocator(trace, expandable_segments=expandable_segments)
     reached = efficiency or rates.of_gpu(chip.name)
-
-    def timed(reached: Efficiency) -> Timing:
-        hosted = min(ranks_per_host, world_size)
-        host_ratio = at_rest.itemsize / computes_in.itemsize if offload else 0.0
-        return time_of(recording, chip, reached, hosted, host_ratio, micro_batches)
-
+    reached = reached if compiled else replace(reached, fused=1.0)
+    host_ratio = at_rest.itemsize / computes_in.itemsize if offload else 0.0
     return Plan(
         model=source.name,
         parameters=sum(parameter.numel() for parameter in source.model.parameters()),
         setting=setting,
         gpu=chip,
         computes_in=dtype,
-        peak_allocated_gib=peak.total_gib,
-        peak_reserved_gib=reserved_gib,
-        breakdown=peak.gib,
-        moments=memory.moments,
-        at_rest=memory.at_rest,
+        peak_reserved_gib=simulated.peak_reserved_gib,
+        moments=moments,
+        at_rest=sharded,
         available_gib=chip.usable_gib - overhead_gib,
-        timing=timed(reached if compiled else replace(reached, fused=1.0)),
-        step_s_bound=timed(BOUND).step_s,
+        timing=time_of(recording, chip, reached, setting, host_ratio),
+        step_s_bound=time_of(recording, chip, BOUND, setting, host_ratio).step_s,
         notes=notes,
         unlike=differs,
         uncounted=uncounted,
     )
-
-
-def search(
-    model: Any,
-    *,
-    world_sizes: Iterable[int],
-    batch_per_rank: Sequence[int] = (1, 2, 4, 8),
-    strategies: Sequence[str] = ("full", "grad_op"),
-    checkpointing: Sequence[str | int | None] = (None, "full"),
-    **options: Any,
-) -> SearchResult:
-    """Search for the setting that needs the fewest GPUs, and of these for the fastest.
-
-    Numbers of GPUs are tried from the smallest on, and the search ends at the first on which a setting fits.
-    A larger batch is not tried where a smaller one does not fit. Speeds are best estimates.
-
-    Args:
-        model, strategies, checkpointing, options: as for `plan`.
-        world_sizes: numbers of GPUs to try.
-        batch_per_rank: samples of one rank in one micro-batch.
-
-    Returns:
-        A `SearchResult`.
-
-    Raises:
-        ValueError, RuntimeError: as `plan`; or there is nothing to try.
-
-    Example::
-
-        result = search(config, world_sizes=[8, 16], seq_len=1024, checkpointing=["full"])
-        print(result.best.gpus, result.best.setting.strategy)  # 8 grad_op
-    """
-    tried: list[Plan] = []
-    for world_size in sorted(world_sizes):
-        fitting: list[Plan] = []
-        for strategy, checkpoint in product(strategies, checkpointing):
-            for batch in sorted(batch_per_rank):
-                samples = batch * world_size * options.get("micro_batches", 1)
-                how: dict[str, Any] = {"strategy": strategy, "checkpointing": checkpoint, **options}
-                tried.append(plan(model, world_size=world_size, batch_size=samples, **how))
-                if not tried[-1].fits:
-                    break
-                fitting.append(tried[-1])
-        if fitting:
-            return SearchResult(max(fitting, key=lambda found: found.samples_per_s), tried)
-    if not tried:
-        raise ValueError("search: expected a world_size, strategy, checkpointing and batch, found none")
-    return SearchResult(None, tried)
 
 
 def _recorded(source: Source, setting: Setting, whole: bool) -> tuple[Recording, list[str]]:
@@ -214,11 +157,6 @@ def _recorded(source: Source, setting: Setting, whole: bool) -> tuple[Recording,
     if repeated := {name: count for name, count in source.stacks.items() if count > RECORDED}:
         with suppress(Irregular):
             return extend(record_one_rank(source, setting, RECORDED), repeated), []
-    if source.blocks > MAX_UNLIKE:
-        raise ValueError(
-            f"plan: expected at most {MAX_UNLIKE} blocks that do not repeat, found {source.blocks} in "
-            f"{source.name}"
-        )
     return record_one_rank(source, setting, None), ["all blocks were simulated, because they do not repeat"]
 
 

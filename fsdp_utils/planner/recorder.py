@@ -142,7 +142,7 @@ class StepRecorder(Recorder, Listener):
             return
         self._unit_of_block[event.block] = self.label.unit
         self.category[event.block] = self._kind or self._guess(event)
-        self._add(Alloc(event.block, event.size, event.stream, event.name, ""))
+        self._add(Alloc(event.block, event.size, event.stream, ""))
 
     def _guess(self, event: AllocationEvent) -> str:
         """Tell the category of a tensor by when it was made."""

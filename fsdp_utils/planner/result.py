@@ -1,4 +1,4 @@
-"""Plan and SearchResult: what the simulation of one rank predicts, in numbers, words and a picture."""
+"""Plan: what the simulation of one rank predicts, in numbers, words and a picture."""
 
 import math
 from dataclasses import dataclass, field
@@ -54,8 +54,7 @@ class Plan:
         model, parameters: the name of its class, and their number.
         setting, gpu: how the job is to be run, as `plan` was told, and what on.
         computes_in: the dtype of matrix products.
-        peak_allocated_gib, peak_reserved_gib: as `torch.cuda.max_memory_allocated()` and `_reserved()`.
-        breakdown: by category, what is allocated at the moment of the peak.
+        peak_reserved_gib: as `torch.cuda.max_memory_reserved()`.
         moments: the peak of each part of two steps, with its own breakdown.
         at_rest: parameters, gradients and optimizer state at their most, wherever they lie.
         available_gib: what CUDA offers (`GPU.usable_gib`) without `overhead_gib`.
@@ -73,9 +72,7 @@ class Plan:
     setting: Setting
     gpu: GPU
     computes_in: str
-    peak_allocated_gib: float
     peak_reserved_gib: float
-    breakdown: dict[str, float]
     moments: list[Moment] = field(repr=False)
     at_rest: dict[str, float]
     available_gib: float
@@ -114,14 +111,14 @@ class Plan:
         return max(self.moments, key=lambda moment: moment.total_gib)
 
     @property
-    def gpus(self) -> int:
-        """Number of GPUs."""
-        return self.setting.world_size
+    def peak_allocated_gib(self) -> float:
+        """As `torch.cuda.max_memory_allocated()`."""
+        return self.peak.total_gib
 
     @property
-    def batch_size(self) -> int:
-        """Samples in a step, of all ranks and micro-batches together."""
-        return self.setting.batch_size
+    def breakdown(self) -> dict[str, float]:
+        """What is allocated at the moment of the peak, by category."""
+        return self.peak.gib
 
     @property
     def step_s(self) -> float:
@@ -139,7 +136,7 @@ class Plan:
     @property
     def samples_per_s(self) -> float:
         """Samples per second of all ranks together."""
-        return self.batch_size / self.step_s
+        return self.setting.batch_size / self.step_s
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -173,12 +170,13 @@ class Plan:
             setting.strategy if setting.shard is None else "sharded by your own function",
             f"computes in {self.computes_in}",
             f"activation checkpointing {setting.checkpointing or 'none'}",
-            f"batch {self.batch_size}" + (f" of {setting.seq_len} tokens" if setting.seq_len else ""),
+            f"batch {setting.batch_size}" + (f" of {setting.seq_len} tokens" if setting.seq_len else ""),
         ]
         options += [f"{setting.micro_batches} micro_batches"] if setting.micro_batches > 1 else []
         options += [name for name in ("no_sync", "compiled", "offload") if getattr(setting, name)]
         lines = [
-            f"{self.model}, {number} parameters, on {self.gpus} {self.gpu.name}: {self.verdict} (simulated)",
+            f"{self.model}, {number} parameters, on {setting.world_size} {self.gpu.name}: "
+            f"{self.verdict} (simulated)",
             *wrap(", ".join(options), 88, initial_indent="  ", subsequent_indent="  "),
             f"  memory    {self.peak_allocated_gib * factor:.2f} {unit} allocated, "
             f"{self.peak_reserved_gib * factor:.2f} reserved of {_size(self.available_gib, 0)}; at the",
@@ -192,7 +190,8 @@ class Plan:
             likely = ", likely {:.3g} to {:.3g}".format(*self.step_s_range) if self.step_s_range else ""
             speed = f"{self.samples_per_s:,.1f} samples/s"
             if self.tokens_per_s is not None:
-                speed = f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s / self.gpus:,.0f} per GPU"
+                speed = f"{self.tokens_per_s:,.0f} tokens/s, "
+                speed += f"{self.tokens_per_s / setting.world_size:,.0f} per GPU"
             lines += [
                 f"  step      {self.step_s:.3g} s{likely}; {self.step_s_bound:.3g} by the GPU's rates",
                 f"            {self.timing.exposed_s:.2g} s of it only send",
@@ -233,11 +232,3 @@ class Plan:
         handles, labels = ax.get_legend_handles_labels()
         ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
         return ax
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The fastest plan on the fewest GPUs (None where nothing fits), and all that were tried, in order."""
-
-    best: Plan | None
-    tried: list[Plan]

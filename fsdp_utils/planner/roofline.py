@@ -16,6 +16,7 @@ from fsdp_utils.collectives.events import COMPUTE, FREE, StepEvent
 from fsdp_utils.collectives.replay import Replay, replay
 from fsdp_utils.planner.efficiency import BOUND, Efficiency
 from fsdp_utils.planner.gpus import GPU
+from fsdp_utils.planner.simulated_rank import Setting
 from fsdp_utils.planner.work_items import Begin, Gone, Label, Recording, Send, Work
 
 BASE_S = 8.4e-6
@@ -49,12 +50,7 @@ class Timing:
 
 
 def time_of(
-    recording: Recording,
-    gpu: GPU,
-    efficiency: Efficiency,
-    ranks_per_host: int,
-    host_ratio: float,
-    micro_batches: int,
+    recording: Recording, gpu: GPU, efficiency: Efficiency, setting: Setting, host_ratio: float
 ) -> Timing:
     """Compute the time of the last step that is recorded; its third micro-batch and later are as the first.
 
@@ -63,13 +59,13 @@ def time_of(
     begins = {
         items[0].micro_batch: n for n, (_, items) in enumerate(recording) if isinstance(items[0], Begin)
     }
-    timing = _replayed(recording[begins[0] :], gpu, efficiency, ranks_per_host, host_ratio)
-    if micro_batches > 2:
-        one = recording[begins[0] : begins[1]]
-        first = _replayed(one, gpu, efficiency, ranks_per_host, host_ratio)
+    job = gpu, efficiency, min(setting.ranks_per_host, setting.world_size), host_ratio
+    timing = _replayed(recording[begins[0] :], *job)
+    if setting.micro_batches > 2:
+        first, more = _replayed(recording[begins[0] : begins[1]], *job), setting.micro_batches - 2
         numbers = [name for name in vars(timing) if name != "replay"]
-        more = {name: (micro_batches - 2) * getattr(first, name) for name in numbers}
-        timing = replace(timing, **{name: getattr(timing, name) + more[name] for name in numbers})
+        sums = {name: getattr(timing, name) + more * getattr(first, name) for name in numbers}
+        timing = replace(timing, **sums)
     return replace(timing, step_s=max(timing.step_s, timing.kernels * efficiency.launch_s))
 
 

@@ -21,12 +21,11 @@ class Label(NamedTuple):
 
 
 class Alloc(NamedTuple):
-    """A block of memory is allocated, by an operator, for a category."""
+    """A block of memory is allocated for a category."""
 
     block: Any  # its number; while a recording is extended, its place
     size: int  # bytes
     stream: int
-    name: str  # the operator's
     category: str
 
 

@@ -134,8 +134,8 @@ print(on_8)
 # - **allocated** is what tensors take, **reserved** what PyTorch's allocator holds for them. The room is what CUDA
 #   offers on this GPU less 2 GiB for the CUDA context and NCCL's buffers, a cautious choice.
 # - The **verdict** allows for the error of the middle 80% of such predictions. "fits": 1.12 times the reserved memory is within the
-#   room. "does not fit": 0.83 times the allocated memory is not. "tight": anything between. (`on_8.fits` and
-#   `search`, which looks for the fewest GPUs, compare without a margin. Decide by the verdict.)
+#   room. "does not fit": 0.83 times the allocated memory is not. "tight": anything between. (`on_8.fits` compares
+#   without a margin. Decide by the verdict.)
 # - **by the GPU's rates** is the *roofline*: each kernel and collective at the best rate that is known for the GPU
 #   and its links. **only send** is *exposed communication*, which no computation hides. **MFU** is the share of the
 #   GPU's published rate that goes into the products of the model itself.
