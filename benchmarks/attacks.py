@@ -8,7 +8,6 @@ saved), refused in words (CheckpointError, nothing changed), or failed: another 
 silently wrong. The peer is plain DCP on a flip in its own files. Exits with 1 if any failed.
 """
 
-import argparse
 import json
 import logging
 import multiprocessing
@@ -35,7 +34,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.machine import describe, table
+from benchmarks.machine import describe, options, table
 from fsdp_utils import (
     CheckpointError,
     checkpoints,
@@ -260,22 +259,17 @@ def run(*, quick: bool, seed: int = 0) -> tuple[dict[str, Counter[str]], list[st
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a few of each kind")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    asked = options(__doc__, arguments, quick=False, seed=0)
     if not sys.platform.startswith("linux"):
         print("attacks.py needs Linux: it forks and sends SIGKILL", file=sys.stderr)
         return 0
     start = time.monotonic()
-    outcomes, failures = run(quick=options.quick, seed=options.seed)
+    outcomes, failures = run(quick=asked.quick, seed=asked.seed)
     words = (SURVIVED, REFUSED, WRONG, RAW, HANG)
     print(describe())
     rows = [[name, found.total(), *(found[word] for word in words)] for name, found in outcomes.items()]
     print(table(["attack", "tried", *words], rows))
-    print(f"{time.monotonic() - start:.0f} s, seed {options.seed}")
+    print(f"{time.monotonic() - start:.0f} s, seed {asked.seed}")
     print(*failures[:20], sep="\n")
     return 1 if failures else 0
 

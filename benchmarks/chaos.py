@@ -9,7 +9,6 @@ cut short and a rank killed. The run has to end by itself, with the losses of a 
     python benchmarks/chaos.py --record              # writes notebooks/recorded/chaos.json for lesson 10, too
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -28,7 +27,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import describe, keep, limits, table
+from benchmarks.machine import describe, keep, limits, options, table
 from fsdp_utils import checkpoints
 
 DISK_FULL, CUT_SHORT = "disk full", "checkpoint cut short"
@@ -280,11 +279,7 @@ def show(faults: list[Fault]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=str(__doc__).splitlines()[0])
-    for name, default in (("ranks", 4), ("faults", 25), ("steps", 250), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--record", action="store_true", help="write chaos.json for lesson 10")
-    asked = parser.parse_args()
+    asked = options(__doc__, ranks=4, faults=25, steps=250, seed=0, record=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(describe())
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:

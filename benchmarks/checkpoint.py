@@ -15,7 +15,6 @@ synchronous save and a load, each round in new processes.
 Exits with 1 if a limit that the project promises is broken.
 """
 
-import argparse
 import ctypes
 import gc
 import os
@@ -40,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from benchmarks.machine import describe, limits, table
+from benchmarks.machine import describe, limits, options, table
 from fsdp_utils import load_distributed, run_on_ranks, save_distributed
 from fsdp_utils.checkpoint import Save
 from fsdp_utils.sharding.local_part import view
@@ -282,20 +281,13 @@ def measure(ranks: int, gib: float, rounds: int, directory: Path) -> dict[str, b
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
-    options = parser.parse_args()
+    asked = options(__doc__, gib=1.0, ranks=[2, 4], rounds=5, directory=Path())
     print(describe())
     print(f"BLAKE3 takes {hash_seconds():.2f} s per GiB and core")
     held: dict[str, bool] = {}
-    for ranks in options.ranks:
-        with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=options.directory.absolute()) as directory:
-            held |= measure(ranks, options.gib, options.rounds, Path(directory))
+    for ranks in asked.ranks:
+        with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=asked.directory.absolute()) as directory:
+            held |= measure(ranks, asked.gib, asked.rounds, Path(directory))
     return limits(held)
 
 

@@ -10,7 +10,6 @@ or the load, not built (torch itself refuses it), or failed: different without a
 a hang. Exits with 1 if any failed.
 """
 
-import argparse
 import hashlib
 import itertools
 import logging
@@ -42,7 +41,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from benchmarks.machine import describe, table
+from benchmarks.machine import describe, options, table
 from fsdp_utils import CheckpointError, load_distributed, run_on_ranks, save_distributed
 
 LIMIT_S = 60
@@ -271,9 +270,7 @@ def tried(wrapper: str, optimizer: str) -> list[tuple[str, str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default="", metavar="PART", help="set-ups with that in their name")
-    chosen = parser.parse_args()
+    chosen = options(__doc__, only="")
     print(describe())
     start_s, outcomes = time.monotonic(), []
     for wrapper, optimizer in itertools.product(WRAPPERS, OPTIMIZERS):

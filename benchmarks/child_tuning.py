@@ -9,7 +9,6 @@ median over the rounds of the ratios within a round.
 Exits with 1 if a limit that the project promises is broken.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import nn
 
-from benchmarks.machine import describe, table
+from benchmarks.machine import describe, limits, options, table
 from fsdp_utils import ChildTuningAdamW
 
 SHAPES = {"20 of 1024 x 1024": (20, 1024), "1000 of 64 x 64": (1000, 64)}
@@ -95,22 +94,16 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1, help="on the CPU")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    options = parser.parse_args()
-    if options.device == "cpu":
-        torch.set_num_threads(options.threads)
+    asked = options(__doc__, rounds=15, threads=1, device="cpu")
+    if asked.device == "cpu":
+        torch.set_num_threads(asked.threads)
     print(describe())
-    if options.device == "cuda":
+    if asked.device == "cuda":
         print(torch.cuda.get_device_name())
-    print(f"milliseconds per step; {options.rounds} rounds, all ways in turn; ratios to the fused AdamW\n")
+    print(f"milliseconds per step; {asked.rounds} rounds, all ways in turn; ratios to the fused AdamW\n")
     held = {}
     for shapes, (number, side) in SHAPES.items():
-        seconds = measure(ways(number, side, options.device), options.rounds, options.device)
+        seconds = measure(ways(number, side, asked.device), asked.rounds, asked.device)
         ratio = ratios(seconds)
         rows = [
             [
@@ -122,11 +115,9 @@ def main() -> int:
             for name, each in seconds.items()
         ]
         print(table([shapes, "median", "range", "ratio"], rows), end="\n\n")
-        for name, limit in LIMITS[options.device].items():
+        for name, limit in LIMITS[asked.device].items():
             held[f"{shapes}: {name} at {ratio[name]:.2f} (limit {limit})"] = ratio[name] <= limit
-    for text, good in held.items():
-        print("held  " if good else "BROKEN", text)
-    return 0 if all(held.values()) else 1
+    return limits(held)
 
 
 if __name__ == "__main__":

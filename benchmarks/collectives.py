@@ -11,7 +11,6 @@ started anew many times; the result is the median over the starts of their own m
 with the recording against that without it. Exits with 1 if a result is more than 1.10.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.machine import describe, table
+from benchmarks.machine import describe, options, table
 from fsdp_utils import record_collectives, run_on_ranks
 
 COST = 1.10  # the limit: with the recording, against without
@@ -105,22 +104,15 @@ def long_enough(train: Callable[[torch.Tensor], float], batch: int) -> torch.Ten
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--starts", type=int, default=15, help="how often the ranks are started")
-    parser.add_argument("--steps", type=int, default=100, help="in a start, of each kind")
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
-
+    asked = options(__doc__, starts=15, steps=100, ranks=2)
     print(describe())
-    print(f"rank 0 of {options.ranks}: {options.starts} starts, {options.steps} steps of each kind in each\n")
+    print(f"rank 0 of {asked.ranks}: {asked.starts} starts, {asked.steps} steps of each kind in each\n")
     rows, good = [], True
     for way, steps in product(("FSDP2", "FSDP1", "DDP"), (1, 5)):
         starts: list[Measured] = []
-        for _ in range(options.starts):
-            given = (way, steps, options.steps // steps, starts[0].batch if starts else 1)
-            starts.append(run_on_ranks(measure, *given, world_size=options.ranks, timeout=300)[0])
+        for _ in range(asked.starts):
+            given = (way, steps, asked.steps // steps, starts[0].batch if starts else 1)
+            starts.append(run_on_ranks(measure, *given, world_size=asked.ranks, timeout=300)[0])
         plain, recorded, cost, batch, events = map(statistics.median_low, zip(*starts, strict=True))
         held = cost <= COST and plain / steps >= STEP_S
         good = good and held

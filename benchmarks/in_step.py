@@ -8,7 +8,6 @@ entering and leaving it are not counted. The result is the median over the start
 medians over pairs, the time with the check against that without it. Exits with 1 if it is more than 1.05.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.machine import describe
+from benchmarks.machine import describe, options
 from fsdp_utils import check_in_step, run_on_ranks
 
 COST = 1.05  # the limit: with the check, against without
@@ -72,20 +71,17 @@ def measured(pairs: int) -> tuple[list[float], float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
-    for name, default in (("--starts", 5), ("--pairs", 40), ("--ranks", 2)):
-        parser.add_argument(name, type=int, default=default)
-    options = parser.parse_args()
+    asked = options(__doc__, starts=5, pairs=40, ranks=2)
     print(describe())
     medians, steps, calls = [], [], 0
-    for _ in range(options.starts):
-        found = run_on_ranks(measured, options.pairs, world_size=options.ranks, timeout=600)
+    for _ in range(asked.starts):
+        found = run_on_ranks(measured, asked.pairs, world_size=asked.ranks, timeout=600)
         medians.append(statistics.median(found[0][0]))
         steps.append(found[0][1])
         calls = found[0][2]
     cost, step_ms = statistics.median(medians), 1e3 * statistics.median(steps)
     print(
-        f"check_in_step, {options.ranks} ranks, FSDP2, {calls} collectives in a step of {step_ms:.1f} ms: "
+        f"check_in_step, {asked.ranks} ranks, FSDP2, {calls} collectives in a step of {step_ms:.1f} ms: "
         f"{cost:.3f} times the step without it (starts: {min(medians):.3f} to {max(medians):.3f}; at most "
         f"{COST} is allowed)"
     )

@@ -1,5 +1,6 @@
-"""Shared by the benchmarks: describe the machine, print tables, keep results, check limits."""
+"""Shared by the benchmarks: read options, describe the machine, print tables, keep results, check limits."""
 
+import argparse
 import datetime
 import json
 import os
@@ -13,6 +14,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "notebooks" / "recorded"
+
+
+def options(doc: str | None, given: Sequence[str] | None = None, **defaults: object) -> argparse.Namespace:
+    """Read the options of a script, of the types of their defaults: False is a flag, a list takes several."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=doc, formatter_class=raw)
+    for name, default in defaults.items():
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        elif isinstance(default, list):
+            parser.add_argument(f"--{name}", type=type(default[0]), nargs="+", default=default)
+        else:
+            parser.add_argument(f"--{name}", type=type(default), default=default)
+    return parser.parse_args(given)
 
 
 def describe(*packages: str) -> str:

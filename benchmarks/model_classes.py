@@ -8,7 +8,6 @@ ranks. It is sharded, refused in words (ValueError of shard), not built (its def
 package is missing), or failed. Exits with 1 if any failed.
 """
 
-import argparse
 import signal
 import sys
 import time
@@ -26,7 +25,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.machine import describe, table
+from benchmarks.machine import describe, options, table
 from fsdp_utils import check_sharding, shard
 from fsdp_utils.torch_internals.groups import fake_store
 
@@ -78,9 +77,7 @@ def sharded(name: str) -> tuple[str, str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default="", metavar="PART", help="classes with that in their name")
-    chosen = parser.parse_args()
+    chosen = options(__doc__, only="")
     print(describe("transformers"))
     start_s = time.monotonic()
     names, outcomes = classes(chosen.only), []

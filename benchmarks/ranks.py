@@ -7,7 +7,6 @@ run: `ranks.start(4)`, torchrun and accelerate's debug_launcher.
 Exits with 1 if a limit that the project promises is broken.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -19,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.machine import describe, limits, table
+from benchmarks.machine import describe, limits, options, table
 
 RANKS = 4
 START_RATIO, RESTART_S, CELL_MS = 0.45, 0.5, 15.0  # the limits
@@ -124,11 +123,7 @@ WAYS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    rounds = options(__doc__, rounds=3).rounds
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
     for _ in range(rounds):
         for name, measure in WAYS.items():

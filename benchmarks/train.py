@@ -8,7 +8,6 @@ FSDP2 loop, step by step. A step lasts from one call of the optimizer to the nex
 takes more than 2% longer than the bare loop, or if the losses differ.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import itertools
@@ -31,7 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks.machine import describe, limits, table
+from benchmarks.machine import describe, limits, options, table
 from fsdp_utils import run_on_ranks
 from fsdp_utils.train import DataConfig, OptimConfig, ParallelConfig, TrainConfig, rows_at, train
 
@@ -217,16 +216,13 @@ def measure(ways: list[str], rounds: int, folder: str) -> dict[str, list[tuple[l
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=str(__doc__).splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
+    asked = options(__doc__, rounds=5, ranks=2)
     there = importlib.util.find_spec("accelerate") is not None
     ways = [way for way in WAYS if there or way != "Trainer, accelerate's FSDP2"]
 
     print(describe("transformers", *["accelerate"] * there))
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = run_on_ranks(measure, ways, options.rounds, folder, world_size=options.ranks, timeout=600)
+        by_rank = run_on_ranks(measure, ways, asked.rounds, folder, world_size=asked.ranks, timeout=600)
     found = by_rank[0]
     rows, held = [], {}
     for way in ways:
@@ -242,7 +238,7 @@ def main() -> int:
         if way == "fsdp_utils.train":
             held[f"the program takes {ratio:.3f} of the bare loop's time (limit {COST})"] = ratio <= COST
             held[f"for a step of {1e3 * bare_s:.0f} ms (at least {1e3 * STEP_S:.0f})"] = bare_s >= STEP_S
-    print(f"rank 0 of {options.ranks}: medians of {options.rounds} turns of {STEPS - WARM_UP} steps each\n")
+    print(f"rank 0 of {asked.ranks}: medians of {asked.rounds} turns of {STEPS - WARM_UP} steps each\n")
     print(table(["", "ms/step", "bare loop", "ratio", "of the turns"], rows))
     if not there:
         print("\nNot measured: transformers' Trainer, as accelerate is not installed.")

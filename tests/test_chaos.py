@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import chaos
-from benchmarks.chaos import CUT_SHORT, DISK_FULL, KINDS, Fault
+from benchmarks.chaos import CUT_SHORT, DISK_FULL
 
 ROOT = Path(__file__).parents[1]
 STEPS = 40
@@ -40,32 +40,3 @@ def test_a_run_that_is_disturbed_ends_by_itself_with_the_same_losses(
     assert silent, log[-3000:]
     assert "Fatal Python error: Aborted" in log  # its stacks, by itself
     assert (tmp_path / "disturbed" / "hang" / f"stack-of-rank-{1 - int(silent[1])}.txt").exists()
-
-
-@pytest.fixture
-def faults() -> list[Fault]:
-    return [Fault(kind, 20, 15, 15, 10.0) for kind in KINDS if kind != DISK_FULL]
-
-
-def test_what_was_repeated_is_counted_from_where_the_run_went_on(faults: list[Fault]) -> None:
-    assert [fault.repeated for fault in faults] == [5, 5, 5, 5]
-    assert Fault(DISK_FULL, 20, 15, None, 1.0).repeated == 0
-
-
-@pytest.mark.parametrize(
-    ("resumed", "seconds", "change", "broken"),
-    [
-        (15, 10.0, {}, []),
-        (15, 10.0, {1: 3.1}, [1]),
-        (15, 10.0, {2: 2.1}, [0, 1]),
-        (10, 10.0, {}, [2]),
-        (15, chaos.LIMIT_S + 1, {}, [3]),
-    ],
-)
-def test_each_limit_that_is_broken_is_reported(
-    faults: list[Fault], resumed: int, seconds: float, change: dict[int, float], broken: list[int]
-) -> None:
-    faults.append(Fault(KINDS[0], 20, 15, resumed, seconds))
-    wanted = {1: 3.0, 2: 2.0}
-    held = chaos.checks(faults, {**wanted, **change}, wanted)
-    assert [i for i, good in enumerate(held.values()) if not good] == broken

@@ -510,49 +510,6 @@ def test_a_checkpoint_goes_on_alike_on_another_number_of_ranks(tmp_path: Any) ->
                 torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
-def trained_by_accelerate() -> dict[str, dict[str, Tensor]]:
-    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
-        cpu_ram_efficient_loading=False,
-    )
-    found = {}
-    for mode in ("task", "taskfree"):
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        # On a CPU Accelerate does not choose FSDP by itself; its prepare is the same there.
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
-        model = net()
-        optimizer = ChildTuningAdamW(
-            model.named_parameters(), lr=0.05, mode=mode, gradient_mask=some_masks(), seed=2
-        )
-        model, optimizer = accelerator.prepare(model, optimizer)
-        for number in range(3):
-            optimizer.zero_grad()
-            accelerator.backward(loss_of(model, batch_of(number)))
-            optimizer.step()
-        assert {type(p).__name__ for p in optimizer.param_groups[0]["params"]} == {"DTensor"}
-        found[mode] = weights(model)
-    return found
-
-
-def test_the_masks_follow_the_parameters_through_accelerates_prepare() -> None:
-    # on ranks of their own: Accelerate's state belongs to the whole process
-    for found in on_ranks(trained_by_accelerate, world_size=2):
-        for mode in ("task", "taskfree"):
-            model = net()
-            masks = some_masks()
-            optimizer = ChildTuningAdamW(
-                model.named_parameters(), lr=0.05, mode=mode, gradient_mask=masks, seed=2
-            )
-            train(model, optimizer, range(3))
-            for name, expected in weights(model).items():
-                torch.testing.assert_close(found[mode][name], expected, rtol=1e-5, atol=1e-6)
-
-
 # ---- mistakes ------------------------------------------------------------------------------------------
 
 

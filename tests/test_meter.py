@@ -78,19 +78,6 @@ def test_calls_of_torch_distributed_count_and_freed_tensors_do_not(two_ranks):
         assert peak == 4 * (4 + 100 + 50)  # the shard and what came after the whole was freed
 
 
-def test_an_emptied_storage_no_longer_counts():
-    with Meter() as meter:
-        tensor = torch.ones(1000)
-        tensor.untyped_storage().resize_(0)
-        torch.ones(10)
-    assert meter.peak_tensor_bytes == 4000
-    with Meter() as meter:
-        kept = torch.ones(1000)
-        more = torch.ones(10)
-    assert meter.peak_tensor_bytes == 4040
-    assert kept.sum() == 100 * more.sum()
-
-
 def test_with_a_device_only_its_tensors_count():
     held = [torch.ones(5), torch.ones(7, device="meta")]
     peaks = {}

@@ -30,18 +30,18 @@ EXECUTED: list[tuple[dict[str, Any], bool]] = [
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(32, 64), nn.Linear(64, 32), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(self.up(x).relu()))
+        return x + self.down(self.up(x).relu())
 
 
-def made(dropout: float = 0.0) -> nn.Module:
+def made(dtype: torch.dtype = BF16) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), *(Block(dropout) for _ in range(3))).to(BF16)
-    model[0].bias.requires_grad_(False)
+    model = nn.Sequential(nn.Linear(32, 32), *(Block() for _ in range(3))).to(dtype)
+    model[0].bias.requires_grad_(dtype != BF16)
     return model
 
 
@@ -54,12 +54,12 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x).float() - 1).square().mean()
 
 
-def sharded(config: dict[str, Any], **options: Any) -> Any:
+def sharded(config: dict[str, Any], model: nn.Module) -> Any:
     translation = translate(config)
-    translation.blocks = ("Block",)
+    translation.blocks = ("Block",)  # as Accelerate is told; this model has no transformer blocks
     names: dict[str, Any] = {}
     exec(translation.code(), names)
-    return names["shard_model"](made(**options))
+    return names["shard_model"](model)
 
 
 def moved(after: list[torch.Tensor], before: list[torch.Tensor]) -> float:
@@ -91,7 +91,7 @@ def test_small_steps_move_the_weights_that_the_old_program_moved() -> None:
     def fn() -> list[tuple[float, set[torch.dtype]]]:
         found = []
         for config, _ in EXECUTED:
-            model = sharded(config)
+            model = sharded(config, made())
             trained = [p for p in model.parameters() if p.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=1e-6)
             before = [p.full_tensor().detach().clone() for p in trained]
@@ -118,7 +118,7 @@ def test_zero_1_gathers_and_reduces_once_however_many_batches_a_step_has() -> No
     def fn() -> dict[str, Any]:
         found = {}
         for name, stage, methods in (("zero 1", 1, 2), ("sync alone", 1, 1), ("full shard", 3, 0)):
-            model = sharded({"zero_optimization": {"stage": stage}, **accumulated})
+            model = sharded({"zero_optimization": {"stage": stage}, **accumulated}, made())
             with record_collectives(model) as trace:
                 for number in range(4):
                     last = number == 3
@@ -143,11 +143,9 @@ def test_zero_1_gathers_and_reduces_once_however_many_batches_a_step_has() -> No
 
 # ---- losses and bytes
 
-UNITS = {**FSDP, "fsdp_transformer_layer_cls_to_wrap": "Part"}
-
 
 def of_accelerate(mixed_precision: str = "no", **fsdp: Any) -> dict[str, Any]:
-    return {"distributed_type": "FSDP", "mixed_precision": mixed_precision, "fsdp_config": {**UNITS, **fsdp}}
+    return {"distributed_type": "FSDP", "mixed_precision": mixed_precision, "fsdp_config": {**FSDP, **fsdp}}
 
 
 def of_composer(precision: str = "fp32", **fsdp: Any) -> dict[str, Any]:
@@ -158,34 +156,11 @@ def of_deepspeed(stage: int = 3, *, above: dict[str, Any] | None = None, **zero:
     return {"zero_optimization": {"stage": stage, **zero}, **(above or {})}
 
 
-class Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 12)
-        self.blocks = nn.ModuleList(Part() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def trained(shard_model: Any) -> tuple[list[float], dict[str, int]]:
     """Losses of three steps, and the bytes of the last: in the second DDP arranges its buckets."""
-    torch.manual_seed(0)
-    model = shard_model(Model())
+    model = shard_model(made(torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = batch(dist.get_rank()).float()
     losses = []
     for _ in range(3):
         with record_collectives(model) as trace:
@@ -200,19 +175,11 @@ def trained(shard_model: Any) -> tuple[list[float], dict[str, int]]:
 def in_fsdp1(model: nn.Module, *, checkpointing: bool = False, **options: Any) -> nn.Module:
     device = torch.device("cpu")
     model = FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Part}), device_id=device, **options
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device, **options
     )
     if checkpointing:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Part))
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     return model
-
-
-def as_translated(config: Any) -> Any:
-    translation = translate(config)
-    translation.blocks = ("Part",)  # as Accelerate is told; this model has no transformer blocks
-    names: dict[str, Any] = {}
-    exec(translation.code(), names)
-    return names["shard_model"]
 
 
 # a config, and what it is in FSDP1: by the sources of Accelerate and Composer, and torch's documentation
@@ -253,7 +220,7 @@ def test_translated_runs_have_the_losses_and_the_bytes_of_fsdp1() -> None:
         found = {"plain": (trained(in_fsdp1), None)}
         for name, (config, options) in CASES.items():
             old = None if options is None else trained(partial(in_fsdp1, **options))
-            found[name] = trained(as_translated(config)), old
+            found[name] = trained(partial(sharded, config)), old
         return found
 
     for found in run_on_ranks(fn, world_size=2):

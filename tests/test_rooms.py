@@ -29,7 +29,7 @@ LEVEL = {
 # only get fewer on the way to theirs, the second number.
 MOST_LINES = {
     "allocator": 655,
-    "lessons": 1514,  # 1,300
+    "lessons": 1490,  # 1,300
     "memory": 766,
     "notebook": 1584,
     "precision": 309,

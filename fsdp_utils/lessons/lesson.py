@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from IPython.display import Markdown
 
-from fsdp_utils.lessons import progress, your_turn
+from fsdp_utils.lessons import progress
 from fsdp_utils.lessons.progress import NOTEBOOKS
 
 
@@ -20,7 +20,6 @@ def card(number: int, *, learn: str, needs: str, minutes: tuple[int, int, int], 
         minutes: To run on two cores, to read, and for the turns.
         ranks: Default: four, of which two or three are enough.
     """
-    your_turn.register_magic()
     to_run, to_read, turns = minutes
     takes = f"{to_run} to run, {to_read} to read, {turns} for the turns · {progress.begin(number)}"
     fields = [learn, needs, ranks or "4 (2 or 3 work: set `FSDP_RANKS`)", takes]

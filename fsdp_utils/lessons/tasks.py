@@ -72,20 +72,6 @@ class Task:
         rows = order[index * size : (index + 1) * size].chunk(world_size)[rank]
         return {name: tensor[rows].to(device) for name, tensor in self.train.items()}
 
-    @torch.no_grad()
-    def accuracy(self, model: torch.nn.Module, *, device: torch.device | str = "cpu") -> float:
-        """Return the share of the test labels that the model finds. All ranks call it together.
-
-        For text: of the characters of the answer, each predicted from the right ones before it.
-        """
-        model.eval()
-        test = {name: tensor.to(device) for name, tensor in self.test.items()}
-        predicted, labels = model(**test).logits.argmax(-1), test["labels"]
-        model.train()
-        if self.predicts_next:
-            predicted, labels = predicted[:, :-1], labels[:, 1:]
-        return (predicted == labels)[labels != IGNORED].float().mean().item()
-
 
 def dates_llama() -> Task:
     """Dates for a decoder: "7 march 1998>" is continued with "1998-03-07".
@@ -109,7 +95,12 @@ def dates_llama() -> Task:
     }
     config = transformers.LlamaConfig(**sizes, **TOKENS, max_position_embeddings=64, bos_token_id=None)
     train, test = date_pairs()
-    build = _builder(transformers.LlamaForCausalLM, config)
+
+    def build() -> PreTrainedModel:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            return transformers.LlamaForCausalLM(config)
+
     return Task(build, encode(train), encode(test), predicts_next=True)
 
 
@@ -139,12 +130,3 @@ def _characters(texts: list[str], *, end: bool = True) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD
     )
-
-
-def _builder(model: Any, config: transformers.PretrainedConfig) -> Callable[[], PreTrainedModel]:
-    def build() -> PreTrainedModel:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
-            return model(config)
-
-    return build

@@ -380,10 +380,5 @@ def _try_answers(number: int) -> None:
             assert answer.says in verdict.note, f"expected {answer.says!r} in the verdict on the {about}"
 
 
-def register_magic() -> None:
-    """Make `%%turn` known to the notebook."""
-    if (shell := get_ipython()) is not None:
-        shell.register_magic_function(_magic, magic_kind="cell", magic_name="turn")  # pyright: ignore
-
-
-register_magic()
+if (_shell := get_ipython()) is not None:
+    _shell.register_magic_function(_magic, magic_kind="cell", magic_name="turn")  # pyright: ignore
