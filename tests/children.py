@@ -14,24 +14,16 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.blocks import Block
+
 WRAPPERS = ("ddp", "fsdp2", "fsdp1, original parameters", "fsdp1, flat parameters")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 7)
-        self.down = nn.Linear(7, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(Block(6, 7), Block(6, 7))
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:

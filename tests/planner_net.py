@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_utils import shard
 from fsdp_utils.allocator import record_allocations
+from tests.blocks import Block
 
 RANKS = 3  # by which none of Net's sizes divides: the shards of the last rank are smaller
 SIZES: dict[str, Any] = {  # of a small transformer
@@ -26,15 +27,6 @@ SIZES: dict[str, Any] = {  # of a small transformer
     "num_attention_heads": 4,
 }
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # f32[batch, width]
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Net(nn.Module):

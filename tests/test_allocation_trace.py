@@ -15,17 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_utils import run_on_ranks
 from fsdp_utils.allocator import AllocationTrace, record_allocations
+from tests.blocks import Block
 
 MIB = 2**20
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:

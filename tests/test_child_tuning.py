@@ -42,6 +42,12 @@ def masked(mask: Tensor = EVEN, **options: Any) -> tuple[nn.Parameter, ChildTuni
     return p, ChildTuningAdamW([("p", p)], mode="task", gradient_mask={"p": mask}, **options)
 
 
+def child(model: nn.Module, mode: str, masks: dict[str, Tensor], **options: Any) -> ChildTuningAdamW:
+    """The optimizer of a whole model."""
+    given: dict[str, Any] = {"lr": 0.05, "mode": mode, "gradient_mask": masks if mode == "task" else None}
+    return ChildTuningAdamW(model.named_parameters(), **given | options)
+
+
 def is_kept(optimizer: ChildTuningAdamW, p: nn.Parameter) -> Tensor:
     return optimizer.state[p]["exp_avg_sq"].isfinite()
 
@@ -307,23 +313,22 @@ def test_the_memory_that_a_mask_takes(mode: Any, device: str, mib: float) -> Non
     assert (tensor_bytes(device) - before) / 2**20 - 2 * 8 * 4 <= mib
 
 
+def everything() -> dict[str, Tensor]:
+    """Masks that keep all."""
+    return {name: torch.ones(p.shape) for name, p in net().named_parameters()}
+
+
 # ---- saving and loading --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["taskfree", "task"])
 def test_a_resumed_run_is_the_run(mode: str) -> None:
-    def make(model: nn.Module, masks: dict[str, Tensor], **options: Any) -> ChildTuningAdamW:
-        given = masks if mode == "task" else None
-        return ChildTuningAdamW(model.named_parameters(), mode=mode, gradient_mask=given, **options)  # pyright: ignore
-
     straight, first, second = net(), net(), net()
-    train(straight, make(straight, some_masks(), seed=5), range(6))
-    optimizer = make(first, some_masks(), seed=5)
+    train(straight, child(straight, mode, some_masks(), seed=5), range(6))
+    optimizer = child(first, mode, some_masks(), seed=5)
     train(first, optimizer, range(3))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    resumed = make(
-        second, {name: torch.ones(p.shape) for name, p in second.named_parameters()}, reserve_p=0.9
-    )
+    resumed = child(second, mode, everything(), reserve_p=0.9)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.param_groups[0]["reserve_p"] == 0.3
     train(second, resumed, range(3, 6))
@@ -369,10 +374,7 @@ def test_masks_outlast_states_that_are_loaded_one_after_the_other() -> None:
 def trained_under(wrapper: str, mode: str, masks: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     model = net(wrapper)
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # ranks need not be seeded alike
-    options: dict[str, Any] = {"mode": mode, "gradient_mask": masks or some_masks()}
-    optimizer = ChildTuningAdamW(
-        model.named_parameters(), lr=0.05, weight_decay=0.1, reserve_p=0.5, **options
-    )
+    optimizer = child(model, mode, masks or some_masks(), weight_decay=0.1, reserve_p=0.5)
     train(model, optimizer, range(4))
     return weights(model)
 
@@ -441,9 +443,7 @@ def on_shards() -> tuple[list[Tensor], list[Tensor], str]:
     optimizer.step()
     wrong.append((other.full_tensor() != whole) != mask)
     with pytest.raises(ValueError, match=r"'head.weight'\]: expected shape \(3, 6\).* found \(3,\)") as error:
-        ChildTuningAdamW(
-            net("fsdp2").named_parameters(), mode="task", gradient_mask={"head.weight": torch.ones(3)}
-        )
+        child(net("fsdp2"), "task", {"head.weight": torch.ones(3)})
     return kept, wrong, str(error.value)
 
 
@@ -464,14 +464,7 @@ def save_all(directory: str) -> dict[tuple[str, str], dict[str, Tensor]]:
     found = {}
     for mode, wrapper in SAVED:
         model = net(wrapper)
-        masks = some_masks() if mode == "task" else None
-        optimizer = ChildTuningAdamW(
-            model.named_parameters(),
-            lr=0.05,
-            mode=mode,  # pyright: ignore
-            gradient_mask=masks,
-            seed=4,
-        )
+        optimizer = child(model, mode, some_masks(), seed=4)
         train(model, optimizer, range(2))
         save_distributed(f"{directory}/{mode}, {wrapper}", model, optimizer, step=2)
         train(model, optimizer, range(2, 4))
@@ -483,13 +476,7 @@ def load_all(directory: str, plain: bool) -> dict[tuple[str, str], tuple[dict[st
     found = {}
     for mode, wrapper in SAVED:
         model = net("plain" if plain else wrapper)
-        ones = {name: torch.ones(p.shape) for name, p in net().named_parameters()}
-        optimizer = ChildTuningAdamW(
-            model.named_parameters(),
-            lr=0.05,
-            mode=mode,  # pyright: ignore
-            gradient_mask=ones if mode == "task" else None,
-        )
+        optimizer = child(model, mode, everything())
         load_distributed(f"{directory}/{mode}, {wrapper}", model, optimizer)
         train(model, optimizer, range(2, 4))
         own = {name: optimizer.param_groups[0][name] for name in ("mode", "reserve_p", "seed", "mask_step")}

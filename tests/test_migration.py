@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_utils import translate
 from fsdp_utils.migration import Translation, TranslationError
+from tests.blocks import Block
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "translations.json").read_text())
@@ -78,20 +79,11 @@ def test_what_comes_out(public: dict[str, Any]) -> None:
 # --- built
 
 
-class Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
 class Model(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
-        kinds = [type(name, (Part,), {}) for name in names]
-        self.blocks = nn.ModuleList(kind() for kind in kinds for _ in range(2))
+        kinds = [type(name, (Block,), {}) for name in names]
+        self.blocks = nn.ModuleList(kind(16, 32) for kind in kinds for _ in range(2))
         self.head = nn.Linear(16, 16)
 
 

@@ -3,7 +3,6 @@
 import ast
 import copy
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -120,7 +119,6 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("deep.json", '{"a": ' + "[" * 100_000, "deep.json: expected JSON"),
         ("twice.json", '{"zero_optimization": {"stage": 3, "stage": 0}}', "the key 'stage' stands twice"),
         ("broken.json", "{", "broken.json: expected JSON"),
-        ("large.json", " " * (1024 * 1024 + 1), "of at most 1,048,576 bytes"),
         ("list.json", "[]", "in list.json: expected a dict of settings, found list"),
         ("a.toml", "", "a.toml: expected a file .json, .yaml or .yml"),
     ],
@@ -139,16 +137,7 @@ def test_a_file_that_is_no_config_is_one_error(
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.yaml")  # to read it would wait for its other end
-    with pytest.raises(
-        TranslationError, match=r"pipe.yaml: expected a file of at most .* found a folder, a pipe"
-    ):
-        translate(tmp_path / "pipe.yaml")
     with pytest.raises(FileNotFoundError):
         translate(tmp_path / "nowhere.yaml")
-    with pytest.raises(TypeError, match="expected a dict of settings, found list"):
+    with pytest.raises(TranslationError, match="expected a dict of settings, found list"):
         translate([])  # type: ignore[arg-type]
-    itself: dict[str, Any] = {"distributed_type": "FSDP"}
-    itself["fsdp_config"] = itself
-    with pytest.raises(TranslationError, match="config: expected "):
-        translate(itself)

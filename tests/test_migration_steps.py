@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_utils import record_collectives, run_on_ranks
 from fsdp_utils.migration import translate
+from tests.blocks import Block
 
 BF16 = torch.bfloat16
 FSDP = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "Block"}
@@ -29,18 +30,9 @@ EXECUTED: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
 def made(dtype: torch.dtype = BF16) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), *(Block() for _ in range(3))).to(dtype)
+    model = nn.Sequential(nn.Linear(32, 32), *(Block(32, 64) for _ in range(3))).to(dtype)
     model[0].bias.requires_grad_(dtype != BF16)
     return model
 

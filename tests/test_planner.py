@@ -26,7 +26,8 @@ from transformers import (
 
 from fsdp_utils import plan, run_on_ranks
 from fsdp_utils.planner import COLORS, GPUS, Efficiency, Plan
-from tests.planner_net import RANKS, REAL, SIZES, Block, Net, tokens, train_really, with_fsdp1
+from tests.blocks import Block
+from tests.planner_net import RANKS, REAL, SIZES, Net, tokens, train_really, with_fsdp1
 
 VOCABULARY = 4096  # large beside the hidden size, so that the logits are the peak
 LLAMA = LlamaConfig(**SIZES, vocab_size=VOCABULARY)

@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 
 from fsdp_utils import plan
 from fsdp_utils.planner.__main__ import main
-from tests.planner_net import SIZES, Block, Net, tokens
+from tests.blocks import Block
+from tests.planner_net import SIZES, Net, tokens
 
 LLAMA = LlamaConfig(**SIZES, vocab_size=128)
 

@@ -51,7 +51,7 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         A context manager that gives a `CollectiveTrace`.
 
     Raises:
-        ValueError: no part of the model is distributed, or ranks_per_host is less than 1.
+        ValueError: no part of the model is distributed.
         RuntimeError: another recording is running in this process.
 
     Example::
@@ -70,8 +70,6 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
             "record_collectives: expected a model under fully_shard, FullyShardedDataParallel or "
             f"DistributedDataParallel, found a {type(model).__name__} without any of them"
         )
-    if ranks_per_host is not None and ranks_per_host < 1:
-        raise ValueError(f"record_collectives: expected ranks_per_host of at least 1, found {ranks_per_host}")
     if _recording:
         raise RuntimeError("record_collectives: expected no other recording in this process, found one")
     rank, world_size = dist.get_rank(), dist.get_world_size()

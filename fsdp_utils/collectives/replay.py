@@ -23,7 +23,6 @@ class Replay:
     Args:
         spans: In the order of issue.
         units: Names of the units, in the model's order.
-        peak_units: The largest number of units that were gathered and not yet freed.
 
     Example::
 
@@ -35,7 +34,11 @@ class Replay:
 
     spans: tuple[Span, ...]
     units: tuple[str, ...]
-    peak_units: int
+
+    @property
+    def peak_units(self) -> int:
+        """The largest number of units that were gathered and not yet freed."""
+        return peak_units(span.event for span in self.spans)
 
     @property
     def step_s(self) -> float:
@@ -112,11 +115,6 @@ def replay(
             that many before it is done, as under FSDP2's set_reduce_scatter_max_input_buffers, which is 1
             unless you set it. None: no limit.
     """
-    given = [issue_s]
-    for numbers in (compute_s, link_gib_s):
-        given += numbers.values() if isinstance(numbers, Mapping) else [numbers or 0.0]
-    if min(given) < 0:
-        raise ValueError(f"replay: expected no number below 0, found {min(given)}")
     shares = _shares(events)
     cpu = computed = sent = 0.0  # when the CPU, and each stream, is free again
     gathered: dict[str, float] = {}  # when a unit's full parameters are there
@@ -157,7 +155,7 @@ def replay(
             elif event.kind == "reduce_scatter":
                 reduced.append(end)
         spans.append(Span(event, start, end))
-    return Replay(tuple(spans), tuple(units), peak_units(list(events)))
+    return Replay(tuple(spans), tuple(units))
 
 
 def _shares(events: Sequence[StepEvent]) -> dict[int, float]:

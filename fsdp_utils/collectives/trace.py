@@ -131,7 +131,7 @@ class CollectiveTrace:
             options: those of `fsdp_utils.collectives.replay.replay`, from compute_s on.
 
         Raises:
-            ValueError: a number is negative, or a duration is wanted that was not recorded.
+            ValueError: a duration is wanted that was not recorded.
             KeyError: a link has no speed.
         """
         return replay(self.events, units=list(self.unit_bytes), **options)

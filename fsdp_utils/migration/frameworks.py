@@ -28,7 +28,7 @@ def translate(
     Raises:
         TranslationError (a ValueError): the config is none of these, or cannot be parsed, or a value is
             unknown. An unknown key gets a row that is marked as lost.
-        TypeError, OSError: it is neither a file nor a dict; the file cannot be read.
+        OSError: the file cannot be read.
 
     Example::
 

@@ -17,7 +17,7 @@ from fsdp_utils.collectives.replay import Replay, replay
 from fsdp_utils.planner.efficiency import BOUND, Efficiency
 from fsdp_utils.planner.gpus import GPU
 from fsdp_utils.planner.simulated_rank import Setting
-from fsdp_utils.planner.work_items import Begin, Gone, Label, Recording, Send, Work
+from fsdp_utils.planner.work_items import Begin, Gone, Recording, Send, Work
 
 BASE_S = 8.4e-6
 HOP_S = {"NVLink": 3.4e-6, "PCIe": 5.7e-6, "network": 9.6e-6}
@@ -76,23 +76,13 @@ def _replayed(
     model_flop = kernels = 0
     products_s = fusible_s = 0.0
     beside = 0.0  # kernels on the streams of communication, before the next collective
-    computed: float | None = None  # since the last event
-    label = Label("")
+    for label, items in step:
+        update, computed = label.phase == "optimizer", None  # computed: since the last event
 
-    def add(kind: str, unit: str, seconds: float) -> None:
-        events.append(StepEvent(len(events), kind, unit, label.phase, seconds=seconds))
+        def add(kind: str, unit: str, seconds: float, phase: str = label.phase) -> None:
+            events.append(StepEvent(len(events), kind, unit, phase, seconds=seconds))
 
-    def compute() -> None:
-        nonlocal computed
-        if computed is not None:
-            add(COMPUTE, label.unit, computed)
-        computed = None
-
-    for following, items in step:
-        compute()
-        label = following
-        update = label.phase == "optimizer"
-        for item in items:
+        for item in [*items, None]:  # None ends the part
             if isinstance(item, Work):
                 kernels += 1
                 if not item.again:
@@ -113,16 +103,17 @@ def _replayed(
                     products_s += flop_s
                 if not item.flop and not update:
                     fusible_s += bytes_s
-            elif isinstance(item, Send):
-                compute()
-                seconds = beside + collective_s(item, gpu, ranks_per_host, efficiency)
-                seconds += host_ratio * item.nbytes / item.ranks / (gpu.host_link_gb_s * 1e9)
-                add(item.kind, item.unit, seconds)
-                beside = 0.0
-            elif isinstance(item, Gone):
-                compute()
-                add(FREE, item.unit, 0.0)
-    compute()
+            elif item is None or isinstance(item, Send | Gone):
+                if computed is not None:
+                    add(COMPUTE, label.unit, computed)
+                computed = None
+                if isinstance(item, Send):
+                    seconds = beside + collective_s(item, gpu, ranks_per_host, efficiency)
+                    seconds += host_ratio * item.nbytes / item.ranks / (gpu.host_link_gb_s * 1e9)
+                    add(item.kind, item.unit, seconds)
+                    beside = 0.0
+                elif item is not None:
+                    add(FREE, item.unit, 0.0)
     # an all-gather waits for the unit before the last: FSDP1's limiter; FSDP2 waits for its last copy-out
     found = replay(events, limit_units=2)
     seconds = found.step_s, found.compute_s, found.exposed_s, products_s, fusible_s

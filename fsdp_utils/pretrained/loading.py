@@ -25,7 +25,6 @@ from fsdp_utils.pretrained.meta_init import Buffer, compute_buffers, device_of, 
 from fsdp_utils.sharding.local_part import local
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_SHOWN = 3  # problems of a kind in one error
 
 
 def load_pretrained(
@@ -81,13 +80,8 @@ def load_pretrained(
         content, own = _fingerprint(stored.specs), _fingerprint(dict(model.named_parameters()))
         return {"content of the folder": content, "model": own, "cast": cast}
 
-    ranks = agree(
-        "load_pretrained",
-        facts,
-        error=CheckpointError,
-        topic="pretrained",
-        collective_s=TRANSFER_LIMIT_S,
-    )
+    how: Any = {"error": CheckpointError, "topic": "pretrained", "collective_s": TRANSFER_LIMIT_S}
+    ranks = agree("load_pretrained", facts, **how)
     with ranks.guard():
         ((stored, place),) = opened
 
@@ -104,7 +98,7 @@ def load_pretrained(
         names, computed, odd = ranks.each(check)
         if odd:
             warnings.warn(
-                f"load_pretrained: {', '.join(odd[:_SHOWN])}: expected the values that the module computes, "
+                f"load_pretrained: {', '.join(odd[:3])}: expected the values that the module computes, "
                 f"found others in {len(odd)} buffers, which the folder does not hold. to_empty() leaves them "
                 "uninitialised: call load_pretrained in its place, with the model still on meta. If the "
                 "program has changed them, there is nothing to do.",
