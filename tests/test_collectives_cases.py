@@ -159,20 +159,16 @@ def compiled_layers() -> None:
         assert orders[0] == orders[1]
 
 
-def refused(model: nn.Module, message: str) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=message), record_collectives(model):
+def recordings_within_each_other() -> None:
+    with pytest.raises(ValueError, match="without any of them"), record_collectives(nn.Linear(2, 2)):
         pass
-
-
-def wrong_arguments() -> None:
-    refused(nn.Linear(2, 2), "found a Linear without any of them")
     model = fsdp2(Model())
-    with record_collectives(model) as outer:
-        refused(model, "expected no other recording in this process")
+    with record_collectives(model) as outer, record_collectives(model) as inner:
         step(model)
-    with record_collectives(model) as again:  # neither refusal is left behind
+    with record_collectives(model) as again:
         step(model)
-    assert len(outer.collectives) == len(again.collectives) == 14
+    assert outer.order() == inner.order() == again.order()
+    assert len(again.collectives) == 14
 
 
 def an_exception() -> None:
@@ -238,7 +234,7 @@ def times_on_a_cpu() -> None:
         a_thread_that_sends,
         losses_and_operations,
         compiled_layers,
-        wrong_arguments,
+        recordings_within_each_other,
         an_exception,
         a_forward_that_fails,
         times_on_a_cpu,
@@ -265,7 +261,6 @@ class FakeEvent:
     """A GPU's event: the GPU runs everything 1 s late, and takes a ms from one event to the next."""
 
     made = itertools.count()
-    finished = 10**9
 
     def __init__(self, device: torch.device, enable_timing: bool) -> None:
         assert (device, enable_timing) == (torch.device("cpu"), True)
@@ -273,9 +268,6 @@ class FakeEvent:
     def record(self, stream: str) -> None:
         assert stream == "the current stream"
         self.at = next(self.made)
-
-    def query(self) -> bool:
-        return self.at < self.finished
 
     def elapsed_time(self, end: "FakeEvent") -> float:
         return end.at - self.at
@@ -287,7 +279,6 @@ def test_on_a_gpu_times_are_those_of_events_in_its_streams(monkeypatch: pytest.M
     model, waited = fsdp2(Model()), []
     order = record(model).order()
     monkeypatch.setattr(FakeEvent, "made", itertools.count())
-    monkeypatch.setattr(FakeEvent, "finished", 12 if fails else 10**9)
     monkeypatch.setattr(torch, "Event", FakeEvent)
     accelerator = torch.accelerator
     monkeypatch.setattr(accelerator, "current_accelerator", lambda check_available: torch.device("cpu"))
@@ -308,9 +299,8 @@ def test_on_a_gpu_times_are_those_of_events_in_its_streams(monkeypatch: pytest.M
     assert starts == sorted(starts)
     assert [1e3 * event.start for event in known] == pytest.approx(starts)  # by the events, to the ms
     if fails:  # a stuck GPU is not waited for
-        assert waited == []
-        assert 3 <= len(known) < len(order)
-        assert trace.notes[1].startswith("the GPU failed, or had not finished")
+        assert waited == known == []
+        assert trace.notes[1].startswith("the GPU may have failed")
     else:
         assert waited == [torch.device("cpu")]
         assert len(known) == len(order)

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from fsdp_utils.collectives import CollectiveTrace, StepEvent
 
 EVENTS = [
@@ -45,8 +43,3 @@ def test_times_are_microseconds_and_bytes_are_told(tmp_path: Path):
     for event in events:  # what the format asks of a thread
         assert event["ts"] >= ends.get(event["tid"], 0.0)
         ends[event["tid"]] = event["ts"] + event.get("dur", 0.0)
-
-
-def test_two_traces_of_one_rank_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="expected one trace of each rank, found those of ranks \\[0, 0\\]"):
-        written(tmp_path, 0, 0)

@@ -23,28 +23,28 @@ LEVEL = {
     **dict.fromkeys(["pretrained", "planner"], 4),
     **dict.fromkeys(["train", "integrations"], 5),
     "notebook": 6,
-    "lessons": 1490,
+    "lessons": 1489,
 }
 # Lines of a room, with docstrings. The first rooms have reached their aim, a budget and a tenth. The others
 # only get fewer on the way to theirs, the second number.
 MOST_LINES = {
     "allocator": 655,
-    "lessons": 1490,  # 1,300
+    "lessons": 1489,  # 1,300
     "memory": 766,
     "notebook": 1584,
     "precision": 309,
     "torch_internals": 440,
     "checkpoint": 2570,  # 1760
     "child_tuning": 568,  # 495
-    "collectives": 1998,  # 1980
+    "collectives": 1975,  # 1980
     "distributed": 1033,  # 880
     "integrations": 421,  # 275
     "migration": 687,  # 660
-    "planner": 1806,  # 1760
+    "planner": 1803,  # 1760
     "pretrained": 505,  # 495
     "sharding": 1125,  # 770
     "train": 1100,
-    "all together": 17_325,  # 15,000
+    "all together": 17_298,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

@@ -27,8 +27,6 @@ from fsdp_utils.sharding.units import ROOT, find_units, parents
 from fsdp_utils.torch_internals.names import sequence_nr
 from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile
 
-_recording = False
-
 
 @contextmanager
 def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -> Iterator[CollectiveTrace]:
@@ -52,7 +50,6 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
 
     Raises:
         ValueError: no part of the model is distributed.
-        RuntimeError: another recording is running in this process.
 
     Example::
 
@@ -63,15 +60,12 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         print(first.kind, first.module, f"{first.bytes:,} bytes")
         # all_gather (root) 1,088 bytes
     """
-    global _recording
     parts = [m for m in model.modules() if isinstance(m, FSDP1 | FSDPModule | DistributedDataParallel)]
     if not parts:
         raise ValueError(
             "record_collectives: expected a model under fully_shard, FullyShardedDataParallel or "
             f"DistributedDataParallel, found a {type(model).__name__} without any of them"
         )
-    if _recording:
-        raise RuntimeError("record_collectives: expected no other recording in this process, found one")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     units = find_units(model)
@@ -82,7 +76,6 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
     clock = Clock(units[0].parts[0].device if units else next(model.parameters()).device)
     ddp = any(isinstance(part, DistributedDataParallel) for part in parts)
     recorder = _Recorder(trace, clock, ddp, parents(units), on_host, _dimensions(model))
-    _recording = True
     try:
         with (
             listen_to_calls(recorder.collective),
@@ -96,7 +89,6 @@ def record_collectives(model: nn.Module, *, ranks_per_host: int | None = None) -
         trace.notes.append(f"the block ended early, by {type(error).__name__}: {error}")
         raise
     finally:
-        _recording = False
         recorder.closed = True
         trace.notes += clock.finish(failed=bool(trace.notes))
 

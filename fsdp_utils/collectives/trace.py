@@ -118,9 +118,6 @@ class CollectiveTrace:
         Args:
             path: of the file, JSON by content.
             others: the traces of other ranks. Each rank's times begin with its recording.
-
-        Raises:
-            ValueError: two traces are of one rank.
         """
         write_perfetto(path, [self, *others])
 

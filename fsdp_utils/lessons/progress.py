@@ -48,10 +48,9 @@ def solved(turn: int, folder: Path = NOTEBOOKS) -> None:
         new.replace(folder / FILE)
 
 
-def source(lesson: int | None = None, folder: Path = NOTEBOOKS) -> str:
-    """Return the text of a lesson's source, by default of this notebook's; "" where there is none."""
-    number = _lesson if lesson is None else lesson
-    return "".join(p.read_text(encoding="utf-8") for p in (folder / "src").glob(f"{number:02d}_*.py"))
+def source() -> str:
+    """Return the text of the source of this notebook's lesson; "" where there is none."""
+    return "".join(p.read_text(encoding="utf-8") for p in (NOTEBOOKS / "src").glob(f"{_lesson:02d}_*.py"))
 
 
 def turns(text: str) -> list[str]:

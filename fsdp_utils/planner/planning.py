@@ -24,6 +24,7 @@ from fsdp_utils.planner.simulated_rank import Setting, no_collection, record_one
 from fsdp_utils.planner.work_items import Recording, Work
 
 MAX_WORLD = 4096
+OVERHEAD_GIB = 2.0  # for the CUDA context and NCCL's buffers: a cautious choice, not measured
 STRATEGIES = ("full", "grad_op", "hybrid")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
@@ -50,9 +51,7 @@ def plan(
     shard: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None,
     ranks_per_host: int = 8,
     expandable_segments: bool = False,
-    overhead_gib: float = 2.0,
     efficiency: Efficiency | None = None,
-    whole: bool = False,
 ) -> Plan:
     """Predict the memory and the step time of a training, by simulating one rank on the CPU.
 
@@ -86,9 +85,7 @@ def plan(
             2-D (replicate, shard) for "hybrid"; `mp_policy` then only describes the plan.
         ranks_per_host: GPUs of a host. More ranks than that are several hosts.
         expandable_segments: as PYTORCH_ALLOC_CONF=expandable_segments:True.
-        overhead_gib: for the CUDA context and NCCL's buffers. The default is a cautious choice, not measured.
         efficiency: shares of the GPU's rates that are reached; None takes the fitted ones.
-        whole: run all blocks instead of four of each list. Slow.
 
     Returns:
         A `Plan`: memory in GiB, times in seconds.
@@ -118,7 +115,7 @@ def plan(
         raise ValueError(
             f"plan: a {chip.name} does not compute in bf16; expected mp_policy=None and a model in fp32"
         )
-    recording, notes = _recorded(source, setting, whole)
+    recording, notes = _recorded(source, setting)
     works = [item for _, items in recording for item in items if isinstance(item, Work)]
     uncounted = sorted({work.uncounted for work in works} - {""})
     dtype = str(computes_in).removeprefix("torch.")
@@ -141,7 +138,7 @@ def plan(
         peak_reserved_gib=simulated.peak_reserved_gib,
         moments=moments,
         at_rest=sharded,
-        available_gib=chip.usable_gib - overhead_gib,
+        available_gib=chip.usable_gib - OVERHEAD_GIB,
         timing=time_of(recording, chip, reached, setting, host_ratio),
         step_s_bound=time_of(recording, chip, BOUND, setting, host_ratio).step_s,
         notes=notes,
@@ -150,9 +147,9 @@ def plan(
     )
 
 
-def _recorded(source: Source, setting: Setting, whole: bool) -> tuple[Recording, list[str]]:
+def _recorded(source: Source, setting: Setting) -> tuple[Recording, list[str]]:
     """Return one rank's recording of the whole model, and what to know about it."""
-    if whole or source.blocks <= RECORDED:
+    if source.blocks <= RECORDED:
         return record_one_rank(source, setting, None), []
     if repeated := {name: count for name, count in source.stacks.items() if count > RECORDED}:
         with suppress(Irregular):

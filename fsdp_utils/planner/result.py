@@ -57,7 +57,7 @@ class Plan:
         peak_reserved_gib: as `torch.cuda.max_memory_reserved()`.
         moments: the peak of each part of two steps, with its own breakdown.
         at_rest: parameters, gradients and optimizer state at their most, wherever they lie.
-        available_gib: what CUDA offers (`GPU.usable_gib`) without `overhead_gib`.
+        available_gib: what CUDA offers (`GPU.usable_gib`) less 2 GiB for the CUDA context and NCCL's buffers.
         timing: of the second step, by the rates that such runs reach (`fsdp_utils.planner.efficiency`).
         step_s_bound: the same step by the GPU's rates alone, a roofline. An eager step takes longer; a
             compiled one, whose kernels are fused, may take less.
