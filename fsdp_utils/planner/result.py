@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def breakdown(self) -> dict[str, float]:
-        """What is allocated at the moment of the peak, by category."""
+        """GiB by category at the moment of the peak."""
         return self.peak.gib
 
     @property
