@@ -19,8 +19,8 @@ for axes, title in zip(panels, ("at rest, and for AdamW", "gathered: all compute
             shard = title.startswith("at rest") or whole
             axes.barh(rank, 0.86, left=matrix, height=0.8, color=plots.FAINT)
             if shard:
-                left, width = (matrix, 0.86) if whole else (matrix + 0.215 * rank, 0.215)
-                axes.barh(rank, width, left=left, height=0.8, color=plots.RANK_COLORS[matrix])
+                y, height = (rank, 0.8) if whole else (rank - 0.3 + 0.2 * rank, 0.2)
+                axes.barh(y, 0.86, left=matrix, height=height, color=plots.RANK_COLORS[matrix])
     axes.set(title=title, ylim=(3.6, -0.6))
     axes.set_yticks(RANKS, [f"rank {rank}" for rank in RANKS] if axes is panels[0] else [""] * 4)
     axes.set_xticks([matrix + 0.43 for matrix in RANKS], [f"matrix {matrix}" for matrix in RANKS], fontsize=7)
@@ -305,12 +305,9 @@ def measure(way, shape):
 # %%ranks
 SHAPES, WAYS = {"tall": (192, 48), "square": (96, 96), "wide": (48, 192)}, (by_dtensor, gathered, owned)
 cost = {(name, way.__name__): measure(way, shape) for name, shape in SHAPES.items() for way in WAYS}
-whole, _ = sharded(SHAPES.values())
-mixed = [matrix[:, torch.randperm(matrix.size(1)).to(device)] for matrix in whole]      # the same, in another order
-noise = max(apart([newton_schulz(b) @ b.bfloat16().T], [newton_schulz(a) @ a.bfloat16().T]) for a, b in zip(whole, mixed))
 
 # %%
-cost, noise, world = *ranks.get("cost, noise")[0], len(ranks.get("0"))
+cost, world = ranks.get("cost, world")[0]
 fig, panels = plots.figure(3, width=9.0, height=2.6)
 shapes, ways = ["tall", "square", "wide"], ["by_dtensor", "gathered", "owned"]
 for axes, place, title in zip(panels, range(3), ("collectives", "KiB sent by a rank", "a rank's FLOPs, in matrices")):
@@ -327,5 +324,551 @@ for axes, place, title in zip(panels, range(3), ("collectives", "KiB sent by a r
 fig.legend(handles=[Patch(color=c, label=w) for c, w in zip(plots.RANK_COLORS, ways)], loc="outside lower center", ncols=3)
 assert all(cost[shape, "owned"][0] == 2 and cost[shape, "owned"][2] == 1 for shape in shapes)
 assert all(abs(cost[shape, "owned"][1] - cost[shape, "gathered"][1] * 2 / world) <= 1 for shape in shapes)
+assert max(cost[shape, way][3] for shape in shapes for way in ways) < 0.05
+assert max(cost[shape, way][3] for shape in shapes for way in ways[1:]) < 0.001
 assert all(cost[shape, "by_dtensor"][1] > 2 * cost[shape, "gathered"][1] for shape in shapes)
 plots.show(fig, alt="Collectives, KiB and FLOPs of three ways, for tall, square and wide matrices.")
+
+# %% [markdown]
+# Owners win each column at once: two collectives for the whole batch of matrices, 2/n of the bytes of
+# `gathered` on n ranks, and one matrix's FLOPs. `by_dtensor` shares the FLOPs, too, and pays in bytes: it sends
+# 11 to 15 times as much as `gathered`. It also adds partial sums that are rounded to bf16, so its result is off
+# by a few percent; the other two give what one process gives. In memory, an owner needs room for one gathered
+# matrix and its products. Momentum and weights stay sharded throughout. With fewer large matrices than ranks
+# some ranks idle, and with matrices of many sizes the owners are chosen by FLOPs, not by number.
+#
+# ## Shampoo: choose blocks that no cut can touch
+#
+# Shampoo multiplies a gradient from both sides by the inverse fourth roots of `L = G Gᵀ` and `R = Gᵀ G`, summed
+# up over the steps. To keep `L` small it is used on blocks of the matrix. A block of rows that lies on one rank
+# needs no communication. But which blocks? If "the shard" is the block, the number of ranks is a hyperparameter.
+
+# %%
+# %%ranks
+def inverse_root(square):
+    values, vectors = torch.linalg.eigh(square)
+    return vectors * values.clamp(min=1e-6) ** -0.25 @ vectors.T
+
+
+def shampoo(gradient, block):                               # first step: L and R of each block of rows
+    return torch.cat([inverse_root(g @ g.T) @ g @ inverse_root(g.T @ g) for g in gradient.split(block)])
+
+
+(whole,), (matrix,) = sharded([(96, 64)])
+cut = {"the shard": lambda ranks: 96 // ranks, "8 rows": lambda ranks: 8}
+on_ranks = {
+    name: apart([DTensor.from_local(shampoo(matrix.to_local(), rows(world)), mesh, [Shard(0)])], [shampoo(whole, rows(world))])
+    for name, rows in cut.items()
+}
+change = {
+    name: [apart([shampoo(whole, rows(ranks))], [shampoo(whole, rows(1))]) for ranks in (2, 4, 8)] for name, rows in cut.items()
+}
+
+# %%
+on_ranks, change = ranks.get("on_ranks, change")[0]
+assert max(on_ranks.values()) < 1e-5 and max(change["8 rows"]) == 0
+Table(
+    ["a block is", "2 ranks", "4 ranks", "8 ranks"],
+    [[name, *(f"{value:.2f}" for value in values)] for name, values in change.items()],
+    note="How far the step is from that of one rank, computed in one process.",
+)
+
+# %% [markdown]
+# The real ranks give the same as one process with their blocks, up to rounding (asserted). With fixed blocks
+# that divide every shard, the result does not depend on the number of ranks, and nothing is sent.
+#
+# ## 8-bit states
+#
+# AdamW's two moments in float32 take 8 bytes per parameter. 8-bit optimizers store int8 codes and one scale
+# for each block of values. The step itself is element-wise, so shards are no problem. The **checkpoint** is:
+# `scales` has not the parameter's shape. Momentum in 8 bits, in DTensor operations throughout:
+
+# %%
+# %%ranks
+class Momentum8bit(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1, block=32):
+        super().__init__(params, {"lr": lr, "block": block})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state, momentum = self.state[weight], weight.grad
+                if state:
+                    momentum = momentum + 0.9 * (state["codes"] * state["scales"]).flatten(1)
+                blocks = momentum.unflatten(1, (-1, group["block"]))    # along a row: no cut of rows touches them
+                state["scales"] = blocks.abs().amax(-1, keepdim=True) / 127 + 1e-12
+                state["codes"] = (blocks / state["scales"]).round().to(torch.int8)
+                weight.sub_(momentum, alpha=group["lr"])
+
+
+class PlainMomentum8bit(Momentum8bit):                      # the same on p.to_local(): its states are no DTensors
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for state in self.state.values():
+            state.update({name: getattr(value, "to_local", lambda v=value: v)() for name, value in state.items()})
+
+
+# %% [markdown]
+# `saved_by(way, kind)` (folded) trains a step with an optimizer, saves and loads it into a new one, and says
+# what came back on each rank. Two ways: PyTorch's `get_optimizer_state_dict` with `dcp`, and `save_distributed`.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+import shutil
+import tempfile
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from fsdp_utils import CheckpointError, load_distributed, save_distributed
+
+
+def trained(kind, steps):
+    torch.manual_seed(0)
+    model = nn.Linear(96, 96, bias=False, device=device)
+    fully_shard(model, mesh=mesh)
+    optimizer = kind(model.parameters())
+    torch.manual_seed(1 + rank)
+    for _ in range(steps):
+        model(torch.randn(8, 96).to(device)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def saved_by(way, kind):
+    folders = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    (model, optimizer), (new_model, new) = trained(kind, 1), trained(kind, 0)
+    try:
+        if way == "save_distributed":
+            save_distributed(folders[0], model, optimizer, step=1)
+            load_distributed(folders[0], new_model, new)
+        else:
+            dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folders[0])
+            state = get_optimizer_state_dict(new_model, new)
+            dcp.load({"optimizer": state}, checkpoint_id=folders[0])
+            set_optimizer_state_dict(new_model, new, state)
+    except CheckpointError as error:
+        return "refused: " + str(error).partition(": ")[2].partition(", found")[0]
+    finally:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folders[0])
+    there, back = optimizer.state[model.weight], new.state[new_model.weight]
+    local = lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    right = all(local(there[name]).shape == local(back[name]).shape and bool((local(there[name]) == local(back[name])).all()) for name in there)
+    everyone = [None] * world
+    dist.all_gather_object(everyone, right)
+    codes = str(back["codes"].dtype).removeprefix("torch.")
+    return f"right on {sum(everyone)} of {world} ranks, codes in {codes}"
+
+
+# %%
+# %%ranks
+ways = {"PyTorch's": "dcp", "save_distributed": "save_distributed"}
+came_back = {(name, kind.__name__): saved_by(way, kind) for name, way in ways.items() for kind in (PlainMomentum8bit, Momentum8bit)}
+state = trained(Momentum8bit, 1)[1].state
+bytes_8bit = sum(tensor.to_local().nbytes for one in state.values() for tensor in one.values())
+bytes_fp32 = sum(weight.to_local().nbytes for weight in state)
+
+# %%
+came_back, share = ranks.get("came_back, bytes_8bit / bytes_fp32")[0]
+assert f"right on {world} " not in came_back["PyTorch's", "PlainMomentum8bit"]
+assert came_back["PyTorch's", "Momentum8bit"].endswith("float32")
+assert came_back["save_distributed", "Momentum8bit"].endswith(f"of {world} ranks, codes in int8")
+Table(
+    ["saved by", "states", "what came back"],
+    [[way, {"Momentum8bit": "DTensors"}.get(kind, "plain tensors"), found] for (way, kind), found in came_back.items()],
+    note=f"The states take {share:.0%} of the bytes that they take in float32.",
+)
+
+# %% [markdown]
+# A plain tensor counts as the same on all ranks, so `dcp` stores one rank's codes and one rank's scales, maybe
+# of two different ranks, and every rank loads them, without an error. `save_distributed` refuses. DTensors come
+# back right both ways; `Optimizer.load_state_dict`, which PyTorch's way calls, converts each state to the
+# parameter's dtype (`_process_value_according_to_param_policy`), so the codes take four times their bytes until
+# the next step. Because scales belong to pieces of rows, any number of ranks can load them.
+#
+# bitsandbytes keeps plain tensors ([#1403](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1403),
+# [#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)). torchao's `AdamW8bit` keeps
+# DTensors of a tensor subclass, for `dcp`; its blocks follow the shard, so another number of ranks quantizes
+# otherwise ([#4912](https://github.com/pytorch/ao/issues/4912)). Neither is run here.
+#
+# ## Two optimizers, groups and offloaded states
+#
+# Muon is for the matrices inside the blocks. Embeddings, the head and norms go to AdamW. Build the groups after
+# `fully_shard`, by name and `ndim`: under FSDP2 a parameter keeps its name and its full shape.
+
+# %%
+# %%ranks
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fsdp_utils import shard
+
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=96, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+model = shard(LlamaForCausalLM(config).to(device), mesh=mesh)
+named = dict(model.named_parameters())
+hidden = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
+ends = {name: p for name, p in named.items() if p.ndim == 2 and name not in hidden}
+norms = {name: p for name, p in named.items() if p.ndim == 1}
+muon = torch.optim.Muon(hidden.values(), lr=0.02, adjust_lr_fn="match_rms_adamw")
+adamw = torch.optim.AdamW([
+    {"params": ends.values(), "lr": 0.003},
+    {"params": norms.values(), "lr": 0.001, "weight_decay": 0.0},
+])
+
+# %% [markdown]
+# One `step()` of each per batch; one call saves both: `save_distributed(folder, model, [muon, adamw], step=…)`.
+# The states of `adamw` alone may lie in host memory between steps (`CPUOffloadPolicy` takes parameters and
+# gradients along, for each module that you pass it to). Two hooks move them; on a CPU nothing moves.
+
+# %%
+# %%ranks
+def moved_to(place):
+    def hook(optimizer, args, kwargs):
+        for state in optimizer.state.values():
+            state.update({name: tensor.to(place) for name, tensor in state.items() if name != "step"})
+    return hook
+
+
+adamw.register_step_pre_hook(moved_to(device))
+adamw.register_step_post_hook(moved_to("cpu"))
+before = {name: full(p).clone() for name, p in named.items()}
+ids = torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(rank)).to(device)
+model(input_ids=ids, labels=ids).loss.backward()
+for optimizer in (muon, adamw):
+    optimizer.step()
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+moved = {name: (full(p) - before[name]).abs().max().item() for name, p in named.items()}
+groups = {"Muon: hidden matrices": hidden, "AdamW: embedding and head": ends, "AdamW: norms": norms}
+rows = [[name, len(some), f"{max(map(moved.get, some)):.3f}"] for name, some in groups.items()]
+assert not any(state[name].to_local().is_cuda for state in adamw.state.values() for name in ("exp_avg", "exp_avg_sq"))
+
+# %%
+rows = ranks.get("rows")[0]
+assert [row[2] for row in rows[1:]] == ["0.003", "0.001"]
+Table(["group", "parameters", "largest change of a weight in step 1"], rows)
+
+# %% [markdown]
+# AdamW's first step changes a weight by its learning rate, so the table shows that each group has its own.
+# Muon scales its rate by the matrix's shape, and takes the full one from the DTensor.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+# The way of 2022: under FSDP1 parameters are flat, so no parameter is a matrix. And mixed placements raise.
+import warnings
+
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def raises(call):
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    flat = [FSDP(nn.Linear(8, 8, device=device), use_orig_params=keep, device_id=device) for keep in (False, True)]
+assert all(p.ndim == 1 for one in flat for p in one.parameters())
+assert "only supports 2D parameters" in raises(lambda: torch.optim.Muon(flat[1].parameters()))
+
+few = fully_shard(nn.Linear(8, 1, bias=False, device=device), mesh=mesh)
+few(torch.randn(4, 8, device=device)).sum().backward()
+assert "placement changes" in raises(torch.optim.Muon(few.parameters()).step)
+
+part = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
+fully_shard(part, mesh=mesh, ignored_params=set(part[0].parameters()))
+part(torch.randn(4, 8, device=device)).sum().backward()
+for way in ({"foreach": True}, {"fused": True}):
+    assert "got mixed torch.Tensor and DTensor" in raises(torch.optim.AdamW(part.parameters(), **way).step)
+    apart_groups = [{"params": one.parameters()} for one in part]
+    assert raises(torch.optim.AdamW(apart_groups, **way).step) == "no error"
+assert "got mixed torch.Tensor and DTensor" in raises(lambda: nn.utils.clip_grad_norm_(part.parameters(), 1.0))
+
+# %% [markdown]
+# ## Your turn 1 · Gather once
+#
+# `matrices` is a list of DTensors, sharded by rows; one of them has rows that do not divide among the ranks.
+# Write `gather_once(matrices)`: it returns a list of DTensors, `newton_schulz` of each, sharded as they came,
+# with one all-gather per matrix, in bf16.
+#
+# <details><summary>Hint</summary>
+#
+# `.full_tensor()` gathers. `distribute_tensor` cuts; by default it also sends rank 0's values to all ranks,
+# with `src_data_rank=None` it sends nothing.
+#
+# </details>
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
+
+once = newton_schulz                                        # newton_schulz counts its runs in the turns
+runs = []
+
+
+def newton_schulz(matrix):
+    runs.append(matrix.shape)
+    return once(matrix)
+
+
+def attempt(answer, shapes):
+    """Run an answer; return its results, what is right, and what a rank sent beside the matrices in bf16."""
+    whole, matrices = sharded(shapes, seed=3)
+    right = [once(matrix) for matrix in whole]
+    runs.clear()
+    with record_collectives(counted) as trace:
+        found = answer(list(matrices))
+    if not isinstance(found, list | tuple) or not all(isinstance(one, DTensor) for one in found):
+        raise NotYet("Return a list of DTensors, one for each matrix.")
+    if len(found) != len(right) or [one.shape for one in found] != [one.shape for one in right]:
+        raise NotYet("Return as many DTensors as there are matrices, of the same shapes and in the same order.")
+    events = [event for event in trace.events if event.is_collective]
+    bytes_bf16 = sum(2 * matrix.numel() for matrix in whole) * (world - 1) / world
+    return found, right, events, sum(event.sent_bytes for event in events) / bytes_bf16
+
+
+@turn(1, {
+    "results sharded by rows": exactly(3, "A result is whole on each rank: cut it as the matrix that came."),
+    "largest error": at_most(0.1, "Newton–Schulz ran on a part of a matrix, or a rank keeps other rows of the result than its own."),
+    "all-gathers": exactly(3, less="A matrix was not gathered.", more="Newton–Schulz ran on a DTensor: every product gathers again. Gather before it."),
+    "other collectives": exactly(0, more="Every rank has the whole result already, so cutting it must send nothing: see `src_data_rank`."),
+    "sent, times the matrices in bf16": at_most(1.2, "More is sent than the matrices in bf16: convert before you gather."),
+})
+def score_once(gather_once):
+    found, right, events, sent = attempt(gather_once, [(48, 64), (50, 64), (96, 24)])
+    gathers = sum(event.kind == "all_gather" for event in events)
+    return {
+        "results sharded by rows": sum(one.placements == (Shard(0),) for one in found),
+        "largest error": round(max(apart([one], [two]) for one, two in zip(found, right)), 2),
+        "all-gathers": gathers,
+        "other collectives": len(events) - gathers,
+        "sent, times the matrices in bf16": round(sent, 1),
+    }
+
+
+# %%
+# %%turn 1
+def gather_once(matrices):                                  # list of DTensors -> list of DTensors
+    return None                                             # your lines here
+
+
+# %% tags=["solution"] turn=1
+def gather_once(matrices):
+    results = []
+    for matrix in matrices:
+        whole = newton_schulz(matrix.bfloat16().full_tensor())
+        results.append(distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None))
+    return results
+
+# %% tags=["right"] turn=1
+def gather_once(matrices):                                  # redistribute, there and back
+    results = []
+    for matrix in matrices:
+        whole = matrix.to(torch.bfloat16).redistribute(placements=[Replicate()]).to_local()
+        whole = DTensor.from_local(newton_schulz(whole), mesh, [Replicate()], run_check=False)
+        results.append(whole.redistribute(placements=[Shard(0)]))
+    return results
+
+# %% tags=["right"] turn=1
+def gather_once(matrices):                                  # this rank's rows, as torch.chunk cuts them
+    def one(matrix):
+        whole = newton_schulz(matrix.bfloat16().full_tensor()).contiguous()
+        own = whole.chunk(world)[rank].contiguous()
+        return DTensor.from_local(own, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
+    return list(map(one, matrices))
+
+# %% tags=["right"] turn=1
+def gather_once(matrices):                                  # by hand: an all-gather of padded shards
+    results = []
+    for matrix in matrices:
+        rows = -(-matrix.size(0) // world)
+        mine = torch.zeros(rows, matrix.size(1), dtype=torch.bfloat16, device=device)
+        mine[: len(matrix.to_local())] = matrix.to_local()
+        whole = torch.empty(rows * world, matrix.size(1), dtype=torch.bfloat16, device=device)
+        dist.all_gather_into_tensor(whole, mine)
+        whole = newton_schulz(whole[: matrix.size(0)]).float().contiguous()
+        results.append(DTensor.from_local(
+            whole.chunk(world)[rank], mesh, [Shard(0)], shape=matrix.shape, stride=matrix.stride()
+        ))
+    return results
+
+# %% tags=["wrong"] turn=1 says="cutting it must send nothing"
+def gather_once(matrices):
+    return [distribute_tensor(newton_schulz(m.bfloat16().full_tensor()), mesh, [Shard(0)]) for m in matrices]
+
+# %% tags=["wrong"] turn=1 says="convert before you gather"
+def gather_once(matrices):
+    return [distribute_tensor(newton_schulz(m.full_tensor()), mesh, [Shard(0)], src_data_rank=None) for m in matrices]
+
+# %% tags=["wrong"] turn=1 says="Gather before it"
+def gather_once(matrices):
+    return [newton_schulz(matrix.bfloat16()).redistribute(placements=[Shard(0)]) for matrix in matrices]
+
+# %% tags=["wrong"] turn=1 says="ran on a part of a matrix"
+def gather_once(matrices):
+    return [
+        DTensor.from_local(newton_schulz(m.to_local()).contiguous(), mesh, [Shard(0)], shape=m.shape, stride=m.stride())
+        for m in matrices
+    ]
+
+# %% tags=["wrong"] turn=1 says="whole on each rank"
+def gather_once(matrices):
+    return [DTensor.from_local(newton_schulz(m.bfloat16().full_tensor()), mesh, [Replicate()], run_check=False) for m in matrices]
+
+# %% tags=["wrong"] turn=1 says="Return a list of DTensors"
+def gather_once(matrices):
+    return [newton_schulz(matrix.bfloat16().full_tensor()) for matrix in matrices]
+
+# %% [markdown]
+# ## Your turn 2 · One owner each
+#
+# Now there are as many matrices of one shape as ranks, with rows that divide. Write `with_owners(matrices)`:
+# rank r runs `newton_schulz` once, on the whole `matrices[r]`, and every rank gets its rows of every result. A
+# rank sends no more than its shards to the owners, and rows of its result back, in bf16.
+#
+# <details><summary>Hint</summary>
+#
+# `dist.all_to_all_single(output, input)` cuts `input` along its first dimension into as many parts as there are
+# ranks and sends part r to rank r; `output` has the parts that came, in the order of the ranks.
+#
+# </details>
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+@turn(2, {
+    "results sharded by rows": exactly(world, "A result is whole on each rank: only its rows belong there."),
+    "results in their places": exactly(world, "A rank returns rows of another matrix, or other rows: the owner has to send each rank its rows of the result."),
+    "largest error": at_most(0.1, "Newton–Schulz ran on a part, or on shards that are not put together by rows, in the order of the ranks."),
+    "runs of newton_schulz on a rank": exactly(1, less="A rank owns no matrix.", more="A rank computes more than its own matrix."),
+    "sent, times one matrix in bf16": at_most(2.1, "More is sent than shards to the owners and back, in bf16."),
+})
+def score_owners(with_owners):
+    found, right, events, sent = attempt(with_owners, [(8 * world, 64)] * world)
+    rows = [one.to_local().double() for one in found]
+    own = [distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None).to_local().double() for one in right]
+    places = [
+        min(range(world), key=lambda j, i=i: (rows[i] - own[j]).norm().item() if rows[i].shape == own[j].shape else 1e9)
+        for i in range(world)
+    ]
+    return {
+        "results sharded by rows": sum(one.placements == (Shard(0),) for one in found),
+        "results in their places": sum(place == index for index, place in enumerate(places)),
+        "largest error": round(max(apart([one], [two]) for one, two in zip(found, right)), 2),
+        "runs of newton_schulz on a rank": len(runs),
+        "sent, times one matrix in bf16": round(sent * world, 1),
+    }
+
+
+# %%
+# %%turn 2
+def with_owners(matrices):                                  # list of DTensors -> list of DTensors
+    return None                                             # your lines here
+
+
+# %% tags=["solution"] turn=2
+def with_owners(matrices):
+    shards = torch.stack([matrix.to_local() for matrix in matrices]).bfloat16()     # [owner, rows, columns]
+    mine = torch.empty_like(shards)
+    dist.all_to_all_single(mine, shards)                                            # [from rank, rows, columns]
+    result = newton_schulz(mine.flatten(0, 1)).contiguous()
+    dist.all_to_all_single(shards, result.unflatten(0, (world, -1)))                # [of matrix, rows, columns]
+    return [DTensor.from_local(shard, mesh, [Shard(0)]) for shard in shards]
+
+# %% tags=["right"] turn=2
+def with_owners(matrices):                                  # lists of tensors
+    shards = [matrix.to_local().bfloat16() for matrix in matrices]
+    mine = [torch.empty_like(shard) for shard in shards]
+    dist.all_to_all(mine, shards)
+    parts = [part.contiguous() for part in newton_schulz(torch.cat(mine)).chunk(world)]
+    dist.all_to_all(shards, parts)
+    return [DTensor.from_local(shard, mesh, [Shard(0)], run_check=False) for shard in shards]
+
+# %% tags=["right"] turn=2
+def with_owners(matrices):                                  # a gather and a scatter for each owner
+    results = []
+    for owner, matrix in enumerate(matrices):
+        shard = matrix.to_local().bfloat16().contiguous()
+        parts = [torch.empty_like(shard) for _ in range(world)] if rank == owner else None
+        dist.gather(shard, parts, dst=owner)
+        if rank == owner:
+            parts = [part.contiguous() for part in newton_schulz(torch.cat(parts)).chunk(world)]
+        mine = torch.empty_like(shard)
+        dist.scatter(mine, parts, src=owner)
+        results.append(DTensor.from_local(mine, mesh, [Shard(0)]))
+    return results
+
+# %% tags=["right"] turn=2
+from torch.distributed._functional_collectives import all_to_all_single
+
+def with_owners(matrices):                                  # functional collectives, and float32 at the end
+    shards = torch.cat([matrix.to_local() for matrix in matrices]).bfloat16()
+    mine = all_to_all_single(shards, None, None, mesh.get_group())
+    back = all_to_all_single(newton_schulz(mine + 0).contiguous(), None, None, mesh.get_group())
+    return [DTensor.from_local(part.float().contiguous(), mesh, [Shard(0)]) for part in (back + 0).chunk(world)]
+
+# %% tags=["wrong"] turn=2 says="more than its own matrix"
+def with_owners(matrices):                                  # every rank computes all
+    wholes = [newton_schulz(matrix.bfloat16().full_tensor()) for matrix in matrices]
+    return [distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for whole in wholes]
+
+# %% tags=["wrong"] turn=2 says="rows of another matrix"
+def with_owners(matrices):                                  # nothing is sent back
+    shards = torch.stack([matrix.to_local() for matrix in matrices]).bfloat16()
+    mine = torch.empty_like(shards)
+    dist.all_to_all_single(mine, shards)
+    parts = newton_schulz(mine.flatten(0, 1)).contiguous().chunk(world)
+    return [DTensor.from_local(part, mesh, [Shard(0)]) for part in parts]
+
+# %% tags=["wrong"] turn=2 says="shards to the owners and back, in bf16"
+def with_owners(matrices):                                  # float32 is sent
+    shards = torch.stack([matrix.to_local() for matrix in matrices])
+    mine = torch.empty_like(shards)
+    dist.all_to_all_single(mine, shards)
+    dist.all_to_all_single(shards, newton_schulz(mine.flatten(0, 1)).float().contiguous())
+    return [DTensor.from_local(shard, mesh, [Shard(0)]) for shard in shards]
+
+# %% tags=["wrong"] turn=2 says="not put together by rows"
+def with_owners(matrices):                                  # shards side by side
+    shards = torch.stack([matrix.to_local() for matrix in matrices]).bfloat16()
+    mine = torch.empty_like(shards)
+    dist.all_to_all_single(mine, shards)
+    result = newton_schulz(torch.cat(list(mine), dim=1))
+    dist.all_to_all_single(shards, torch.stack(result.chunk(world, dim=1)).contiguous())
+    return [DTensor.from_local(shard, mesh, [Shard(0)]) for shard in shards]
+
+# %% tags=["wrong"] turn=2 says="Each would wait for the others"
+def with_owners(matrices):
+    shards = torch.stack([matrix.to_local() for matrix in matrices]).bfloat16()
+    mine = torch.empty_like(shards)
+    if rank == 0:
+        dist.all_to_all_single(mine, shards)
+    return [DTensor.from_local(shard, mesh, [Shard(0)]) for shard in shards]
+
+# %% [markdown]
+# ## When it goes wrong
+#
+# | you see | cause | cure |
+# |:--|:--|:--|
+# | the loss falls slowly, or Newton–Schulz gives `inf` or `nan` ([Moonlight #27](https://github.com/MoonshotAI/Moonlight/issues/27)) | a matrix optimizer got shards (`p.to_local()`, FSDP1's flat parameters) | compare one step with one process; owners or `full_tensor()` |
+# | `Muon only supports 2D parameters` | FSDP1: its parameters are flat, also with `use_orig_params=True` | FSDP2 |
+# | Muon: `in-place operations that require placement changes are not supported` | a matrix with fewer rows than ranks | give it to AdamW, or shard its columns |
+# | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each; `clip_grad_norm_` raises, too: clip each, and combine the norms |
+# | with offloaded units the step is slow | parameters on CPU and GPU: the default falls back to a loop (`_default_to_fused_or_foreach`) | pass `fused=True`; it groups by device |
+# | resumed 8-bit training jumps | plain states: each rank loaded another rank's | DTensor states, or `save_distributed`, which refuses |
+#
+# ## The rule
+#
+# Compare one step on the ranks with one process before you trust an optimizer on shards. Element-wise: leave
+# it. Whole matrices: one owner each. States: DTensors, in blocks that no cut touches.
+#
+# [← lesson 17](17_fine_tune_three_ways.ipynb)
