@@ -108,7 +108,7 @@ lesson.card(
 #
 # "Off by 0.8" is 80% of the length of the right step, and there is no error message. `torch.optim.Muon` on the
 # parameters of `fully_shard` is right and pays with 48 collectives for three matrices. All of this is about
-# FSDP2, whose parameters are DTensors; FSDP1 has a folded cell below.
+# FSDP2, whose parameters are DTensors; a cell below is about FSDP1.
 #
 # ## Which optimizers may see shards
 #
@@ -325,16 +325,16 @@ for axes, place, title in zip(panels, range(3), ("collectives", "KiB sent by a r
 fig.legend(handles=[Patch(color=c, label=w) for c, w in zip(plots.RANK_COLORS, ways)], loc="outside lower center", ncols=3)
 assert all(cost[shape, "owned"][0] == 2 and cost[shape, "owned"][2] == 1 for shape in shapes)
 assert all(abs(cost[shape, "owned"][1] - cost[shape, "gathered"][1] * 2 / world) <= 1 for shape in shapes)
-assert max(cost[shape, way][3] for shape in shapes for way in ways) < 0.05
+assert 0.01 < cost["tall", "by_dtensor"][3] < 0.1
 assert max(cost[shape, way][3] for shape in shapes for way in ways[1:]) < 0.001
-assert all(cost[shape, "by_dtensor"][1] > 2 * cost[shape, "gathered"][1] for shape in shapes)
+assert all(11 <= cost[shape, "by_dtensor"][1] / cost[shape, "gathered"][1] <= 15 for shape in shapes)
 plots.show(fig, alt="Collectives, KiB and FLOPs of three ways, for tall, square and wide matrices.")
 
 # %% [markdown]
 # Owners win: two collectives for the whole batch of matrices, 2/n of the bytes of `gathered` on n ranks, and
 # the FLOPs of one matrix. `by_dtensor` shares FLOPs, too, but sends 11 to 15 times as much as `gathered`. It
-# also adds partial sums that are rounded to bf16, so it may be off by a few percent; the other two give what
-# one process gives. Momentum and weights stay sharded throughout.
+# also adds partial sums that are rounded to bf16: a tall matrix's result is off by 1 to 10%. The other two give
+# what one process gives. Momentum and weights stay sharded throughout.
 #
 # One all-to-all carries matrices of one shape, so batch them by shape. In a batch of fewer matrices than ranks
 # some ranks compute nothing. For GPUs, VeOmni does it this way, with uneven shards, too
@@ -754,7 +754,7 @@ def gather_once(matrices):
 # %%ranks
 @turn(2, {
     "results sharded by rows": exactly(world, "A result is whole on each rank: only its rows belong there."),
-    "results in their places": exactly(world, "A rank returns rows of another matrix, or other rows: the owner has to send each rank its rows of the result."),
+    "of its own matrix, under another's index": exactly(0, more="A rank returns rows of its own matrix in place of another's: send each rank its rows of the result."),
     "largest error": at_most(0.1, "Newton-Schulz ran on a part, or on shards that are not put together by rows, in the order of the ranks."),
     "runs of newton_schulz on a rank": exactly(1, less="A rank owns no matrix.", more="A rank computes more than its own matrix."),
     "sent, times one matrix in bf16": at_most(2.1, "More is sent than shards to the owners and back, in bf16."),
@@ -762,14 +762,14 @@ def gather_once(matrices):
 def score_owners(with_owners):
     found, right, _, sent = attempt(with_owners, [(8 * world, 64)] * world)
     rows = [one.to_local().double() for one in found]
-    own = [distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None).to_local().double() for one in right]
-    places = [
-        min(range(world), key=lambda j, i=i: (rows[i] - own[j]).norm().item() if rows[i].shape == own[j].shape else 1e9)
-        for i in range(world)
-    ]
+    parts = [part.double() for part in right[rank].chunk(world)]            # the result that this rank owns
+    strays = sum(
+        any(part.shape == one.shape and (part - one).norm() < 0.1 * part.norm() for part in parts)
+        for index, one in enumerate(rows) if index != rank
+    )
     return {
         "results sharded by rows": sum(one.placements == (Shard(0),) for one in found),
-        "results in their places": sum(place == index for index, place in enumerate(places)),
+        "of its own matrix, under another's index": strays,
         "largest error": round(max(apart([one], [two]) for one, two in zip(found, right)), 2),
         "runs of newton_schulz on a rank": len(runs),
         "sent, times one matrix in bf16": round(sent * world, 1),
@@ -828,7 +828,7 @@ def with_owners(matrices):                                  # every rank compute
     wholes = [newton_schulz(matrix.bfloat16().full_tensor()) for matrix in matrices]
     return [distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for whole in wholes]
 
-# %% tags=["wrong"] turn=2 says="rows of another matrix"
+# %% tags=["wrong"] turn=2 says="in place of another's"
 def with_owners(matrices):                                  # nothing is sent back
     shards = torch.stack([matrix.to_local() for matrix in matrices]).bfloat16()
     mine = torch.empty_like(shards)
@@ -863,7 +863,7 @@ def with_owners(matrices):                                  # shards side by sid
 # | Muon: `in-place operations that require placement changes are not supported` | a matrix with fewer rows than ranks | give it to AdamW |
 # | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each; `clip_grad_norm_` raises, too: clip each, and combine the norms |
 # | with offloaded units the step is slow | parameters on CPU and GPU: the default falls back to a loop ([#187615](https://github.com/pytorch/pytorch/issues/187615)) | pass `fused=True` or `foreach=True`: both group by device |
-# | resumed 8-bit training jumps | plain states: each rank loaded another rank's | DTensor states, or `save_distributed`, which refuses |
+# | 8-bit states are others after a resume | plain states: each rank loaded those of other ranks | DTensor states, or `save_distributed`, which refuses |
 #
 # ## The rule
 #
