@@ -130,6 +130,8 @@ class Targets(list[tuple[str, Tensor]]):
         """
         spec, there = self._specs[key], own.get(key.rpartition(".")[2])
         if tuple(param.shape) != spec.shape:
+            if key in self._dims and isinstance(param, DTensor):
+                return self.of_state(key)
             device = param.device if spec.shape else "cpu"
             return self._add(key, torch.empty(spec.shape, dtype=spec.dtype, device=device))
         alike = (
