@@ -19,6 +19,7 @@ from fsdp_utils.checkpoint.restore import (
     Targets,
     match_model,
     match_optimizers,
+    new_state,
     put_back_model,
     put_back_optimizers,
 )
@@ -173,7 +174,7 @@ def load_distributed(
                         "found several in the checkpoint"
                     )
                 targets.append((MODEL + first, held.tensors[MODEL + name]))
-            saved = match_optimizers(held, model, optimizers, plain, targets)
+            settings = match_optimizers(held, model, optimizers, plain, targets)
             extra, own = decode(plain["extra"], targets.full), held.plain["extra"].keys()
             if strict and own != extra.keys():
                 raise CheckpointError(
@@ -184,14 +185,19 @@ def load_distributed(
             values |= _own_values(checkpoint, manifest, ranks, targets.full)
             _check_objects(objects, values)
             extra = {name: one for name, one in extra.items() if name in own}
-            return stored, matched, targets, saved, extra, values
+            return stored, matched, plain, targets, settings, extra, values
 
-        stored, matched, targets, saved, extra, values = ranks.each(match)
-        held.leave_out(matched.missing)
+        stored, matched, plain, targets, settings, extra, values = ranks.each(match)
+
+        def read() -> dict[str, dict[str, Any]]:
+            optimizer_state = new_state(held, optimizers, plain, targets)
+            stored.read_into(targets, threads=ranks.threads())
+            return optimizer_state
+
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
-        ranks.each(lambda: stored.read_into(targets, threads=ranks.threads()))
+        optimizer_state = ranks.each(read)
         put_back_model(model, held, extra)
-        put_back_optimizers(model, optimizers, saved)
+        put_back_optimizers(model, optimizers, settings, optimizer_state)
         ranks.each(lambda: _load_objects(objects, values))
     if text := warning_of(unwrapped(model), manifest.get("unsaved_buffers")):
         warnings.warn(f"load_distributed: {text}", stacklevel=2)

@@ -155,7 +155,8 @@ def save_distributed(
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "world_size": ranks.world_size,
             "torch": str(torch.__version__),
-            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["groups"])) or None,
+            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["optimizers"]))
+            or None,
             "tied": held.tied,
             "tensors": specs(held.tensors),
             **describe(model),
@@ -283,9 +284,11 @@ def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str
     plain = held.plain
     values = {f"state {name!r}": value for name, value in plain["state"].items()}
     values |= {name: value for name, value in plain["extra"].items() if name not in known}
-    for index, group in enumerate(plain["groups"]):
-        settings = group["settings"].items()
-        values |= {f"{OPTIMIZER}param_groups[{index}][{name!r}]": value for name, value in settings}
+    for number, index, group in (
+        (number, *one) for number, of in enumerate(plain["optimizers"]) for one in enumerate(of["groups"])
+    ):
+        where = f"optimizer {number}: param_groups[{index}]"
+        values |= {f"{where}[{name!r}]": value for name, value in group["settings"].items()}
     for name, entries in plain["optimizer"].items():
         values |= {f"{OPTIMIZER}{name}.{what}": value for what, value in entries.items()}
     texts = {name: json.dumps(value) for name, value in values.items()}

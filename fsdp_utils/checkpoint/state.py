@@ -34,8 +34,8 @@ Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 class Held:
     """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it.
 
-    `plain` has "extra" (the model's state dict besides tensors, by name), "groups" (of each group of
-    parameters its "classes", "params" by name and "settings"), "optimizer" (their state, by name of the
+    `plain` has "extra" (the model's state dict besides tensors, by name), "optimizers" (of
+    each its "classes", and of each of its "groups" the "params" by name and "settings"), "optimizer" (their state, by name of the
     parameter), "state", and "dims" (by key of each DTensor in the state the dimension that each dimension of
     its mesh shards, None where it is replicated).
     """
@@ -71,7 +71,7 @@ class Held:
         tensors = {MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)}
         tensors = _as_dtensors(tensors, meshes)
         extra = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
-        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "groups": [], "optimizer": {}, "dims": {}}
+        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "optimizers": [], "optimizer": {}, "dims": {}}
         return cls(tensors, plain, tied, found, raw_names, meshes)
 
     def add_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -79,13 +79,15 @@ class Held:
         names = parameter_names(model)
         state: dict[str, Any] = {}
         for number, optimizer in enumerate(optimizers):
-            for group in optimizer.param_groups:
-                settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-                params = [self.first_name(name) for param in group["params"] for name in names[param]]
-                classes = optimizer_classes(optimizer)
-                one = {"of": number, "classes": classes, "params": params, "settings": settings}
-                where = f"{OPTIMIZER}param_groups.{len(self.plain['groups'])}"
-                self.plain["groups"].append(encode(one, where, self.tensors))
+            groups = [
+                {
+                    "params": [self.first_name(name) for param in group["params"] for name in names[param]],
+                    "settings": {k: v for k, v in group.items() if k not in ("params", "param_names")},
+                }
+                for group in optimizer.param_groups
+            ]
+            one = {"classes": optimizer_classes(optimizer), "groups": groups}
+            self.plain["optimizers"].append(encode(one, f"{OPTIMIZER}{number}", self.tensors))
             for name, entries in _state(model, optimizer).items():
                 state |= {self.first_name(name): _as_dtensors(entries, self.meshes)} if entries else {}
         self.plain["optimizer"] = encode(state, OPTIMIZER[:-1], self.tensors)
