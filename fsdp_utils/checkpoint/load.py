@@ -31,7 +31,6 @@ from fsdp_utils.checkpoint.state import (
     frozen_names,
     listed,
     unwrapped,
-    without_unsharded_wrappers,
 )
 from fsdp_utils.checkpoint.tensor_files import open_tensors, share
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
@@ -128,7 +127,7 @@ def load_distributed(
         torch.set_rng_state(state["rng"])
         print(state["step"], state["epoch"])  # 7 3
     """
-    model, optimizers = without_unsharded_wrappers(model), listed(optimizer)
+    model, optimizers = unwrapped(model, sharded=False), listed(optimizer)
     objects: dict[str, Any] = {}
     ignored: list[str] = []
 
@@ -163,7 +162,14 @@ def load_distributed(
             matched = match_model(
                 held, found, str(checkpoint), _NOT_STRICT, cast=cast, strict=strict, ignored=ignored
             )
-            _check_meta({name: held.tensors[MODEL + name] for name in matched.stored})
+            for name in matched.stored:
+                if held.tensors[MODEL + name].is_meta:
+                    raise CheckpointError(
+                        f"expected a model with memory, found {name!r} on the meta device. "
+                        "load_pretrained(folder, model) gives it memory and values, and computes the buffers "
+                        "that no checkpoint holds, which to_empty() leaves uninitialised; export_safetensors "
+                        "makes a folder of a checkpoint"
+                    )
             plain = read_json(checkpoint / STATE_FILE)
             targets = Targets(held, stored.specs, plain["dims"])
             for name, names in matched.stored.items():
@@ -219,15 +225,6 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
             "the hosts"
         )
     return read_manifest(checkpoint)
-
-
-def _check_meta(own: Mapping[str, Tensor]) -> None:
-    if on_meta := [name for name, tensor in own.items() if tensor.is_meta]:
-        raise CheckpointError(
-            f"expected a model with memory, found {on_meta[0]!r} on the meta device. load_pretrained(folder, "
-            "model) gives it memory and values, and computes the buffers that no checkpoint holds, which "
-            "to_empty() leaves uninitialised; export_safetensors makes a folder of a checkpoint"
-        )
 
 
 def _own_values(

@@ -50,22 +50,23 @@ def match_model(
     ignored: Collection[str] = (),
 ) -> Matched:
     """Match the tensors of a model with stored ones, and check that they are alike."""
-    own, stored = held.of_model(), {}
-    for name in found:
-        if name not in ignored and held.first_name(name) in own:
-            stored.setdefault(held.first_name(name), []).append(name)
-    missing = [name for name in own if name not in stored]
-    unexpected = [name for name in found if name in ignored or held.first_name(name) not in own]
+    own, stored, unexpected = held.of_model(), {}, []
     problems: dict[str, list[str]] = {}  # the names that have it, by problem
-    alike = {name: {found[one]: one for one in reversed(names)} for name, names in stored.items()}
-    for name, there, one in ((name, *pair) for name, specs in alike.items() for pair in specs.items()):
-        shape, dtype = list(own[name].shape), own[name].dtype
-        if list(there.shape) != shape:
-            problem = f"expected shape {shape} (the model's), found {list(there.shape)}"
-            problems.setdefault(problem, []).append(one)
-        if there.dtype != dtype and not cast:
-            problem = f"expected {dtype} (the model's), found {there.dtype}; cast=True converts them"
-            problems.setdefault(problem, []).append(one)
+    for name, spec in found.items():
+        first = held.first_name(name)
+        if name in ignored or first not in own:
+            unexpected.append(name)
+            continue
+        seen = [found[other] for other in stored.setdefault(first, [])]  # under further names, if it is tied
+        stored[first].append(name)
+        shape, dtype = list(own[first].shape), own[first].dtype
+        if list(spec.shape) != shape and spec not in seen:
+            problem = f"expected shape {shape} (the model's), found {list(spec.shape)}"
+            problems.setdefault(problem, []).append(name)
+        if spec.dtype != dtype and not cast and spec not in seen:
+            problem = f"expected {dtype} (the model's), found {spec.dtype}; cast=True converts them"
+            problems.setdefault(problem, []).append(name)
+    missing = [name for name in own if name not in stored]
     if strict or not stored:
         for problem, names in (
             (f"expected by the model, found nothing; {remedy}", missing),
