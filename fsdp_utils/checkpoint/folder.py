@@ -179,6 +179,11 @@ def _hash(content: Any) -> str:
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint, and compare it with its hash."""
     path = checkpoint / MANIFEST
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint}: expected a directory that all ranks see, found none: it was deleted, or is not "
+            "shared between the hosts"
+        )
     content = read_json(path)
     expected = content.pop("blake3", None) if isinstance(content, dict) else None
     if (found := _hash(content)) != expected:

@@ -147,7 +147,7 @@ def load_distributed(
 
     with collective_call("load_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
         checkpoint = ranks.first(lambda: find(directory, step))
-        manifest = ranks.each(lambda: _read_manifest(checkpoint))
+        manifest = ranks.each(lambda: read_manifest(checkpoint))
         ranks.same("checkpoint", {str(checkpoint / MANIFEST): fingerprint([json.dumps(manifest)])})
         # What is read after that is what was saved: nothing else looks for damage.
         sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
@@ -216,15 +216,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     check_files(checkpoint, manifest, [STATE_FILE])
     specs = open_tensors(checkpoint, manifest).specs
     return decode(read_json(checkpoint / STATE_FILE)["state"], specs.__getitem__)
-
-
-def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"{checkpoint}: expected the directory that rank 0 sees, found none: it is not shared between "
-            "the hosts"
-        )
-    return read_manifest(checkpoint)
 
 
 def _own_values(
