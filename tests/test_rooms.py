@@ -33,8 +33,8 @@ MOST_LINES = {
     "memory": 766,
     "notebook": 1584,
     "precision": 309,
-    "torch_internals": 440,
-    "checkpoint": 2570,  # 1760
+    "torch_internals": 434,
+    "checkpoint": 2485,  # 1760
     "child_tuning": 568,  # 495
     "collectives": 1975,  # 1980
     "distributed": 1033,  # 880

@@ -24,6 +24,7 @@ from fsdp_utils.checkpoint.state import (
     quiet,
 )
 from fsdp_utils.checkpoint.tensor_files import Spec
+from fsdp_utils.sharding.local_part import is_readable, local
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.torch_internals.fsdp import fsdp1_handle
 from fsdp_utils.torch_internals.names import get_param_to_fqns
@@ -271,6 +272,11 @@ def put_back_optimizers(
 
 def put_back_model(model: nn.Module, held: Held, extra: Mapping[str, Any]) -> None:
     """Restore the model from what Held.of() took of it, with filled tensors. A collective under FSDP1."""
+    own = {
+        local(one).data_ptr() for one in (*model.parameters(), *model.buffers()) if is_readable(local(one))
+    }
+    if not extra and all(local(one).data_ptr() in own for one in held.of_model().values()):
+        return  # the tensors that were filled are the model's own
     state, raw = dict(held.state_dict), held.raw_names
     state.update({raw[name]: value for name, value in extra.items()})
     state.update({raw[alias]: state[raw[name]] for alias, name in held.tied.items()})
