@@ -1,7 +1,6 @@
 """What the tests of checkpoints share: one tiny model with all that is hard to save, and how a call ended."""
 
 import hashlib
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
@@ -180,10 +180,13 @@ def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
     return digest.hexdigest()
 
 
-def manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of the only checkpoint in a directory."""
-    (path,) = directory.glob("*/manifest.json")
-    return json.loads(path.read_text())
+def stored(directory: Path) -> set[str]:
+    """The names of the tensors in all safetensors files of a directory."""
+    names = set()
+    for path in directory.rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names.update(file.keys())
+    return names
 
 
 class Outcome(NamedTuple):

@@ -78,10 +78,9 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_manifest_says_what_is_in_the_checkpoint_and_no_file_where_it_was_written(run: Path) -> None:
     checkpoint = run / "000002-step-2"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    expected = {"format": 1, "step": 2, "world_size": 2, "torch": torch.__version__, "model": "Net"}
+    expected = {"format": 2, "step": 2, "world_size": 2, "torch": torch.__version__, "model": "Net"}
     expected |= {"optimizer": "AdamW", "tied": {"head.weight": "embed.weight"}}
     assert {key: manifest[key] for key in expected} == expected
-    assert manifest["tensors"]["model.embed.weight"] == {"dtype": "float32", "shape": [11, 6]}
     assert {path.name for path in checkpoint.iterdir()} == {*manifest["files"], "manifest.json"}
     for name, entry in manifest["files"].items():
         data = (checkpoint / name).read_bytes()

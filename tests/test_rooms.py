@@ -1,4 +1,4 @@
-"""The rooms of fsdp_utils: imports go down only, no pickles, no copies, and each room keeps to its size."""
+"""The rooms of fsdp_utils: imports go down only, no copies, and each room keeps to its size."""
 
 import ast
 import subprocess
@@ -33,8 +33,8 @@ MOST_LINES = {
     "memory": 766,
     "notebook": 1584,
     "precision": 309,
-    "torch_internals": 440,
-    "checkpoint": 2570,  # 1760
+    "torch_internals": 434,
+    "checkpoint": 2495,  # 1760
     "child_tuning": 568,  # 495
     "collectives": 1975,  # 1980
     "distributed": 1033,  # 880
@@ -44,7 +44,7 @@ MOST_LINES = {
     "pretrained": 505,  # 495
     "sharding": 1125,  # 770
     "train": 1100,
-    "all together": 17_308,  # 15,000
+    "all together": 17_227,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (
@@ -59,8 +59,6 @@ INSIDE = {
     "conftest.py": "fsdp_utils.distributed.launch",  # to import once what nearly all ranks of the tests need
     "recipe_ranks.py": "fsdp_utils.distributed.launch",  # as above
 }
-# Where ranks of one job send each other functions, results and errors.
-SENDS_OBJECTS = {"distributed", "notebook"}
 
 
 def imports(file: Path) -> set[str]:
@@ -119,14 +117,6 @@ def test_tests_import_what_rooms_make_public() -> None:
     }
     assert sorted(inside) == []
     assert [name for name in INSIDE if not (ROOT / "tests" / name).exists()] == []
-
-
-def test_nothing_is_unpickled_but_what_ranks_of_one_job_send_each_other() -> None:
-    pickles = {"pickle", "cloudpickle", "shelve", "marshal", "dill", "joblib", "torch.load"}
-    pickles.add("torch.distributed.checkpoint.FileSystemReader")  # its metadata is a pickle
-    found = {str(file.relative_to(PACKAGE)) for file, text in FILES.items() if imports(file) & pickles}
-    found |= {str(file.relative_to(PACKAGE)) for file, text in FILES.items() if "torch.load(" in text}
-    assert {name for name in found if name.split("/")[0] not in SENDS_OBJECTS} == set()
 
 
 def code_lines(text: str) -> Iterator[tuple[int, str]]:

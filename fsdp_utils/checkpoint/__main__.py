@@ -9,16 +9,14 @@ Without --step, `inspect` and `export` take the checkpoint that was saved last, 
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 
 from fsdp_utils._commands import new_parser, run
-from fsdp_utils.checkpoint.codec import DTYPES
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import doing
 from fsdp_utils.checkpoint.folder import every, find, read_manifest, verify_checkpoint
-from fsdp_utils.checkpoint.tensor_files import StoredTensors
+from fsdp_utils.checkpoint.tensor_files import StoredTensors, open_tensors
 from fsdp_utils.pretrained.export import ADAPTER_FILE, export_safetensors
 from fsdp_utils.pretrained.loading import open_folder
 
@@ -89,13 +87,13 @@ def _inspect(options: argparse.Namespace) -> _Said:
     tied = ", ".join(f"{alias} = {name}" for alias, name in manifest["tied"].items())
     about = {"checkpoint": str(path)} | {key: manifest[key] for key in (*_ABOUT, "torch")}
     about |= {"tied": tied or "nothing", "files": len(manifest["files"]) + 1}
-    tensors, total, lines = manifest["tensors"], 0, []
-    width = max(map(len, tensors), default=0)
-    for key, entry in tensors.items():
-        size = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
-        total += size
-        shape = " x ".join(map(str, entry["shape"])) or "-"
-        lines.append(f"{key:<{width}}  {entry['dtype']:<13}  {shape:>20}  {_size(size):>11}")
+    specs, lines, tensors = open_tensors(path, manifest).specs, [], {}
+    width = max(map(len, specs), default=0)
+    for key, spec in sorted(specs.items()):
+        dtype, shape = str(spec.dtype).removeprefix("torch."), " x ".join(map(str, spec.shape)) or "-"
+        tensors[key] = {"dtype": dtype, "shape": spec.shape}
+        lines.append(f"{key:<{width}}  {dtype:<13}  {shape:>20}  {_size(spec.nbytes):>11}")
+    total = sum(spec.nbytes for spec in specs.values())
     summary = {**about, "tensors": f"{len(tensors)} of {_size(total)}"}
     lines += ["", *(f"{key + ':':<15}{value}" for key, value in summary.items())]
     return {**about, "tensors": tensors}, lines, None

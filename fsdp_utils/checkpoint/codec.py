@@ -7,7 +7,6 @@ strings. All else is an object {"!": kind, "value": ...}.
 import base64
 import json
 import math
-import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,6 @@ from fsdp_utils.torch_internals.names import ShardedTensor
 
 _KIND = "!"
 _MOST_ARRAY_BYTES = 1 << 20  # the state of a NumPy generator has 2.5 KB
-DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 # Types that are stored as a list of their parts; a mapping's parts are pairs of a key and a value.
 _CONTAINERS: dict[str, type] = {
     one.__name__: one for one in (tuple, torch.Size, set, frozenset, dict, OrderedDict, Counter)
@@ -39,29 +37,21 @@ def _unpack_array(packed: list[Any]) -> Any:
     return flat[0] if shape is None else flat.reshape(shape).copy()
 
 
-def _pack_floats(*values: float) -> str:
-    return struct.pack(f">{len(values)}d", *values).hex()
-
-
-def _unpack_floats(text: str) -> tuple[float, ...]:
-    return struct.unpack(f">{len(text) // 16}d", bytes.fromhex(text))
-
-
 def _pack_bytes(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
 # Other types, with how they are written to JSON and read from it.
 _ATOMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "float": (float, _pack_floats, lambda text: _unpack_floats(text)[0]),
-    "complex": (
-        complex,
-        lambda value: _pack_floats(value.real, value.imag),
-        lambda text: complex(*_unpack_floats(text)),
-    ),
+    "float": (float, lambda value: _pack_array(np.float64(value)), lambda one: float(_unpack_array(one))),
+    "complex": (complex, lambda value: _pack_array(np.array(value)), lambda one: complex(_unpack_array(one))),
     "bytes": (bytes, _pack_bytes, base64.b64decode),
     "bytearray": (bytearray, _pack_bytes, lambda text: bytearray(base64.b64decode(text))),
-    "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), DTYPES.__getitem__),
+    "dtype": (
+        torch.dtype,
+        lambda value: str(value).removeprefix("torch."),
+        lambda name: getattr(torch, name),
+    ),
     "device": (torch.device, str, torch.device),
     "numpy": (np.ndarray, _pack_array, _unpack_array),
 }

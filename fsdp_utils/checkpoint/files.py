@@ -154,7 +154,7 @@ class Lock:
     """
 
     def __init__(self, path: Path, *, wait_s: float) -> None:
-        self._path, self._owner, self.held = path, os.getpid(), False
+        self._path, self.held = path, False
         limit = time.monotonic() + wait_s
         while not self._take():
             with self._file:
@@ -187,12 +187,12 @@ class Lock:
         return False
 
     def release(self) -> None:
-        if self._owner == os.getpid():  # not in a fork, which holds nothing
+        if not self._file.closed:  # as it is in a fork, which holds nothing
             with suppress(OSError):
                 self._path.unlink()
             with suppress(OSError):  # at once, also where a fork still has the file open
                 fcntl.flock(self._file, fcntl.LOCK_UN)
-        self._file.close()
+            self._file.close()
 
 
 _held: "WeakSet[Lock]" = WeakSet()

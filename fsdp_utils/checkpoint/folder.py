@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from fsdp_utils.checkpoint.files import (
 )
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _LOCK, _SAVING, _DELETING = ".saving-lock", ".saving-", ".deleting-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _LOCK_WAIT_S = 10.0  # for a program before this one that is about to end
@@ -139,8 +140,8 @@ class Unfinished:
             self._path.mkdir()
         return self._path, self._final
 
-    def commit(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, and make the folder the latest checkpoint, durably."""
+    def commit(self, manifest: dict[str, Any], keep: int | None) -> None:
+        """Write the manifest, and make the folder the latest of `keep` checkpoints, durably."""
         content = {"format": FORMAT, **manifest}
         # One line for each part: it can be read with `head` and `diff`.
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
@@ -151,6 +152,13 @@ class Unfinished:
             self._path.rename(self._final)
             self._path = self._home
             sync_directory(self._home)
+        for one in _committed(self._home)[:-keep] if keep else ():
+            # Renamed first, so that none is found half deleted.
+            doomed = self._home / f"{_DELETING}{one.path.name}"
+            with doing("delete", one.path), suppress(FileNotFoundError):  # another program deletes it too
+                one.path.rename(doomed)
+                sync_directory(self._home)
+                doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
 
     def abandon(self) -> None:
         """Delete what was not committed, and let others write into the directory. Raises nothing."""
@@ -161,19 +169,6 @@ class Unfinished:
             self._lock = None
 
 
-def keep_last(home: Path, keep: int) -> None:
-    """Delete all but the last checkpoints. Each is renamed first, so that none is found half deleted."""
-    for one in _committed(home)[:-keep]:
-        doomed = home / f"{_DELETING}{one.path.name}"
-        with doing("delete", one.path):
-            try:
-                one.path.rename(doomed)
-                sync_directory(home)
-                doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
-            except FileNotFoundError:
-                continue  # another program, which saves there now, deletes it too
-
-
 # ---- verifying ---------------------------------------------------------------------------------------
 
 
@@ -181,12 +176,14 @@ def _hash(content: Any) -> str:
     return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-_PARTS = {"step", "world_size", "saved_at", "torch", "model", "optimizer", "tied", "tensors", "files"}
-
-
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint, and compare it with its hash."""
     path = checkpoint / MANIFEST
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint}: expected a directory that all ranks see, found none: it was deleted, or is not "
+            "shared between the hosts"
+        )
     content = read_json(path)
     expected = content.pop("blake3", None) if isinstance(content, dict) else None
     if (found := _hash(content)) != expected:
@@ -195,8 +192,6 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         )
     if (found := content.get("format")) != FORMAT:
         raise CheckpointError(f"{path}: expected format {FORMAT}, found {found!r:.80}")
-    if missing := sorted(_PARTS - content.keys()):
-        raise CheckpointDamagedError(f"{path}: expected a manifest with {missing[0]!r}, found none")
     return content
 
 

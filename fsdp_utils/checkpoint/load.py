@@ -19,6 +19,7 @@ from fsdp_utils.checkpoint.restore import (
     Targets,
     match_model,
     match_optimizers,
+    new_state,
     put_back_model,
     put_back_optimizers,
 )
@@ -30,7 +31,6 @@ from fsdp_utils.checkpoint.state import (
     frozen_names,
     listed,
     unwrapped,
-    without_unsharded_wrappers,
 )
 from fsdp_utils.checkpoint.tensor_files import open_tensors, share
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
@@ -127,7 +127,7 @@ def load_distributed(
         torch.set_rng_state(state["rng"])
         print(state["step"], state["epoch"])  # 7 3
     """
-    model, optimizers = without_unsharded_wrappers(model), listed(optimizer)
+    model, optimizers = unwrapped(model, sharded=False), listed(optimizer)
     objects: dict[str, Any] = {}
     ignored: list[str] = []
 
@@ -147,7 +147,7 @@ def load_distributed(
 
     with collective_call("load_distributed", model, optimizers, facts, wait_s=wait_s) as ranks:
         checkpoint = ranks.first(lambda: find(directory, step))
-        manifest = ranks.each(lambda: _read_manifest(checkpoint))
+        manifest = ranks.each(lambda: read_manifest(checkpoint))
         ranks.same("checkpoint", {str(checkpoint / MANIFEST): fingerprint([json.dumps(manifest)])})
         # What is read after that is what was saved: nothing else looks for damage.
         sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
@@ -162,7 +162,14 @@ def load_distributed(
             matched = match_model(
                 held, found, str(checkpoint), _NOT_STRICT, cast=cast, strict=strict, ignored=ignored
             )
-            _check_meta({name: held.tensors[MODEL + name] for name in matched.stored})
+            for name in matched.stored:
+                if held.tensors[MODEL + name].is_meta:
+                    raise CheckpointError(
+                        f"expected a model with memory, found {name!r} on the meta device. "
+                        "load_pretrained(folder, model) gives it memory and values, and computes the buffers "
+                        "that no checkpoint holds, which to_empty() leaves uninitialised; export_safetensors "
+                        "makes a folder of a checkpoint"
+                    )
             plain = read_json(checkpoint / STATE_FILE)
             targets = Targets(held, stored.specs, plain["dims"])
             for name, names in matched.stored.items():
@@ -173,7 +180,7 @@ def load_distributed(
                         "found several in the checkpoint"
                     )
                 targets.append((MODEL + first, held.tensors[MODEL + name]))
-            saved = match_optimizers(held, model, optimizers, plain, targets)
+            settings = match_optimizers(held, model, optimizers, plain, targets)
             extra, own = decode(plain["extra"], targets.full), held.plain["extra"].keys()
             if strict and own != extra.keys():
                 raise CheckpointError(
@@ -184,14 +191,19 @@ def load_distributed(
             values |= _own_values(checkpoint, manifest, ranks, targets.full)
             _check_objects(objects, values)
             extra = {name: one for name, one in extra.items() if name in own}
-            return stored, matched, targets, saved, extra, values
+            return stored, matched, plain, targets, settings, extra, values
 
-        stored, matched, targets, saved, extra, values = ranks.each(match)
-        held.leave_out(matched.missing)
+        stored, matched, plain, targets, settings, extra, values = ranks.each(match)
+
+        def read() -> dict[str, dict[str, Any]]:
+            optimizer_state = new_state(held, optimizers, plain, targets)
+            stored.read_into(targets, threads=ranks.threads())
+            return optimizer_state
+
         ranks.consequence = "\nThe model may be partly loaded: do not go on with it."
-        ranks.each(lambda: stored.read_into(targets, threads=ranks.threads()))
+        optimizer_state = ranks.each(read)
         put_back_model(model, held, extra)
-        put_back_optimizers(model, optimizers, saved)
+        put_back_optimizers(model, optimizers, settings, optimizer_state)
         ranks.each(lambda: _load_objects(objects, values))
     if text := warning_of(unwrapped(model), manifest.get("unsaved_buffers")):
         warnings.warn(f"load_distributed: {text}", stacklevel=2)
@@ -204,24 +216,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     check_files(checkpoint, manifest, [STATE_FILE])
     specs = open_tensors(checkpoint, manifest).specs
     return decode(read_json(checkpoint / STATE_FILE)["state"], specs.__getitem__)
-
-
-def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"{checkpoint}: expected the directory that rank 0 sees, found none: it is not shared between "
-            "the hosts"
-        )
-    return read_manifest(checkpoint)
-
-
-def _check_meta(own: Mapping[str, Tensor]) -> None:
-    if on_meta := [name for name, tensor in own.items() if tensor.is_meta]:
-        raise CheckpointError(
-            f"expected a model with memory, found {on_meta[0]!r} on the meta device. load_pretrained(folder, "
-            "model) gives it memory and values, and computes the buffers that no checkpoint holds, which "
-            "to_empty() leaves uninitialised; export_safetensors makes a folder of a checkpoint"
-        )
 
 
 def _own_values(

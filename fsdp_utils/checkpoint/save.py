@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +20,7 @@ from fsdp_utils.checkpoint.codec import encode
 from fsdp_utils.checkpoint.collective import collective_call, is_int, named_values
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.checkpoint.files import local_path, write_file
-from fsdp_utils.checkpoint.folder import Unfinished, keep_last
+from fsdp_utils.checkpoint.folder import Unfinished
 from fsdp_utils.checkpoint.state import (
     EXTRA,
     MODEL,
@@ -30,9 +31,7 @@ from fsdp_utils.checkpoint.state import (
     frozen_names,
     listed,
     parameter_names,
-    specs,
     unwrapped,
-    without_unsharded_wrappers,
 )
 from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
@@ -100,7 +99,7 @@ def save_distributed(
             per_rank={"rng": torch.get_rng_state()},
         )
     """
-    wrapped, model, optimizers = model, without_unsharded_wrappers(model), listed(optimizer)
+    wrapped, model, optimizers = model, unwrapped(model, sharded=False), listed(optimizer)
     ignored: list[str] = []
     of_all: dict[str, Any] = {}
     of_rank: dict[str, Any] = {}
@@ -112,11 +111,11 @@ def save_distributed(
             raise CheckpointError(
                 f"expected keep to be a whole number of at least 1, or None, found {keep!r}"
             )
+        ignored.extend(frozen_names(model) if ignore_frozen_params else [])
         of_all.update(_values(state, "state"))
         of_rank.update(_values(per_rank, "per_rank"))
         if twice := of_all.keys() & of_rank.keys():
             raise CheckpointError(f"expected each name once, found {sorted(twice)} in state and in per_rank")
-        ignored.extend(frozen_names(model) if ignore_frozen_params else [])
         return {
             "directory": str(local_path(directory)),
             "step": step,
@@ -132,7 +131,9 @@ def save_distributed(
         def collect() -> tuple[Held, dict[str, Tensor], dict[str, bytes]]:
             held = Held.of(model)
             held.add_optimizers(model, optimizers)
-            held.leave_out(ignored)
+            for name in ignored:
+                held.tensors.pop(MODEL + name, None)
+                held.tied.pop(name, None)
             held.add_state(of_all)
             own: dict[str, Tensor] = {}
             own_plain = encode(of_rank, f"{PER_RANK}{ranks.rank}", own)
@@ -155,9 +156,9 @@ def save_distributed(
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "world_size": ranks.world_size,
             "torch": str(torch.__version__),
-            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["groups"])) or None,
+            "optimizer": ", ".join(dict.fromkeys(one["classes"][0] for one in held.plain["optimizers"]))
+            or None,
             "tied": held.tied,
-            "tensors": specs(held.tensors),
             **describe(model),
         }
         tensors = held.tensors | own
@@ -171,28 +172,21 @@ def save_distributed(
             folder.abandon()
             raise
 
-    def write_part() -> tuple[dict[str, Any], dict[str, Any]]:
-        """Write this rank's files; return the manifest's entries of them, and of this rank's tensors."""
+    def write_part() -> dict[str, Any]:
+        """Write this rank's files; return the manifest's entries of them."""
         _must_see(unfinished)
         files = {name: write_file(unfinished / name, text) for name, text in texts.items()}
         name = f"rank-{ranks.rank:05d}.safetensors"
         entry = write_tensors(
             unfinished / name, tensors, rank=ranks.rank, world_size=ranks.world_size, only_here=own
         )
-        return files if entry is None else {**files, name: entry}, specs(own)
-
-    def finish() -> None:
-        folder.commit(about)
-        if keep is not None:
-            keep_last(final.parent, keep)
+        return files if entry is None else {**files, name: entry}
 
     def write() -> None:
         try:
             with ranks.guard():
-                parts = ranks.all(write_part)
-                about["files"] = {name: entry for files, _ in parts for name, entry in files.items()}
-                about["tensors"] |= {key: spec for _, own in parts for key, spec in own.items()}
-                ranks.each(lambda: ranks.rank or finish())
+                about["files"] = dict(ChainMap(*ranks.all(write_part)))
+                ranks.each(lambda: ranks.rank or folder.commit(about, keep))
         finally:
             folder.abandon()
 
@@ -252,18 +246,19 @@ def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection
         ranks.each(lambda: _digests(held, model, ignored)),
         cure=". Only DTensors are saved by parts; what is to differ goes into per_rank=",
     )
-    if differ := differing(copies, ranks):
-        ranks.each(lambda: _refuse(in_words(differ)))  # raises on every rank alike
+    differ = differing(copies, ranks)
 
+    def refuse() -> None:
+        if differ:
+            raise CheckpointError(
+                "expected the same values on all ranks that hold a copy of a parameter, a buffer or a "
+                f"DTensor's part in the state, found that {in_words(differ)}. check_sharding(model, "
+                "optimizer) looks for the cause; torch.distributed.broadcast makes them equal. A buffer that "
+                "is to differ can be given as per_rank={name: buffer}. If each rank has experts of its own, "
+                "make them one DTensor over their mesh: DTensor.from_local(own, mesh, [Shard(0)])"
+            )
 
-def _refuse(differences: str) -> None:
-    raise CheckpointError(
-        "expected the same values on all ranks that hold a copy of a parameter, a buffer or a DTensor's part "
-        f"in the state, found that {differences}. check_sharding(model, optimizer) looks for the cause; "
-        "torch.distributed.broadcast makes them equal. A buffer that is to differ can be given as "
-        "per_rank={name: buffer}. If each rank has experts of its own, make them one DTensor over their "
-        "mesh: DTensor.from_local(own, mesh, [Shard(0)])"
-    )
+    ranks.each(refuse)
 
 
 def _of_ddp(wrapped: nn.Module, model: nn.Module) -> set[str]:
@@ -281,13 +276,17 @@ def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str
     known = {*ignored, *(name for names in parameter_names(model).values() for name in names)}
     known |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
     plain = held.plain
-    values = {f"state {name!r}": value for name, value in plain["state"].items()}
-    values |= {name: value for name, value in plain["extra"].items() if name not in known}
-    for index, group in enumerate(plain["groups"]):
-        settings = group["settings"].items()
-        values |= {f"{OPTIMIZER}param_groups[{index}][{name!r}]": value for name, value in settings}
-    for name, entries in plain["optimizer"].items():
-        values |= {f"{OPTIMIZER}{name}.{what}": value for what, value in entries.items()}
+    groups = [
+        (f"optimizer {number}: param_groups[{index}]", group["settings"])
+        for number, of_one in enumerate(plain["optimizers"])
+        for index, group in enumerate(of_one["groups"])
+    ]
+    values = {
+        **{f"state {name!r}": value for name, value in plain["state"].items()},
+        **{name: value for name, value in plain["extra"].items() if name not in known},
+        **{f"{where}[{name!r}]": value for where, settings in groups for name, value in settings.items()},
+        **{f"{OPTIMIZER}{k}.{what}": v for k, of in plain["optimizer"].items() for what, v in of.items()},
+    }
     texts = {name: json.dumps(value) for name, value in values.items()}
     found = {name: text if len(text) < 80 else fingerprint([text]) for name, text in texts.items()}
     sharded = {name for name, one in held.of_model().items() if isinstance(one, DTensor)}

@@ -1,7 +1,7 @@
 """Collect a model, its optimizers and the user's state: tensors by key, and the rest as JSON."""
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -16,13 +16,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from fsdp_utils.checkpoint.codec import encode
 from fsdp_utils.checkpoint.errors import CheckpointError
 from fsdp_utils.sharding.names import plain_name
-from fsdp_utils.torch_internals.fsdp import Flat, fsdp1_flat
-from fsdp_utils.torch_internals.names import WRAPPED, ShardedTensor, get_param_to_fqns
-from fsdp_utils.torch_internals.runtime import sharded_tensor_group
+from fsdp_utils.torch_internals.fsdp import Flat
+from fsdp_utils.torch_internals.names import WRAPPED, ShardedTensor
+from fsdp_utils.torch_internals.runtime import own_children, own_parameters, sharded_tensor_group
 
 # What the keys of tensors begin with.
 MODEL, EXTRA, OPTIMIZER, STATE, PER_RANK = "model.", "extra.model.", "optimizer.", "state.", "per_rank."
@@ -34,10 +35,11 @@ Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 class Held:
     """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it.
 
-    `plain` has "extra" (the model's state dict besides tensors, by name), "groups" (of each group of
-    parameters its "classes", "params" by name and "settings"), "optimizer" (their state, by name of the
-    parameter), "state", and "dims" (by key of each DTensor in the state, or of an optimizer and of another
-    shape than its parameter, the dimension that each dimension of its mesh shards, None where replicated).
+    `plain` has "extra" (the model's state dict besides tensors, by name), "optimizers" (of each its
+    "classes", and of each of its "groups" the "params" by name and "settings"), "optimizer" (their state, by
+    name of the parameter), "state", and "dims" (by key of each DTensor in the state, or of an optimizer and
+    of another shape than its parameter, the dimension that each dimension of its mesh shards, None where it
+    is replicated).
     """
 
     tensors: dict[str, Tensor]
@@ -46,17 +48,16 @@ class Held:
     # The model's state dict as torch gives it, over the memory of `tensors`, and its names by those of here.
     state_dict: dict[str, Any]
     raw_names: dict[str, str]
-    meshes: dict[Any, DeviceMesh]  # FSDP1's meshes, by process group
 
     @classmethod
     def of(cls, model: nn.Module) -> "Held":
         """Collect a model's state dict, under names without wrappers. A collective under FSDP1."""
         with quiet():
             found = get_model_state_dict(model)
-        tied = tied_names(model)
+        names, tied = named_parameters(model)
         flat = has_fsdp1(model)  # which cannot load under other names than torch gives
         raw_names = {raw if flat else plain_name(raw): raw for raw in found}
-        params = {name for some in parameter_names(model).values() for name in some}
+        params = {name for some in names.values() for name in some}
         twice = sorted(map(plain_name, found.keys() - raw_names.values()))
         if odd := [*twice, *sorted(params - raw_names.keys())]:
             raise CheckpointError(
@@ -67,27 +68,27 @@ class Held:
             )
         tied = {alias: name for alias, name in tied.items() if alias in raw_names}
         own = {name: found[raw] for name, raw in raw_names.items() if name not in tied}
-        meshes: dict[Any, DeviceMesh] = {}
-        tensors = {MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)}
-        tensors = _as_dtensors(tensors, meshes)
+        tensors = _as_dtensors({MODEL + name: one for name, one in own.items() if isinstance(one, Tensor)})
         extra = {name: one for name, one in own.items() if not isinstance(one, Tensor)}
-        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "groups": [], "optimizer": {}, "dims": {}}
-        return cls(tensors, plain, tied, found, raw_names, meshes)
+        plain = {"extra": encode(extra, EXTRA[:-1], tensors), "optimizers": [], "optimizer": {}, "dims": {}}
+        return cls(tensors, plain, tied, found, raw_names)
 
     def add_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Add the groups and the state of optimizers. A collective under FSDP1."""
         names = parameter_names(model)
         state: dict[str, Any] = {}
         for number, optimizer in enumerate(optimizers):
-            for group in optimizer.param_groups:
-                settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-                params = [self.first_name(name) for param in group["params"] for name in names[param]]
-                classes = optimizer_classes(optimizer)
-                one = {"of": number, "classes": classes, "params": params, "settings": settings}
-                where = f"{OPTIMIZER}param_groups.{len(self.plain['groups'])}"
-                self.plain["groups"].append(encode(one, where, self.tensors))
+            groups = [
+                {
+                    "params": [self.first_name(name) for param in group["params"] for name in names[param]],
+                    "settings": {k: v for k, v in group.items() if k not in ("params", "param_names")},
+                }
+                for group in optimizer.param_groups
+            ]
+            one = {"classes": optimizer_classes(optimizer), "groups": groups}
+            self.plain["optimizers"].append(encode(one, f"{OPTIMIZER}{number}", self.tensors))
             for name, entries in _state(model, optimizer).items():
-                state |= {self.first_name(name): _as_dtensors(entries, self.meshes)} if entries else {}
+                state |= {self.first_name(name): dict(entries)} if entries else {}
         self.plain["optimizer"] = encode(state, OPTIMIZER[:-1], self.tensors)
         for key, tensor in self.tensors.items():
             param = self.tensors.get(MODEL + key.removeprefix(OPTIMIZER).rpartition(".")[0], tensor)
@@ -115,34 +116,18 @@ class Held:
         """The name under which a tied parameter is stored."""
         return self.tied.get(name, name)
 
-    def leave_out(self, names: Collection[str]) -> None:
-        """Forget tensors of the model."""
-        for name in names:
-            self.tensors.pop(MODEL + name, None)
-        self.tied = {alias: name for alias, name in self.tied.items() if name not in names}
 
-
-def specs(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Describe tensors for the manifest."""
-    return {
-        key: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)}
-        for key, one in tensors.items()
-    }
-
-
-def _as_dtensors(entries: Mapping[str, Any], meshes: dict[Any, DeviceMesh]) -> dict[str, Any]:
+def _as_dtensors(state: dict[str, Any]) -> dict[str, Any]:
     """View FSDP1's ShardedTensors as DTensors over the same memory; both shard the first dimension alike."""
-    found = dict(entries)
-    for name, tensor in entries.items():
-        if not isinstance(tensor, ShardedTensor):
-            continue
-        with quiet():
-            shape, dtype, device = tensor.size(), tensor.dtype, tensor.device
-            shards = [shard.tensor for shard in tensor.local_shards()]
-            group = sharded_tensor_group(tensor)
+    meshes: dict[Any, DeviceMesh] = {}  # by process group: to make one takes half a millisecond
+
+    def convert(tensor: Any) -> DTensor:
+        shape, dtype, device = tensor.size(), tensor.dtype, tensor.device
+        shards = [shard.tensor for shard in tensor.local_shards()]
+        group = sharded_tensor_group(tensor)
         if group not in meshes:
             meshes[group] = DeviceMesh.from_group(group, device.type)
-        found[name] = DTensor.from_local(
+        return DTensor.from_local(
             shards[0] if shards else torch.empty((0, *shape[1:]), dtype=dtype, device=device),
             meshes[group],
             [Shard(0)],
@@ -150,7 +135,9 @@ def _as_dtensors(entries: Mapping[str, Any], meshes: dict[Any, DeviceMesh]) -> d
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
-    return found
+
+    with quiet():
+        return tree_map_only(ShardedTensor, convert, state)
 
 
 # ---- optimizers --------------------------------------------------------------------------------------
@@ -180,7 +167,7 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """
     if has_fsdp1(model):
         with in_parts(model):
-            found = FSDP1.optim_state_dict(model, optimizer)["state"]
+            found = _as_dtensors(FSDP1.optim_state_dict(model, optimizer)["state"])
         return {plain_name(name): entries for name, entries in found.items()}
     names = parameter_names(model)
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -210,70 +197,54 @@ def _inner(module: object) -> tuple[str, nn.Module] | None:
     return names[0], children[names[0]]
 
 
-def without_unsharded_wrappers(model: nn.Module) -> nn.Module:
-    """Strip the wrappers around a model that shard nothing."""
-    while not isinstance(model, FSDP1 | FSDPModule) and (inner := _inner(model)) is not None:
+def unwrapped(model: nn.Module, *, sharded: bool = True) -> nn.Module:
+    """Strip the wrappers around a model that are modules of their own; or those alone that shard nothing."""
+    while (sharded or not isinstance(model, FSDP1 | FSDPModule)) and (inner := _inner(model)) is not None:
         model = inner[1]
     return model
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Strip all wrappers around a model that are modules of their own."""
-    while (inner := _inner(model)) is not None:
-        model = inner[1]
-    return model
+def _modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules under names without those of wrappers, one that has two names twice."""
+    yield name, module
+    inner = _inner(module)
+    children = own_children(module) if inner is None else {"": inner[1]}
+    for child_name, child in children.items():
+        if child is not None:
+            yield from _modules(child, plain_name(name, child_name))
+
+
+def named_parameters(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], dict[str, str]]:
+    """Map every parameter that an optimizer may hold to its name, or names (FSDP1's flat parameters).
+
+    Returns:
+        That map, and one of further names of tied parameters to the name in the first.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    tied: dict[str, str] = {}
+    for prefix, module in _modules(model):
+        for own_name, param in own_parameters(module).items():
+            if param is not None:
+                here = [plain_name(prefix, name) for name in Flat(param).names or (own_name,)]
+                first = names.setdefault(param, here)
+                tied |= {name: one for name, one in zip(here, first, strict=True) if name != one}
+                # FSDP1 without use_orig_params has one flat parameter, which remembers what was tied.
+                for info in Flat(param).tied:
+                    alias = plain_name(prefix, info.module_name, info.param_name)
+                    tied[alias] = plain_name(prefix, info.prim_module_name, info.prim_param_name)
+    return names, tied
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Map every parameter that an optimizer may hold to its name, or names (FSDP1's flat parameters)."""
-    found = get_param_to_fqns(model).items()
-    return {param: [clean_name(model, name) for name in names] for param, names in found}
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map further names of tied parameters to their first name."""
-    first: dict[int, str] = {}
-    tied = {}
-    for raw, param in model.named_parameters(remove_duplicate=False):
-        name = clean_name(model, raw)
-        if (earlier := first.setdefault(id(param), name)) != name:
-            tied[name] = earlier
-    for path, module in model.named_modules():
-        # FSDP1 without use_orig_params has one flat parameter, which remembers what was tied.
-        flat = fsdp1_flat(module) if isinstance(module, FSDP1) else None
-        for info in Flat(flat).tied:
-            alias = clean_name(model, _joined(path, info.module_name, info.param_name))
-            tied[alias] = clean_name(model, _joined(path, info.prim_module_name, info.prim_param_name))
-    return tied
+    return named_parameters(model)[0]
 
 
 def frozen_names(model: nn.Module) -> list[str]:
     """List the names of parameters that need no gradient, further names of tied ones included."""
-    frozen = {
-        name for param, names in parameter_names(model).items() for name in names if not param.requires_grad
-    }
-    return sorted(frozen | {alias for alias, name in tied_names(model).items() if name in frozen})
-
-
-def clean_name(model: nn.Module, name: str) -> str:
-    """Strip what wrappers add to a name, also wrappers of a part of the model."""
-    module: object = model
-    parts = []
-    for part in name.split("."):
-        inner = _inner(module)
-        while inner is not None and inner[0] != part:  # a wrapper that the name leaves out
-            module = inner[1]
-            inner = _inner(module)
-        if inner is None:
-            parts.append(part)
-            module = getattr(module, part, None)
-        else:
-            module = inner[1]
-    return plain_name(*parts)
-
-
-def _joined(*names: str) -> str:
-    return ".".join(filter(None, names))
+    names, tied = named_parameters(model)
+    frozen = {name for param, some in names.items() for name in some if not param.requires_grad}
+    return sorted(frozen | {alias for alias, name in tied.items() if name in frozen})
 
 
 def has_fsdp1(model: nn.Module) -> bool:

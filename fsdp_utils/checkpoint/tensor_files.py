@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_utils.checkpoint.codec import DTYPES
 from fsdp_utils.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from fsdp_utils.checkpoint.files import HashedFile, fill, open_file
 from fsdp_utils.sharding.local_part import is_readable, local, local_chunk, view
@@ -78,6 +77,10 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]  # the chunk's place in the tensor, by dimension
     shape: tuple[int, ...]
 
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.shape[1:]) * self.dtype.itemsize
+
 
 # ---- writing -----------------------------------------------------------------------------------------
 
@@ -106,7 +109,9 @@ def write_tensors(
     # Each begins at a multiple of its itemsize.
     ordered = sorted(parts, key=lambda key: -tensors[key].dtype.itemsize)
     sharding = {key: {_OFFSETS: parts[key][0]} for key in ordered}
-    specs = {key: Spec(tensors[key].dtype, tuple(parts[key][1].shape)) for key in ordered}
+    # A part without elements is of a tensor that has none, of which one rank writes the whole.
+    shapes = {key: (part if part.numel() else tensors[key]).shape for key, (_, part) in parts.items()}
+    specs = {key: Spec(tensors[key].dtype, tuple(shapes[key])) for key in ordered}
     with torch.no_grad(), HashedFile(path) as file:
         file.write(pack_header(specs, {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}))
         for key in ordered:
@@ -204,25 +209,25 @@ def _pieces(data: Tensor) -> Iterator[Tensor]:
 def open_tensors(checkpoint: Path, manifest: Mapping[str, Any]) -> "StoredTensors":
     """Read the headers of the files that a checkpoint's manifest names."""
     names = [name for name in manifest["files"] if name.endswith(".safetensors")]
-    specs = {key: Spec(DTYPES[one["dtype"]], tuple(one["shape"])) for key, one in manifest["tensors"].items()}
-    return StoredTensors([checkpoint / name for name in names], specs)
+    return StoredTensors([checkpoint / name for name in names])
 
 
 class StoredTensors:
     """The tensors in some safetensors files, whose headers are read."""
 
-    def __init__(self, paths: Iterable[Path], specs: dict[str, Spec] | None = None) -> None:
+    def __init__(self, paths: Iterable[Path]) -> None:
         self.chunks: dict[str, list[Chunk]] = {}
         for path in paths:
             for key, chunk in _read_header(path).items():
                 self.chunks.setdefault(key, []).append(chunk)
-        self.specs = specs or {key: Spec(one.dtype, one.shape) for key, (one, *_) in self.chunks.items()}
-        for key, spec in self.specs.items():
-            shapes = [one.shape for one in self.chunks.get(key, [])]
-            cut = not specs and any(any(one.offsets) for one in self.chunks[key])  # a part of a larger tensor
-            if cut or sum(map(prod, shapes)) != prod(spec.shape):
+        self.specs: dict[str, Spec] = {}
+        for key, chunks in self.chunks.items():
+            ends = [map(sum, zip(one.offsets, one.shape, strict=True)) for one in chunks]
+            spec = self.specs[key] = Spec(chunks[0].dtype, tuple(map(max, zip(*ends, strict=True))))
+            if (count := sum(prod(one.shape) for one in chunks)) != prod(spec.shape):
                 raise CheckpointDamagedError(
-                    f"{key}: expected {prod(spec.shape)} elements in the files, found {shapes[:8]}"
+                    f"{key}: expected the {prod(spec.shape)} elements of {list(spec.shape)} in the files, "
+                    f"found {count}"
                 )
 
     def read_into(self, targets: Iterable[tuple[str, Tensor]], *, threads: int = 1) -> None:
@@ -231,22 +236,22 @@ class StoredTensors:
         The bytes go straight into the tensors, but for those with another dtype, on a GPU or cut along
         another dimension. For these, each thread has a buffer of 16 MiB, or of one row of the chunk.
         """
-        copies: dict[Path, list[_Copy]] = {}
+        by_file: dict[Path, list[_Region]] = {}
         for key, tensor in targets:
-            for copy in self._copies(key, tensor):
-                copies.setdefault(copy.chunk.path, []).append(copy)
+            for region in self._regions(key, tensor):
+                by_file.setdefault(region.chunk.path, []).append(region)
 
         def read_file(path: Path) -> None:
-            mine = sorted(copies[path], key=lambda copy: copy.chunk.begin)
-            # One for all copies: an allocator keeps some of those that are freed in between.
-            size = max(copy.rows * copy.row_bytes for copy in mine)
+            regions = sorted(by_file[path], key=lambda one: one.chunk.begin)
+            # One for all regions: an allocator keeps some of those that are freed in between.
+            size = max(_PIECE_BYTES, *(one.chunk.row_bytes for one in regions))
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
             with torch.no_grad(), open_file(path) as file:
-                for copy in mine:
-                    _read(copy, file, buffer)
+                for region in regions:
+                    _read(region, file, buffer)
 
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(read_file, copies))  # raises the first error
+            list(pool.map(read_file, by_file))  # raises the first error
 
     def read_whole(self, key: str) -> Tensor:
         """Read one of the tensors, whole, into CPU memory."""
@@ -255,7 +260,7 @@ class StoredTensors:
         self.read_into([(key, tensor)])
         return tensor
 
-    def _copies(self, key: str, tensor: Tensor) -> Iterator["_Copy"]:
+    def _regions(self, key: str, tensor: Tensor) -> Iterator["_Region"]:
         begin, part = held_part(key, tensor)
         for chunk in self.chunks[key] if part.numel() else ():
             target, offsets = part, []
@@ -265,47 +270,35 @@ class StoredTensors:
                 target = target.narrow(dim, min(low - mine, part.shape[dim]), max(0, high - low))
                 offsets.append(low - there)
             if not target.dim():  # a single number: a row of one
-                yield _Copy(chunk._replace(shape=(1,)), (0,), target.view(1))
+                yield _Region(chunk._replace(shape=(1,)), (0,), target.view(1))
             elif target.numel():
-                yield _Copy(chunk, tuple(offsets), target)
+                yield _Region(chunk, tuple(offsets), target)
 
 
-class _Copy(NamedTuple):
+class _Region(NamedTuple):
     """A region of a chunk, and the part of a tensor that takes it."""
 
     chunk: Chunk
     offsets: tuple[int, ...]  # in the chunk, by dimension
     target: Tensor
 
-    @property
-    def row_bytes(self) -> int:
-        return prod(self.chunk.shape[1:]) * self.chunk.dtype.itemsize
 
-    @property
-    def rows(self) -> int:
-        """The rows of the chunk to read into a buffer at a time; 0 to read straight into the target."""
-        target, chunk = self.target, self.chunk
-        plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
-        alike = target.shape[1:] == chunk.shape[1:] and target.dtype == chunk.dtype
-        if plain and alike and target.device.type == "cpu":
-            return 0
-        return min(len(target), max(1, _PIECE_BYTES // self.row_bytes))
-
-
-def _read(copy: _Copy, file: FileIO, buffer: Tensor) -> None:
-    chunk, offsets, target = copy
-    rows, row_bytes, sizes = copy.rows, copy.row_bytes, tuple(target.shape)
-    begin = chunk.begin + offsets[0] * row_bytes
-    if rows == 0:
+def _read(region: _Region, file: FileIO, buffer: Tensor) -> None:
+    chunk, offsets, target = region
+    begin = chunk.begin + offsets[0] * chunk.row_bytes
+    plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    alike = target.shape[1:] == chunk.shape[1:] and target.dtype == chunk.dtype
+    if plain and alike and target.device.type == "cpu":
         fill(view(target), file, begin, chunk.path)
         return
-    pieces = buffer[: rows * row_bytes].view(chunk.dtype).view(rows, *chunk.shape[1:])
-    for first in range(0, sizes[0], rows):
-        part = pieces[: sizes[0] - first]
-        fill(view(part), file, begin + first * row_bytes, chunk.path)
-        for dim, (offset, size) in enumerate(zip(offsets[1:], sizes[1:], strict=True), 1):
-            part = part.narrow(dim, offset, size)
-        target[first : first + rows].copy_(part)
+    for rows in target.split(max(1, len(buffer) // chunk.row_bytes)):
+        size = len(rows) * chunk.row_bytes
+        piece = buffer[:size].view(chunk.dtype).view(len(rows), *chunk.shape[1:])
+        fill(view(piece), file, begin, chunk.path)
+        begin += size
+        for dim in range(1, rows.dim()):
+            piece = piece.narrow(dim, offsets[dim], rows.shape[dim])
+        rows.copy_(piece)
 
 
 def _read_header(path: Path) -> dict[str, Chunk]:

@@ -67,7 +67,7 @@ def export_safetensors(
     verify_checkpoint(source)
     manifest = read_manifest(source)
     stored = open_tensors(source, manifest)
-    keys, config, adapters = _model_in(source, manifest, prefix)
+    keys, config, adapters = _model_in(source, manifest, stored, prefix)
     if adapter_only:
         keys, config = _adapter_in(source, keys, adapters)
     elif adapters:
@@ -97,10 +97,10 @@ def export_safetensors(
 
 
 def _model_in(
-    source: Path, manifest: dict[str, Any], prefix: str
+    source: Path, manifest: dict[str, Any], stored: StoredTensors, prefix: str
 ) -> tuple[Keys, dict[str, Any] | None, dict[str, Any]]:
     """Return the tensors of the model under all their names, its configuration, and those of its adapters."""
-    names = {key.removeprefix(MODEL): key for key in manifest["tensors"] if key.startswith(MODEL)}
+    names = {key.removeprefix(MODEL): key for key in stored.specs if key.startswith(MODEL)}
     names |= {alias: names[first] for alias, first in manifest["tied"].items()}
     keys = {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
     if not keys:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-    from torch.distributed.fsdp._flat_param import FlatParameter
 
     from fsdp_utils.torch_internals.names import FlatParamHandle, FSDPParam, FSDPParamGroup
 
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 def fsdp1_handle(module: FSDP1) -> FlatParamHandle | None:
     """The holder of the unit's parameters; None where all of them are in inner units."""
     return module._handle
-
-
-def fsdp1_flat(module: FSDP1) -> FlatParameter | None:
-    """The flat parameter that is registered with the unit."""
-    return module._flat_param
 
 
 def fsdp1_wrapped(module: FSDP1) -> nn.Module:
