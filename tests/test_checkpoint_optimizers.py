@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fsdp_utils import CheckpointError, load_distributed, run_on_ranks, save_distributed
@@ -324,6 +328,47 @@ def test_a_state_that_differs_between_ranks_is_refused_by_name(tmp_path: Path) -
     where = {entry: entry if "groups" in entry else f"embed.weight.{entry}" for entry in CHANGES}
     assert_told(by_rank, {entry: ("optimizer", name, "rank 1") for entry, name in where.items()})
     assert not list(tmp_path.glob("*-step-*"))
+
+
+class Quantized(Optimizer):
+    """Momentum in 8 bits, with a scale for every two columns: neither has the shape of the parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state, momentum = self.state[param], param.grad
+            if state:
+                momentum = momentum + 0.9 * (state["codes"] * state["scales"]).flatten(1)
+            pairs = momentum.unflatten(1, (-1, 2))
+            state["scales"] = pairs.abs().amax(-1, keepdim=True) / 127 + 1e-12
+            state["codes"] = (pairs / state["scales"]).round().to(torch.int8)
+            param.sub_(momentum, alpha=0.01)
+
+
+def quantized(folder: Path, action: str) -> dict[str, tuple[Any, ...]]:
+    """Train a step and save, or load; returns the full state: dtypes, placements and values."""
+    torch.manual_seed(len(action))
+    model: Any = nn.Linear(6, 7, bias=False)  # 7 rows do not divide among 2 or 3 ranks
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = Quantized(model.parameters())
+    if action == "save":
+        model(torch.eye(6)).square().sum().backward()
+        optimizer.step()
+        save_distributed(folder, model, optimizer, step=1)
+    else:
+        load_distributed(folder, model, optimizer)
+    state: dict[str, DTensor] = optimizer.state[model.weight]
+    return {name: (one.dtype, one.placements, one.full_tensor().tolist()) for name, one in state.items()}
+
+
+def test_a_sharded_state_of_another_shape_than_its_parameter_comes_back_sharded(tmp_path: Path) -> None:
+    saved, _ = run_on_ranks(quantized, tmp_path, "save")
+    assert saved["codes"][:2] == (torch.int8, (Shard(0),))
+    for world_size in (2, 3):
+        assert run_on_ranks(quantized, tmp_path, "load", world_size=world_size) == [saved] * world_size
 
 
 def adafactor(folder: Path) -> tuple[str | None, bool]:

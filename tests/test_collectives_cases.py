@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -226,6 +227,16 @@ def times_on_a_cpu() -> None:
         assert not following or event.start + event.seconds <= following[0].start, position
 
 
+def collectives_without_work() -> None:
+    """NCCL gives none for a collective that is not asynchronous; gloo's is hidden here."""
+    model = fsdp2(Model())
+    with patch.object(dist.Work, "unbox", return_value=None):
+        trace = record(model)
+    sent = trace.collectives
+    assert {event.kind for event in sent} == {"all_gather", "reduce_scatter"}
+    assert all(event.seconds is not None for event in sent)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -238,6 +249,7 @@ def times_on_a_cpu() -> None:
         an_exception,
         a_forward_that_fails,
         times_on_a_cpu,
+        collectives_without_work,
     ],
     ids=lambda case: case.__name__,
 )

@@ -117,7 +117,12 @@ def test_the_planner_runs_no_code_of_a_folder(
     [
         (LLAMA.to_json_string(), "--gpu H1000", "expected gpu out of A10, A100-40"),
         ('{"model_type": "nobody\'s"}', "", "config.json failed: "),
-        ("{", "", "is not a valid JSON file"),
+        ("{", "", "config.json failed: JSONDecodeError"),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 1000000000}',
+            "",
+            "expected at most 10,000, found 1,000,000,000",
+        ),
     ],
 )
 def test_the_command_says_what_is_wrong_in_one_line(

@@ -39,12 +39,12 @@ MOST_LINES = {
     "collectives": 1975,  # 1980
     "distributed": 1033,  # 880
     "integrations": 421,  # 275
-    "migration": 687,  # 660
-    "planner": 1803,  # 1760
+    "migration": 692,  # 660
+    "planner": 1808,  # 1760
     "pretrained": 505,  # 495
     "sharding": 1125,  # 770
     "train": 1100,
-    "all together": 17_298,  # 15,000
+    "all together": 17_308,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

@@ -89,16 +89,23 @@ class Held:
             for name, entries in _state(model, optimizer).items():
                 state |= {self.first_name(name): dict(entries)} if entries else {}
         self.plain["optimizer"] = encode(state, OPTIMIZER[:-1], self.tensors)
+        for key, tensor in self.tensors.items():
+            param = self.tensors.get(MODEL + key.removeprefix(OPTIMIZER).rpartition(".")[0], tensor)
+            if param.shape != tensor.shape:  # as the scales of quantized moments
+                self._note_dims(key, tensor)
 
     def add_state(self, values: Mapping[str, Any]) -> None:
         """Add the user's state: plain values and tensors, by name."""
         tensors: dict[str, Tensor] = {}
         self.plain["state"] = encode(dict(values), STATE[:-1], tensors)
         for key, tensor in tensors.items():
-            if isinstance(tensor, DTensor):
-                # FSDP2 over tensor parallelism has another placement, which shards a dimension too.
-                self.plain["dims"][key] = [getattr(one, "dim", None) for one in tensor.placements]
+            self._note_dims(key, tensor)
         self.tensors |= tensors
+
+    def _note_dims(self, key: str, tensor: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            # FSDP2 over tensor parallelism has another placement, which shards a dimension too.
+            self.plain["dims"][key] = [getattr(one, "dim", None) for one in tensor.placements]
 
     def of_model(self) -> dict[str, Tensor]:
         """The model's tensors, by name."""

@@ -20,7 +20,10 @@ def read_config(config: Any, given: Mapping[str, Any]) -> dict[Any, Any]:
     if not isinstance(content, Mapping):
         where = f"in {Path(config).name}: " if from_file else ""
         raise TranslationError(f"{where}expected a dict of settings, found {type(content).__name__}")
-    content = _plain(content, content)
+    try:
+        content = _plain(content, content)
+    except RecursionError:
+        raise TranslationError("config: expected sections that end, found one within itself") from None
     for name, value in given.items():
         *path, last = str(name).split(".")
         section = _at(content, path)
@@ -52,6 +55,8 @@ def _at(section: Any, path: list[str]) -> Any:
 def _content(path: Path) -> Any:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
+    if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
+        raise TranslationError(f"{path}: expected a file, found a folder or a pipe")
     try:
         if path.suffix == ".json":
             return json.loads(path.read_bytes(), object_pairs_hook=_without_duplicates)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from fsdp_utils._extras import need
 from fsdp_utils.sharding.blocks import outermost, transformer_block_classes, unwrapped
 from fsdp_utils.torch_internals.runtime import own_buffers, own_children, own_parameters, set_children
 
+MOST_LAYERS = 10_000  # in a config.json: transformers makes lists of that length
 Inputs = Callable[[int, int | None], Any]
 
 
@@ -101,6 +103,9 @@ def _read(folder: Path) -> Any:
         raise ValueError(f"plan: expected a folder with a config.json, found none at {folder}")
     AutoConfig = need("transformers", "train").AutoConfig
     with in_words(f"to read {file}"):
+        for key, value in json.loads(file.read_text(encoding="utf-8")).items():
+            if key.endswith(("layers", "n_layer")) and isinstance(value, int) and value > MOST_LAYERS:
+                raise ValueError(f"plan: {file}: {key}: expected at most {MOST_LAYERS:,}, found {value:,}")
         # never the code that the folder brings, and no question whether to run it
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 

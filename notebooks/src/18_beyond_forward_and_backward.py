@@ -1026,4 +1026,4 @@ with torch.no_grad():
 # Full weights: through `model(...)` or a registered method, on all ranks alike. Everything element-wise: in
 # place on the shards, after `model.reshard()`.
 #
-# [← lesson 17](17_fine_tune_three_ways.ipynb)
+# [← lesson 17](17_fine_tune_three_ways.ipynb) · [lesson 19 →](19_whole_matrix_optimizers.ipynb)
