@@ -128,6 +128,8 @@ class Targets(list[tuple[str, Tensor]]):
         spec = self.specs[key]
         if tuple(param.shape) == spec.shape:
             return self._add(key, torch.empty_like(param, dtype=spec.dtype, requires_grad=False))
+        if key in self._dims and isinstance(param, DTensor):
+            return self.of_state(key)
         device = param.device if spec.shape else "cpu"
         return self._add(key, torch.empty(spec.shape, dtype=spec.dtype, device=device))
 
