@@ -35,11 +35,11 @@ Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 class Held:
     """The tensors of a model, its optimizers and the state by key, and the rest as codec.encode() has it.
 
-    `plain` has "extra" (the model's state dict besides tensors, by name), "optimizers" (of each its
-    "classes", and of each of its "groups" the "params" by name and "settings"), "optimizer" (their state, by
-    name of the parameter), "state", and "dims" (by key of each DTensor in the state, or of an optimizer and
-    of another shape than its parameter, the dimension that each dimension of its mesh shards, None where it
-    is replicated).
+    `plain` has "extra" (the model's state dict besides tensors, by name), "optimizers" (of
+    each its "classes", and of each of its "groups" the "params" by name and "settings"), "optimizer" (their
+    state, by name of the parameter), "state", and "dims" (by key of each DTensor in the state, or of an
+    optimizer and of another shape than its parameter, the dimension that each dimension of its mesh shards,
+    None where replicated).
     """
 
     tensors: dict[str, Tensor]
