@@ -402,3 +402,515 @@ Table(
 # rank to rank, and a rank holds one foreign part at a time: turn 1. Both send the same bytes in forward. A
 # third way, [Ulysses](https://arxiv.org/abs/2309.14509), exchanges tokens for heads by an all_to_all, so it
 # can use no more ranks than there are heads.
+#
+# ## Your turn 1 · Ring attention
+#
+# `attend(q, k, v, causal)` gives the attention of this rank's queries to *some* keys, and for each query the
+# logarithm of the sum of the exponentials of its scores (`lse`). `pass_on(k, v)` sends tensors to the next
+# rank and returns those of the rank before. Write `ring(q, k, v)`: the causal attention of this rank's
+# queries to the whole sequence, of which rank 0 has the first part.
+#
+# <details><summary>Hint</summary>
+#
+# The shares of two pieces in the result are $e^{\mathrm{lse}_1}$ and $e^{\mathrm{lse}_2}$, divided by their
+# sum $e^{\mathrm{lse}}$: `lse = torch.logaddexp(lse_1, lse_2)`. After `step` passes the piece is that of rank
+# `(rank - step) % world`.
+#
+# </details>
+
+# %%
+# %%ranks
+def attend(q, k, v, causal):                    # f32[1, heads, tokens, 16] each -> the same, f32[1, heads, tokens, 1]
+    scores = q @ k.transpose(-1, -2) / q.size(-1) ** 0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    return (scores - lse).exp() @ v, lse
+
+
+def pass_on(*tensors):
+    received, calls = [torch.empty_like(t) for t in tensors], []
+    for mine, other in zip(tensors, received):
+        calls.append(dist.P2POp(dist.isend, mine.contiguous(), (rank + 1) % world))
+        calls.append(dist.P2POp(dist.irecv, other, (rank - 1) % world))
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    return received
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from fsdp_utils import record_collectives
+from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
+
+recorded = fully_shard(nn.Linear(1, 1, device=device), mesh=mesh)   # what record_collectives asks for
+whole = [t.detach() for t in whole]
+right = F.scaled_dot_product_attention(*whole, is_causal=True).chunk(world, 2)[rank]
+
+
+@turn(1, {
+    "tokens that see later ones": exactly(0, "Keys of later tokens are attended to: use a piece only if it comes from an earlier rank."),
+    "tokens that miss earlier ones": exactly(0, "Earlier keys are never seen: the pieces have to come from all earlier ranks."),
+    "largest error": at_most(1e-5, "Each piece's result has to be weighted by its share, exp(its lse - the lse of all)."),
+    "KiB that a rank sends": exactly(
+        (world - 1) * 2 * whole[0].nbytes / world / 1024,
+        less="Too few pieces go around the ring.", more="Pieces go around the ring further than to the last rank that needs them.",
+    ),
+})
+def score_ring(ring):
+    def attended(start, stop):                  # the values of these tokens are other ones
+        q, k, v = (t.clone() for t in whole)
+        v[:, :, start:stop] += 100.0
+        mine = ring(*(t.chunk(world, 2)[rank].contiguous() for t in (q, k, v)))
+        if not isinstance(mine, torch.Tensor) or mine.shape != right.shape:
+            raise NotYet("Return the attention alone, in the shape of q.")
+        return mine
+
+    n, first = 48, 48 * rank
+    with record_collectives(recorded) as trace:
+        mine = attended(0, 0)
+    change = lambda start, stop: (attended(start, stop) - mine).abs().amax((0, 1, 3)) > 1e-3
+    later, missed = change(first + n, world * n).sum(), 0
+    for other in range(world - 1):              # all ranks call as often
+        seen = change(other * n, other * n + n)
+        missed = missed + (~seen).sum() * (other < rank)
+    return {
+        "tokens that see later ones": int(later) if rank < world - 1 else 0,
+        "tokens that miss earlier ones": int(missed),
+        "largest error": (mine - right).abs().max().item(),
+        "KiB that a rank sends": sum(e.bytes for e in trace.collectives if e.kind == "send") / 1024,
+    }
+
+
+# %%
+# %%turn 1
+def ring(q, k, v):                              # f32[1, heads, tokens of this rank, 16] each
+    return None                                 # your lines here: the attention, in the shape of q
+
+
+# %% tags=["solution"] turn=1
+def ring(q, k, v):
+    out, lse = attend(q, k, v, causal=True)
+    for step in range(1, world):
+        k, v = pass_on(k, v)                    # all ranks pass on, also those that do not attend
+        if step <= rank:
+            other, other_lse = attend(q, k, v, causal=False)
+            total = torch.logaddexp(lse, other_lse)
+            out = out * (lse - total).exp() + other * (other_lse - total).exp()
+            lse = total
+    return out
+
+# %% tags=["right"] turn=1
+def ring(q, k, v):                              # a softmax over the pieces, at the end
+    outs, sums = zip(attend(q, k, v, True))
+    for step in range(1, world):
+        k, v = pass_on(k, v)
+        if (rank - step) % world < rank:
+            out, lse = attend(q, k, v, False)
+            outs, sums = (*outs, out), (*sums, lse)
+    shares = torch.stack(sums).softmax(0)
+    return (shares * torch.stack(outs)).sum(0)
+
+# %% tags=["right"] turn=1
+def ring(q, k, v):                              # sums of exponentials, divided at the end
+    out, lse = attend(q, k, v, True)
+    top, bottom = out * lse.exp(), lse.exp()
+    for step in range(1, world):
+        k, v = pass_on(k, v)
+        out, lse = attend(q, k, v, False)
+        weight = lse.exp() * (step <= rank)
+        top, bottom = top + out * weight, bottom + weight
+    return top / bottom
+
+# %% tags=["right"] turn=1
+def ring(q, k, v):                              # sends with its own hands, keys and values in one tensor
+    pieces, pair = [(k, v)], torch.stack([k, v])
+    for _ in range(world - 1):
+        pair = pass_on(pair)[0]
+        pieces.append(tuple(pair))
+    pieces = pieces[: rank + 1]
+    keys, values = (torch.cat(parts[::-1], 2) for parts in zip(*pieces))
+    return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(q.size(2), keys.size(2)))
+
+# %% tags=["wrong"] turn=1 says="weighted by its share"
+def ring(q, k, v):                              # the mean of the pieces
+    outs = [attend(q, k, v, True)[0]]
+    for step in range(1, world):
+        k, v = pass_on(k, v)
+        outs += [attend(q, k, v, False)[0]] if step <= rank else []
+    return sum(outs) / len(outs)
+
+# %% tags=["wrong"] turn=1 says="Keys of later tokens"
+def ring(q, k, v):
+    out, lse = attend(q, k, v, causal=True)
+    for step in range(1, world):
+        k, v = pass_on(k, v)
+        other, other_lse = attend(q, k, v, causal=False)
+        total = torch.logaddexp(lse, other_lse)
+        out, lse = out * (lse - total).exp() + other * (other_lse - total).exp(), total
+    return out
+
+# %% tags=["wrong"] turn=1 says="Earlier keys are never seen"
+def ring(q, k, v):
+    return attend(q, k, v, causal=True)[0]
+
+# %% tags=["wrong"] turn=1 says="go around the ring further"
+def ring(q, k, v):
+    out, lse = attend(q, k, v, causal=True)
+    for step in range(1, world + 1):
+        k, v = pass_on(k, v)
+        if step <= rank:
+            other, other_lse = attend(q, k, v, causal=False)
+            total = torch.logaddexp(lse, other_lse)
+            out, lse = out * (lse - total).exp() + other * (other_lse - total).exp(), total
+    return out
+
+# %% tags=["wrong"] turn=1 says="Too few pieces go around"
+def ring(q, k, v):                              # a gather
+    keys, values = gather(k)[:, :, : 48 * (rank + 1)], gather(v)[:, :, : 48 * (rank + 1)]
+    return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(48, 48 * (rank + 1)))
+
+# %% [markdown]
+# (The solution differs from `scaled_dot_product_attention` by rounding alone. For training a ring also needs a
+# backward in which keys, values and *their gradients* go around: PyTorch's is
+# `_templated_ring_attention_backward`.)
+#
+# ## Who has the work
+#
+# A causal mask gives a late token more keys than an early one. The figure counts pairs of queries and keys.
+
+# %%
+WORLD, PIECE = len(ranks.get("0")), 8           # tokens in each of 2 * WORLD pieces
+
+
+def shares(owners, piece=PIECE):                # owners: the rank of each piece -> each rank's share of the pairs
+    pairs = [0] * (max(owners) + 1)
+    for token in range(len(owners) * piece):
+        pairs[owners[token // piece]] += token + 1
+    return [count / sum(pairs) for count in pairs]
+
+
+def in_a_row(world):
+    return [piece // 2 for piece in range(2 * world)]
+
+
+def head_and_tail(world):                       # an early and a late piece each
+    return [min(piece, 2 * world - 1 - piece) for piece in range(2 * world)]
+
+
+for world in (2, 4, 8, 64):
+    assert abs(max(shares(in_a_row(world), 64)) * world - (2 - 1 / world)) < 0.01
+    assert abs(max(shares(head_and_tail(world), 64)) * world - 1) < 1e-9
+
+fig, panels = plots.figure(2, width=7.0, height=3.0)
+for axes, (name, cut) in zip(panels, {"parts in a row": in_a_row, "an early and a late piece": head_and_tail}.items()):
+    owners = cut(WORLD)
+    for row, owner in enumerate(owners):
+        axes.barh(row, row + 1, height=1, color=plots.RANK_COLORS[owner])
+    for owner, share in enumerate(shares(owners)):
+        axes.text(WORLD * 1.15, owner * 0.9, f"rank {owner}: {share:.0%}", color=plots.RANK_COLORS[owner], weight="bold")
+    axes.set(title=name, xlim=(0, 2 * WORLD), ylim=(2 * WORLD - 0.5, -0.5), xticks=[], yticks=[], xlabel="keys")
+    axes.spines[:].set_visible(False)
+panels[0].set_ylabel("queries")
+plots.show(fig, alt="Pairs that each rank computes: most on the last rank, or equally many on each.")
+
+# %% [markdown]
+# In a row, the last rank has 2 - 1/n times the mean on n ranks, and the others wait for it in every layer.
+# With an early and a late piece each rank has as much. PyTorch's `context_parallel` cuts like this by itself.
+#
+# ## The mask that is not there
+#
+# transformers makes masks for the attention functions that it knows. A function of your own gets `None`, and
+# whatever the mask should have hidden is seen: tokens outside of a **sliding window**, padding, other
+# documents of a packed sequence. Here is a Mistral with a window of 16 tokens.
+
+# %% tags=["window"]
+# %%ranks 0
+from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
+
+
+def full(module, query, key, value, mask, scaling=None, **options):
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def windowed(module, query, key, value, mask, scaling=None, sliding_window=None, **options):
+    if mask is None and sliding_window is not None:
+        places = torch.arange(query.size(2), device=query.device)
+        ago = places[:, None] - places              # how many tokens ago
+        mask = (ago >= 0) & (ago < sliding_window)
+    out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("full", full)
+AttentionInterface.register("windowed", windowed)
+torch.manual_seed(0)
+sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 16}
+mistral = MistralForCausalLM(MistralConfig(**sizes, **heads)).to(device)
+ids, rows = torch.randint(64, (1, 128), device=device), []
+for name in ("eager", "sdpa", "full", "windowed"):
+    mistral.set_attn_implementation(name)
+    with torch.no_grad():
+        found = mistral(input_ids=ids, labels=ids)
+    logits = found.logits if name == "eager" else logits
+    wrong = ((found.logits - logits).abs().amax(-1)[0] > 1e-4).nonzero()
+    rows.append([name, f"{found.loss:.3f}", f"from token {wrong[0].item()} on" if len(wrong) else "none"])
+
+# %%
+rows = ranks.get("rank == 0 and rows")[0]
+assert [row[2] for row in rows] == ["none", "none", "from token 16 on", "none"]
+Table(["attention", "loss", "wrong logits"], rows)
+
+# %% [markdown]
+# The loss does not tell. Accelerate's context parallelism did just this, for Mistral, Gemma 3, gpt-oss and
+# others, until it refused such models ([accelerate#4177](https://github.com/huggingface/accelerate/pull/4177)):
+# its hook drops the mask. Check yours by comparing logits with "eager" on one process, at a length beyond the
+# window. transformers passes `sliding_window` to the function, so it can honour it, or refuse.
+#
+# ## PyTorch's own
+#
+# `context_parallel` cuts the tensors in its list in place, each along its dimension, and replaces
+# `scaled_dot_product_attention` by a ring within its `with` block. It is a prototype. With several sequences
+# there are two dimensions: "dp" for the samples, "cp" for the parts of a sequence.
+
+# %% tags=["theirs"]
+# %%ranks
+from torch.distributed.tensor.experimental import context_parallel
+
+ways = init_device_mesh(device.type, (1, world), mesh_dim_names=("dp", "cp"))
+x, places = torch.randn(1, 16 * world, 64, device=device), torch.arange(16 * world, device=device)
+project = nn.Linear(64, 192, device=device)
+try:
+    with context_parallel(ways["cp"], buffers=[x, places], buffer_seq_dims=[1, 0]):
+        held = places.tolist()
+        q, k, v = project(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    said = "ran"
+except NotImplementedError as error:
+    said = str(error)
+
+# %%
+held, said = ranks.get("(held, said)")[0]
+print(f"rank 0 has tokens {held[0]}-{held[7]} and {held[8]}-{held[15]}")
+print(said)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert held == [*range(8), *range(16 * WORLD - 8, 16 * WORLD)]
+assert said == "ran" or ranks.get("device.type")[0] == "cpu"
+
+# %% [markdown]
+# The cut works here, head and tail; the attention does not, because PyTorch 2.13 has a ring for the GPU's
+# kernels alone (`call_maps` in `_sdpa_handler`). We have not run it on GPUs. FSDP shards over *all* ranks of
+# both dimensions, on a mesh of its own, `init_device_mesh(device, (dp * cp,))`: every rank has gradients of
+# all weights, from its tokens.
+#
+# ## Your turn 2 · Cut a batch
+#
+# Write what is around the model. `my_cut(ids, labels)` gets a whole sequence, `labels` as transformers wants
+# them (equal to `ids`, -100 where nothing is to be learned, *not* shifted), and returns this rank's part: ids,
+# targets and places, each i64[1, tokens / world]. The target of a token is the label of the next one. All
+# ranks should have about the same work. `my_loss(total, targets)` gets the sum of the cross entropies over
+# this rank's targets and returns the loss for `backward`. (The model's attention here goes by places, so
+# every cut of equal parts is allowed.)
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LENGTH, VOCABULARY = 48 * world, 256
+torch.manual_seed(0)
+some_ids = torch.randperm(VOCABULARY, device=device)[None, :LENGTH]             # each id once
+place_of = torch.empty(VOCABULARY, dtype=torch.long, device=device)
+place_of[some_ids[0]] = torch.arange(LENGTH, device=device)
+some_labels = some_ids.clone()
+some_labels[:, : LENGTH // 3] = -100                                            # a prompt
+next_label = F.pad(some_labels[0, 1:], (0, 1), value=-100)
+
+
+def by_place(module, query, key, value, mask, scaling=None, position_ids=None, **options):
+    keys, values = (gather(t, grad_placements=[Partial()]) for t in (key, value))
+    places = DTensor.from_local(position_ids, mesh, [Shard(1)]).full_tensor()
+    mask = (places[0] <= position_ids[0][:, None]).to(query.dtype).log()        # 0, or minus infinity
+    return F.scaled_dot_product_attention(query, keys, values, mask, scale=scaling).transpose(1, 2), None
+
+
+AttentionInterface.register("by_place", by_place)
+
+
+def small_llama(attention):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).to(device)
+    model.set_attn_implementation(attention)
+    return model
+
+
+alone = small_llama("eager")
+alone(input_ids=some_ids, labels=some_labels).loss.backward()
+RIGHT = [p.grad for p in alone.parameters()]
+
+
+@turn(2, {
+    "tokens on all ranks": exactly(LENGTH, "Each token has to be on one rank, and on no other."),
+    "wrong places": exactly(0, "A place counts from the start of the whole sequence, also on the later ranks."),
+    "wrong targets": exactly(0, "A target is the label of the next token, which may be on another rank: shift before the cut."),
+    "busiest rank, times the mean": at_most(1.05, "The late tokens have the most work: give each rank an early and a late piece."),
+    "gradients that differ": exactly(0, "The loss needs the labels of all ranks in the denominator, and FSDP divides by the ranks."),
+})
+def score_cut(my_cut, my_loss):
+    part = my_cut(some_ids.clone(), some_labels.clone())
+    if not isinstance(part, tuple | list) or [getattr(t, "shape", None) for t in part] != [(1, 48)] * 3:
+        raise NotYet("Return three tensors, each i64[1, tokens / world].")
+    ids, targets, places = part
+    true = place_of[ids[0]]
+    model = small_llama("by_place")
+    for block in [*model.model.layers, model]:
+        fully_shard(block, mesh=mesh)
+    logits = model(input_ids=ids, position_ids=places, use_cache=False).logits[0]
+    loss = my_loss(F.cross_entropy(logits, targets[0], reduction="sum"), targets)
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        raise NotYet("Return a loss from `my_loss` that has a backward.")
+    loss.backward()
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    everyone = DTensor.from_local(true, mesh, [Shard(0)]).full_tensor()     # i64[tokens]
+    pairs = (everyone.view(world, -1) + 1).sum(1).double()
+    return {
+        "tokens on all ranks": len(everyone.unique()),
+        "wrong places": int((places[0] != true).sum()),
+        "wrong targets": int((targets[0] != next_label[true]).sum()),
+        "busiest rank, times the mean": (pairs.max() / pairs.mean()).item(),
+        "gradients that differ": sum(not torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(grads, RIGHT)),
+    }
+
+
+# %%
+# %%turn 2
+def my_cut(ids, labels):                        # i64[1, tokens] each
+    return None                                 # your lines here: ids, targets, places of this rank
+
+
+def my_loss(total, targets):                    # f32[], i64[1, tokens / world]
+    return None                                 # your lines here
+
+
+# %% tags=["solution"] turn=2
+def my_cut(ids, labels):
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    places = torch.arange(ids.size(1), device=ids.device)[None]
+    pieces = [t.chunk(2 * world, dim=1) for t in (ids, targets, places)]
+    return [torch.cat([of[rank], of[2 * world - 1 - rank]], dim=1) for of in pieces]
+
+def my_loss(total, targets):
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return total / count * world
+
+# %% tags=["right"] turn=2
+def my_cut(ids, labels):                        # every world-th token
+    targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+    places = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
+    return tuple(t[:, rank::world] for t in (ids, targets, places))
+
+def my_loss(total, targets):
+    counts = [None] * world
+    dist.all_gather_object(counts, int(targets.ne(-100).sum()))
+    return total * (world / sum(counts))
+
+# %% tags=["right"] turn=2
+def my_cut(ids, labels):                        # the places first, and by them the rest
+    n = ids.size(1) // (2 * world)
+    mine = torch.cat([torch.arange(n) + n * piece for piece in (rank, 2 * world - 1 - rank)]).to(ids.device)
+    after = (mine + 1).clamp(max=ids.size(1) - 1)
+    targets = labels[:, after].masked_fill(mine + 1 == ids.size(1), -100)
+    return ids[:, mine], targets, mine[None]
+
+def my_loss(total, targets):
+    mean = (targets != -100).float().sum()
+    dist.all_reduce(mean)
+    return total / (mean / world)
+
+# %% tags=["right"] turn=2
+def my_cut(ids, labels):                        # forth and back, in pieces of one token
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    places = torch.arange(ids.size(1), device=ids.device)[None]
+    table = [t.view(-1, 2, world) for t in (ids, targets, places)]
+    return [torch.stack([t[:, 0, rank], t[:, 1, world - 1 - rank]], 1).view(1, -1) for t in table]
+
+def my_loss(total, targets):
+    count = DTensor.from_local((targets != -100).sum(), mesh, [Partial()]).full_tensor()
+    return world * total / count
+
+# %% tags=["wrong"] turn=2 says="shift before the cut"
+def my_cut(ids, labels):                        # shifts each piece
+    places = torch.arange(ids.size(1), device=ids.device)[None]
+    ids, labels, places = ([of[rank], of[2 * world - 1 - rank]] for of in (t.chunk(2 * world, 1) for t in (ids, labels, places)))
+    targets = [F.pad(piece[:, 1:], (0, 1), value=-100) for piece in labels]
+    return [torch.cat(pieces, 1) for pieces in (ids, targets, places)]
+
+def my_loss(total, targets):
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return total / count * world
+
+# %% tags=["wrong"] turn=2 says="labels of all ranks in the denominator"
+def my_cut(ids, labels):
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    places = torch.arange(ids.size(1), device=ids.device)[None]
+    return [torch.cat([t.chunk(2 * world, 1)[p] for p in (rank, 2 * world - 1 - rank)], 1) for t in (ids, targets, places)]
+
+def my_loss(total, targets):                    # a mean of means
+    return total / (targets != -100).sum()
+
+# %% tags=["wrong"] turn=2 says="FSDP divides by the ranks"
+def my_cut(ids, labels):
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    places = torch.arange(ids.size(1), device=ids.device)[None]
+    return [torch.cat([t.chunk(2 * world, 1)[p] for p in (rank, 2 * world - 1 - rank)], 1) for t in (ids, targets, places)]
+
+def my_loss(total, targets):
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return total / count
+
+# %% tags=["wrong"] turn=2 says="from the start of the whole sequence"
+def my_cut(ids, labels):                        # each rank counts from 0
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    ids, targets = (torch.cat([t.chunk(2 * world, 1)[p] for p in (rank, 2 * world - 1 - rank)], 1) for t in (ids, targets))
+    return ids, targets, torch.arange(ids.size(1), device=ids.device)[None]
+
+def my_loss(total, targets):
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return total / count * world
+
+# %% tags=["wrong"] turn=2 says="an early and a late piece"
+def my_cut(ids, labels):                        # parts in a row
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    places = torch.arange(ids.size(1), device=ids.device)[None]
+    return [t.chunk(world, 1)[rank] for t in (ids, targets, places)]
+
+def my_loss(total, targets):
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return total / count * world
+
+# %% [markdown]
+# ## When it goes wrong
+#
+# | you see | cause | cure |
+# |:--|:--|:--|
+# | out of memory at the loss, or in the first step of backward | logits of a large vocabulary | the loss in pieces |
+# | memory grows with the square of the length | scores: attention written out, or a kernel that fell back | `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` raises an error and so names the place |
+# | `No available kernel. Aborting execution.` | the forced kernel can't run: a mask, dropout, float32 on a GPU, narrower values | change that, or allow `SDPBackend.EFFICIENT_ATTENTION`, too |
+# | `does not have a sharding strategy registered` for `…flash_attention_for_cpu` | `context_parallel` on a CPU | a function like `gathered` |
+# | the loss is right at first, then worse than on one process | gradients of gathered keys not summed | `grad_placements=[Partial()]` |
+# | a loss that is plausible, a model that is worse at length | the mask was dropped; places that begin at 0 on each rank | compare logits with one process, beyond the window |
+#
+# ## The rule
+#
+# Fused attention, a loss in pieces, checkpoints; then cut the sequence. Shift before you cut, give places of
+# the whole sequence, divide by all labels, and compare one step's gradients with one process.
+#
+# [← lesson 17](17_fine_tune_three_ways.ipynb)
