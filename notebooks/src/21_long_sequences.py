@@ -222,7 +222,6 @@ causal = torch.ones(1024, 1024, dtype=torch.bool, device=device).tril()
 bias = torch.zeros(1024, 1024, dtype=torch.bfloat16, device=device, requires_grad=True)
 CALLS = {
     "is_causal=True": ((q, k, v), {"is_causal": True}),
-    "and enable_gqa=True, half as many k and v": ((q, k[:, :2], v[:, :2]), {"is_causal": True, "enable_gqa": True}),
     "a mask of booleans": ((q, k, v), {"attn_mask": causal}),
     "a bias that is learned": ((q, k, v), {"attn_mask": bias}),
     "dropout_p=0.1": ((q, k, v), {"is_causal": True, "dropout_p": 0.1}),
@@ -285,56 +284,49 @@ class WithLoss(nn.Module):
 
 
 # %% jupyter={"source_hidden": true}
-# %%ranks 0
-from types import SimpleNamespace
+# %%ranks
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from fsdp_utils.lessons.meter import Meter
 
-TOKENS, WIDTH, PIECES = 1024, 64, (1, 2, 4, 8, 16, 32)
+TOKENS, PIECES = 1024, (1, 2, 4, 8, 16, 32)
 
 
-class Head(nn.Module):                                      # in place of a model: its hidden states are given
-    def __init__(self, vocabulary):
-        super().__init__()
-        torch.manual_seed(0)
-        self.lm_head = nn.Linear(WIDTH, vocabulary, bias=False, device=device)
-        self.hidden = torch.randn(1, TOKENS, WIDTH, device=device, requires_grad=True)
-
-    def model(self, ids):
-        return SimpleNamespace(last_hidden_state=self.hidden)
+class AtOnce(WithLoss):                                     # with all logits
+    def forward(self, ids, targets):
+        return self.head(self.model.model(ids).last_hidden_state[0], targets[0])
 
 
-def peak(vocabulary, loss_of):
-    """The peak of a step, in logits, and the gradient of the weight."""
-    head, targets = Head(vocabulary), torch.randint(vocabulary, (1, TOKENS), device=device)
-    with Meter([head.lm_head.weight, head.hidden, targets]) as meter:
-        loss_of(head, targets).backward()
+class OfTorch(WithLoss):
+    def forward(self, ids, targets):
+        hidden, how = self.model.model(ids).last_hidden_state[0], nn.LinearCrossEntropyOptions()
+        weight = self.model.lm_head.weight
+        return F.linear_cross_entropy(hidden, weight, targets[0], reduction="sum", options=how)
+
+
+def peak(vocabulary, way, pieces=1):
+    """The peak of a step without layers, in logits, and the gradient of the head; `way` is sharded."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 0, "num_attention_heads": 1}
+    model = way(LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)).to(device), pieces)
+    fully_shard(model, mesh=mesh)
+    ids, targets = torch.randint(vocabulary, (2, 1, TOKENS), device=device)
+    with Meter([*model.parameters(), ids]) as meter:
+        model(ids, targets).backward()
     logits = 4 * TOKENS * vocabulary
-    return (meter.peak_tensor_bytes - meter.held_bytes) / logits, head.lm_head.weight.grad
-
-
-def plain(head, targets):
-    return F.cross_entropy(head.lm_head(head.hidden[0]), targets[0], reduction="sum")
-
-
-def of_torch(head, targets):
-    options = nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(head.hidden[0], head.lm_head.weight, targets[0], reduction="sum", options=options)
+    return (meter.peak_tensor_bytes - meter.held_bytes) / logits, model.model.lm_head.weight.grad.full_tensor()
 
 
 peaks, own, wrong = {}, {}, []
-for vocabulary in (1024, 4096, 16384):
-    top, right = peak(vocabulary, plain)
-    ways = [lambda head, targets, n=n: WithLoss(head, n)(targets, targets) for n in PIECES[1:]]
-    found = [peak(vocabulary, way) for way in [*ways, of_torch]]
-    wrong += [not torch.allclose(right, grad, rtol=1e-3, atol=1e-4) for _, grad in found]
-    *pieced, own[vocabulary] = [size for size, _ in found]
-    peaks[vocabulary] = [top, *pieced]
+for vocabulary in (1024, 4096):
+    found = [peak(vocabulary, AtOnce), *(peak(vocabulary, WithLoss, n) for n in PIECES[1:]), peak(vocabulary, OfTorch)]
+    wrong += [not torch.allclose(found[0][1], grad, rtol=1e-3, atol=1e-4) for _, grad in found]
+    *peaks[vocabulary], own[vocabulary] = [size for size, _ in found]
 
 # %%
-peaks, own, PIECES, wrong = ranks.get("rank == 0 and (peaks, own, PIECES, wrong)")[0]
-assert not any(wrong)                           # the gradients are those of the plain loss
-assert all(2.9 < top[0] < 3.2 and top[4] < 0.4 for top in peaks.values())
+peaks, own, PIECES, wrong = ranks.get("(peaks, own, PIECES, wrong)")[0]
+assert not any(wrong)                           # the gradients are those with all logits
+assert all(2.9 < top[0] < 3.3 and top[4] < 0.4 and top[4] < top[3] for top in peaks.values())
 fig, (axes,) = plots.figure(width=6.5, height=2.7)
 for (vocabulary, sizes), color in zip(peaks.items(), plots.RANK_COLORS):
     axes.loglog(PIECES, sizes, "o-", color=color, label=f"vocabulary {vocabulary:,}")
@@ -624,7 +616,7 @@ plots.show(fig, alt="Pairs that each rank computes: most on the last rank, or eq
 
 # %% tags=["window"]
 # %%ranks 0
-from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 
 def full(module, query, key, value, mask, scaling=None, **options):
@@ -715,8 +707,6 @@ assert said == "ran" or ranks.get("device.type")[0] == "cpu"
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
-
 LENGTH, VOCABULARY = 48 * world, 256
 torch.manual_seed(0)
 some_ids = torch.randperm(VOCABULARY, device=device)[None, :LENGTH]             # each id once
@@ -801,8 +791,7 @@ def my_cut(ids, labels):
     return [torch.cat([of[rank], of[2 * world - 1 - rank]], dim=1) for of in pieces]
 
 def my_loss(total, targets):
-    count = (targets != -100).sum()
-    dist.all_reduce(count)
+    dist.all_reduce(count := (targets != -100).sum())
     return total / count * world
 
 # %% tags=["right"] turn=2
@@ -848,8 +837,7 @@ def my_cut(ids, labels):                        # shifts each piece
     return [torch.cat(pieces, 1) for pieces in (ids, targets, places)]
 
 def my_loss(total, targets):
-    count = (targets != -100).sum()
-    dist.all_reduce(count)
+    dist.all_reduce(count := (targets != -100).sum())
     return total / count * world
 
 # %% tags=["wrong"] turn=2 says="labels of all ranks in the denominator"
@@ -868,8 +856,7 @@ def my_cut(ids, labels):
     return [torch.cat([t.chunk(2 * world, 1)[p] for p in (rank, 2 * world - 1 - rank)], 1) for t in (ids, targets, places)]
 
 def my_loss(total, targets):
-    count = (targets != -100).sum()
-    dist.all_reduce(count)
+    dist.all_reduce(count := (targets != -100).sum())
     return total / count
 
 # %% tags=["wrong"] turn=2 says="from the start of the whole sequence"
@@ -879,8 +866,7 @@ def my_cut(ids, labels):                        # each rank counts from 0
     return ids, targets, torch.arange(ids.size(1), device=ids.device)[None]
 
 def my_loss(total, targets):
-    count = (targets != -100).sum()
-    dist.all_reduce(count)
+    dist.all_reduce(count := (targets != -100).sum())
     return total / count * world
 
 # %% tags=["wrong"] turn=2 says="an early and a late piece"
@@ -890,8 +876,7 @@ def my_cut(ids, labels):                        # parts in a row
     return [t.chunk(world, 1)[rank] for t in (ids, targets, places)]
 
 def my_loss(total, targets):
-    count = (targets != -100).sum()
-    dist.all_reduce(count)
+    dist.all_reduce(count := (targets != -100).sum())
     return total / count * world
 
 # %% [markdown]
