@@ -23,7 +23,7 @@ for r, color in enumerate(plots.RANK_COLORS[:4]):
         else:
             axes.add_patch(Rectangle((place, r - 0.4), 0.9, 0.8, color=color))
             axes.text(place + 0.45, r, name, **look)
-axes.text(2.45, -0.62, "keys and values of", ha="center", fontsize=8)
+axes.text(2.45, -0.6, "attention: keys, values", ha="center", fontsize=8)
 axes.set(xlim=(-1.1, 5), ylim=(3.5, -0.95), xticks=[], yticks=[])
 axes.spines[:].set_visible(False)
 plots.show(fig, alt="Four ranks with a quarter of a sequence each; in attention a rank needs the earlier keys.")
@@ -92,8 +92,7 @@ lesson.card(
 #     fully_shard(model, mesh=mesh)
 #     optimizer = torch.optim.AdamW(model.parameters())
 #     for step in range(2):
-#         ids = torch.randint(4096, (1, 1024))                 # one sequence: the same on every rank
-#         places = torch.arange(1024)[None]
+#         ids, places = torch.randint(4096, (1, 1024)), torch.arange(1024)[None]      # the same on every rank
 #         targets = F.pad(ids[:, 1:], (0, 1), value=-100)      # the next token, before the cut
 #         count = (targets != -100).sum()                      # of all ranks
 #         if cut:
@@ -106,9 +105,9 @@ lesson.card(
 #                 kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
 #             return tensor
 #
+#         labels = {"labels": targets, "shift_labels": targets, "num_items_in_batch": count}
 #         with saved_tensors_hooks(keep, lambda tensor: tensor):
-#             options = {"labels": targets, "shift_labels": targets, "num_items_in_batch": count}
-#             loss = model(ids, position_ids=places, use_cache=False, **options).loss
+#             loss = model(ids, position_ids=places, use_cache=False, **labels).loss
 #         loss.backward()
 #         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
 #         optimizer.step()
@@ -234,10 +233,12 @@ kept, lengths, taken = ranks.get("rank == 0 and (kept, lengths, taken)")[0]
 growth = {name: sizes[-1] / sizes[-2] for name, sizes in kept.items()}
 assert 3.5 < growth["math: written out"] < 4.1
 assert 1.9 < growth["flash: fused"] < 2.1
+assert 60 < kept["math: written out"][-1] / kept["flash: fused"][-1] < 66
 fig, (axes,) = plots.figure(width=6.5, height=2.6)
 for (name, sizes), color in zip(kept.items(), plots.RANK_COLORS):
     axes.loglog(lengths, sizes, "o-", color=color, label=name)
 axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+axes.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
 axes.minorticks_off()
 axes.set(xlabel="tokens", ylabel="MiB kept")
 axes.legend()
@@ -247,22 +248,23 @@ plots.show(fig, alt="Kept bytes against length: four times for twice the tokens,
 Table(["attention on 1,024 tokens, with", "kernel", "MiB kept"], [[*row[:2], f"{row[2]:.1f}"] for row in taken])
 
 # %% [markdown]
-# At 2,048 tokens the fused kernel keeps a fraction of what the scores take. But it is not always taken, and
-# nothing is said: on a CPU a learned bias, dropout or narrower values bring the scores back, and a mask is
-# kept itself, one row of numbers per query. **Force the kernel, and the fallback becomes an error**: `with
-# sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. On GPUs the lists differ: flash takes dropout, but no mask and no
-# float32; the memory-efficient kernel takes both; cuDNN has a third
-# ([documentation](https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html);
-# `torch.backends.cuda.can_use_flash_attention(params, debug=True)` gives the reason). In transformers you
-# choose by `attn_implementation=` or `model.set_attn_implementation("sdpa")`; `model.config._attn_implementation`
-# says what it is.
+# At 2,048 tokens the fused kernel keeps a sixtieth. But it is not always taken, and nothing is said: on a CPU
+# a learned bias, dropout or narrower values bring the scores back, and a mask is kept itself, a number for
+# each pair of tokens. **Force the kernel, and the fallback becomes an error**: `with
+# sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. GPUs have other kernels with other conditions. There flash takes
+# dropout, but no mask and no float32, and the memory-efficient kernel takes all three
+# ([source](https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp);
+# not run here). In transformers you choose by `attn_implementation=` of `from_pretrained` or by
+# `model.set_attn_implementation("sdpa")`, and `model.config._attn_implementation` says what was chosen. With
+# dropout in attention, as in GPT-2's config, or with a mask for padding, look again.
 #
 # ## A loss that keeps no logits
 #
 # Logits have a number for each token *and* each word of the vocabulary, and a step holds about three such
 # tensors. But the loss is a sum over tokens. So compute the head and the loss for some tokens at a time,
-# under a checkpoint. `WithLoss` does it for any transformers decoder. FSDP's root has to be this module,
-# because the loss reads `lm_head`, which is a shard outside of the root's forward.
+# under a checkpoint. `WithLoss` does it for transformers models that are built of `model` and `lm_head`, as
+# Llama is. Call `fully_shard` on the blocks and then on `WithLoss`: outside of the root's forward, `lm_head`
+# is a shard. The folded cell measures a step of a sharded model without blocks.
 
 # %%
 # %%ranks
@@ -326,6 +328,7 @@ for vocabulary in (1024, 4096):
 # %%
 peaks, own, PIECES, wrong = ranks.get("(peaks, own, PIECES, wrong)")[0]
 assert not any(wrong)                           # the gradients are those with all logits
+assert 4 * 256 * 1024 * 32 * 1024 == 32 * 2**30 # bytes of the float32 logits of a long sequence
 assert all(2.9 < top[0] < 3.3 and top[4] < 0.4 and top[4] < top[3] for top in peaks.values())
 fig, (axes,) = plots.figure(width=6.5, height=2.7)
 for (vocabulary, sizes), color in zip(peaks.items(), plots.RANK_COLORS):
@@ -338,14 +341,11 @@ axes.set(xlabel="pieces", ylabel="peak of head and loss,\ntimes the logits")
 axes.legend(title="dotted: PyTorch's own")
 plots.show(fig, alt="The peak falls with the number of pieces, from three times the logits to a fraction.")
 
-# %% jupyter={"source_hidden": true} tags=["check"]
-assert 4 * 256 * 1024 * 32 * 1024 == 32 * 2**30             # the float32 logits of a long sequence
-
 # %% [markdown]
-# Without pieces the peak is three times the logits, with 16 less than a third of them. At a vocabulary of
-# 256k, 32k tokens have 32 GiB of float32 logits (calculated), so without pieces this is the first thing that
-# doesn't fit. PyTorch 2.13 has its own, `F.linear_cross_entropy` with `nn.LinearCrossEntropyOptions()`
-# (dotted): it needs `lm_head.weight` in the root's forward as well, and computes gradients in forward.
+# Without pieces the peak is three times the logits, with 16 pieces less than a third of them. With a
+# vocabulary of 256k, 32k tokens have 32 GiB of float32 logits (calculated). PyTorch 2.13 has its own,
+# `F.linear_cross_entropy` with `nn.LinearCrossEntropyOptions()` (dotted). It also belongs in the root's
+# forward, where `lm_head.weight` is whole, and it computes the gradients in forward.
 #
 # ## Gradients of gathered keys
 #
@@ -389,11 +389,11 @@ Table(
 # %% [markdown]
 # No error is raised, the loss is right, and training goes on with wrong gradients.
 #
-# **Gather or ring.** A gather holds the keys and values of the whole sequence for the time of one layer; with
-# grouped-query attention they are a small part of the activations. A **ring** passes them on instead, from
-# rank to rank, and a rank holds one foreign part at a time: turn 1. Both send the same bytes in forward. A
-# third way, [Ulysses](https://arxiv.org/abs/2309.14509), exchanges tokens for heads by an all_to_all, so it
-# can use no more ranks than there are heads.
+# **Gather or ring.** The script gathers the keys and values of the whole sequence, one block at a time (and
+# once more in backward, under a checkpoint). A **ring** passes them on from rank to rank instead, so that a
+# rank holds its own part and one other: turn 1. Either way a rank sends n - 1 parts in forward, on n ranks.
+# A third way, [Ulysses](https://arxiv.org/abs/2309.14509), exchanges tokens for heads by an all_to_all, so
+# it can use no more ranks than there are heads.
 #
 # ## Your turn 1 · Ring attention
 #
@@ -536,8 +536,8 @@ def ring(q, k, v):
     for step in range(1, world):
         k, v = pass_on(k, v)
         other, other_lse = attend(q, k, v, causal=False)
-        total = torch.logaddexp(lse, other_lse)
-        out, lse = out * (lse - total).exp() + other * (other_lse - total).exp(), total
+        share = torch.sigmoid(other_lse - lse)
+        out, lse = out * (1 - share) + other * share, torch.logaddexp(lse, other_lse)
     return out
 
 # %% tags=["wrong"] turn=1 says="Earlier keys are never seen"
@@ -546,14 +546,11 @@ def ring(q, k, v):
 
 # %% tags=["wrong"] turn=1 says="go around the ring further"
 def ring(q, k, v):
-    out, lse = attend(q, k, v, causal=True)
-    for step in range(1, world + 1):
-        k, v = pass_on(k, v)
-        if step <= rank:
-            other, other_lse = attend(q, k, v, causal=False)
-            total = torch.logaddexp(lse, other_lse)
-            out, lse = out * (lse - total).exp() + other * (other_lse - total).exp(), total
-    return out
+    pieces = [(k, v)]
+    for _ in range(world):
+        pieces.append(pass_on(*pieces[-1]))
+    keys, values = (torch.cat(parts[: rank + 1][::-1], 2) for parts in zip(*pieces))
+    return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(q.size(2), keys.size(2)))
 
 # %% tags=["wrong"] turn=1 says="Too few pieces go around"
 def ring(q, k, v):                              # a gather
@@ -570,10 +567,10 @@ def ring(q, k, v):                              # a gather
 # A causal mask gives a late token more keys than an early one. The figure counts pairs of queries and keys.
 
 # %%
-WORLD, PIECE = len(ranks.get("0")), 8           # tokens in each of 2 * WORLD pieces
+WORLD = len(ranks.get("0"))
 
 
-def shares(owners, piece=PIECE):                # owners: the rank of each piece -> each rank's share of the pairs
+def shares(owners, piece=64):                   # the rank of each piece -> each rank's share of the pairs
     pairs = [0] * (max(owners) + 1)
     for token in range(len(owners) * piece):
         pairs[owners[token // piece]] += token + 1
@@ -589,8 +586,8 @@ def head_and_tail(world):                       # an early and a late piece each
 
 
 for world in (2, 4, 8, 64):
-    assert abs(max(shares(in_a_row(world), 64)) * world - (2 - 1 / world)) < 0.01
-    assert abs(max(shares(head_and_tail(world), 64)) * world - 1) < 1e-9
+    assert abs(max(shares(in_a_row(world))) * world - (2 - 1 / world)) < 0.01
+    assert abs(max(shares(head_and_tail(world))) * world - 1) < 1e-9
 
 fig, panels = plots.figure(2, width=7.0, height=3.0)
 for axes, (name, cut) in zip(panels, {"parts in a row": in_a_row, "an early and a late piece": head_and_tail}.items()):
@@ -610,9 +607,10 @@ plots.show(fig, alt="Pairs that each rank computes: most on the last rank, or eq
 #
 # ## The mask that is not there
 #
-# transformers makes masks for the attention functions that it knows. A function of your own gets `None`, and
-# whatever the mask should have hidden is seen: tokens outside of a **sliding window**, padding, other
-# documents of a packed sequence. Here is a Mistral with a window of 16 tokens.
+# transformers makes masks only for attention functions that have a mask function of the same name. Your own
+# gets `None` (until you register one with `AttentionMaskInterface`), and whatever the mask should have hidden
+# is seen: tokens outside of a **sliding window**, padding, other documents of a packed sequence. Here is a
+# Mistral with a window of 16 tokens.
 
 # %% tags=["window"]
 # %%ranks 0
@@ -654,16 +652,18 @@ assert [row[2] for row in rows] == ["none", "none", "from token 16 on", "none"]
 Table(["attention", "loss", "wrong logits"], rows)
 
 # %% [markdown]
-# The loss does not tell. Accelerate's context parallelism did just this, for Mistral, Gemma 3, gpt-oss and
-# others, until it refused such models ([accelerate#4177](https://github.com/huggingface/accelerate/pull/4177)):
-# its hook drops the mask. Check yours by comparing logits with "eager" on one process, at a length beyond the
-# window. transformers passes `sliding_window` to the function, so it can honour it, or refuse.
+# The loss does not tell. The script's `gathered` has this fault, too: it is for models with full attention.
+# Accelerate's context parallelism drops the mask as well, and trained Mistral, Gemma 3 or gpt-oss like this
+# until it began to refuse such models
+# ([accelerate#4177](https://github.com/huggingface/accelerate/pull/4177)). transformers passes
+# `sliding_window` to the function, which can honour it or raise an error. To check, compare logits with
+# "eager" on one process, beyond the window.
 #
 # ## PyTorch's own
 #
-# `context_parallel` cuts the tensors in its list in place, each along its dimension, and replaces
-# `scaled_dot_product_attention` by a ring within its `with` block. It is a prototype. With several sequences
-# there are two dimensions: "dp" for the samples, "cp" for the parts of a sequence.
+# `context_parallel` cuts the tensors in its list in place, each along its dimension, and within its `with`
+# block `scaled_dot_product_attention` is a ring. Its documentation calls it a prototype. With several
+# sequences a mesh has two dimensions: "dp" for the samples, "cp" for the parts of a sequence.
 
 # %% tags=["theirs"]
 # %%ranks
@@ -683,22 +683,20 @@ except NotImplementedError as error:
 
 # %%
 held, said = ranks.get("(held, said)")[0]
+assert held == [*range(8), *range(16 * WORLD - 8, 16 * WORLD)]
+assert said == "ran" or ranks.get("device.type")[0] == "cpu"
 print(f"rank 0 has tokens {held[0]}-{held[7]} and {held[8]}-{held[15]}")
 print(said)
 
-# %% jupyter={"source_hidden": true} tags=["check"]
-assert held == [*range(8), *range(16 * WORLD - 8, 16 * WORLD)]
-assert said == "ran" or ranks.get("device.type")[0] == "cpu"
-
 # %% [markdown]
-# The cut works here, head and tail; the attention does not, because PyTorch 2.13 has a ring for the GPU's
-# kernels alone (`call_maps` in `_sdpa_handler`). We have not run it on GPUs. FSDP shards over *all* ranks of
-# both dimensions, on a mesh of its own, `init_device_mesh(device, (dp * cp,))`: every rank has gradients of
-# all weights, from its tokens.
+# The cut works here, an early and a late piece for each rank; the attention does not, because PyTorch 2.13
+# has a ring for the kernels of GPUs alone (`call_maps` in `_sdpa_handler`). We have not run it on GPUs. FSDP
+# shards over *all* ranks of both dimensions, on a mesh of its own, `init_device_mesh(device, (dp * cp,))`:
+# each rank has gradients of all weights, from its tokens. Divide its loss by the labels of all dp * cp ranks.
 #
 # ## Your turn 2 · Cut a batch
 #
-# Write what is around the model. `my_cut(ids, labels)` gets a whole sequence, `labels` as transformers wants
+# Write what is around the model, which is sharded by FSDP. `my_cut(ids, labels)` gets a whole sequence, `labels` as transformers wants
 # them (equal to `ids`, -100 where nothing is to be learned, *not* shifted), and returns this rank's part: ids,
 # targets and places, each i64[1, tokens / world]. The target of a token is the label of the next one. All
 # ranks should have about the same work. `my_loss(total, targets)` gets the sum of the cross entropies over
@@ -713,7 +711,7 @@ some_ids = torch.randperm(VOCABULARY, device=device)[None, :LENGTH]             
 place_of = torch.empty(VOCABULARY, dtype=torch.long, device=device)
 place_of[some_ids[0]] = torch.arange(LENGTH, device=device)
 some_labels = some_ids.clone()
-some_labels[:, : LENGTH // 3] = -100                                            # a prompt
+some_labels[:, : LENGTH // 3] = some_labels[:, :: 2 * world] = -100              # a prompt, and gaps
 next_label = F.pad(some_labels[0, 1:], (0, 1), value=-100)
 
 
@@ -830,11 +828,10 @@ def my_loss(total, targets):
     return world * total / count
 
 # %% tags=["wrong"] turn=2 says="shift before the cut"
-def my_cut(ids, labels):                        # shifts each piece
+def my_cut(ids, labels):
     places = torch.arange(ids.size(1), device=ids.device)[None]
-    ids, labels, places = ([of[rank], of[2 * world - 1 - rank]] for of in (t.chunk(2 * world, 1) for t in (ids, labels, places)))
-    targets = [F.pad(piece[:, 1:], (0, 1), value=-100) for piece in labels]
-    return [torch.cat(pieces, 1) for pieces in (ids, targets, places)]
+    ids, labels, places = (t[:, rank::world] for t in (ids, labels, places))
+    return ids, F.pad(labels[:, 1:], (0, 1), value=-100), places
 
 def my_loss(total, targets):
     dist.all_reduce(count := (targets != -100).sum())
@@ -842,18 +839,16 @@ def my_loss(total, targets):
 
 # %% tags=["wrong"] turn=2 says="labels of all ranks in the denominator"
 def my_cut(ids, labels):
-    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    places = torch.arange(ids.size(1), device=ids.device)[None]
-    return [torch.cat([t.chunk(2 * world, 1)[p] for p in (rank, 2 * world - 1 - rank)], 1) for t in (ids, targets, places)]
+    targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
+    return [t[:, rank::world] for t in (ids, targets, places)]
 
 def my_loss(total, targets):                    # a mean of means
     return total / (targets != -100).sum()
 
 # %% tags=["wrong"] turn=2 says="FSDP divides by the ranks"
 def my_cut(ids, labels):
-    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    places = torch.arange(ids.size(1), device=ids.device)[None]
-    return [torch.cat([t.chunk(2 * world, 1)[p] for p in (rank, 2 * world - 1 - rank)], 1) for t in (ids, targets, places)]
+    targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
+    return [t[:, rank::world] for t in (ids, targets, places)]
 
 def my_loss(total, targets):
     dist.all_reduce(count := (targets != -100).sum())
@@ -862,8 +857,7 @@ def my_loss(total, targets):
 # %% tags=["wrong"] turn=2 says="from the start of the whole sequence"
 def my_cut(ids, labels):                        # each rank counts from 0
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    ids, targets = (torch.cat([t.chunk(2 * world, 1)[p] for p in (rank, 2 * world - 1 - rank)], 1) for t in (ids, targets))
-    return ids, targets, torch.arange(ids.size(1), device=ids.device)[None]
+    return ids[:, rank::world], targets[:, rank::world], torch.arange(48, device=ids.device)[None]
 
 def my_loss(total, targets):
     dist.all_reduce(count := (targets != -100).sum())
@@ -871,8 +865,7 @@ def my_loss(total, targets):
 
 # %% tags=["wrong"] turn=2 says="an early and a late piece"
 def my_cut(ids, labels):                        # parts in a row
-    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    places = torch.arange(ids.size(1), device=ids.device)[None]
+    targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
     return [t.chunk(world, 1)[rank] for t in (ids, targets, places)]
 
 def my_loss(total, targets):
