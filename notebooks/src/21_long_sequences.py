@@ -13,7 +13,7 @@ from fsdp_utils.lessons import lesson, plots
 fig, (axes,) = plots.figure(width=9.2, height=2.7)
 STEPS = ["embedding", "q, k, v", "attention", "MLP, norms", "logits, loss"]
 for r, color in enumerate(plots.RANK_COLORS[:4]):
-    axes.text(-0.1, r, f"rank {r}:\ntokens {256 * r}-{256 * r + 255}", ha="right", va="center", fontsize=8)
+    axes.text(-0.1, r, f"rank {r}:\ntokens {240 * r}-{240 * r + 239}", ha="right", va="center", fontsize=8)
     for place, name in enumerate(STEPS):
         look = {"color": "white", "ha": "center", "va": "center", "fontsize": 8}
         if name == "attention":
@@ -45,7 +45,7 @@ lesson.card(
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains a small Llama in four ways on
-# the same sequence of 1,024 tokens, and counts the bytes that autograd keeps for the backward pass on rank 0.
+# the same sequence of 960 tokens, and counts the bytes that autograd keeps for the backward pass on rank 0.
 #
 # ```python
 # import torch
@@ -92,7 +92,7 @@ lesson.card(
 #     fully_shard(model, mesh=mesh)
 #     optimizer = torch.optim.AdamW(model.parameters())
 #     for step in range(2):
-#         ids, places = torch.randint(4096, (1, 1024)), torch.arange(1024)[None]      # the same on every rank
+#         ids, places = torch.randint(4096, (1, 960)), torch.arange(960)[None]        # the same on every rank
 #         targets = F.pad(ids[:, 1:], (0, 1), value=-100)      # the next token, before the cut
 #         count = (targets != -100).sum()                      # of all ranks
 #         if cut:
@@ -128,20 +128,21 @@ lesson.card(
 # dist.destroy_process_group()
 # ```
 # ```text
-# eager attention     101.93 MiB kept, loss 8.3376, norm 0.6003
-# fused attention      37.99 MiB kept, loss 8.3376, norm 0.6003
-# and checkpoints      17.77 MiB kept, loss 8.3376, norm 0.6003
-# and a part per rank   4.44 MiB kept, loss 8.3376, norm 0.6003
+# eager attention      91.81 MiB kept, loss 8.3368, norm 0.6446
+# fused attention      35.61 MiB kept, loss 8.3368, norm 0.6446
+# and checkpoints      16.66 MiB kept, loss 8.3368, norm 0.6446
+# and a part per rank   4.16 MiB kept, loss 8.3368, norm 0.6446
 # ```
 #
-# Loss and gradients stay the same. FSDP shards weights, gradients and the optimizer's state, but no
-# activations. So without the cut four ranks of FSDP do not help a single sequence at all. (They compute it
-# four times here; yours would have other sequences.) With it each rank keeps a quarter. Of the 17.77 MiB, 16
-# are logits, which the loss keeps; below they go, too.
+# The loss stays the same, and so does the norm of the gradients. FSDP shards weights, gradients and the
+# optimizer's state, but no activations. So without the cut four ranks of FSDP do not shorten a sequence.
+# (Here they compute it four times; in your training each would have another one.) With it each rank keeps a
+# quarter. Of the 16.66 MiB, 15 are logits, which the loss keeps. They go in a later section.
 #
-# `gathered` is an attention function for any transformers model: `full_tensor` gathers the keys and values of
-# all ranks, and `causal_lower_right` says that the queries are the *last* of these tokens. It knows nothing
-# of FSDP, so it also works under FSDP1, which averages gradients as FSDP2 does.
+# `gathered` is the attention function: `full_tensor` gathers the keys and values of all ranks, and
+# `causal_lower_right` says that the queries are the *last* of these tokens. The length has to be a multiple of
+# the ranks: pad the end, with -100 as targets. `gathered` knows nothing of FSDP. Under FSDP1, which averages
+# gradients as well, it gives the same loss and norm.
 #
 # ## Attention that keeps no scores
 #
