@@ -662,9 +662,10 @@ Table(["attention", "loss", "wrong logits"], rows)
 #
 # ## PyTorch's own
 #
-# `context_parallel` cuts the tensors in its list in place, each along its dimension, and within its `with`
-# block `scaled_dot_product_attention` is a ring. Its documentation calls it a prototype. With several
-# sequences a mesh has two dimensions: "dp" for the samples, "cp" for the parts of a sequence.
+# `context_parallel` cuts the tensors in its list in place, each along its dimension. Within its `with` block
+# `scaled_dot_product_attention` goes over the ranks' keys and values part by part; it gathers them, or passes
+# them on after `set_rotate_method("alltoall")`. Its documentation calls it a prototype. With several sequences
+# a mesh has two dimensions: "dp" for the samples, "cp" for the parts of a sequence.
 
 # %% tags=["theirs"]
 # %%ranks
@@ -691,7 +692,7 @@ print(said)
 
 # %% [markdown]
 # The cut works here, an early and a late piece for each rank; the attention does not, because PyTorch 2.13
-# has a ring for the kernels of GPUs alone (`call_maps` in `_sdpa_handler`). We have not run it on GPUs. FSDP
+# has it for the kernels of GPUs alone (`call_maps` in `_sdpa_handler`). We have not run it on GPUs. FSDP
 # shards over *all* ranks of both dimensions, on a mesh of its own, `init_device_mesh(device, (dp * cp,))`:
 # each rank has gradients of all weights, from its tokens. Divide its loss by the labels of all dp * cp ranks.
 #
@@ -881,6 +882,7 @@ def my_loss(total, targets):
 # | out of memory at the loss, or in the first step of backward | logits of a large vocabulary | the loss in pieces |
 # | memory grows with the square of the length | scores: attention written out, or a kernel that fell back | `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` raises an error and so names the place |
 # | `No available kernel. Aborting execution.` | the forced kernel can't run: a mask, dropout, float32 on a GPU, narrower values | change that, or allow `SDPBackend.EFFICIENT_ATTENTION`, too |
+# | `aten.embedding.default got mixed torch.Tensor and DTensor` | `fully_shard` was called on the model inside `WithLoss` | call it on the blocks and on `WithLoss` |
 # | `does not have a sharding strategy registered` for `…flash_attention_for_cpu` | `context_parallel` on a CPU | a function like `gathered` |
 # | the loss is right at first, then worse than on one process | gradients of gathered keys not summed | `grad_placements=[Partial()]` |
 # | a loss that is plausible, a model that is worse at length | the mask was dropped; places that begin at 0 on each rank | compare logits with one process, beyond the window |
