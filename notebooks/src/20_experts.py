@@ -1,0 +1,918 @@
+# %% [markdown]
+# # 20 · Experts
+#
+# In a mixture of experts, each token uses one or two of many experts. Who gathers an expert, and where is it
+# computed? **Under FSDP every rank gathers all experts of a block, also those that its tokens don't use: keep
+# them in one parameter and make the block the unit. Where gathering them takes too much memory or time, give
+# each rank some of the experts and send it their tokens: expert parallelism.**
+
+# %% jupyter={"source_hidden": true}
+from matplotlib.patches import Rectangle
+
+from fsdp_utils.lessons import lesson, plots
+
+fig, panels = plots.figure(2, width=9.2, height=2.7)
+arrow = {"arrowstyle": "->", "linewidth": 1.6}
+TITLES = ("FSDP: weights travel, tokens stay", "expert parallelism: tokens travel, experts stay")
+for side, (axes, title) in enumerate(zip(panels, TITLES)):
+    for r in range(2):
+        low = 1.5 - 1.5 * r
+        axes.text(-0.1, low + 0.5, f"rank {r}", ha="right", va="center")
+        for place, expert in enumerate((0, 1, 0, 1)):
+            axes.add_patch(Rectangle((0.15 + 0.3 * place, low + 0.35), 0.22, 0.3, color=plots.RANK_COLORS[expert]))
+        for expert in range(2):
+            left = 2.7 + 1.35 * expert
+            held = side == 0 or expert == r
+            look = {"facecolor": plots.RANK_COLORS[expert], "alpha": 0.35} if held else {"facecolor": plots.CARD}
+            axes.add_patch(Rectangle((left, low), 1.2, 1, edgecolor=plots.FAINT, **look))
+            if held:
+                half = 0 if side else 0.5 * (1 - r)
+                size = 1 if side else 0.5
+                axes.add_patch(Rectangle((left, low + half), 1.2, size, color=plots.RANK_COLORS[expert]))
+                axes.text(left + 0.6, low + 0.5, f"expert {expert}", ha="center", va="center", fontsize=8)
+    if side == 0:
+        for left in (3.3, 4.65):
+            axes.annotate("", (left, 1.02), (left, 1.48), arrowprops={**arrow, "arrowstyle": "<->"})
+    else:
+        axes.annotate("", (4.0, 0.6), (1.4, 1.85), arrowprops={**arrow, "color": plots.RANK_COLORS[1]})
+        axes.annotate("", (2.65, 1.8), (1.4, 0.65), arrowprops={**arrow, "color": plots.RANK_COLORS[0]})
+    axes.set(title=title, xlim=(-0.9, 5.4), ylim=(-0.1, 2.6), xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+plots.show(fig, alt="FSDP gathers both experts on both ranks; expert parallelism sends tokens to their expert.")
+
+# %% [markdown]
+# A drawing. Squares are tokens, in the colour of the expert that the **router**, a small linear layer,
+# chooses for them. Under FSDP each rank stores half of each expert (dark) and gathers the rest for the time
+# in which it computes.
+
+# %% tags=["card"]
+lesson.card(
+    20,
+    learn="train a mixture of experts under FSDP without mixing up experts, and divide experts among ranks",
+    needs="[lesson 1](01_transformer_wrapper.ipynb); for the second half [lesson 16](16_two_dimensions.ipynb)",
+    ranks="4 on the CPU (2 or 3 work: set `FSDP_RANKS`)",
+    minutes=(1, 10, 25),
+)
+
+# %% [markdown]
+# ## The script
+#
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. Each rank reads samples of one domain,
+# so that all tokens of rank 0 choose expert 0, and so on. Three ways to shard are compared with one process
+# that has all samples.
+#
+# ```python
+# import torch
+# import torch.distributed as dist
+# from torch import nn
+# from torch.distributed.device_mesh import init_device_mesh
+# from torch.distributed.fsdp import fully_shard
+#
+# device = "cuda" if torch.cuda.is_available() else "cpu"
+# dist.init_process_group("nccl" if device == "cuda" else "gloo")
+# if device == "cuda":
+#     torch.cuda.set_device(dist.get_node_local_rank())
+# torch.set_default_device(device)
+# rank, world = dist.get_rank(), dist.get_world_size()
+# mesh = init_device_mesh(device, (world,))                    # without it a Mac would take its GPU
+#
+#
+# class MoE(nn.Module):
+#     def __init__(self):
+#         super().__init__()
+#         self.router = nn.Linear(48, world, bias=False)       # as many experts as ranks
+#         self.experts = nn.ModuleList([nn.Linear(48, 48) for _ in range(world)])
+#         nn.init.eye_(self.router.weight)                     # a large feature e chooses expert e
+#
+#     def forward(self, x):                                    # f32[tokens, 48]
+#         weight, chosen = self.router(x).softmax(-1).max(-1)  # one expert for each token
+#         out = torch.zeros_like(x)
+#         for e in chosen.unique().tolist():                   # experts without tokens are left out
+#             out[chosen == e] = self.experts[e](x[chosen == e])
+#         return x + weight[:, None] * out
+#
+#
+# for name, each, unused in [("each expert a unit", 1, 0), ("the block a unit", 0, 0), ("with unused", 0, 1)]:
+#     torch.manual_seed(0)
+#     model, alone, x = MoE(), MoE(), torch.randn(world, 16, 48)
+#     x[range(world), :, range(world)] += 9                    # the domain of each rank
+#     alone.load_state_dict(model.state_dict())
+#     right = alone(x.flatten(0, 1))                           # one process, all samples
+#     right.square().mean().backward()
+#     for part in [*model.experts, model] if each else [model]:
+#         fully_shard(part, mesh=mesh)
+#     model.set_reduce_scatter_unused_params(bool(unused))
+#     out = model(x[rank])
+#     out.square().mean().backward()
+#     gradient = model.experts[rank].weight.grad.to_local()    # this rank's rows of its own expert
+#     pairs = (out, right.chunk(world)[rank]), (gradient, alone.experts[rank].weight.grad.chunk(world)[rank])
+#     errors = [((found - wanted).norm() / wanted.norm()).item() for found, wanted in pairs]
+#     if rank == 0:
+#         print(f"{name}: output off by {errors[0]:.2f}, gradient of expert 0 off by {errors[1]:.2f}")
+# dist.destroy_process_group()
+# ```
+# ```text
+# each expert a unit: output off by 0.62, gradient of expert 0 off by 2.07
+# the block a unit: output off by 0.00, gradient of expert 0 off by 1.98
+# with unused: output off by 0.00, gradient of expert 0 off by 0.00
+# ```
+#
+# No line raises an error. "Off by 1.00" means: as far away as the right value is large. The first way
+# computes with wrong weights, the second with right weights and trains with wrong gradients. Only the third
+# equals one process.
+#
+# ## Why the experts were glued together
+#
+# FSDP pairs collectives by their order ([lesson 15](15_when_it_hangs.ipynb)). If each expert is a unit, rank
+# 0 gathers expert 0 while rank 1 gathers expert 1. Both issue one all-gather of the same size, so the two
+# calls are paired, and each rank sends its rows of *its* expert. The next cell fills expert `e` with the
+# number `e`, gives it a token whose features are all 1/48, and so gets the mean of each row of the weight that
+# each rank computes with.
+
+# %%
+from fsdp_utils.lessons.tables import Table
+from fsdp_utils.notebook import ranks
+
+ranks.start(device="cpu", preload=["torch.distributed.fsdp", "torch.distributed.checkpoint"])
+
+# %%
+# %%ranks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fsdp_utils import check_in_step, record_collectives
+from fsdp_utils.collectives import OutOfStep
+
+rank, world = dist.get_rank(), dist.get_world_size()
+everyone = init_device_mesh("cpu", (world,))
+
+
+class Apart(nn.Module):                                     # a module for each expert
+    def __init__(self, call_all=False):
+        super().__init__()
+        self.call_all = call_all
+        self.experts = nn.ModuleList([nn.Linear(48, 48, bias=False) for _ in range(world)])
+
+    def forward(self, x, chosen):
+        out = torch.zeros_like(x)
+        for e in range(world) if self.call_all else chosen.unique().tolist():
+            out[chosen == e] = self.experts[e](x[chosen == e])
+        return out
+
+
+def numbered(each):
+    model = Apart()
+    for e, expert in enumerate(model.experts):
+        nn.init.constant_(expert.weight, e)
+    for part in [*model.experts, model] if each else [model]:
+        fully_shard(part, mesh=everyone)
+    return model
+
+
+# %% tags=["glued"]
+# %%ranks
+token, mine = torch.full((1, 48), 1 / 48), torch.tensor([rank])             # a mean over each row
+seen = {
+    name: numbered(each)(token, mine)[0].round().int().tolist()
+    for name, each in {"each expert a unit": True, "the block a unit": False}.items()
+}
+
+# %% jupyter={"source_hidden": true}
+seen = ranks.get("seen")
+fig, panels = plots.figure(2, width=8.4, height=2.4)
+for axes, way in zip(panels, seen[0]):
+    for r, found in enumerate(seen):
+        for row, expert in enumerate(found[way]):
+            axes.barh(r, 1.02, left=row, height=0.72, color=plots.RANK_COLORS[expert])
+    axes.set(title=way, xlim=(0, 48), ylim=(len(seen) - 0.4, -0.6), xlabel="rows of the weight that it computes with")
+    axes.set_yticks(range(len(seen)), [f"rank {r} calls expert {r}" for r in range(len(seen))] if axes is panels[0] else [])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+chunks = [r for r in range(len(seen)) for _ in range(48 // len(seen))]
+assert all(found["each expert a unit"] == chunks for found in seen)
+assert all(set(found["the block a unit"]) == {r} for r, found in enumerate(seen))
+plots.show(fig, alt="With a unit for each expert, each rank computes with rows of all experts.")
+
+# %% [markdown]
+# Row 0 to 11 are from expert 0, the next from expert 1, and so on: every rank computes with the same mixture,
+# and none of them with its expert. In backward the same happens to the gradients. `check_in_step` sees it,
+# because it compares which unit is gathered:
+
+# %%
+# %%ranks
+report = ""
+try:
+    with check_in_step():
+        numbered(True)(token, mine)
+except OutOfStep as error:
+    report = str(error).splitlines()
+    report = [report[0], *(line.split(", at ")[0] for line in report[1:])]
+
+# %%
+report = ranks.get("report")[0]
+assert "ranks part at collective 1" in report[0]
+print("\n".join(report))
+
+# %% [markdown]
+# With the block as the unit, all ranks gather all experts, and the output is right. The gradients still go
+# wrong: FSDP2 puts into its reduce-scatter the parameters of the unit that **got a gradient**. On rank 0 that
+# is expert 0 alone, on rank 1 expert 1, and buffers of the same size are added up. `check_in_step` does not
+# see this one: both ranks reduce the same unit, with the same number of bytes. Where the ranks use different
+# *numbers* of experts, the sizes differ as well: the training hangs, or gloo ends it with an error.
+#
+# ## Three ways to give every expert a gradient
+#
+# - **`model.set_reduce_scatter_unused_params(True)`** after `fully_shard` (FSDP2, as of torch 2.13): a parameter
+#   without a gradient joins with zeros.
+# - **Call every expert**, also with no tokens: the gradient of zero rows is zero, not missing. Drop the test for
+#   empty experts, or add `0 * expert(x[:1]).sum()` to the output. This also mends units of single experts.
+# - **One parameter for all experts**, `f32[experts, in, out]`. Indexing one expert gives a gradient for the whole
+#   parameter. transformers 5 stores Mixtral, Qwen-MoE and others in this way; up to version 4 each expert
+#   was a module.
+#
+# The next cell measures these ways with the script's samples: rank `r` chooses expert `r` for all tokens.
+
+# %% tags=["ways"]
+# %%ranks
+class Together(nn.Module):                                  # one parameter for all experts
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(world, 48, 48) / 7)
+
+    def forward(self, x, chosen):
+        out = torch.zeros_like(x)
+        for e in chosen.unique().tolist():
+            out[chosen == e] = x[chosen == e] @ self.weight[e]
+        return out
+
+
+def compare(make, each=False, unused=False):
+    """The largest errors of output and gradients over all ranks, and the KiB that this rank sends."""
+    torch.manual_seed(0)
+    alone, model, x = make(), make(), torch.randn(world, 16, 48)
+    model.load_state_dict(alone.state_dict())
+    right = alone(x.flatten(0, 1), torch.arange(world).repeat_interleave(16))
+    right.square().mean().backward()
+    for part in [*model.experts, model] if each else [model]:
+        fully_shard(part, mesh=everyone)
+    model.set_reduce_scatter_unused_params(unused)
+    with record_collectives(model) as trace:
+        out = model(x[rank], torch.full((16,), rank))
+        out.square().mean().backward()
+    return *errors(out, right.chunk(world)[rank], model, alone), round(sum(e.sent_bytes for e in trace.collectives) / 1024)
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+def errors(out, right, model, alone):
+    worst = [(out - right).norm() / right.norm()]
+    for p, of_alone in zip(model.parameters(), alone.parameters()):
+        wanted = distribute_tensor(of_alone.grad, everyone, [Shard(0)]).to_local()
+        found = torch.zeros_like(wanted) if p.grad is None else p.grad.to_local()
+        worst.append((found - wanted).norm() / of_alone.grad.norm())
+    worst = torch.stack([worst[0], max(worst[1:])]).detach()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)               # the same on all ranks
+    return worst.tolist()
+
+
+ways = {
+    "each expert a unit, unused ones left out": compare(Apart, each=True),
+    "the block a unit, unused ones left out": compare(Apart),
+    "the same, reduce_scatter_unused_params": compare(Apart, unused=True),
+    "each expert a unit, all called": compare(lambda: Apart(call_all=True), each=True),
+    "the block a unit, all called": compare(lambda: Apart(call_all=True)),
+    "the block a unit, one parameter": compare(Together),
+}
+
+# %% jupyter={"source_hidden": true}
+ways = ranks.get("ways")[0]
+glued, half, *mended = ways.values()
+assert min(glued[0], glued[1], half[1]) > 0.3
+assert half[0] < 1e-6
+assert all(max(output, gradient) < 1e-5 for output, gradient, _ in mended)
+assert len({sent for *_, sent in mended}) == 1
+Table(
+    ["the experts", "output off by", "gradients off by", "KiB that a rank sends"],
+    [[name, f"{output:.2f}", f"{gradient:.2f}", sent] for name, (output, gradient, sent) in ways.items()],
+)
+
+# %% [markdown]
+# The mended ways are equal, and send the same: all experts, whether they are used or not. The two wrong ones
+# send less, which is why they are tempting.
+#
+# ## More ranks than experts
+#
+# One parameter `f32[experts, in, out]` is cut along dimension 0 by default: between experts. With fewer
+# experts than ranks, some ranks get none of it and the all-gather sends padding. `shard_placement_fn` chooses
+# another dimension, which the ranks have to divide.
+
+# %% tags=["few"]
+# %%ranks
+few = world // 2                                            # half as many experts as ranks
+rows = []
+for placement in (Shard(0), Shard(1)):
+    block = Together()
+    block.weight = nn.Parameter(torch.randn(few, 48, 48))
+    fully_shard(block, mesh=everyone, shard_placement_fn={block.weight: placement}.get)
+    with record_collectives(block) as trace:
+        block(torch.ones(8, 48), torch.zeros(8).long()).sum().backward()
+    held = [None] * world
+    dist.all_gather_object(held, block.weight.to_local().nbytes // 1024)
+    rows.append([str(placement), ", ".join(map(str, held)), round(sum(e.sent_bytes for e in trace.collectives) / 1024)])
+
+# %%
+rows = ranks.get("rows")[0]
+assert rows[0][2] > rows[1][2]
+Table(["placement", "KiB that each rank holds", "KiB that a rank sends"], rows)
+
+# %% [markdown]
+# `Shard(1)` gives each rank the same share and halves what is sent, for one more copy at each all-gather.
+# `fsdp_utils.shard` chooses it where rows would be padded by more than 5%.
+#
+# ## Send the tokens instead
+#
+# Under FSDP a rank has to hold *all* experts of a block in order to compute it. In **expert parallelism** (EP)
+# each rank keeps `experts / ep` of them, and the tokens travel: an all-to-all brings each row to the rank that
+# holds its expert, and another brings the result back. The rest of the model stays under FSDP on all ranks.
+# The mesh has two dimensions, as in lesson 16: "ep", along which experts are divided, and "fsdp", along which
+# each rank's experts are sharded as before.
+
+# %% tags=["parallel"]
+# %%ranks
+EXPERTS = 12
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 48, 96) / 7)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 96, 48) / 10)
+
+    def forward(self, rows, expert):                        # expert: which of those on this rank
+        up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
+        self.held = (up.nbytes + down.nbytes) / 1024
+        order = expert.argsort(stable=True)
+        ends = expert.bincount(minlength=len(up)).cumsum(0).int()
+        hidden = F.gelu(F.grouped_mm(rows[order], up, offs=ends))           # one product for each expert
+        return F.grouped_mm(hidden, down, offs=ends)[order.argsort()]
+
+
+class MoE(nn.Module):
+    ep = None                                               # the mesh's dimension "ep"
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(48, EXPERTS, bias=False), Experts()
+
+    def forward(self, x):
+        weight, chosen = self.router(x).softmax(-1).max(-1)
+        if self.ep is None:
+            return x + weight[:, None] * self.experts(x, chosen)
+        here = EXPERTS // self.ep.size()
+        order = chosen.argsort(stable=True)                 # by expert, and so by the rank that has it
+        to = chosen.bincount(minlength=EXPERTS).view(-1, here).sum(1)       # rows for each rank
+        by = all_to_all_single(to, None, None, self.ep)     # rows from each rank
+        to, by = to.tolist(), by.tolist()
+        rows, which = (all_to_all_single(t[order], by, to, self.ep) for t in (x, chosen))
+        out = all_to_all_single(self.experts(rows, which % here), to, by, self.ep)
+        return x + weight[:, None] * out[order.argsort()]
+
+
+def parallel(ep, divide=True, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(MoE(), MoE())
+    mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("fsdp", "ep"))
+    for layer in model:
+        if ep > 1:
+            layer.ep, experts = mesh["ep"], layer.experts
+            for name, w in list(experts.named_parameters()):
+                setattr(experts, name, nn.Parameter(distribute_tensor(w.detach(), mesh["ep"], [Shard(0)])))
+            fully_shard(experts, mesh=mesh["fsdp"])         # a unit of its own, on a mesh of its own
+            if divide:
+                experts.set_gradient_divide_factor(world)
+                experts.set_force_sum_reduction_for_comms(world > ep)       # gloo needs it, see below
+        fully_shard(layer, mesh=everyone)
+    return fully_shard(model, mesh=everyone)
+
+# %% [markdown]
+# `F.grouped_mm` computes `rows[a:b] @ weight[e]` for all experts in one call; `ends` says where the rows of
+# each expert end. (On a GPU its documentation expects bfloat16.) `all_to_all_single` is differentiable: its
+# backward sends the gradients back. The next cell compares with one process, and counts.
+
+# %% tags=["sizes"]
+# %%ranks
+def run(model, tokens=64):
+    x = torch.randn(world * tokens, 48, generator=torch.Generator().manual_seed(1))
+    with record_collectives(model) as trace:
+        model(x.chunk(world)[rank]).square().mean().backward()
+    return sum(e.sent_bytes for e in trace.collectives) / 1024
+
+
+torch.manual_seed(0)
+alone = nn.Sequential(MoE(), MoE())
+alone(torch.randn(world * 64, 48, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+
+
+def times_right(model):                                     # the gradients of experts, by those of one process
+    found = model[1].experts.up.grad.full_tensor().flatten()
+    right = alone[1].experts.up.grad.flatten()
+    return (found @ right / (right @ right)).item()
+
+
+sizes, rows = [n for n in (1, 2, 3, 4) if world % n == 0], []
+for ep in sizes:
+    without, model = parallel(ep, divide=False), parallel(ep)
+    run(without)
+    sent = run(model)
+    row = [ep, f"{world // ep} x {ep}", round(model[1].experts.held), round(sent)]
+    rows.append([*row, f"{times_right(without):.2f}", f"{times_right(model):.2f}"])
+
+# %%
+rows = ranks.get("rows")[0]
+assert [row[4] for row in rows] == [f"{row[0]:.2f}" for row in rows]
+assert [row[5] for row in rows] == ["1.00"] * len(rows)
+HEAD = ["EP", "mesh", "KiB of experts held for a layer", "KiB sent", "gradients, undivided", "divided by all ranks"]
+Table(HEAD, rows, note="The gradients of experts, as multiples of those in one process.")
+
+# %% [markdown]
+# With EP = 4 a rank never holds another rank's experts, and 64 tokens per rank make far fewer bytes than the
+# weights. But without `set_gradient_divide_factor` the experts train with **gradients EP times too large**, and
+# no error says so. The reason: tokens of all ranks have come to the expert, so its gradient is a sum over
+# their losses. FSDP takes the mean over the mesh that it was given, "fsdp", which has only `world / ep` ranks.
+# The factor is the number of all ranks, whatever EP is. AdamW hides a constant factor, except from weight
+# decay, epsilon and clipping.
+#
+# Does EP always send less? A sweep over tokens:
+
+# %% tags=["tokens"]
+# %%ranks
+swept = {ep: {} for ep in sizes}
+for ep in sizes:
+    for tokens in (64, 256, 1024, 2048, 4096):
+        swept[ep][tokens] = run(parallel(ep), tokens)
+
+# %% jupyter={"source_hidden": true}
+swept = ranks.get("swept")[0]
+fig, (axes,) = plots.figure(width=6.4, height=2.9)
+for color, (ep, found) in zip(plots.RANK_COLORS, swept.items()):
+    label = "FSDP alone" if ep == 1 else f"EP = {ep}"
+    axes.plot(list(found), [kib / 1024 for kib in found.values()], marker="o", color=color, label=label)
+axes.set_xscale("log", base=2)
+axes.set_yscale("log", base=2)
+axes.set_xticks(list(found), [f"{tokens:,}" for tokens in found])
+axes.set_yticks([0.125, 0.5, 2, 8], ["1/8", "1/2", "2", "8"])
+axes.set(xlabel="tokens of each rank", ylabel="MiB that a rank sends in a step")
+axes.legend()
+most = max(swept)
+assert swept[1][64] == swept[1][4096]
+assert swept[most][64] < swept[1][64] < swept[most][4096]
+plots.show(fig, alt="What a rank sends against tokens: flat under FSDP alone, growing with EP.")
+
+# %% [markdown]
+# FSDP alone sends the same at any batch, EP in proportion to the tokens. The lines cross near 1.5 x experts x
+# inner width / (experts that a token uses), here 1,728 tokens per rank. **A calculation** with Mixtral 8x7B's
+# sizes (three matrices, width 14,336, two experts per token) gives 129,000 tokens per rank. Bytes are not
+# time: FSDP's gathers can run beside computation, while each all-to-all is waited for. So use EP within a
+# host first, and measure.
+#
+# ## Balance
+#
+# A rank with popular experts gets more rows, and the others wait for it. Many programs give each expert a
+# fixed **capacity**, as fixed shapes need no exchange of counts: what exceeds it is dropped (these tokens
+# skip the layer), and what is missing is padded. The next cell routes skewed tokens and counts both over a
+# sweep of capacities. Then it balances by a bias, [without a loss of its own](https://arxiv.org/abs/2408.15664):
+# after each step the bias of an expert with many tokens goes down. It takes part in the choice alone, not in
+# the weight.
+
+# %% tags=["balance"]
+# %%ranks
+torch.manual_seed(0)
+router = torch.randn(EXPERTS, 48) / 7
+torch.manual_seed(1 + rank)
+scores = (torch.randn(4096, 48) + 0.5 * torch.randn(48)) @ router.T         # each rank's domain has its favourites
+
+
+def counts(bias):
+    """Tokens of all ranks for each expert, and those of this rank."""
+    mine = (scores + bias).argmax(-1).bincount(minlength=EXPERTS)
+    dist.all_reduce(total := mine.clone())
+    return total.float(), mine.float()
+
+
+def balanced(of_all_ranks, steps=60):
+    bias, busiest = torch.zeros(EXPERTS), []
+    for _ in range(steps):
+        total, mine = counts(bias)
+        busiest.append((total.view(world, -1).sum(1).max() * world / total.sum()).item())
+        seen = total if of_all_ranks else mine
+        bias += 0.03 * (seen.mean() - seen).sign()
+    return bias, busiest
+
+
+def share(total, capacity):
+    """Percent of the tokens that are dropped, and of the places that are empty."""
+    places = capacity * total.mean()
+    return [100 * ((total - places).clamp(min=0).sum() / total.sum()).item(),
+            100 * ((places - total).clamp(min=0).sum() / (places * EXPERTS)).item()]
+
+
+(bias, busiest), (own_bias, own_busiest) = balanced(True), balanced(False)
+capacities = [1, 1.25, 1.5, 2, 2.5, 3]
+shares = {name: [share(counts(b)[0], c) for c in capacities] for name, b in (("skewed", torch.zeros(EXPERTS)), ("balanced", bias))}
+everyones = [None] * world
+dist.all_gather_object(everyones, own_bias.tolist())
+
+# %% jupyter={"source_hidden": true}
+busiest, own_busiest, shares, capacities, everyones = ranks.get("busiest, own_busiest, shares, capacities, everyones")[0]
+fig, (left, right) = plots.figure(2, width=9.2, height=2.9)
+left.plot(busiest, color=plots.RANK_COLORS[2], label="bias from the counts of all ranks")
+left.plot(own_busiest, color=plots.RANK_COLORS[5], label="bias from each rank's own counts")
+left.axhline(1, color=plots.INK, linestyle=":", linewidth=1)
+left.set(xlabel="step", ylabel="rows of the busiest rank / mean", ylim=(0.9, None))
+left.legend()
+for color, (name, found) in zip((plots.RANK_COLORS[5], plots.RANK_COLORS[2]), shares.items()):
+    right.plot(capacities, [dropped for dropped, _ in found], marker="o", color=color, label=f"{name}: dropped")
+    right.plot(capacities, [empty for _, empty in found], marker="o", linestyle="--", color=color, label=f"{name}: empty")
+right.set(xlabel="capacity, in mean tokens of an expert", ylabel="%")
+right.legend(fontsize=7)
+assert busiest[-1] < 1.1 < busiest[0]
+assert shares["balanced"][0][0] < 10 < shares["skewed"][0][0]
+assert any(bias != everyones[0] for bias in everyones)
+plots.show(fig, alt="The busiest rank's rows over steps, and dropped tokens and empty places against capacity.")
+
+# %% [markdown]
+# The bias is a **buffer**, and FSDP does not synchronise buffers. Computed from each rank's own counts, it
+# differs between ranks: the same token then goes to one expert on rank 0 and to another on rank 1, and a
+# checkpoint keeps one of the versions. So sum the counts over all ranks, as in `counts`.
+#
+# ## Checkpoint with another EP size
+#
+# The experts are DTensors on the mesh, so a checkpoint knows where each piece belongs. The next cell saves a
+# model with each EP size, loads it with each other one, and goes on.
+
+# %% tags=["saved"]
+# %%ranks
+import tempfile
+
+from fsdp_utils import load_distributed, save_distributed
+
+place = [tempfile.mkdtemp() if rank == 0 else None]
+dist.broadcast_object_list(place)
+
+
+def steps(model, optimizer, count=2):
+    losses = []
+    x = torch.randn(world * 64, 48, generator=torch.Generator().manual_seed(2)).chunk(world)[rank]
+    for _ in range(count):
+        losses.append(loss := model(x).square().mean())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.all_reduce(losses := torch.stack(losses).detach())
+    return losses / world
+
+
+gaps = []
+for saved in sizes:
+    model = parallel(saved)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer)
+    save_distributed(f"{place[0]}/{saved}", model, optimizer, step=2).wait()
+    wanted = steps(model, optimizer)
+    for loaded in sizes:
+        model = parallel(loaded, seed=1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        load_distributed(f"{place[0]}/{saved}", model, optimizer)
+        gaps.append((steps(model, optimizer) - wanted).abs().max().item())
+
+# %% jupyter={"source_hidden": true}
+import shutil
+
+gaps = ranks.get("gaps")[0]
+shutil.rmtree(ranks.get("place[0]")[0])
+assert max(gaps) < 1e-6
+print(f"{len(gaps)} pairs of EP sizes: the losses after loading differ by less than 0.000001.")
+
+# %% [markdown]
+# Plain tensors, `nn.Parameter(w.chunk(ep)[r])`, would train as well. But all ranks would save their experts
+# under the same names, and nothing would say which are whose.
+#
+# ## Your turn 1 · Leave nobody waiting
+#
+# A model comes with each expert as a unit, and you may not change the units. Write `my_experts(x, chosen,
+# experts)`: `x` is f32[tokens, 48], `chosen` i64[tokens] has the expert of each token, and `experts` is the
+# list of modules. It returns f32[tokens, 48], each token computed by its expert, so that output and gradients
+# are right on every rank, whatever the tokens choose. Two routings are tried: rank `r` chooses expert `r` for
+# all tokens, and all ranks choose expert 0. The rows that the experts compute are counted.
+#
+# <details><summary>Hint</summary>
+#
+# Every rank has to call every expert, in the same order, and each of these calls has to be part of the
+# output. How many rows does a call need?
+#
+# </details>
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
+
+
+class Unit(nn.Module):
+    rows = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(48, 48)
+
+    def forward(self, x):
+        Unit.rows += len(x)
+        return self.linear(x)
+
+
+@turn(1, {
+    "error of the output, %": at_most(
+        0.1, "The output is not that of each token's expert: either a rank computes with another expert's rows, as "
+        "it does where the ranks don't call the same experts in the same order, or something is added to it."
+    ),
+    "error of the gradients, %": at_most(
+        0.1, "The output is right and the gradients are not: an expert whose result is not in the output gets no "
+        "backward on this rank, and the ranks' reduce-scatters are paired wrongly."
+    ),
+    "rows computed, for 16 tokens": at_most(
+        16 + world, "More rows than tokens, and one more for each expert: each expert should compute its tokens."
+    ),
+})
+def score_experts(my_experts):
+    worst, most = torch.zeros(2), 0
+    for chosen_of in (lambda r: r, lambda r: 0):
+        torch.manual_seed(0)
+        alone = nn.ModuleList([Unit() for _ in range(world)])
+        model = nn.ModuleList([Unit() for _ in range(world)])
+        model.load_state_dict(alone.state_dict())
+        x = torch.randn(world, 16, 48)
+        right = [alone[chosen_of(r)](x[r]) for r in range(world)]
+        sum(out.square().mean() / world for out in right).backward()
+        for expert in model:
+            fully_shard(expert, mesh=everyone)
+        chosen, Unit.rows = torch.full((16,), chosen_of(rank)), 0
+        out = my_experts(x[rank].clone(), chosen, model)
+        most = max(most, Unit.rows)
+        if not isinstance(out, torch.Tensor) or out.shape != (16, 48):
+            raise NotYet("Return a tensor f32[tokens, 48].")
+        out.square().mean().backward()
+        found = [(out - right[rank]).norm() / right[rank].norm()]
+        for mine, theirs in zip(model.parameters(), alone.parameters()):
+            wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+            wanted = distribute_tensor(wanted, everyone, [Shard(0)]).to_local()
+            grad = torch.zeros_like(wanted) if mine.grad is None else mine.grad.to_local()
+            found.append((grad - wanted).norm() / 0.1)
+        worst = torch.maximum(worst, torch.stack([found[0], max(found[1:])]).detach())
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    output, gradient = (round(100 * error, 2) for error in worst.tolist())
+    return {
+        "error of the output, %": output,
+        "error of the gradients, %": gradient if output < 0.1 else None,
+        "rows computed, for 16 tokens": most,
+    }
+
+
+# %%
+# %%turn 1
+def my_experts(x, chosen, experts):
+    return None                                 # your lines here
+
+
+# %% tags=["solution"] turn=1
+def my_experts(x, chosen, experts):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):        # also with no tokens
+        out[chosen == e] = expert(x[chosen == e])
+    return out
+
+# %% tags=["right"] turn=1
+def my_experts(x, chosen, experts):             # sorted, in pieces of any length
+    order = chosen.argsort(stable=True)
+    pieces = x[order].split(chosen.bincount(minlength=len(experts)).tolist())
+    return torch.cat([expert(piece) for expert, piece in zip(experts, pieces)])[order.argsort()]
+
+# %% tags=["right"] turn=1
+def my_experts(x, chosen, experts):             # a dummy row, times zero
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        if (chosen == e).any():
+            out = out.masked_scatter((chosen == e)[:, None], expert(x[chosen == e]))
+        else:
+            out = out + 0 * expert(x[:1]).sum()
+    return out
+
+# %% tags=["right"] turn=1
+def my_experts(x, chosen, experts):             # from the last expert to the first
+    out = torch.zeros_like(x)
+    for e in reversed(range(len(experts))):
+        index = (chosen == e).nonzero().flatten()
+        out = out.index_add(0, index, experts[e](x[index]))
+    return out
+
+# %% tags=["wrong"] turn=1 says="in the same order"
+def my_experts(x, chosen, experts):             # unused ones left out
+    out = torch.zeros_like(x)
+    for e in chosen.unique().tolist():
+        out[chosen == e] = experts[e](x[chosen == e])
+    return out
+
+# %% tags=["wrong"] turn=1 says="not in the output"
+def my_experts(x, chosen, experts):             # a dummy whose result is thrown away
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        y = expert(x[chosen == e] if (chosen == e).any() else x[:1])
+        if (chosen == e).any():
+            out[chosen == e] = y
+    return out
+
+# %% tags=["wrong"] turn=1 says="each expert should compute its tokens"
+def my_experts(x, chosen, experts):             # every expert computes everything
+    return sum((chosen == e)[:, None] * expert(x) for e, expert in enumerate(experts))
+
+# %% tags=["wrong"] turn=1 says="something is added to it"
+def my_experts(x, chosen, experts):             # a dummy that counts
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        if (chosen == e).any():
+            out[chosen == e] = expert(x[chosen == e])
+        else:
+            out = out + expert(x[:1])
+    return out
+
+# %% [markdown]
+# ## Your turn 2 · One norm over two meshes
+#
+# `clip_grad_norm_` needs the norm of all gradients, and raises an error here ([an open
+# issue](https://github.com/pytorch/pytorch/issues/180346)), because the router's gradients are on `everyone`
+# and those of the experts on ("fsdp", "ep"). Write `my_norm(gradients)`: it gets the list of all gradients,
+# DTensors on two meshes, and returns their 2-norm, the same number on every rank. Don't gather the
+# gradients: bytes are counted. With this norm, `torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)`
+# clips the parameters of one mesh at a time.
+#
+# <details><summary>Hint</summary>
+#
+# `torch.nn.utils.get_total_norm` takes gradients of one mesh (`gradient.device_mesh`) and returns a DTensor;
+# `full_tensor()` makes a number of it. How do two norms combine?
+#
+# </details>
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from fsdp_utils.collectives.c10d_hooks import listen_to_calls
+
+
+@turn(2, {
+    "ranks with another norm than rank 0": exactly(0, "The ranks differ: each has the norm of its own shards only."),
+    "norm, times the right one": exactly(
+        1.0, less="Too small: some shards are left out.",
+        more="Too large: a norm is a root of a sum of squares, so add the squares and not the norms; and count "
+        "each shard once."
+    ),
+    "KiB passed to collectives": at_most(4, "Gradients are gathered. A norm needs one number from each rank."),
+})
+def score_norm(my_norm):
+    ep = max(n for n in sizes if n < world or world < 4)
+    model = parallel(ep)
+    run(model)
+    gradients, calls = [p.grad for p in model.parameters()], []
+    right = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+
+    def listen(call, issue):
+        calls.append(call.bytes_in)
+        return issue()
+
+    with listen_to_calls(listen):
+        norm = my_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    try:
+        norm = float(norm)
+    except (TypeError, ValueError):
+        raise NotYet("Return one number.") from None
+    norms = [None] * world
+    dist.all_gather_object(norms, round(norm / right, 3))
+    others = sum(found != norms[0] for found in norms)
+    return {
+        "ranks with another norm than rank 0": others,
+        "norm, times the right one": None if others else norms[0],
+        "KiB passed to collectives": sum(calls) / 1024,
+    }
+
+
+# %%
+# %%turn 2
+def my_norm(gradients):                         # DTensors on two meshes
+    return None                                 # your lines here
+
+
+# %% tags=["solution"] turn=2
+def my_norm(gradients):
+    meshes = {}
+    for gradient in gradients:
+        meshes.setdefault(gradient.device_mesh, []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(some).full_tensor() for some in meshes.values()]
+    return torch.stack(norms).norm()
+
+# %% tags=["right"] turn=2
+def my_norm(gradients):                         # every shard is on one rank alone: sum their squares
+    total = torch.stack([gradient.to_local().square().sum() for gradient in gradients]).sum()
+    dist.all_reduce(total)
+    return total.sqrt().item()
+
+# %% tags=["right"] turn=2
+import math
+
+def my_norm(gradients):                         # one number for each gradient
+    return math.hypot(*[gradient.norm().full_tensor().item() for gradient in gradients])
+
+# %% tags=["right"] turn=2
+def my_norm(gradients):                         # objects
+    everyone_s = [None] * world
+    dist.all_gather_object(everyone_s, sum(g.to_local().double().square().sum().item() for g in gradients))
+    return sum(everyone_s) ** 0.5
+
+# %% tags=["wrong"] turn=2 says="its own shards only"
+def my_norm(gradients):
+    return torch.stack([gradient.to_local().norm() for gradient in gradients]).norm()
+
+# %% tags=["wrong"] turn=2 says="add the squares and not the norms"
+def my_norm(gradients):
+    norms = [gradient.norm().full_tensor() for gradient in gradients]
+    return sum(norms)
+
+# %% tags=["wrong"] turn=2 says="some shards are left out"
+def my_norm(gradients):                         # the first mesh alone
+    first = [gradient for gradient in gradients if gradient.device_mesh == gradients[0].device_mesh]
+    return torch.nn.utils.get_total_norm(first).full_tensor()
+
+# %% tags=["wrong"] turn=2 says="Gradients are gathered"
+def my_norm(gradients):
+    return torch.stack([gradient.full_tensor().norm() for gradient in gradients]).norm()
+
+# %% tags=["wrong"] turn=2 says="must have the same mesh"
+def my_norm(gradients):
+    return torch.nn.utils.get_total_norm(gradients)
+
+# %% [markdown]
+# ## When it goes wrong
+#
+# | you see | cause | cure |
+# |:--|:--|:--|
+# | no error, and a loss that falls slowly | experts that are left out on some ranks: weights or gradients of different experts are added | one 3-D parameter, or `set_reduce_scatter_unused_params(True)`; the block is the unit |
+# | it hangs, or `Received data size doesn't match expected size`, after some steps | the same, with different numbers of experts | the same |
+# | `All operands in aten.stack.default must have the same mesh`, in `clip_grad_norm_` | parameters on two meshes | a norm for each mesh, as in turn 2 |
+# | expert gradients EP times too large | FSDP's mean is over "fsdp" alone | `set_gradient_divide_factor(world)` |
+# | `Cannot use ReduceOp.PREMUL_SUM with Gloo` | that factor, on gloo | `set_force_sum_reduction_for_comms(True)` |
+# | expert gradients `world` times too small, EP = all ranks | both calls: torch 2.13 divides twice where the mesh "fsdp" has one rank | only the first call there |
+# | `Shard(1) requires even sharding` | the ranks don't divide dimension 1 | another dimension |
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+# %%ranks
+def message(mistake, *args, **options):
+    try:
+        mistake(*args, **options)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def uneven():
+    block = Together()
+    block.weight = nn.Parameter(torch.ones(2, 4 * world + 1, 48))
+    fully_shard(block, mesh=everyone, shard_placement_fn=lambda parameter: Shard(1))
+
+
+def factor(ep, force):
+    model = parallel(ep)
+    for layer in model:
+        layer.experts.set_force_sum_reduction_for_comms(force)
+    run(model)
+    return times_right(model)
+
+
+print(message(uneven))
+clipped = parallel(world)
+run(clipped)
+assert "All operands in aten.stack.default must have the same mesh" in message(
+    nn.utils.clip_grad_norm_, clipped.parameters(), 1.0
+)
+assert abs(factor(world, True) - 1 / world) < 1e-3          # divided twice
+assert world < 4 or "Cannot use ReduceOp.PREMUL_SUM with Gloo" in message(factor, 2, False)
+
+# %% [markdown]
+# ## The rule
+#
+# Every rank gathers every expert of a block, and every expert gets a gradient on every rank: one parameter,
+# one unit. If experts move to the ranks instead, divide their gradients by all ranks, and sum norms and
+# counts over all of them.
+#
+# [← lesson 19](19_whole_matrix_optimizers.ipynb) · [lesson 21 →](21_long_sequences.ipynb)
