@@ -48,7 +48,7 @@ lesson.card(
     learn="train a mixture of experts under FSDP without mixing up experts, and divide experts among ranks",
     needs="[lesson 1](01_transformer_wrapper.ipynb); for the second half [lesson 16](16_two_dimensions.ipynb)",
     ranks="4 on the CPU (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 10, 25),
+    minutes=(1, 13, 27),
 )
 
 # %% [markdown]
