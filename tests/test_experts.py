@@ -85,6 +85,16 @@ def test_check_in_step_names_the_expert_that_each_rank_gathers(two_ranks: TwoRan
         assert f"for experts.{rank}," in line
 
 
+def gradients_mixed_in_step() -> bool:
+    with check_in_step():
+        return largest_error(fsdp1=False, each=False) > 0.3
+
+
+def test_check_in_step_does_not_see_gradients_of_equal_size_that_are_mixed(two_ranks: TwoRanks) -> None:
+    """Lesson 20 says so: both ranks reduce the same unit, and as many bytes."""
+    assert two_ranks(gradients_mixed_in_step) == [True, True]
+
+
 def divided(mesh_size: int, factor: float, force_sum: bool) -> float | str:
     """The gradient of a weight, times that without a factor, on a mesh of one or two ranks."""
     mesh = init_device_mesh("cpu", (2 // mesh_size, mesh_size), mesh_dim_names=("other", "fsdp"))["fsdp"]

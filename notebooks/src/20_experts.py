@@ -89,7 +89,7 @@ lesson.card(
 #         return x + weight[:, None] * out
 #
 #
-# for name, each, unused in [("each expert a unit", 1, 0), ("the block a unit", 0, 0), ("with unused", 0, 1)]:
+# for name, each, unused in [("each expert a unit", 1, 0), ("the block a unit", 0, 0), ("zeros for unused", 0, 1)]:
 #     torch.manual_seed(0)
 #     model, alone, x = MoE(), MoE(), torch.randn(world, 16, 48)
 #     x[range(world), :, range(world)] += 9                    # the domain of each rank
@@ -111,7 +111,7 @@ lesson.card(
 # ```text
 # each expert a unit: output off by 0.62, gradient of expert 0 off by 2.07
 # the block a unit: output off by 0.00, gradient of expert 0 off by 1.98
-# with unused: output off by 0.00, gradient of expert 0 off by 0.00
+# zeros for unused: output off by 0.00, gradient of expert 0 off by 0.00
 # ```
 #
 # No line raises an error. "Off by 1.00" means: as far away as the right value is large. The first way
@@ -196,9 +196,10 @@ assert all(set(found["the block a unit"]) == {r} for r, found in enumerate(seen)
 plots.show(fig, alt="With a unit for each expert, each rank computes with rows of all experts.")
 
 # %% [markdown]
-# Row 0 to 11 are from expert 0, the next from expert 1, and so on: every rank computes with the same mixture,
-# and none of them with its expert. In backward the same happens to the gradients. `check_in_step` stops at the first such call
-# and names the unit of each rank: `rank 0: all_gather …, for experts.0`, `rank 1: all_gather …, for experts.1`.
+# Rows 0 to 11 are from expert 0, the next from expert 1, and so on: every rank computes with the same
+# mixture, and none with its expert. In backward the same happens to the gradients. `check_in_step` stops at
+# the first such call and names the unit of each rank: `rank 0: all_gather …, for experts.0`, `rank 1:
+# all_gather …, for experts.1`.
 #
 # With the block as the unit, all ranks gather all experts, and the output is right. The gradients still go
 # wrong: FSDP2 puts into its reduce-scatter the parameters of the unit that **got a gradient**. On rank 0 that
@@ -215,8 +216,8 @@ plots.show(fig, alt="With a unit for each expert, each rank computes with rows o
 # - **Call every expert**, also with no tokens: the gradient of zero rows is zero, not missing. Drop the test for
 #   empty experts, or add `0 * expert(x[:1]).sum()` to the output. This also mends units of single experts.
 # - **One parameter for all experts**, `f32[experts, in, out]`. Indexing one expert gives a gradient for the whole
-#   parameter. transformers 5 stores Mixtral, Qwen-MoE and others in this way; up to version 4 each expert
-#   was a module.
+#   parameter. transformers 5 stores Mixtral, Qwen3-MoE and others in this way; in version 4 each of their
+#   experts was a module.
 #
 # The next cell measures these ways with the script's samples: rank `r` chooses expert `r` for all tokens.
 
@@ -327,8 +328,9 @@ Table(["placement", "KiB that each rank holds", "KiB that a rank sends"], rows)
 # each rank keeps `experts / ep` of them, and the tokens travel: an all-to-all brings each row to the rank that
 # holds its expert, and another brings the result back. The rest of the model stays under FSDP on all ranks.
 # The mesh has two dimensions, as in lesson 16: "ep", along which experts are divided, and "fsdp", along which
-# each rank's experts are sharded as before. So a model has units on two meshes: `fully_shard(experts)` on
-# "fsdp", inside `fully_shard(layer)` on all ranks.
+# each rank's experts are sharded as before. So a layer has two units: `fully_shard(experts)` on "fsdp" inside
+# `fully_shard(layer)` on all ranks. All of this is FSDP2. (`shard_placement_fn` may also return a mesh for a
+# parameter, in a `ShardPlacementResult`; torch 2.13 documents this class and does not export it yet.)
 
 # %% tags=["parallel"]
 # %%ranks
@@ -428,14 +430,14 @@ HEAD = ["EP", "mesh", "KiB of experts held for a layer", "KiB sent", "gradients,
 Table(HEAD, rows, note="The gradients of experts, as multiples of those in one process.")
 
 # %% [markdown]
-# With EP = 4 a rank never holds another rank's experts, and 64 tokens per rank make far fewer bytes than the
-# weights. But without `set_gradient_divide_factor` the experts train with **gradients EP times too large**, and
-# no error says so. The reason: tokens of all ranks have come to the expert, so its gradient is a sum over
-# their losses. FSDP takes the mean over the mesh that it was given, "fsdp", which has only `world / ep` ranks.
-# The factor is the number of all ranks, whatever EP is. AdamW hides a constant factor, except from weight
-# decay, epsilon and clipping.
+# With EP = 4 a rank never holds another rank's experts, and 64 tokens per rank make far fewer bytes than
+# the weights. But without `set_gradient_divide_factor` the experts train with **gradients EP times too
+# large**, and no error says so. The reason: tokens of all ranks have come to the expert, so its gradient is
+# a sum over their losses. FSDP takes the mean over the mesh that it was given, "fsdp", which has only
+# `world / ep` ranks. The factor is the number of all ranks, whatever EP is. AdamW's steps hide a constant
+# factor; the norm by which you clip does not.
 #
-# Does EP always send less? A sweep over tokens:
+# Does EP always send less? A sweep over tokens, counted as if the rows spread evenly over the ranks:
 
 # %% tags=["tokens"]
 # %%ranks
@@ -463,21 +465,22 @@ assert swept[most][64] < swept[1][64] < swept[most][4096]
 plots.show(fig, alt="What a rank sends against tokens: flat under FSDP alone, growing with EP.")
 
 # %% [markdown]
-# FSDP alone sends the same at any batch, EP in proportion to the tokens. The lines cross at about 2,000 tokens
-# per rank. **Calculated**: FSDP sends each weight three times and EP each row four times, so they are equal at 3
-# x matrices x experts x inner width / (4 x experts per token) tokens per rank. That is 1,728 here (the first
-# layer's input needs no gradient, which moves the crossing up), and 129,024 for Mixtral 8x7B (3 matrices, 8
-# experts, width 14,336, 2 experts per token). Bytes are not time: FSDP's gathers can run beside computation,
-# while each all-to-all is waited for. So keep "ep" within a host where you can, and measure.
+# FSDP alone sends the same at any batch, EP in proportion to the tokens. The lines cross at about 2,000
+# tokens per rank. **Calculated**: FSDP sends each weight three times and EP each row four times. At any EP
+# size, they are equal at 3 x matrices x experts x inner width / (4 x experts per token) tokens per rank.
+# That is 1,728 here (the first layer's input needs no gradient, which moves the crossing up), and 129,024
+# for Mixtral 8x7B (3 matrices, 8 experts, width 14,336, 2 experts per token). Bytes are not time: FSDP's
+# gathers can run beside computation, while each all-to-all is waited for. So keep "ep" within a host where
+# you can, and measure.
 #
 # ## Balance
 #
 # A rank with popular experts gets more rows, and the others wait for it. Many programs give each expert a
 # fixed **capacity**, as fixed shapes need no exchange of counts: what exceeds it is dropped (these tokens
 # skip the layer), and what is missing is padded. The next cell routes skewed tokens and counts both over a
-# sweep of capacities. Then it balances by a bias, [without a loss of its own](https://arxiv.org/abs/2408.15664):
-# after each step the bias of an expert with many tokens goes down. It takes part in the choice alone, not in
-# the weight.
+# sweep of capacities. Then it balances by a bias, [without a loss of its
+# own](https://arxiv.org/abs/2408.15664): after each step the bias of an expert with many tokens goes down.
+# It takes part in the choice alone, not in the weight.
 
 # %% tags=["balance"]
 # %%ranks
@@ -541,8 +544,8 @@ plots.show(fig, alt="The busiest rank's rows over steps, and dropped tokens and 
 
 # %% [markdown]
 # The bias is a **buffer**, and FSDP does not synchronise buffers. Computed from each rank's own counts, it
-# differs between ranks: the same token then goes to one expert on rank 0 and to another on rank 1, and a
-# checkpoint keeps one of the versions. So sum the counts over all ranks, as in `counts`.
+# differs between ranks: the same token then goes to one expert on rank 0 and to another on rank 1, and
+# `save_distributed` refuses to save it. So sum the counts over all ranks, as in `counts`.
 #
 # ## Checkpoint with another EP size
 #
@@ -824,7 +827,7 @@ def my_norm(gradients):
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | no error, and a loss that falls slowly | experts that are left out on some ranks: weights or gradients of different experts are added | one 3-D parameter, or `set_reduce_scatter_unused_params(True)`; the block is the unit |
+# | no error, and outputs or gradients that differ from one process | experts that are left out on some ranks: weights or gradients of different experts are mixed | one 3-D parameter, or `set_reduce_scatter_unused_params(True)`; the block is the unit |
 # | it hangs, or `Received data size doesn't match expected size`, after some steps | the same, with different numbers of experts | the same |
 # | `All operands in aten.stack.default must have the same mesh`, in `clip_grad_norm_` | parameters on two meshes | a norm for each mesh, as in turn 2 |
 # | expert gradients EP times too large | FSDP's mean is over "fsdp" alone | `set_gradient_divide_factor(world)` |
