@@ -45,7 +45,7 @@ SOON_S = {"dist.recv(x, 1 - rank)": 20, "while rank": 20}
 @pytest.fixture(scope="module")
 def notebook() -> Iterator[Notebook]:
     notebook = Notebook()
-    start = "import fsdp_utils.lessons.your_turn; from fsdp_utils.notebook import ranks; ranks.start(2)"
+    start = "from fsdp_utils.lessons import lesson; from fsdp_utils.notebook import ranks; ranks.start(2)"
     assert not notebook.run(start).error
     notebook.run(SET_UP)
     yield notebook

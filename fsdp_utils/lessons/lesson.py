@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from IPython.display import Markdown
 
-from fsdp_utils.lessons import progress
+from fsdp_utils.lessons import progress, your_turn  # noqa: F401 - your_turn makes %%turn known, for each card
 from fsdp_utils.lessons.progress import NOTEBOOKS
 
 
