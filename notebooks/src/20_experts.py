@@ -539,8 +539,9 @@ right.legend(fontsize=7, handlelength=5)
 assert busiest[-1] < 1.2 < 1.3 < busiest[0]
 assert even[0][0] < 5 < skewed[0][0]
 assert other > 5
-assert skewed[3][0] == even[1][0] == 0 < skewed[2][0]
-assert len(seen) != 4 or [round(found[0][0]) for found in (skewed, even)] == [11, 1]
+if len(seen) == 4:                                          # with other ranks, other tokens
+    assert skewed[3][0] == even[1][0] == 0 < skewed[2][0]
+    assert [round(found[0][0]) for found in (skewed, even)] == [11, 1]
 print(f"By own counts, the first and the last rank's bias choose other experts for {other:.0f}% of the first's tokens.")
 plots.show(fig, alt="The busiest expert's tokens over steps, and dropped tokens and empty places against capacity.")
 
