@@ -870,4 +870,4 @@ def with_owners(matrices):                                  # shards side by sid
 # Compare one step on the ranks with one process before you trust an optimizer on shards. Element-wise: leave
 # it. Whole matrices: one owner each. States: DTensors, in blocks that no cut touches.
 #
-# [← lesson 18](18_beyond_forward_and_backward.ipynb)
+# [← lesson 18](18_beyond_forward_and_backward.ipynb) · [lesson 20 →](20_experts.ipynb)

@@ -892,4 +892,4 @@ def my_loss(total, targets):
 # Fused attention, a loss in pieces, checkpoints; then cut the sequence. Shift before you cut, give places of
 # the whole sequence, divide by all labels, and compare one step's gradients with one process.
 #
-# [← lesson 17](17_fine_tune_three_ways.ipynb)
+# [← lesson 20](20_experts.ipynb)
