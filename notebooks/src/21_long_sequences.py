@@ -2,8 +2,9 @@
 # # 21 · Long sequences
 #
 # The activations of **one** sequence don't fit on a rank, so a smaller batch does not help. What does? **In
-# this order: attention that keeps no scores, a loss that keeps no logits, a checkpoint around each block. Then
-# cut the sequence over the ranks that already share the weights.** Only attention has to know of the cut.
+# this order: attention that keeps no scores, a loss that keeps no logits, a checkpoint around each block.
+# Then cut the sequence over the ranks that already share the weights.** Inside the model, only attention has
+# to know of the cut.
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -29,9 +30,10 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="Four ranks with a quarter of a sequence each; in attention a rank needs the earlier keys.")
 
 # %% [markdown]
-# A drawing of one sequence on four ranks, a color for each quarter: **context parallelism**. Nearly everything
-# in a transformer treats each token by itself, so a rank computes it for its own tokens. In attention a token
-# looks at the keys and values of all tokens before it, and those of other ranks have to come from there.
+# A drawing of one sequence on four ranks, a color for each quarter: **context parallelism**. Nearly
+# everything in a transformer treats each token by itself, so a rank computes it for its own tokens. In
+# attention a token looks at the keys and values of all tokens before it, and those of other ranks have to
+# come from there.
 
 # %% tags=["card"]
 lesson.card(
@@ -136,13 +138,12 @@ lesson.card(
 #
 # The loss stays the same, and so does the norm of the gradients. FSDP shards weights, gradients and the
 # optimizer's state, but no activations. So without the cut four ranks of FSDP do not shorten a sequence.
-# (Here they compute it four times; in your training each would have another one.) With it each rank keeps a
-# quarter. Of the 16.66 MiB, 15 are logits, which the loss keeps. They go in a later section.
+# (Here each rank computes the same one.) With the cut each rank keeps a quarter. Of the 16.66 MiB, 15 are the
+# loss's: log-probabilities, as large as the logits. A later section removes them.
 #
-# `gathered` is the attention function: `full_tensor` gathers the keys and values of all ranks, and
-# `causal_lower_right` says that the queries are the *last* of these tokens. The length has to be a multiple of
-# the ranks: pad the end, with -100 as targets. `gathered` knows nothing of FSDP. Under FSDP1, which averages
-# gradients as well, it gives the same loss and norm.
+# `gathered` is the attention function: `full_tensor` gathers the keys and values of all ranks (`Partial` is
+# explained at "Gradients of gathered keys"), and `causal_lower_right` says that the queries are the *last* of
+# these tokens. The length has to be a multiple of the ranks: pad the end, with -100 as targets.
 #
 # ## Attention that keeps no scores
 #
@@ -252,8 +253,9 @@ Table(["attention on 1,024 tokens, with", "kernel", "MiB kept"], [[*row[:2], f"{
 # At 2,048 tokens the fused kernel keeps a sixtieth. But it is not always taken, and nothing is said: on a CPU
 # a learned bias, dropout or narrower values bring the scores back, and a mask is kept itself, a number for
 # each pair of tokens. **Force the kernel, and the fallback becomes an error**: `with
-# sdpa_kernel(SDPBackend.FLASH_ATTENTION):`. GPUs have other kernels with other conditions. There flash takes
-# dropout, but no mask and no float32, and the memory-efficient kernel takes all three
+# sdpa_kernel(SDPBackend.FLASH_ATTENTION):`, around forward *and* backward, as a checkpoint computes again
+# there. GPUs have other kernels with other conditions. There flash takes dropout, but no mask and no float32,
+# the memory-efficient kernel takes all three, and cuDNN's has to be allowed by name
 # ([source](https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp);
 # not run here). In transformers you choose by `attn_implementation=` of `from_pretrained` or by
 # `model.set_attn_implementation("sdpa")`, and `model.config._attn_implementation` says what was chosen. With
@@ -263,9 +265,11 @@ Table(["attention on 1,024 tokens, with", "kernel", "MiB kept"], [[*row[:2], f"{
 #
 # Logits have a number for each token *and* each word of the vocabulary, and a step holds about three such
 # tensors. But the loss is a sum over tokens. So compute the head and the loss for some tokens at a time,
-# under a checkpoint. `WithLoss` does it for transformers models that are built of `model` and `lm_head`, as
-# Llama is. Call `fully_shard` on the blocks and then on `WithLoss`: outside of the root's forward, `lm_head`
-# is a shard. The folded cell measures a step of a sharded model without blocks.
+# under a checkpoint. `WithLoss` does it for models like Llama, whose logits are `lm_head(hidden)` and nothing
+# more (Gemma 2, Cohere and Granite scale them). It takes targets that are shifted already and returns a
+# *sum*: divide by the targets of all ranks and multiply by the ranks, as FSDP averages. Call `fully_shard` on
+# the blocks and then on `WithLoss`: outside of the root's forward, `lm_head` is a shard. The folded cell
+# measures a step of a sharded model without blocks.
 
 # %%
 # %%ranks
@@ -277,8 +281,8 @@ class WithLoss(nn.Module):
         super().__init__()
         self.model, self.pieces = model, pieces
 
-    def head(self, hidden, targets):                        # f32[tokens, width], i64[tokens] -> their sum
-        return F.cross_entropy(self.model.lm_head(hidden), targets, reduction="sum")
+    def head(self, hidden, targets):                        # [tokens, width], i64[tokens] -> sum of losses
+        return F.cross_entropy(self.model.lm_head(hidden).float(), targets, reduction="sum")
 
     def forward(self, ids, targets, **options):
         hidden = self.model.model(ids, **options).last_hidden_state.flatten(0, 1)
@@ -352,7 +356,8 @@ plots.show(fig, alt="The peak falls with the number of pieces, from three times 
 #
 # In backward a rank gets gradients for *all* keys, and each rank those from its own queries. They have to be
 # added up. `full_tensor(grad_placements=[Partial()])` says so: its backward is a reduce-scatter. Without the
-# argument DTensor takes the gradients for equal on all ranks, and each rank keeps its own.
+# argument DTensor takes the gradients for equal on all ranks, and each rank keeps only what its
+# own queries gave.
 
 # %% tags=["partial"]
 # %%ranks
@@ -392,16 +397,16 @@ Table(
 #
 # **Gather or ring.** The script gathers the keys and values of the whole sequence, one block at a time (and
 # once more in backward, under a checkpoint). A **ring** passes them on from rank to rank instead, so that a
-# rank holds its own part and one other: turn 1. Either way a rank sends n - 1 parts in forward, on n ranks.
-# A third way, [Ulysses](https://arxiv.org/abs/2309.14509), exchanges tokens for heads by an all_to_all, so
-# it can use no more ranks than there are heads.
+# rank holds a few parts at a time, not all: turn 1. Either way a rank sends n - 1 parts in forward, on n
+# ranks. A third way, [Ulysses](https://arxiv.org/abs/2309.14509), exchanges tokens for heads by an
+# all_to_all, so it can use no more ranks than there are heads.
 #
 # ## Your turn 1 · Ring attention
 #
 # `attend(q, k, v, causal)` gives the attention of this rank's queries to *some* keys, and for each query the
 # logarithm of the sum of the exponentials of its scores (`lse`). `pass_on(k, v)` sends tensors to the next
-# rank and returns those of the rank before. Write `ring(q, k, v)`: the causal attention of this rank's
-# queries to the whole sequence, of which rank 0 has the first part.
+# rank and returns those of the rank before; all ranks have to call it equally often. Write `ring(q, k, v)`:
+# the causal attention of this rank's queries to the whole sequence, of which rank 0 has the first part.
 #
 # <details><summary>Hint</summary>
 #
@@ -444,10 +449,10 @@ right = F.scaled_dot_product_attention(*whole, is_causal=True).chunk(world, 2)[r
 @turn(1, {
     "tokens that see later ones": exactly(0, "Keys of later tokens are attended to: use a piece only if it comes from an earlier rank."),
     "tokens that miss earlier ones": exactly(0, "Earlier keys are never seen: the pieces have to come from all earlier ranks."),
-    "largest error": at_most(1e-5, "Each piece's result has to be weighted by its share, exp(its lse - the lse of all)."),
+    "largest error": at_most(1e-5, "Only the rank's own piece is causal, and each result has to be weighted by its share, exp(its lse - the lse of all)."),
     "KiB that a rank sends": exactly(
         (world - 1) * 2 * whole[0].nbytes / world / 1024,
-        less="Too few pieces go around the ring.", more="Pieces go around the ring further than to the last rank that needs them.",
+        less="Too few pieces go around the ring.", more="After world - 1 passes every rank has had every piece: stop there.",
     ),
 })
 def score_ring(ring):
@@ -545,7 +550,7 @@ def ring(q, k, v):
 def ring(q, k, v):
     return attend(q, k, v, causal=True)[0]
 
-# %% tags=["wrong"] turn=1 says="go around the ring further"
+# %% tags=["wrong"] turn=1 says="After world - 1 passes"
 def ring(q, k, v):
     pieces = [(k, v)]
     for _ in range(world):
@@ -559,8 +564,8 @@ def ring(q, k, v):                              # a gather
     return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(48, 48 * (rank + 1)))
 
 # %% [markdown]
-# (The solution differs from `scaled_dot_product_attention` by rounding alone. For training a ring also needs a
-# backward in which keys, values and *their gradients* go around: PyTorch's is
+# (The solution differs from `scaled_dot_product_attention` by rounding alone. For training a ring also needs
+# a backward in which keys, values and *their gradients* go around: PyTorch's is
 # `_templated_ring_attention_backward`.)
 #
 # ## Who has the work
@@ -662,10 +667,11 @@ Table(["attention", "loss", "wrong logits"], rows)
 #
 # ## PyTorch's own
 #
-# `context_parallel` cuts the tensors in its list in place, each along its dimension. Within its `with` block
-# `scaled_dot_product_attention` goes over the ranks' keys and values part by part; it gathers them, or passes
-# them on after `set_rotate_method("alltoall")`. Its documentation calls it a prototype. With several sequences
-# a mesh has two dimensions: "dp" for the samples, "cp" for the parts of a sequence.
+# `context_parallel` cuts the tensors in its list in place, each along its dimension. Within its `with` block,
+# which has to hold backward too, `scaled_dot_product_attention` goes over the ranks' keys and values part by
+# part; it gathers them, or passes them on after `set_rotate_method("alltoall")`. It takes `is_causal=True`
+# and no mask. Its documentation calls it a prototype. With several sequences a mesh has two dimensions: "dp"
+# for the samples, "cp" for the parts of a sequence.
 
 # %% tags=["theirs"]
 # %%ranks
@@ -694,16 +700,17 @@ print(said)
 # The cut works here, an early and a late piece for each rank; the attention does not, because PyTorch 2.13
 # has it for the kernels of GPUs alone (`call_maps` in `_sdpa_handler`). We have not run it on GPUs. FSDP
 # shards over *all* ranks of both dimensions, on a mesh of its own, `init_device_mesh(device, (dp * cp,))`:
-# each rank has gradients of all weights, from its tokens. Divide its loss by the labels of all dp * cp ranks.
+# each rank has gradients of all weights, from its tokens. Its loss is its sum, divided by the
+# labels of all dp * cp ranks, times dp * cp (FSDP averages).
 #
 # ## Your turn 2 · Cut a batch
 #
-# Write what is around the model, which is sharded by FSDP. `my_cut(ids, labels)` gets a whole sequence, `labels` as transformers wants
-# them (equal to `ids`, -100 where nothing is to be learned, *not* shifted), and returns this rank's part: ids,
-# targets and places, each i64[1, tokens / world]. The target of a token is the label of the next one. All
-# ranks should have about the same work. `my_loss(total, targets)` gets the sum of the cross entropies over
-# this rank's targets and returns the loss for `backward`. (The model's attention here goes by places, so
-# every cut of equal parts is allowed.)
+# Write two functions around a model that FSDP shards. `my_cut(ids, labels)` gets a whole sequence, `labels`
+# as transformers wants them (equal to `ids`, -100 where nothing is to be learned, *not* shifted), and returns
+# this rank's part: ids, targets and places, each i64[1, tokens / world]. The target of a token is the label
+# of the next one. All ranks should have about the same work. `my_loss(total, targets)` gets the sum of the
+# cross entropies over this rank's targets and returns the loss for `backward`. (The model's attention here
+# goes by places, so every cut of equal parts is allowed.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -714,6 +721,7 @@ place_of = torch.empty(VOCABULARY, dtype=torch.long, device=device)
 place_of[some_ids[0]] = torch.arange(LENGTH, device=device)
 some_labels = some_ids.clone()
 some_labels[:, : LENGTH // 3] = some_labels[:, :: 2 * world] = -100              # a prompt, and gaps
+some_labels[0, 0] = some_ids[0, 0]                          # the target of no token: a roll is found out
 next_label = F.pad(some_labels[0, 1:], (0, 1), value=-100)
 
 
@@ -743,7 +751,7 @@ RIGHT = [p.grad for p in alone.parameters()]
 @turn(2, {
     "tokens on all ranks": exactly(LENGTH, "Each token has to be on one rank, and on no other."),
     "wrong places": exactly(0, "A place counts from the start of the whole sequence, also on the later ranks."),
-    "wrong targets": exactly(0, "A target is the label of the next token, which may be on another rank: shift before the cut."),
+    "wrong targets": exactly(0, "A target is the label of the next token, which may be on another rank (the last token's is -100): shift before the cut."),
     "busiest rank, times the mean": at_most(1.05, "The late tokens have the most work: give each rank an early and a late piece."),
     "gradients that differ": exactly(0, "The loss needs the labels of all ranks in the denominator, and FSDP divides by the ranks."),
 })
@@ -865,6 +873,15 @@ def my_loss(total, targets):
     dist.all_reduce(count := (targets != -100).sum())
     return total / count * world
 
+# %% tags=["wrong"] turn=2 says="shift before the cut"
+def my_cut(ids, labels):                        # the first label is the last token's target
+    order = [*range(rank, ids.size(1), world)]
+    return ids[:, order], labels.roll(-1, 1)[:, order], torch.tensor([order], device=ids.device)
+
+def my_loss(total, targets):
+    dist.all_reduce(count := (targets != -100).sum())
+    return total / count * world
+
 # %% tags=["wrong"] turn=2 says="an early and a late piece"
 def my_cut(ids, labels):                        # parts in a row
     targets, places = F.pad(labels[:, 1:], (0, 1), value=-100), torch.arange(ids.size(1), device=ids.device)[None]
@@ -880,8 +897,8 @@ def my_loss(total, targets):
 # | you see | cause | cure |
 # |:--|:--|:--|
 # | out of memory at the loss, or in the first step of backward | logits of a large vocabulary | the loss in pieces |
-# | memory grows with the square of the length | scores: attention written out, or a kernel that fell back | `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` raises an error and so names the place |
-# | `No available kernel. Aborting execution.` | the forced kernel can't run: a mask, dropout, float32 on a GPU, narrower values | change that, or allow `SDPBackend.EFFICIENT_ATTENTION`, too |
+# | memory grows with the square of the length | scores: attention written out, or a kernel that fell back | `set_attn_implementation("sdpa")`; then `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` raises an error where it falls back |
+# | `No available kernel` | flash can't run: narrower values; on a GPU also a mask or float32; on a CPU also dropout or a learned bias | change that; on a GPU you can also allow `SDPBackend.EFFICIENT_ATTENTION` |
 # | `aten.embedding.default got mixed torch.Tensor and DTensor` | `fully_shard` was called on the model inside `WithLoss` | call it on the blocks and on `WithLoss` |
 # | `does not have a sharding strategy registered` for `…flash_attention_for_cpu` | `context_parallel` on a CPU | a function like `gathered` |
 # | the loss is right at first, then worse than on one process | gradients of gathered keys not summed | `grad_placements=[Partial()]` |
@@ -890,6 +907,7 @@ def my_loss(total, targets):
 # ## The rule
 #
 # Fused attention, a loss in pieces, checkpoints; then cut the sequence. Shift before you cut, give places of
-# the whole sequence, divide by all labels, and compare one step's gradients with one process.
+# the whole sequence, divide by the labels of all ranks and multiply by the ranks, and compare one step's
+# gradients with one process.
 #
 # [← lesson 20](20_experts.ipynb)
