@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 19 · Optimizers that need the whole matrix
 #
-# Which optimizers are right on shards? **Those that treat each element by itself, such as AdamW and SGD: leave
-# them as they are. One that multiplies matrices, such as Muon, needs each matrix whole: give every matrix one
-# owner rank. All shards of a matrix go to its owner, which computes once and sends the results back.**
+# Which optimizers are right on shards? **Those that treat each element by itself, such as AdamW and SGD:
+# leave them as they are. One that multiplies matrices, such as Muon, needs each matrix whole: give every
+# matrix one owner rank. All shards of a matrix go to its owner, which computes once and sends the results
+# back.**
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Patch
@@ -30,23 +31,23 @@ plots.show(fig, alt="Four matrices on four ranks: sharded, gathered on every ran
 
 # %% [markdown]
 # A drawing of four matrices on four ranks. What a rank holds of a matrix is coloured. AdamW works on the
-# shards at rest. Gathered, every rank holds and computes everything. With owners, each rank holds and computes
-# one whole matrix.
+# shards at rest. Gathered, every rank holds and computes everything. With owners, each rank holds and
+# computes one whole matrix.
 
 # %% tags=["card"]
 lesson.card(
     19,
     learn="tell which optimizers may see shards, run Muon with one owner per matrix, and save 8-bit states",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)",
-    minutes=(1, 8, 25),
+    minutes=(1, 20, 25),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It takes one optimizer step on shards and
-# the same step in one process, and compares the weights. **Muon** updates a weight matrix by its momentum with
-# all singular values set to about 1, which only the whole matrix has.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It takes one optimizer step on shards
+# and the same step in one process, and compares the weights. **Muon** updates a weight matrix by its momentum
+# with all singular values set to about 1, which only the whole matrix has.
 #
 # ```python
 # import torch
@@ -106,9 +107,9 @@ lesson.card(
 # Muon on each shard   0 collectives, the step is off by 0.8
 # ```
 #
-# "Off by 0.8" is 80% of the length of the right step, and there is no error message. `torch.optim.Muon` on the
-# parameters of `fully_shard` is right and pays with 48 collectives for three matrices. All of this is about
-# FSDP2, whose parameters are DTensors; a cell below is about FSDP1.
+# "Off by 0.8" is 80% of the length of the right step, and there is no error message. `torch.optim.Muon` on
+# the parameters of `fully_shard` is right up to bf16's rounding and pays with 48 collectives for three
+# matrices. All of this is about FSDP2, whose parameters are DTensors; a cell below is about FSDP1.
 #
 # ## Which optimizers may see shards
 #
@@ -210,16 +211,17 @@ Table(
 )
 
 # %% [markdown]
-# The optimizers of the first row are **element-wise**: each new weight follows from its own gradient and state.
-# Rprop is, too, but updates in a way that DTensor refuses, and so does Adafactor, which needs means of rows and
-# columns: `in-place operations that require placement changes are not supported`. LBFGS flattens all
-# parameters into one vector, which DTensor does only if the rows divide among the ranks. `Muon` needs whole
-# matrices and runs: DTensor finds what each product lacks and sends it. On `p.to_local()` nothing does, and
-# that is the script's third line.
+# The optimizers of the first row are **element-wise**: each new weight follows from its own gradient and
+# state. Rprop is, too, but updates in a way that DTensor refuses, and so does Adafactor, which needs means of
+# rows and columns: `in-place operations that require placement changes are not supported`. LBFGS, whose
+# collectives are not counted here, flattens all parameters into one vector, which DTensor does only if the
+# rows divide among the ranks. `Muon` needs whole matrices and runs: DTensor finds what each product lacks and
+# sends it. With `p.to_local()` DTensor is bypassed and nothing is sent: the script's third line.
 #
 # ## What the 48 collectives send
 #
-# Muon's iteration is named after Newton and Schulz. It is three products, five times, in bf16:
+# Muon's iteration is named after Newton and Schulz: a norm, then three products, five times, in bf16. On a
+# square matrix each of these 16 operations costs one collective, so three matrices make 48:
 
 # %%
 # %%ranks
@@ -235,11 +237,12 @@ def newton_schulz(matrix):                                  # [rows, columns] ->
 
 
 # %% [markdown]
-# Given a DTensor, each product of a row-sharded matrix gathers a factor; for a tall matrix the small square is
-# added up in an all-reduce instead. Three ways to do the same for as many matrices as there are ranks:
-# `by_dtensor` calls the function above on DTensors, `gathered` gathers each matrix once and computes it on
-# every rank, `owned` gives each matrix an owner (both folded; they are your turns). `measure` (folded) counts
-# what a rank sends at least, around a ring, and its own share of the FLOPs.
+# Given a DTensor, each product here of a square or wide row-sharded matrix gathers a factor; a tall one adds
+# up partial products, in all-reduces and reduce-scatters. Three ways to do the same for as many matrices as
+# there are ranks: `by_dtensor` calls the function above on DTensors, `gathered` gathers each matrix once and
+# computes it on every rank, `owned` gives each matrix an owner (both folded: leave them closed, they are the
+# solutions of your turns). `measure` (folded) counts what a rank sends at least, around a ring, and its own
+# share of the FLOPs.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -332,19 +335,20 @@ plots.show(fig, alt="Collectives, KiB and FLOPs of three ways, for tall, square 
 
 # %% [markdown]
 # Owners win: two collectives for the whole batch of matrices, 2/n of the bytes of `gathered` on n ranks, and
-# the FLOPs of one matrix. `by_dtensor` shares FLOPs, too, but sends 11 to 15 times as much as `gathered`. It
-# also adds partial sums that are rounded to bf16: a tall matrix's result is off by 1 to 10%. The other two give
-# what one process gives. Momentum and weights stay sharded throughout.
+# the FLOPs of one matrix. `by_dtensor` shares FLOPs, too, but sends 11 to 15 times as much as `gathered` at
+# these sizes. It also adds partial sums that are rounded to bf16: a tall matrix's result is off by 1 to 10%.
+# The other two give what one process gives. Momentum and weights stay sharded throughout.
 #
-# One all-to-all carries matrices of one shape, so batch them by shape. In a batch of fewer matrices than ranks
-# some ranks compute nothing. For GPUs, VeOmni does it this way, with uneven shards, too
+# `owned` stacks the shards, so batch matrices by shape (split sizes lift this). In a batch of fewer matrices
+# than ranks some ranks compute nothing. For GPUs, VeOmni does it this way, with uneven shards, too
 # ([#973](https://github.com/ByteDance-Seed/VeOmni/pull/973); not run here).
 #
 # ## Shampoo: choose blocks that no cut can touch
 #
-# Shampoo multiplies a gradient from both sides by the inverse fourth roots of `L = G Gᵀ` and `R = Gᵀ G`, summed
-# up over the steps. To keep `L` small it is used on blocks of the matrix. A block of rows that lies on one rank
-# needs no communication. But which blocks? If "the shard" is the block, the number of ranks is a hyperparameter.
+# Shampoo multiplies a gradient from both sides by the inverse fourth roots of `L = G Gᵀ` and `R = Gᵀ G`,
+# summed up over the steps. To keep `L` small it is used on blocks of the matrix. A block of rows that lies on
+# one rank needs no communication. But which blocks? If "the shard" is the block, the number of ranks is a
+# hyperparameter.
 
 # %%
 # %%ranks
@@ -384,10 +388,10 @@ Table(
 #
 # ## 8-bit states
 #
-# AdamW's two moments in float32 take 8 bytes per parameter. 8-bit optimizers store int8 codes and one scale
+# AdamW's two moments in float32 take 8 bytes per parameter. 8-bit optimizers store 8-bit codes and one scale
 # for each block of values. A step needs no more than the block, so shards are no problem. The **checkpoint**
-# is: `codes` and `scales` have other shapes than the parameter. Momentum in 8 bits, with blocks along each row,
-# in DTensor operations throughout:
+# is: `codes` and `scales` have other shapes than the parameter. Momentum in 8 bits, with blocks along each
+# row, in DTensor operations throughout:
 
 # %%
 # %%ranks
@@ -408,7 +412,7 @@ class Momentum8bit(torch.optim.Optimizer):
                 weight.sub_(momentum, alpha=group["lr"])
 
 
-class PlainMomentum8bit(Momentum8bit):                      # the same; its states are plain tensors, of this rank
+class PlainMomentum8bit(Momentum8bit):                      # for one step: its states are plain tensors of this rank
     def step(self, closure=None):
         super().step()
         for state in self.state.values():
@@ -493,22 +497,23 @@ Table(
 )
 
 # %% [markdown]
-# A plain tensor counts as the same on all ranks, so `dcp` stores one rank's codes and one rank's scales, maybe
-# of two different ranks, and every rank loads them, without an error. `save_distributed` refuses. DTensors come
-# back right both ways; `Optimizer.load_state_dict`, which PyTorch's way calls, converts each state to the
-# parameter's dtype (`_process_value_according_to_param_policy`), so the codes take four times their bytes until
-# the next step. Because scales belong to pieces of rows, any number of ranks can load them.
+# A plain tensor counts as the same on all ranks, so `dcp` stores one rank's codes and one rank's scales,
+# maybe of two different ranks, and every rank loads them, without an error where all shards have one size.
+# `save_distributed` refuses. DTensors come back right both ways; `Optimizer.load_state_dict`, which PyTorch's
+# way calls, converts each state to the parameter's dtype (`_process_value_according_to_param_policy`), so the
+# codes take four times their bytes until the next step. Because scales belong to pieces of rows, any number
+# of ranks can load them.
 #
-# Of the kept libraries, neither of which is run here: bitsandbytes' states are no DTensors, and saving them
-# under FSDP2 ends in an assertion ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)).
-# torchao's `AdamW8bit` keeps DTensors, and `dcp` saves them. Whether it quantizes a state depends on the size of
-# the shard, so another number of ranks may be another approximation
+# Two maintained libraries, not run here: bitsandbytes' scales are no DTensors, and saving its states under
+# FSDP2 ends in an assertion ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)).
+# torchao's `AdamW8bit` keeps DTensors, and `dcp` saves them. Whether it quantizes a state depends on the size
+# of the shard, so another number of ranks may be another approximation
 # ([#4912](https://github.com/pytorch/ao/issues/4912)).
 #
 # ## Two optimizers, groups and offloaded states
 #
-# Muon is for the matrices inside the blocks. Embeddings, the head and norms go to AdamW. Build the groups after
-# `fully_shard`, by name and `ndim`: under FSDP2 a parameter keeps its name and its full shape.
+# Muon is for the matrices inside the blocks. Embeddings, the head and norms go to AdamW. Build the groups
+# after `fully_shard`, by name and `ndim`: under FSDP2 a parameter keeps its name and its full shape.
 
 # %%
 # %%ranks
@@ -523,16 +528,17 @@ named = dict(model.named_parameters())
 hidden = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
 ends = {name: p for name, p in named.items() if p.ndim == 2 and name not in hidden}
 norms = {name: p for name, p in named.items() if p.ndim == 1}
-muon = torch.optim.Muon(hidden.values(), lr=0.02, adjust_lr_fn="match_rms_adamw")
+muon = torch.optim.Muon(hidden.values(), lr=0.003, adjust_lr_fn="match_rms_adamw")
 adamw = torch.optim.AdamW([
     {"params": ends.values(), "lr": 0.003},
     {"params": norms.values(), "lr": 0.001, "weight_decay": 0.0},
 ])
 
 # %% [markdown]
-# One `step()` of each per batch; one call saves both: `save_distributed(folder, model, [muon, adamw], step=…)`.
-# The states of `adamw` alone may lie in host memory between steps (`CPUOffloadPolicy` takes parameters and
-# gradients along, for each module that you pass it to). Two hooks move them; on a CPU nothing moves.
+# One `step()` of each per batch; one call saves both: `save_distributed(folder, model, [muon, adamw],
+# step=…)`. The states of `adamw` alone may lie in host memory between steps (`CPUOffloadPolicy` takes
+# parameters and gradients along, for each module that you pass it to). Two hooks move them; on a CPU nothing
+# moves.
 
 # %%
 # %%ranks
@@ -564,12 +570,12 @@ assert [row[2] for row in rows[1:]] == ["0.003", "0.001"]
 Table(["group", "parameters", "largest change of a weight in step 1"], rows)
 
 # %% [markdown]
-# AdamW's first step changes a weight by its learning rate, so the table shows that each group has its own.
-# Muon scales its rate by the matrix's shape, and takes the full one from the DTensor.
+# AdamW's first step changes a weight that has a gradient by about its learning rate, so the table shows that
+# each group has its own. Muon scales its rate by the matrix's shape, and takes the full one from the DTensor.
 
 # %% [markdown]
-# What raises is asserted here: FSDP1, whose parameters are flat (the way of 2022), matrices with fewer rows than
-# ranks, and sharded beside ignored parameters.
+# What raises is asserted here: FSDP1, whose parameters are flat (the way of 2022), matrices with fewer rows
+# than ranks, and sharded beside ignored parameters.
 
 # %%
 # %%ranks
@@ -649,11 +655,11 @@ def attempt(answer, shapes):
 
 
 @turn(1, {
-    "results sharded by rows": exactly(3, "A result is whole on each rank: cut it as the matrix that came."),
+    "results sharded by rows": exactly(3, "A result is whole on each rank: cut it the way its matrix was cut."),
     "largest error": at_most(0.1, "Newton-Schulz ran on a part of a matrix, or a rank keeps other rows of the result than its own."),
     "all-gathers": at_most(3, "Newton-Schulz ran on a DTensor: every product gathers again. Gather before it."),
     "other collectives": exactly(0, more="Every rank has the whole result already, so cutting it must send nothing: see `src_data_rank`."),
-    "sent, times the matrices in bf16": at_most(1.2, "More is sent than the matrices in bf16: convert before you gather."),
+    "sent, times an all-gather of each in bf16": at_most(1.2, "More is sent than the matrices in bf16: convert before you gather."),
 })
 def score_once(gather_once):
     found, right, events, sent = attempt(gather_once, [(48, 64), (50, 64), (96, 24)])
@@ -663,7 +669,7 @@ def score_once(gather_once):
         "largest error": round(max(apart([one], [two]) for one, two in zip(found, right)), 2),
         "all-gathers": gathers,
         "other collectives": len(events) - gathers,
-        "sent, times the matrices in bf16": round(sent, 1),
+        "sent, times an all-gather of each in bf16": round(sent, 1),
     }
 
 
@@ -740,13 +746,13 @@ def gather_once(matrices):
 # ## Your turn 2 · One owner each
 #
 # Now there are as many matrices of one shape as ranks, with rows that divide. Write `with_owners(matrices)`:
-# rank r runs `newton_schulz` once, on the whole `matrices[r]`, and every rank gets its rows of every result. A
-# rank sends no more than its shards to the owners, and rows of its result back, in bf16.
+# rank r runs `newton_schulz` once, on the whole `matrices[r]`, and every rank gets its rows of every result.
+# A rank sends no more than its shards to the owners, and rows of its result back, in bf16.
 #
 # <details><summary>Hint</summary>
 #
-# `dist.all_to_all_single(output, input)` cuts `input` along its first dimension into as many parts as there are
-# ranks and sends part r to rank r; `output` has the parts that came, in the order of the ranks.
+# `dist.all_to_all_single(output, input)` cuts `input` along its first dimension into as many parts as there
+# are ranks and sends part r to rank r; `output` has the parts that came, in the order of the ranks.
 #
 # </details>
 
@@ -757,7 +763,7 @@ def gather_once(matrices):
     "of its own matrix, under another's index": exactly(0, more="A rank returns rows of its own matrix in place of another's: send each rank its rows of the result."),
     "largest error": at_most(0.1, "Newton-Schulz ran on a part, or on shards that are not put together by rows, in the order of the ranks."),
     "runs of newton_schulz on a rank": exactly(1, less="A rank owns no matrix.", more="A rank computes more than its own matrix."),
-    "sent, times one matrix in bf16": at_most(2.1, "More is sent than shards to the owners and back, in bf16."),
+    "sent, times an all-gather of one in bf16": at_most(2.1, "More is sent than shards to the owners and back, in bf16."),
 })
 def score_owners(with_owners):
     found, right, _, sent = attempt(with_owners, [(8 * world, 64)] * world)
@@ -772,7 +778,7 @@ def score_owners(with_owners):
         "of its own matrix, under another's index": strays,
         "largest error": round(max(apart([one], [two]) for one, two in zip(found, right)), 2),
         "runs of newton_schulz on a rank": len(runs),
-        "sent, times one matrix in bf16": round(sent * world, 1),
+        "sent, times an all-gather of one in bf16": round(sent * world, 1),
     }
 
 
@@ -858,12 +864,12 @@ def with_owners(matrices):                                  # shards side by sid
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | the loss falls slowly, or Newton-Schulz gives `inf` or `nan` ([Moonlight #27](https://github.com/MoonshotAI/Moonlight/issues/27)) | a matrix optimizer got shards (`p.to_local()`, FSDP1's flat parameters) | compare one step with one process; owners or `full_tensor()` |
+# | the loss falls slowly, or Newton-Schulz gives `inf` or `nan` ([Moonlight #27](https://github.com/MoonshotAI/Moonlight/issues/27)) | a matrix optimizer got shards (`p.to_local()`; FSDP1's flat parameters, with a Muon that does not check `ndim`) | compare one step with one process; owners or `full_tensor()` |
 # | `Muon only supports 2D parameters` | FSDP1: its parameters are flat, also with `use_orig_params=True` | FSDP2 |
 # | Muon: `in-place operations that require placement changes are not supported` | a matrix with fewer rows than ranks | give it to AdamW |
 # | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each; `clip_grad_norm_` raises, too: clip each, and combine the norms |
 # | with offloaded units the step is slow | parameters on CPU and GPU: the default falls back to a loop ([#187615](https://github.com/pytorch/pytorch/issues/187615)) | pass `fused=True` or `foreach=True`: both group by device |
-# | 8-bit states are others after a resume | plain states: each rank loaded those of other ranks | DTensor states, or `save_distributed`, which refuses |
+# | 8-bit states differ after a resume | plain states: each rank loaded those of other ranks | DTensor states, or `save_distributed`, which refuses |
 #
 # ## The rule
 #
