@@ -765,7 +765,7 @@ def my_accumulate(model, batches):
 #    (On more hosts, too, if gradients are reduced in bf16.)
 # 4. Else, with room for a complete model in bf16, 2 bytes per parameter: ZeRO-2.
 # 5. Else FULL_SHARD, and memory for more tokens per rank: [lesson 2](02_activation_checkpointing.ipynb).
-#    If the batch cannot grow, a second dimension: [lesson 16](16_two_dimensions.ipynb).
+#    With fewer samples than ranks, a second dimension: [lesson 16](16_two_dimensions.ipynb).
 #
 # ## The same under other names
 #

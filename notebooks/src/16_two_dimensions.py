@@ -1,10 +1,9 @@
 # %% [markdown]
 # # 16 · Two dimensions
 #
-# When is FSDP alone not enough? **When there are fewer samples than ranks; when one gathered layer or the
-# activations of one sample don't fit on a rank; or when the shards don't fit on one host and a rank has too
-# few tokens to hide what FSDP sends. Then add tensor parallelism within each host, and keep FSDP between
-# hosts.**
+# When is FSDP alone not enough? **When there are fewer samples than ranks, or when one gathered layer or the
+# activations of one sample don't fit on a rank. Then add tensor parallelism within each host, and keep FSDP
+# between hosts.**
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -47,7 +46,7 @@ lesson.card(
     learn="combine FSDP with tensor parallelism on one mesh, count what each sends, and say when it pays",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 6](06_sharding_strategies.ipynb)",
     ranks="4 on the CPU, always: a mesh of two by two needs them",
-    minutes=(1, 11, 25),
+    minutes=(1, 18, 18),
 )
 
 # %% [markdown]
@@ -115,7 +114,8 @@ lesson.card(
 # The loss is the same on both meshes. What FSDP sends, 1,154 KiB, does not depend on the batch. With tensor
 # parallelism it is a third of that, and the bytes along "tp" grow with the batch: at 64 samples the mesh
 # sends more than FSDP alone, at 8 less than half. With 2 samples FSDP alone has no work for two of the ranks,
-# and the mesh has work for all. (For a step of training add the optimizer: nothing about it changes.)
+# and the mesh has work for all. (For a step of training add the optimizer. `clip_grad_norm_` needs the norms
+# in the plan, too: see "When it goes wrong".)
 #
 # ## Where each weight lies
 #
@@ -292,10 +292,10 @@ Table(
 
 # %% [markdown]
 # Along "fsdp", ranks 0 and 2 gather the block: 64.25 KiB, which is half of `up`, half of `down` and the norm.
-# No rank ever has a full matrix. Along "tp", ranks 0 and 1 add their outputs in the middle of forward, and
-# the gradients of the input in backward. The computation after such an all-reduce needs its result, so it
-# **waits**. FSDP's collectives belong to weights, which are known before: they can run beside the computation
-# of another block.
+# In a step no rank has a full matrix. Along "tp", ranks 0 and 1 add their outputs in the middle of forward,
+# and the gradients of the input in backward. The computation after such an all-reduce needs its result, so it
+# **waits**. FSDP gathers weights, which are known before, and nothing waits for reduced gradients until the
+# optimizer: both can run beside the computation of another block.
 #
 # ## What is sent along each dimension
 #
@@ -345,11 +345,12 @@ assert least == ["(1, 4)"] * 3 + ["(2, 2)"] * 2 + ["(4, 1)"] * 2
 #
 # ## Activations: sequence parallelism
 #
-# With twice the samples for each row, what do the activations do? Outside of the MLP they are not cut: both
-# ranks of a row hold the same ones. **Sequence parallelism** cuts these, too. Between the MLPs each rank has
-# its part of the tokens (`Shard(1)`: dimension 1 is the sequence). An all-gather before `up` collects them,
-# and a reduce-scatter after `down` takes the place of the all-reduce. `kept_bytes`, in the folded cell,
-# counts what autograd keeps from forward for backward, without weights.
+# On the mesh a rank computes with twice as many samples as under FSDP alone. How much memory do their
+# activations take? Outside of the MLP they are not cut: both ranks of a row hold the same ones. **Sequence
+# parallelism** cuts these, too. Between the MLPs each rank has its part of the tokens (`Shard(1)`: dimension
+# 1 is the sequence). An all-gather before `up` collects them, and a reduce-scatter after `down` takes the
+# place of the all-reduce. `kept_bytes`, in the folded cell, counts what autograd keeps from forward for
+# backward, without weights.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -414,100 +415,75 @@ Table(["8 samples", "loss", "KiB of activations on a rank", "KiB sent along tp"]
 # the loss without gathering the logits.)
 
 # %% [markdown]
-# ## When FSDP alone ends
+# ## Does it make a step faster?
 #
-# How much time does this save? **A calculation**, with assumptions that you can change: bf16, blocks of 12 x
-# width² parameters with attention (four all-reduces), hosts of eight ranks; a rank computes 400 TFLOP/s and
-# sends 300 GiB/s within its host; FSDP's bytes hide behind computation and those of tensor parallelism don't;
-# no latency. The cell compares three ways: FSDP on all ranks, HYBRID_SHARD (a full set of shards on each
-# host), and "tp" of 8 with FSDP between hosts.
+# **A calculation**, with assumptions that you can change: bf16, blocks of 12 x width² parameters with
+# attention (four all-reduces), hosts of eight ranks that share the link of their host ([lesson
+# 6](06_sharding_strategies.ipynb)), 400 TFLOP/s per rank, 300 GiB/s within a host; FSDP's bytes hide behind
+# computation and those of tensor parallelism don't; no latency. The cell compares three ways: FSDP on all
+# ranks, HYBRID_SHARD (a full set of shards on each host), and "tp" of 8 with FSDP between hosts.
 
 # %% tags=["scale"]
 GIB = 2**30
 
 
-def seconds(tokens, slow, width=4096, flops=4e14, fast=300 * GIB, tp_link=None):
-    """One block of one step, by way; tokens are those of the batch divided by all ranks, slow is bytes/s."""
+def seconds(tokens, link, width=4096, flops=4e14, fast=300 * GIB, tp_between=False):
+    """One block of one step, by way; tokens are those of the batch divided by all ranks, link is a host's bytes/s."""
     unit, compute = 2 * 12 * width**2, 6 * 12 * width**2 * tokens / flops
     activations = 4 * 2 * 7 / 8 * 2 * width * 8 * tokens            # four all-reduces of a row's tokens
-    fsdp_link, tp_link = (slow, fast) if tp_link is None else (fast, slow)
+    within = max(compute, 3 * unit / link) + activations / fast     # eight rings share the link: 8 x 3 unit / 8
+    between = max(compute, 3 * unit / 8 / fast) + 8 * activations / link
     return {
-        "FSDP": max(compute, 3 * unit / slow),
-        "HYBRID_SHARD": max(compute, 3 * unit * 7 / 8 / fast, 2 * unit / 8 / slow),
-        "FSDP x tp": max(compute, 3 * unit / 8 / fsdp_link) + activations / tp_link,
+        "FSDP": max(compute, 3 * unit / link),                      # one ring: 3 units leave a host
+        "HYBRID_SHARD": max(compute, 3 * unit * 7 / 8 / fast, 2 * unit / link),
+        "FSDP x tp": between if tp_between else within,
     }
 
 
-tokens = [2 ** (7 + i / 4) for i in range(33)]                      # 128 to 32,768
-links = [5 * 2 ** (i / 4) for i in range(17)]                       # 5 to 80 GiB/s
+def of_fsdp(tokens):
+    """The seconds of each way in parts of FSDP's, with a link of 40 GiB/s."""
+    found = seconds(tokens, 40 * GIB)
+    return [f"{took / found['FSDP']:.2f}" for took in found.values()]
 
 
-def fastest(names):
-    return [[min(names, key=seconds(t, link * GIB).get) for t in tokens] for link in links]
-
-
-# %% jupyter={"source_hidden": true}
-from matplotlib.colors import ListedColormap
-from matplotlib.patches import Patch
-
-WAYS = ["FSDP", "HYBRID_SHARD", "FSDP x tp"]
-colors = [plots.RANK_COLORS[i] for i in (2, 0, 1)]
-fig, panels = plots.figure(2, width=9.4, height=3.5)
-choices = {"a replica fits on a host": WAYS, "it doesn't fit": ["FSDP", "FSDP x tp"]}
-for axes, (title, names) in zip(panels, choices.items()):
-    grid = [[WAYS.index(name) for name in row] for row in fastest(names)]
-    axes.pcolormesh(tokens, links, grid, cmap=ListedColormap(colors), vmin=0, vmax=2, shading="nearest")
-    axes.plot([4e14 / (link * GIB) for link in links], links, color="black")
-    axes.axvline(4096, color="white", linestyle="--")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set(title=f"calculated: {title}", xlabel="tokens of the batch per rank", xlim=(tokens[0], tokens[-1]))
-    axes.set_xticks([128, 512, 2048, 8192, 32768], ["128", "512", "2,048", "8,192", "32,768"])
-    axes.set_yticks([5, 10, 20, 40, 80], ["5", "10", "20", "40", "80"])
-panels[0].set_ylabel("GiB/s between hosts")
-fig.legend(
-    handles=[Patch(color=color, label=name) for color, name in zip(colors, ("FSDP", "HYBRID_SHARD", "FSDP x tp of 8"))],
-    loc="outside lower center", ncols=3, frameon=False,
-)
-plots.show(fig, alt="The fastest way over tokens per rank and the speed between hosts, in two cases.")
+Table(["tokens per rank", "FSDP", "HYBRID_SHARD", "FSDP x tp of 8"], [[n, *of_fsdp(n)] for n in (512, 4096, 16384)])
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 from itertools import product
 
-hidden = open_places = tp_wins = tp_beats_all = 0
+tokens = [2 ** (7 + i / 4) for i in range(33)]                      # 128 to 32,768
+links = [5 * 2 ** (i / 4) for i in range(17)]                       # 5 to 80 GiB/s
+hidden = open_places = 0
 for t, link, width, flops in product(tokens, links, (2048, 4096, 8192), (2e14, 4e14, 8e14)):
     found = seconds(t, link * GIB, width, flops)
+    assert found["FSDP x tp"] > found["FSDP"]
     if t >= flops / (link * GIB):
         hidden += 1
         assert found["FSDP"] == min(found.values())
     else:
         open_places += 1
-        tp_wins += found["FSDP x tp"] < found["FSDP"]
-        tp_beats_all += found["FSDP x tp"] < min(found["FSDP"], found["HYBRID_SHARD"])
-    across = seconds(t, link * GIB, width, flops, tp_link="slow")
+        assert found["HYBRID_SHARD"] < found["FSDP"]
+    across = seconds(t, link * GIB, width, flops, tp_between=True)
     assert t < 1024 or across["FSDP x tp"] > found["FSDP x tp"]
-assert (hidden, open_places, tp_wins, tp_beats_all) == (750, 4299, 4020, 288)
+assert (hidden, open_places) == (750, 4299)
 
 # %% [markdown]
-# The black line is where a rank computes as long as FSDP sends: tokens per rank = FLOP/s / (bytes/s), here
-# 9,300 at 40 GiB/s. The white line is one sample of 4,096 tokens for each rank. With samples of this length,
-# only "FSDP x tp" is possible to the left of it, down to 512 tokens per rank: each *row* of eight ranks needs
-# one sample. The same was calculated for widths of 2,048 to 8,192 and for 200 to 800 TFLOP/s, 5,049 places in
-# all:
+# The table has width 4,096 and a link of 40 GiB/s. From 9,300 tokens per rank on, FSDP's bytes are hidden
+# there: tokens per rank = FLOP/s / (bytes/s). The same was calculated for 128 to 32,768 tokens per rank,
+# links of 5 to 80 GiB/s, widths of 2,048 to 8,192 and 200 to 800 TFLOP/s, 5,049 places in all:
 #
-# - **To the right of the black line** FSDP alone was the fastest at all 750 places. Tensor parallelism costs time
-#   there: with the figure's numbers half as much again.
-# - **To the left of it, where a replica fits on a host**, tensor parallelism won at 288 of 4,299 places. At the
-#   others HYBRID_SHARD or FSDP alone was as fast or faster. A replica takes 16 bytes for each parameter with AdamW
-#   in float32, besides activations.
-# - **To the left of it, where no replica fits**, FSDP x tp beat FSDP alone at 4,020 of the 4,299: not close to the
-#   line. With the figure's numbers it wins below about two thirds of the line's tokens.
+# - **FSDP x tp was slower than FSDP alone at every place.** Each rank of a host sends an eighth, but the eight
+#   share the link, so the same bytes cross it, and the waits along "tp" come on top.
+# - **HYBRID_SHARD was faster than FSDP at all 4,299 places where those bytes are not hidden**, if a replica fits on
+#   a host: two units cross the link in place of three. A replica takes 16 bytes for each parameter with AdamW in
+#   float32, besides activations.
 # - **"tp" between hosts and FSDP within them** was slower than the other way round at every place with 1,024 tokens
 #   or more per rank.
 #
-# Latency is not in it, and on thousands of ranks it makes FSDP's rings slower. Measure on your cluster before
-# you believe the border. Pipeline and context parallelism, which this lesson leaves out, also use more ranks
-# than samples.
+# So tensor parallelism is for what FSDP cannot do: fewer samples than ranks, and layers or activations too
+# large for a rank. Latency is not in the calculation: a ring over all ranks is eight times as long as one
+# over hosts. Measure on your cluster. Pipeline and context parallelism ([lesson 21](21_long_sequences.ipynb))
+# also use more ranks than samples.
 #
 # ## Your turn 1 · An MLP in four parts
 #
@@ -537,7 +513,7 @@ from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
         0.1, "Not the full MLP's output. GELU of a sum is not the sum of GELUs: each hidden activation has to be "
         "complete before it, and `down` needs the columns of the same activations."
     ),
-    "KiB passed to collectives": at_most(2, "The output has 2 KiB: sum it once, and send no weights."),
+    "KiB passed to collectives": at_most(2, "The output has 2 KiB: sum it once. Send neither weights nor hidden activations."),
 })
 def score_mlp(my_parts, my_mlp):
     generator = torch.Generator().manual_seed(0)
@@ -641,7 +617,7 @@ def my_mlp(x, part_of_up, part_of_down):
     dist.all_reduce(output)
     return output
 
-# %% tags=["wrong"] turn=1 says="send no weights"
+# %% tags=["wrong"] turn=1 says="Send neither weights"
 def my_parts(up, down, place, world):                   # FSDP by hand
     return up.chunk(world)[place], down.chunk(world)[place]
 
@@ -694,9 +670,9 @@ def as_rows(answer, count):
     "hosts [0, 1, 0, 1]: rows that cross hosts": exactly(0, "What is sent along “tp” leaves the host, and is waited for."),
     "other hosts: rows that cross hosts": exactly(0, "For other hosts some of your rows have ranks of more than one."),
     "meshes whose rows are not a complete host": exactly(
-        0, "A row has other than all ranks of one host. With fewer, FSDP sends more between hosts."
+        0, "A row has other than all ranks of one host. With fewer, FSDP sends more in collectives that cross hosts."
     ),
-    "KiB that a rank sends between hosts": at_most(390, "More than FSDP's part of half a model leaves the host."),
+    "KiB sent in collectives that cross hosts": at_most(390, "More than FSDP's part of half a model leaves the host."),
 })
 def score_mesh(my_mesh):
     laid = [as_rows(my_mesh(list(hosts)), len(hosts)) for hosts in CASES]
@@ -708,7 +684,7 @@ def score_mesh(my_mesh):
         "hosts [0, 1, 0, 1]: rows that cross hosts": crossing[0],
         "other hosts: rows that cross hosts": sum(crossing[1:]),
         "meshes whose rows are not a complete host": sum(partial),
-        "KiB that a rank sends between hosts": round(left / 1024),
+        "KiB sent in collectives that cross hosts": round(left / 1024),
     }
 
 
@@ -744,7 +720,7 @@ def my_mesh(host_of):                                   # the ranks in order
     half = len(host_of) // 2
     return [list(range(half)), list(range(half, len(host_of)))]
 
-# %% tags=["wrong"] turn=2 says="FSDP sends more between hosts"
+# %% tags=["wrong"] turn=2 says="FSDP sends more in collectives that cross hosts"
 def my_mesh(host_of):                                   # no tensor parallelism
     return [[r] for r in range(len(host_of))]
 
@@ -765,7 +741,7 @@ def my_mesh(host_of):
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | losses that look right and differ from one process from the first step on, no error | the ranks of a row have different samples: a sampler that knows only `rank` and `world` | give it the place along "fsdp" and the size of "fsdp" |
+# | losses look right, but differ from a single-process run from the first step on; no error | the ranks of a row have different samples: a sampler that knows only `rank` and `world` | give it the place along "fsdp" and the size of "fsdp" |
 # | `Cannot distribute a DTensor with device mesh … to a different device mesh` | `fully_shard` came first | `parallelize_module` first |
 # | `Cannot concatenate overlapping meshes`, or `Invariant encountered: value was None when it should not be` | `fully_shard` got the whole mesh, or none | `mesh=mesh["fsdp"]`, of the mesh whose "tp" the model is on |
 # | `All operands in aten.stack.default must have the same mesh`, in `clip_grad_norm_` | some parameters are in the plan and others, such as the norms, are not | put all modules with parameters into the plan: the sequence plan above does |
@@ -804,7 +780,6 @@ assert abs(mixed.item() - run(two)[0]) > 1e-3
 # ## The rule
 #
 # First `parallelize_module` on `mesh["tp"]`, within a host; then `fully_shard` on `mesh["fsdp"]`; the ranks
-# of a row get the same samples. Use it where samples, memory or tokens per rank run out, and try HYBRID_SHARD
-# before it.
+# of a row get the same samples. Use it where samples or memory run out.
 #
 # [← lesson 15](15_when_it_hangs.ipynb) · [lesson 17 →](17_fine_tune_three_ways.ipynb)
