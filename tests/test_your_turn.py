@@ -1,6 +1,8 @@
 """`%%turn` runs a reader's answer from a clean start and names what went wrong."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,3 +154,10 @@ def test_answers_are_found_in_a_source() -> None:
         your_turn.Answer("wrong", 2, "twice", "x = 1"),
         your_turn.Answer("solution", 1, "", "y = 2"),
     ]
+
+
+def test_the_module_of_the_card_registers_the_magic() -> None:
+    shell = "from IPython.core.interactiveshell import InteractiveShell; shell = InteractiveShell.instance()"
+    code = f"{shell}; from fsdp_utils.lessons import lesson; print(shell.find_magic('turn', 'cell') is not None)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip().endswith("True"), done.stderr
