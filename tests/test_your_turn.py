@@ -158,6 +158,6 @@ def test_answers_are_found_in_a_source() -> None:
 
 def test_the_module_of_the_card_registers_the_magic() -> None:
     shell = "from IPython.core.interactiveshell import InteractiveShell; shell = InteractiveShell.instance()"
-    code = f"{shell}; from fsdp_utils.lessons import lesson; print(shell.find_magic('turn', 'cell') is not None)"
+    code = f"{shell}; from fsdp_utils.lessons import lesson; print(bool(shell.find_magic('turn', 'cell')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip().endswith("True"), done.stderr
