@@ -24,7 +24,8 @@ plots.show(fig, alt="Bytes per weight at rest and on the wire: 4 and 2, 4 and 1 
 # %% [markdown]
 # A drawing: bytes for each weight, without scales, gradients and the optimizer's states (12 bytes more with
 # AdamW, for what is trained). The three places are separate decisions: at rest, on the wire, and in the matrix
-# product. This lesson is about the first two, which FSDP sees. Eight-bit *optimizer states* are in lesson 19.
+# product. This lesson is about the first two, which FSDP sees. Eight-bit *optimizer states* are in
+# [lesson 19](19_whole_matrix_optimizers.ipynb).
 
 # %% tags=["card"]
 lesson.card(
@@ -245,7 +246,8 @@ uneven = trial(Float8, rows=4 * world + 1)[0]
 
 # %%
 hooks, uneven = ranks.get("hooks"), ranks.get("uneven")[0]
-assert all(found["Float8"][0] < 0.03 for found in hooks) and uneven < 0.03
+assert all(found["Float8"][0] < 0.03 for found in hooks)
+assert uneven < 0.03
 assert max(found["OwnScale"][0] for found in hooks) > 0.5
 assert [round(left) for _, left, _ in hooks[0].values()] == [0, 0, 1]
 worst = {name: max(100 * found[name][0] for found in hooks) for name in hooks[0]}
@@ -416,8 +418,8 @@ sweep = {(kind, block): [error(s, kind, block) for s in sizes] for kind in kinds
 
 # %% jupyter={"source_hidden": true}
 assert all(2 < found < 3 for block in (64, 65536) for found in sweep["float8", block])
-assert max(sweep["int8", 64]) < 1 < 20 < sweep["int8", 65536][4]
-assert sweep["int8", 65536][0] < 2
+assert max(sweep["int8", 64]) < 2.5 < 18 < sweep["int8", 65536][4] < 19
+assert sweep["int8", 65536][1] < 2.5 < sweep["int8", 65536][2]
 assert max(sweep["int4", 64]) < 12 < 90 < sweep["int4", 65536][-1]
 fig, (axes,) = plots.figure(width=7.5, height=2.6)
 for (kind, block), found in sweep.items():
@@ -431,10 +433,10 @@ axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 plots.show(fig, alt="Rounding error over the size of one large weight, for float8, int8 and int4, with and without blocks.")
 
 # %% [markdown]
-# Float8 has an exponent of its own in each number, so one scale is enough: 2.6% whatever the large weight.
-# Integers have even steps, and a large weight makes them wide: int8 is better than float8 up to about ten
-# standard deviations, and useless at a hundred. **Four bits work in blocks only**, with 11% error, which
-# adapters learn to work with. A bf16 scale for each 64 weights costs a quarter of a bit.
+# Each float8 number has an exponent, so one scale is enough: 2.6% whatever the large weight. Integers have even
+# steps, and a large weight makes them wide: int8 with one scale is better than float8 up to ten standard
+# deviations, and 18% off at eighty. **Four bits need blocks**, and are 11% off even so. A bf16 scale for each 64
+# weights costs a quarter of a bit. (QLoRA's NF4 has uneven steps, denser around 0, and blocks of 64.)
 #
 # ## Frozen weights in 4 bits
 #
@@ -506,7 +508,7 @@ ways = ranks.get("ways")[0]
 outcomes = [words for words, _ in ways.values()]
 assert outcomes[0] == "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.uint8"
 assert outcomes[1] == outcomes[4] == outcomes[5] == "right"
-assert outcomes[2] == "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32"
+assert outcomes[2] == "Must flatten tensors with uniform dtype but got torch.float32 and torch.bfloat16"
 assert outcomes[3] == outcomes[6] == "wrong output, no error"
 Table(["", "what happens"], [[name, words] for name, (words, _) in ways.items()])
 
@@ -554,8 +556,8 @@ class Frozen(nn.Module):
 @turn(2, {
     "bits for each weight": at_most(4.5, "Too many bits: two codes share a byte, and 64 weights a scale."),
     "has negative weights": exactly(True, "Negative weights are lost: shift the codes, such as by 8."),
-    "error of ordinary weights, %": at_most(12, "The one large weight spoils the others: give each block a scale."),
-    "error under FSDP2, %": at_most(13, CAST),
+    "error of ordinary weights, %": at_most(14, "The one large weight spoils the others: give each block a scale."),
+    "error under FSDP2, %": at_most(15, CAST),
 })
 def score_pack(pack, unpack):
     w = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(device)
