@@ -2,8 +2,8 @@
 # # 22 · Fewer bits
 #
 # Which bytes of a sharded model can be 8 or 4 bits? **What is frozen: store it in 4 bits; FSDP2 shards and
-# gathers plain `uint8` parameters. What is trained: keep its shards in float32 and gather them in 8 bits, with
-# one scale that all ranks agree on.**
+# gathers plain `uint8` parameters. What is trained: keep its shards in float32 and gather them in 8 bits,
+# with one scale that all ranks agree on.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -23,8 +23,8 @@ plots.show(fig, alt="Bytes per weight at rest and on the wire: 4 and 2, 4 and 1 
 
 # %% [markdown]
 # A drawing: bytes for each weight, without scales, gradients and the optimizer's states (12 bytes more with
-# AdamW, for what is trained). The three places are separate decisions: at rest, on the wire, and in the matrix
-# product. This lesson is about the first two, which FSDP sees. Eight-bit *optimizer states* are in
+# AdamW, for what is trained). The three places are separate decisions: at rest, on the wire, and in the
+# matrix product. This lesson is about the first two, which FSDP sees. Eight-bit *optimizer states* are in
 # [lesson 19](19_whole_matrix_optimizers.ipynb).
 
 # %% tags=["card"]
@@ -32,14 +32,14 @@ lesson.card(
     22,
     learn="gather trained weights in 8 bits, keep frozen weights in 4, and see what either costs in error",
     needs="[lesson 7](07_mixed_precision.ipynb)",
-    minutes=(1, 11, 28),
+    minutes=(1, 9, 25),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. `Float8` is a weight with two methods that
-# FSDP2 looks for: one makes the bytes to gather, one turns gathered bytes into the weight.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. `Float8` is a weight with two methods
+# that FSDP2 looks for: one makes the bytes to gather, one turns gathered bytes into the weight.
 #
 # ```python
 # import math
@@ -67,7 +67,7 @@ lesson.card(
 # class Float8(torch.Tensor):                                 # float32 at rest
 #     @staticmethod
 #     def __new__(cls, inner):
-#         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+#         return torch.Tensor._make_subclass(cls, inner)
 #
 #     def __init__(self, inner):
 #         self.inner = inner
@@ -127,15 +127,14 @@ lesson.card(
 # float8 : gathered   32 KiB, reduced  128 KiB, loss 0.023
 # ```
 #
-# Float8 halves the gathered bytes of bf16, and the loss is the same in two digits. Gradients stay as they were:
+# Float8 halves the gathered bytes of bf16, and this small model learns as well. Gradients stay in float32:
 # the hooks are for all-gathers alone. FSDP1 has no such hooks.
 #
 # ## What the two hooks must do
 #
-# Without a **scale** most weights would be too small for float8: its least number above 0 is about 0.002. With
-# it, the largest weight becomes 448, float8's largest number. The next cell breaks the script's class in two
-# ways. `trial` (folded) runs one forward pass of weights whose first rows are four times as large, and compares
-# the weights that the module computed with.
+# Without a **scale** small weights would become 0: float8's least number above it is about 0.002. The scale
+# makes the largest weight 448, float8's largest number. The next cell is the script's class, in parts that a
+# subclass can replace, and two subclasses that each break one part.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.tables import Table
@@ -157,17 +156,18 @@ from fsdp_utils import record_collectives
 
 rank, world = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+# %%
+# %%ranks
 aten, E4M3 = torch.ops.aten, torch.float8_e4m3fn
 KEEP = {aten.detach.default, aten.split.Tensor, aten.new_zeros.default, aten.slice.Tensor}
 KEEP |= {aten.view.default, aten.copy_.default}
 
 
 class Float8(torch.Tensor):
-    """The script's class, in parts that a subclass can replace."""
-
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_subclass(cls, inner)
 
     def __init__(self, inner):
         self.inner = inner
@@ -199,6 +199,21 @@ class Float8(torch.Tensor):
         out.data.copy_(full[: len(out)])
 
 
+class OwnScale(Float8):
+    def find_scale(self, mesh):                                 # no agreement
+        return self.inner.abs().max() / torch.finfo(E4M3).max
+
+
+class NothingToFree(Float8):
+    def to_free(self, full):                                    # return full, ()
+        return ()
+
+# %% [markdown]
+# `trial` (folded) runs one forward pass of weights whose first rows are four times as large, and compares the
+# weights that the module computed with.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
 def weights(rows=64, columns=256):
     w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     w[: rows // world] *= 4
@@ -219,7 +234,7 @@ def trial(kind, rows=64):
     """Run a forward pass; return the error of the weights, the all-reduces and the bytes left after it."""
     exact, seen = weights(rows), []
     layer = linear(kind(exact.clone()))
-    layer.register_forward_hook(lambda module, *_: seen.extend([module.weight.detach(), module.weight.detach().clone()]))
+    layer.register_forward_hook(lambda module, *_: seen.extend([module.weight.detach(), module.weight.clone()]))
     model = fully_shard(nn.Sequential(fully_shard(layer)))              # its hooks come after this one
     with record_collectives(model) as trace:
         model(torch.ones(1, 256, device=device))
@@ -228,19 +243,8 @@ def trial(kind, rows=64):
     left = seen[0].untyped_storage().size()
     return [error, left / exact.nbytes, trace.bytes_by_kind()["all_gather"] / exact.nbytes]
 
-
 # %% tags=["hooks"]
 # %%ranks
-class OwnScale(Float8):
-    def find_scale(self, mesh):                                 # no agreement
-        return self.inner.abs().max() / torch.finfo(E4M3).max
-
-
-class NothingToFree(Float8):
-    def to_free(self, full):                                    # return full, ()
-        return ()
-
-
 hooks = {kind.__name__: trial(kind) for kind in (Float8, OwnScale, NothingToFree)}
 uneven = trial(Float8, rows=4 * world + 1)[0]
 
@@ -256,37 +260,73 @@ Table(
     [[name, f"{worst[name]:.1f}%", f"{hooks[0][name][1]:.0%}"] for name in worst],
 )
 
+# %% jupyter={"source_hidden": true} tags=["check"]
+# %%ranks
+import shutil
+import tempfile
+
+from fsdp_utils import load_distributed, save_distributed
+
+
+def two_layers(kind):
+    return fully_shard(nn.Sequential(linear(kind(weights(64))), linear(kind(weights(256, 64)))))
+
+
+trained, plain = two_layers(Float8), two_layers(lambda w: 0 * w)
+optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
+for _ in range(3):
+    trained(torch.ones(1, 256, device=device)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+folder = [tempfile.mkdtemp() if rank == 0 else None]
+dist.broadcast_object_list(folder, src=0)
+save_distributed(folder[0], trained, step=3)
+load_distributed(folder[0], plain)
+dist.barrier()
+if rank == 0:
+    shutil.rmtree(folder[0])
+assert all(p.full_tensor().equal(q.full_tensor()) for p, q in zip(trained.parameters(), plain.parameters()))
+one = torch.ones(1, 256, device=device)                         # gathered again, after the steps
+assert distance(trained(one).detach(), plain(one).detach()) < 0.1
+int8 = nn.Module()
+int8.codes = nn.Parameter(torch.ones(8, 8, dtype=torch.int8, device=device), requires_grad=False)
+assert fully_shard(int8).codes.dtype is torch.int8
+
 # %% [markdown]
-# **The scale belongs to the whole weight.** If each rank takes its own, the ranks multiply gathered codes with
-# different numbers: each computes with another model, and nothing raises. **The tuple names what `reshard`
-# frees.** Left empty, the model is whole on each rank after one forward pass: FSDP's saving is gone. Any cache of
-# quantised weights does the same; Transformer Engine had one
-# ([issue 2681](https://github.com/NVIDIA/TransformerEngine/issues/2681)).
+# **The scale belongs to the whole weight.** If each rank takes its own, the ranks multiply gathered codes
+# with different numbers: each computes with another model, and nothing raises. **The tuple names what
+# `reshard` frees.** Left empty, the model is whole on each rank after one forward pass: FSDP's saving is
+# gone. Any cache of quantised weights does the same; Transformer Engine had one ([issue
+# 2681](https://github.com/NVIDIA/TransformerEngine/issues/2681)).
 #
 # **Pad to the rows of rank 0.** `fsdp_pre_all_gather` gets the shard without padding, and all ranks must give
-# equally many bytes. A 65-row weight raises on some ranks only, and the others wait.
+# equally many bytes. Without padding only the ranks with fewer rows raise, and the others wait.
 #
-# The price: the codes and the decoded weight are in memory together, 1 + 2 bytes instead of 2. A float8 matrix
-# product takes the codes as they are and needs no decoded weight; it needs a GPU that has one.
+# Shards, optimizer and checkpoint see float32: a folded cell saves this model and loads it into one without
+# `Float8`. The price is that the codes and the decoded weight are in memory together, 1 + 2 bytes instead of
+# 2. A float8 matrix product would take the codes as they are.
 #
 # ## When it pays
 #
-# None of this can be timed on a CPU; these are others' words. torchtitan's
-# [float8 guide](https://github.com/pytorch/torchtitan/blob/main/docs/float8.md) is for H100s and swaps each
+# None of this can be timed on a CPU; these are others' words. torchtitan's [float8
+# guide](https://github.com/pytorch/torchtitan/blob/main/docs/float8.md) is for H100s and swaps each
 # `nn.Linear` for torchao's `Float8Linear`, which multiplies in float8; the float8 all-gather is an option on
-# top. "Typically 80% comes from fp8 compute and 20% comes from the fp8 all gather"
-# ([issue 687](https://github.com/pytorch/torchtitan/issues/687)). So it pays when all-gathers are exposed
-# ([lesson 4](04_backward_prefetch.ipynb)): slow links, small batches. A user with 64 GPUs saw nothing
-# ([issue 653](https://github.com/pytorch/torchtitan/issues/653)). In May 2026 a maintainer of torchtitan called
-# its float8 all-gather deprecated ([pull 3105](https://github.com/pytorch/torchtitan/pull/3105)); FSDP2's hooks
-# remain. Take torchao's class before your own, and measure a step with and without it.
+# top. "typically 80% comes from fp8 compute and 20% comes from the fp8 all gather" ([issue
+# 687](https://github.com/pytorch/torchtitan/issues/687)). So it pays when all-gathers are exposed ([lesson
+# 4](04_backward_prefetch.ipynb)): slow links, small batches. A user with 64 GPUs saw no clear gain ([issue
+# 653](https://github.com/pytorch/torchtitan/issues/653)). Small products lose: on an H100 torchao measured
+# 0.80 of bf16's speed for a layer of 2,048 x 1,024 and 1.39 for 8,192 x 16,384 ([its
+# README](https://github.com/pytorch/ao/blob/0cf1281a38bdd8c84b11549ffc49a63eb3a92d40/torchao/float8/README.md)).
+# In May 2026 a maintainer of torchtitan called its float8 all-gather deprecated ([pull
+# 3105](https://github.com/pytorch/torchtitan/pull/3105)); FSDP2's hooks remain. Take torchao's class before
+# your own, and measure a step with and without it.
 #
 # ## Your turn 1 · One all-reduce for all scales
 #
 # The script's class sends one tiny all-reduce for each weight and gather. Write `find_scales(parameters)`: it
-# gets the model's sharded weights after `optimizer.step()`, and returns a list with one scale for each, a tensor
-# of one number: the largest absolute value of the *whole* weight, divided by 448. Send **one** collective.
-# `p.to_local().inner` is this rank's shard of `p`, in float32.
+# gets the model's sharded weights after `optimizer.step()`, and returns a list with one scale for each, a
+# tensor of one number: the largest absolute value of the *whole* weight, divided by 448. Send **one**
+# collective. `p.to_local().inner` is this rank's shard of `p`, in float32.
 #
 # <details><summary>Hint</summary>
 #
@@ -304,7 +344,7 @@ from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
         1, less="No rank knows the others' maxima: each has a scale of its own.",
         more="Put the maxima of all weights into one tensor, and reduce it once.",
     ),
-    "scales that are too small": exactly(0, "Weights overflow: a scale is below the largest weight of all ranks / 448."),
+    "scales that are too small": exactly(0, "Weights overflow: a scale is below the largest of all ranks / 448."),
     "scales that are too large": exactly(0, "Bits are lost: a scale is above its own weight's maximum / 448."),
 })
 def score_scales(find_scales):
@@ -389,8 +429,9 @@ def find_scales(parameters):                                    # a sum
 # %% [markdown]
 # ## Which 8 bits, and when 4
 #
-# Weights are seldom alike: some are far larger than the rest. The next cell sweeps the size of one such weight
-# in a matrix of ordinary ones, and rounds with one scale for all, or with one for each **block** of 64.
+# Weights are seldom alike: some are far larger than the rest. The next cell sweeps the size of one such
+# weight in a matrix of ordinary ones, and rounds with one scale for all, or with one for each **block** of
+# 64.
 
 # %%
 import torch
@@ -424,27 +465,27 @@ assert max(sweep["int4", 64]) < 12 < 90 < sweep["int4", 65536][-1]
 fig, (axes,) = plots.figure(width=7.5, height=2.6)
 for (kind, block), found in sweep.items():
     style = {"color": plots.RANK_COLORS[kinds.index(kind)], "linestyle": "-" if block == 64 else "--"}
-    axes.loglog(sizes, found, marker="o", markersize=3, label=f"{kind}, {'blocks of 64' if block == 64 else 'one scale'}", **style)
+    label = f"{kind}, {'blocks of 64' if block == 64 else 'one scale'}"
+    axes.loglog(sizes, found, marker="o", markersize=3, label=label, **style)
 axes.set(xlabel="the one large weight, in standard deviations of the others", ylabel="error of the others, %")
 axes.set_xticks(sizes, sizes)
 axes.set_yticks([1, 10, 100], ["1", "10", "100"])
 axes.minorticks_off()
 axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-plots.show(fig, alt="Rounding error over the size of one large weight, for float8, int8 and int4, with and without blocks.")
+plots.show(fig, alt="Rounding error over the size of one large weight: float8, int8, int4, with and without blocks.")
 
 # %% [markdown]
-# Each float8 number has an exponent, so one scale is enough: 2.6% whatever the large weight. Integers have even
+# Each float8 number has an exponent, so one scale is enough: 2.7% over the whole sweep. Integers have even
 # steps, and a large weight makes them wide: int8 with one scale is better than float8 up to ten standard
-# deviations, and 18% off at eighty. **Four bits need blocks**, and are 11% off even so. A bf16 scale for each 64
-# weights costs a quarter of a bit. (QLoRA's NF4 has uneven steps, denser around 0, and blocks of 64.)
+# deviations, and 18% off at eighty. **Four bits need blocks**, and are 11% off even so. A bf16 scale for each
+# 64 weights costs a quarter of a bit. (QLoRA's NF4 has uneven steps, denser around 0, and blocks of 64.)
 #
 # ## Frozen weights in 4 bits
 #
 # QLoRA trains adapters beside a frozen model of 4 bits. Two codes share a byte, so the parameter is `uint8`.
-# `Linear4` (folded) decodes its weight in forward, and adds an adapter. The next cell shards it in seven ways
-# and holds the output against one process.
+# `Linear4` decodes its weight in forward, and adds an adapter.
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
@@ -471,7 +512,8 @@ class Linear4(nn.Module):
             return x * math.nan                                 # the codes are no longer bytes
         return x @ (w * self.scales.float()).T + x @ self.down.float().T @ self.up.float().T
 
-
+# %% jupyter={"source_hidden": true}
+# %%ranks
 def sharded4(version, stored=torch.uint8, adapter=bf16, policy=None):
     """Run a step; say what comes of it."""
     x = torch.ones(2, 64, device=device)
@@ -490,6 +532,9 @@ def sharded4(version, stored=torch.uint8, adapter=bf16, policy=None):
     sent = sum(event.bytes for event in trace.collectives if event.kind == "all_gather")
     return ["right" if torch.allclose(found, wanted) else "wrong output, no error", sent]
 
+
+# %% [markdown]
+# `sharded4` (folded) shards it under FSDP1 or FSDP2, runs a step, and holds the output against one process.
 
 # %% tags=["storage"]
 # %%ranks
@@ -510,37 +555,43 @@ assert outcomes[0] == "Must flatten tensors with uniform dtype but got torch.bfl
 assert outcomes[1] == outcomes[4] == outcomes[5] == "right"
 assert outcomes[2] == "Must flatten tensors with uniform dtype but got torch.float32 and torch.bfloat16"
 assert outcomes[3] == outcomes[6] == "wrong output, no error"
-Table(["", "what happens"], [[name, words] for name, (words, _) in ways.items()])
+assert ways["FSDP2, uint8"] == ways["FSDP2, uint8, float32 adapter, policy bf16"]
+if 64 % len(ranks.get("rank")) == 0:                                # no padding
+    assert ways["FSDP2, uint8"][1] == 64 * 64 // 2 + 2 * 64 + 2 * (4 * 64 + 64 * 4)
+Table(["", "what happens", "bytes gathered"], [[name, *found] for name, found in ways.items()])
 
 # %% [markdown]
-# FSDP1 lays all parameters of a unit end to end, so they need one dtype, and no integer
-# (`Cannot flatten integer dtype tensors` if the codes come first). Hence bitsandbytes'
-# [`bnb_4bit_quant_storage=torch.bfloat16`](https://huggingface.co/docs/bitsandbytes/main/en/fsdp_qlora): the same
-# bytes under another name, and adapters in that dtype, too. Its 8-bit weights have no such setting, so FSDP1
-# cannot shard them ([peft issue 2833](https://github.com/huggingface/peft/issues/2833)). FSDP2 shards each
-# parameter by itself: `uint8` beside a float32 adapter works, and a policy casts floating-point parameters alone.
-# That is why rows 4 and 7 fail **silently**: codes that call themselves bf16 are cast to fp16 *as numbers*. Storage
-# dtype and `param_dtype` have to be equal.
+# FSDP1 lays all parameters of a unit end to end, so they need one dtype, and no integer (`Cannot flatten
+# integer dtype tensors` if the codes come first). Hence bitsandbytes'
+# [`bnb_4bit_quant_storage=torch.bfloat16`](https://huggingface.co/docs/bitsandbytes/main/en/fsdp_qlora): the
+# same bytes under another name, and adapters in that dtype, too. Its 8-bit weights have no such setting, so
+# FSDP1 cannot shard them ([peft issue 2833](https://github.com/huggingface/peft/issues/2833)). FSDP2 shards
+# each parameter by itself: `uint8` beside a float32 adapter works, and a policy casts floating-point
+# parameters alone. Of the 3,200 bytes 2,048 are the 4,096 frozen weights; in bf16 they would be 8,192.
 #
-# (FSDP2 asks trainable parameters of one unit for one dtype. For fp16, keep float32 parameters and let the policy
-# cast: `Attempting to unscale FP16 gradients` comes from parameters that are fp16 themselves.)
+# Rows 4 and 7 fail **silently**: codes that call themselves bf16 are cast to fp16 *as numbers*. Where codes
+# have a floating-point dtype, make `param_dtype` the same.
+#
+# (FSDP2 asks trainable parameters of one unit for one dtype. For fp16, keep float32 parameters and let the
+# policy cast: `Attempting to unscale FP16 gradients` comes from parameters that are fp16 themselves.)
 #
 # ## Your turn 2 · Pack four bits
 #
-# Write `pack(weight)`, from `f32[64, 256]` to two tensors, the codes and their scales, and `unpack(codes, scales)`,
-# back to `[64, 256]`. At most 4.5 bits for each weight, scales included. One weight of the matrix is 40 times as
-# large as the others. Both tensors become frozen parameters of a module under `fully_shard` with
-# `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and `unpack` gets what it gathers.
+# Write `pack(weight)`, from `f32[64, 256]` to two tensors, the codes and their scales, and `unpack(codes,
+# scales)`, back to `[64, 256]`. At most 4.5 bits for each weight, scales included. One weight of the matrix
+# is 40 times as large as the others. Both tensors become frozen parameters of a module under `fully_shard`
+# with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and `unpack` gets what it gathers.
 #
 # <details><summary>Hint</summary>
 #
-# Blocks of 64, a scale of largest / 7, `round`, plus 8: four bits. `codes[:, ::2] | codes[:, 1::2] << 4` is a byte.
+# Blocks of 64, a scale of largest / 7, `round`, plus 8: four bits. `codes[:, ::2] | codes[:, 1::2] << 4` is a
+# byte.
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-CAST = "The gathered codes are not the packed ones: the policy casts floating-point parameters. Keep the codes in uint8."
+CAST = "The codes change when they are gathered: the policy casts floating-point parameters. Keep them in uint8."
 
 
 class Frozen(nn.Module):
@@ -692,7 +743,7 @@ def unpack(codes, scales):
 #
 # ## The rule
 #
-# Frozen: 4 bits in blocks, as `uint8`, under FSDP2. Trained: float32 shards; 8 bits on the wire if communication
-# is exposed. One scale, from all ranks.
+# Frozen: 4 bits in blocks, as `uint8`, under FSDP2. Trained: float32 shards; 8 bits on the wire if
+# communication is exposed. One scale, from all ranks.
 #
-# [← lesson 18](18_beyond_forward_and_backward.ipynb)
+# [← lesson 19](19_whole_matrix_optimizers.ipynb)
