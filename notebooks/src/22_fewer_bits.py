@@ -265,6 +265,8 @@ Table(
 import shutil
 import tempfile
 
+import torch.distributed.checkpoint as dcp
+
 from fsdp_utils import load_distributed, save_distributed
 
 
@@ -282,10 +284,20 @@ folder = [tempfile.mkdtemp() if rank == 0 else None]
 dist.broadcast_object_list(folder, src=0)
 save_distributed(folder[0], trained, step=3)
 load_distributed(folder[0], plain)
+assert all(p.full_tensor().equal(q.full_tensor()) for p, q in zip(trained.parameters(), plain.parameters()))
+zeros = two_layers(lambda w: 0 * w)
+dcp.save(trained.state_dict(), checkpoint_id=folder[0] + "/plain")
+try:
+    dcp.load(zeros.state_dict(), checkpoint_id=folder[0] + "/plain")
+    raise AssertionError("torch's own checkpoint loads without the class")
+except dcp.api.CheckpointException as error:
+    assert "Unsupported global: GLOBAL" in str(error)
+with torch.serialization.safe_globals([Float8]):
+    dcp.load(zeros.state_dict(), checkpoint_id=folder[0] + "/plain")
+assert all(p.full_tensor().equal(q.full_tensor()) for p, q in zip(trained.parameters(), zeros.parameters()))
 dist.barrier()
 if rank == 0:
     shutil.rmtree(folder[0])
-assert all(p.full_tensor().equal(q.full_tensor()) for p, q in zip(trained.parameters(), plain.parameters()))
 one = torch.ones(1, 256, device=device)                         # gathered again, after the steps
 assert distance(trained(one).detach(), plain(one).detach()) < 0.1
 int8 = nn.Module()
@@ -302,8 +314,10 @@ assert fully_shard(int8).codes.dtype is torch.int8
 # **Pad to the rows of rank 0.** `fsdp_pre_all_gather` gets the shard without padding, and all ranks must give
 # equally many bytes. Without padding only the ranks with fewer rows raise, and the others wait.
 #
-# Shards, optimizer and checkpoint see float32: a folded cell saves this model and loads it into one without
-# `Float8`. The price is that the codes and the decoded weight are in memory together, 1 + 2 bytes instead of
+# Shards and optimizer see float32. `save_distributed` writes plain float32, which a model without `Float8` can
+# load (a folded cell does). `dcp.save` pickles the class: to load, `torch.serialization.safe_globals([Float8])`.
+#
+# The price is that the codes and the decoded weight are in memory together, 1 + 2 bytes instead of
 # 2. A float8 matrix product would take the codes as they are.
 #
 # ## When it pays
@@ -738,6 +752,7 @@ def unpack(codes, scales):
 # | `must return all-gather inputs with the padded sharded size`, or a hang | a hook without padding | pad to rank 0's rows |
 # | `modified by an inplace operation` in backward | the hook wrote into `out` itself | `out.data.copy_` |
 # | `Invalid scalar type` | gloo and float8 | send `codes.view(torch.uint8)` |
+# | `Unsupported global` in `dcp.load` | the shards were saved as `Float8` | `torch.serialization.safe_globals([Float8])` |
 # | memory as without FSDP | quantised or decoded weights are cached | name them in the hook's tuple |
 # | no faster | all-gathers were hidden, or the products are small | measure exposed communication first |
 #
