@@ -142,7 +142,7 @@ def test_solved_turns_are_kept_and_counted(tmp_path: Path, monkeypatch: pytest.M
 def test_the_card_of_lesson_0_counts_the_turns_of_all_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_TRY_ANSWERS", "1")  # as if none were solved
     first, second = (lesson.card(n, learn="a", needs="b", minutes=(1, 2, 3)).data for n in (0, 1))
-    assert "All lessons: 0 of 36 turns solved." in first
+    assert "All lessons: 0 of 46 turns solved." in first
     assert "All lessons" not in second
 
 

@@ -910,4 +910,4 @@ def my_loss(total, targets):
 # the whole sequence, divide by the labels of all ranks and multiply by the ranks, and compare one step's
 # gradients with one process.
 #
-# [← lesson 20](20_experts.ipynb)
+# [← lesson 20](20_experts.ipynb) · [lesson 22 →](22_fewer_bits.ipynb)
