@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -64,13 +65,15 @@ class Message:
         warnings.simplefilter("always")
         self._log = io.StringIO()
         self._handler = logging.StreamHandler(self._log)
-        for name in ("", "torch", "transformers", "accelerate"):
-            logging.getLogger(name).addHandler(self._handler)
+        every = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+        self._loggers = [logging.root, *(logger for logger in every if not logger.propagate)]
+        for logger in self._loggers:
+            logger.addHandler(self._handler)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> bool:
         self._warned.__exit__(None, None, None)
-        for name in ("", "torch", "transformers", "accelerate"):
-            logging.getLogger(name).removeHandler(self._handler)
+        for logger in self._loggers:
+            logger.removeHandler(self._handler)
         self.text += self._log.getvalue() + "".join(f"{one.category.__name__}: {one.message}\n" for one in self._warnings)
         if error is not None:
             self.text += "".join(traceback.format_exception(error))
@@ -542,6 +545,18 @@ def kept_unsharded_tensor(message: Message) -> Names:
 
 
 @provoked
+def data_not_allocated(message: Message) -> Names:
+    model = sharded()
+    model(x)
+    model[0].unshard()
+    weight = model[0].weight
+    model[0].reshard()
+    with message:
+        weight.softmax(-1)
+    return locals()
+
+
+@provoked
 def grad_dtype_after_unfreezing(message: Message) -> Names:
     def make(frozen: bool) -> nn.Module:
         torch.manual_seed(0)
@@ -901,6 +916,7 @@ def connection_closed_by_peer(message: Message) -> Names:
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             raise ValueError("the error to look for")
+        time.sleep(0.5)  # until the other rank has closed its connections
         dist.all_reduce(torch.ones(2))
     return {"fresh": True, **locals()}
 
@@ -1298,6 +1314,17 @@ def no_grad_fn(message: Message) -> Names:
     block = nn.Linear(8, 8)
     with message:
         checkpoint(block, x, use_reentrant=True).sum().backward()
+    return locals()
+
+
+@provoked
+def device_map_auto(message: Message) -> Names:
+    accelerator_ = accelerator()
+    model = blocks()
+    model.hf_device_map = {"0": 0, "1": 1}  # what from_pretrained(device_map="auto") leaves on two GPUs
+    with message:
+        accelerator_.prepare(model, torch.optim.AdamW(model.parameters()))
+    model = blocks()
     return locals()
 
 

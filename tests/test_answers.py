@@ -151,3 +151,15 @@ def test_the_command_prints_the_answer_or_that_it_knows_none(tmp_path: Path) -> 
 def test_explain_needs_no_torch() -> None:
     code = "import sys; from fsdp_utils.answers import explain; explain('x'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def flattened_integers() -> None:
+    raise ValueError("Cannot flatten integer dtype tensors")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_the_last_line_of_a_known_error_of_run_on_ranks_names_the_entry() -> None:
+    with pytest.raises(ValueError, match="^Cannot flatten integer dtype tensors") as caught:
+        run_on_ranks(flattened_integers, world_size=1)
+    (line,) = caught.value.__notes__
+    assert line.startswith("Explained: cannot-flatten-integer-dtype in notebooks/answers.md, lesson 17. ")

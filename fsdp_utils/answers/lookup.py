@@ -10,7 +10,7 @@ from fsdp_utils._extras import need
 TABLE = Path(__file__).with_name("answers.yaml")
 MOST_CHARACTERS = 4_000_000  # of a log: more is cut off at its start, as errors stand at the end
 LONGEST_GAP = 400  # characters that … may stand for
-_COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]{1,8}m")  # a forum may have dropped the escape
 # what launchers write before a rank's line: [rank0]:, rank3:, [default0]:, 0: (srun), (Worker pid=12, ip=…)
 _PREFIX = re.compile(
     r"^[ \t]*(?:(?:\[(?:rank|default)?\d+\][:>]?|rank ?\d+:|\d{1,4}: |\([\w.:]+ pid=\d+[^)\n]*\))[ \t]?)+",
@@ -109,7 +109,8 @@ def explained_in_a_line(text: str) -> str:
     if not answers:
         return ""
     first = answers[0]
-    return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {first.cure}"
+    cure = first.cure.split(". ")[0].removesuffix(".")
+    return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {cure}."
 
 
 def _without_weaker(answers: list[Answer]) -> list[Answer]:
@@ -132,10 +133,12 @@ def _parts(message: str) -> list[str]:
 
 @functools.cache
 def _patterns() -> list[tuple[dict[str, Any], re.Pattern[str], list[str], list[str]]]:
-    """Return each entry with its pattern, the words of which one must be near, and its fixed parts."""
+    """Return each wording of each entry: its pattern, the words of which one must be near, its fixed parts."""
     found = []
     for entry in table()["messages"]:
-        parts = _parts(entry["message"])
-        pattern = re.compile((".{0,%d}?" % LONGEST_GAP).join(map(re.escape, parts)))
-        found.append((entry, pattern, [_normal(word) for word in entry.get("near", [])], parts))
+        near = [_normal(word) for word in entry.get("near", [])]
+        for wording in [entry["message"], *entry.get("also", [])]:
+            parts = _parts(wording)
+            gap = ".{0,%d}?" % LONGEST_GAP
+            found.append((entry, re.compile(gap.join(map(re.escape, parts))), near, parts))
     return found
