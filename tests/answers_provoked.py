@@ -1,7 +1,7 @@
 """Raises each message of fsdp_utils/answers/answers.yaml on two CPU ranks, then runs the entry's cure.
 
-A function has the name of its entry, with `_` for `-`. It raises the message inside `with message:` and returns
-the names that the cure's code uses. To add one, copy a short one.
+A function has the name of its entry, with `_` for `-`. It raises the message under `with message:` and returns the
+names that the cure's code uses. To add one, copy a short one.
 """
 
 import copy
@@ -10,13 +10,11 @@ import functools
 import io
 import logging
 import os
-import pickle
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,33 +22,24 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as sd
 import torch.distributed.tensor.parallel as tp
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._composable import checkpoint as composable_checkpoint  # noqa: F401
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
+    FSDPModule,  # noqa: F401  for a cure
     FullyShardedDataParallel,
-    MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-
-from fsdp_utils import shard
 
 Names = dict[str, Any]
 PROVOKED: dict[str, tuple[Callable[..., Names], float]] = {}  # by id: the function and the group's time limit
 FSDP = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
-ON_CPU = {"fsdp": FullyShardedDataParallel, "cpu": torch.device("cpu")}
 
 
 class Message:
@@ -74,7 +63,9 @@ class Message:
         self._warned.__exit__(None, None, None)
         for logger in self._loggers:
             logger.removeHandler(self._handler)
-        self.text += self._log.getvalue() + "".join(f"{one.category.__name__}: {one.message}\n" for one in self._warnings)
+        self.text += self._log.getvalue() + "".join(
+            f"{one.category.__name__}: {one.message}\n" for one in self._warnings
+        )
         if error is not None:
             self.text += "".join(traceback.format_exception(error))
         assert self.text, "nothing was raised, warned or logged"
@@ -90,7 +81,7 @@ def provoked(function: Callable[..., Names] | None = None, *, seconds: float = 3
 
 
 def run_one(name: str, code: str, folder: str) -> tuple[str, str]:
-    """Raise a message on this rank and run its cure; return both texts, the second empty where all is well."""
+    """Raise a message on this rank and run its cure; return the message, and what went wrong, mostly ""."""
     function, seconds = PROVOKED[name]
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -748,7 +739,11 @@ def mesh_names_and_shape(message: Message) -> Names:
 @provoked
 def meshes_without_common_root(message: Message) -> Names:
     model = blocks()
-    tp.parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {"0": tp.ColwiseParallel(), "1": tp.RowwiseParallel()})
+    tp.parallelize_module(
+        model,
+        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+        {"0": tp.ColwiseParallel(), "1": tp.RowwiseParallel()},
+    )
     with message:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     model = blocks()
@@ -1118,7 +1113,11 @@ def key_prefix_compile(message: Message) -> Names:
 
 @provoked
 def key_prefix_checkpoint_wrapper(message: Message) -> Names:
-    saved = {f"{i}._checkpoint_wrapped_module.{n}": t for i in range(2) for n, t in nn.Linear(8, 8).state_dict().items()}
+    saved = {
+        f"{i}._checkpoint_wrapped_module.{n}": t
+        for i in range(2)
+        for n, t in nn.Linear(8, 8).state_dict().items()
+    }
     model = blocks()
     with message:
         model.load_state_dict(saved)
@@ -1189,7 +1188,9 @@ def accelerate_no_layer_class(message: Message) -> Names:
 
     model = Words()
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
     with message:
         plugin.set_auto_wrap_policy(model)
@@ -1285,7 +1286,9 @@ def trainer_two_checkpointings(message: Message) -> Names:
     with message:
         transformers.Trainer(
             blocks(),
-            arguments(fsdp=True, fsdp_config={"activation_checkpointing": True}, activation_checkpointing=True),
+            arguments(
+                fsdp=True, fsdp_config={"activation_checkpointing": True}, activation_checkpointing=True
+            ),
         )
     return locals()
 

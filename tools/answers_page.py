@@ -19,9 +19,9 @@ Search this page for a part of your message (Ctrl-F), or let the library search:
 python -m fsdp_utils explain < traceback.txt
 ```
 
-Each message was raised, and its cure run, on two CPU ranks with {versions}, Accelerate 1.15 and transformers 5.23, by
-[tests/test_answers.py](../tests/test_answers.py); what CPUs cannot raise says so. In messages … stands for what
-varies; in code, `sd` is `torch.distributed.checkpoint.state_dict`, `dcp` `torch.distributed.checkpoint`, `tp`
+Each message was raised, and its cure run, on two CPU ranks with {versions}, Accelerate 1.15 and
+transformers 5.23, by [tests/test_answers.py](../tests/test_answers.py); what CPUs cannot raise says so.
+In messages … stands for what varies; in code, `sd` is `torch.distributed.checkpoint.state_dict`, `dcp` `torch.distributed.checkpoint`, `tp`
 `torch.distributed.tensor.parallel`, and `FSDP` is FSDP1's class. This page is made from
 [answers.yaml](../fsdp_utils/answers/answers.yaml) by `python tools/answers_page.py`.
 """
@@ -63,7 +63,9 @@ def page() -> str:
         if own := [entry for entry in table()["messages"] if entry["of"] == of]:
             parts += [f"\n## {of}\n", *(f"\n{message(entry)}" for entry in own)]
     parts += ["\n# Questions\n", *(f"\n{question(entry)}" for entry in table()["questions"])]
-    return "".join(parts).replace("\n# ", "\n## ").replace("\n## Messages", "\n## Messages, by who raises them")
+    return (
+        "".join(parts).replace("\n# ", "\n## ").replace("\n## Messages", "\n## Messages, by who raises them")
+    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from fsdp_utils._commands import new_parser, run
 from fsdp_utils.answers import explain
 
 NOTHING = (
-    "No message in this text is known. All that are known: notebooks/answers.md. If FSDP raised it, please file "
-    'it with the form "A message without an answer".'
+    "No message in this text is known. All that are known: notebooks/answers.md. If FSDP raised it, please "
+    'file it with the form "A message without an answer".'
 )
 
 
@@ -17,7 +17,9 @@ def main() -> int:
     """Print the answers; return 0, or 1 where nothing is known."""
     parser = new_parser("fsdp_utils explain", __doc__)
     parser.add_argument("--json", action="store_true", help="print the answers as JSON")
-    parser.add_argument("--all", action="store_true", help="print all that match, not the most specific alone")
+    parser.add_argument(
+        "--all", action="store_true", help="print all that match, not the most specific alone"
+    )
     parser.add_argument("file", nargs="?", help="the log; without it, standard input")
     options = parser.parse_args()
     if options.file is None:

@@ -133,12 +133,12 @@ def _parts(message: str) -> list[str]:
 
 @functools.cache
 def _patterns() -> list[tuple[dict[str, Any], re.Pattern[str], list[str], list[str]]]:
-    """Return each wording of each entry: its pattern, the words of which one must be near, its fixed parts."""
+    """Return each wording of an entry: its pattern, words of which one must be near, its fixed parts."""
     found = []
     for entry in table()["messages"]:
         near = [_normal(word) for word in entry.get("near", [])]
         for wording in [entry["message"], *entry.get("also", [])]:
             parts = _parts(wording)
-            gap = ".{0,%d}?" % LONGEST_GAP
+            gap = f".{{0,{LONGEST_GAP}}}?"
             found.append((entry, re.compile(gap.join(map(re.escape, parts))), near, parts))
     return found

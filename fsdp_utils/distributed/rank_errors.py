@@ -45,8 +45,9 @@ def unpack_error(packed: bytes, where: str) -> BaseException:
     if not isinstance(error, Exception):  # SystemExit and its like would end this process, quietly
         error = RuntimeError(f"{where}: {summary}")
     error.__cause__ = RankTraceback(f"{where}\n\n{text}")
-    if hasattr(error, "add_note") and (line := explained_in_a_line(text)):  # Python 3.10 has no notes
-        error.add_note(line)
+    add_note = getattr(error, "add_note", None)  # Python 3.10 has none
+    if add_note and (line := explained_in_a_line(text)):
+        add_note(line)
     return error
 
 
