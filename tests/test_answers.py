@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from fsdp_utils import run_on_ranks
+from fsdp_utils import record_collectives, run_on_ranks
 from fsdp_utils.answers import explain, table
 from tests import answers_provoked
 from tools.answers_page import PAGE, page
@@ -139,6 +143,74 @@ def test_what_has_nothing_to_do_with_it_is_not_claimed() -> None:
         explain("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 1")
         == []
     )
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_explain_puts_each_message_first(name: str) -> None:
+    entry = MESSAGES[name]
+    for wording in [entry["message"], *entry.get("also", [])]:
+        text = f"[rank1]: {' '.join(entry.get('near', [])[:1])}\n[rank1]: RuntimeError: {wording}"
+        assert explain(text.replace("…", "7"))[0].id == name
+
+
+# ---- the evidence of some questions ----------------------------------------------------------------------
+
+
+def steps_on_shards(kind: type[torch.optim.Optimizer], plain: bool) -> float:
+    """How far a step on shards is from the step of one process, relative to that step."""
+
+    def step(sharded: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, x = nn.Linear(8, 8, bias=False), torch.randn(16, 8)
+        if sharded:
+            fully_shard(model)
+        model(x).square().sum().backward()
+        weights = list(model.parameters())
+        if sharded and plain:
+            weights = [nn.Parameter(model.weight.detach().to_local())]
+            weights[0].grad = model.weight.grad.to_local()
+        kind(weights, lr=0.01, weight_decay=0.0).step()
+        return model.weight.full_tensor() if sharded else model.weight
+
+    torch.manual_seed(0)
+    begin, alone = nn.Linear(8, 8, bias=False).weight, step(sharded=False)
+    return ((step(sharded=True) - alone).norm() / (alone - begin).norm()).item()
+
+
+def running_means() -> list[float]:
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(4, 8))
+    return model[1].running_mean.tolist()
+
+
+def averages() -> int:
+    model = fully_shard(nn.Linear(8, 8))
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with record_collectives(model) as trace:
+        for name, p in model.named_parameters():
+            average[name].lerp_(p.detach(), 0.1)
+    return len(trace.collectives)
+
+
+def evidence() -> dict[str, Any]:
+    kinds = {"AdamW": torch.optim.AdamW, "Muon": torch.optim.Muon}
+    off = {
+        (name, plain): steps_on_shards(kind, plain) for name, kind in kinds.items() for plain in (False, True)
+    }
+    return {"off": off, "means": running_means(), "sent": averages()}
+
+
+def test_questions_whose_evidence_is_here() -> None:
+    first, second = run_on_ranks(evidence, world_size=2)
+    assert first["off"]["AdamW", False] < 1e-5
+    assert first["off"]["AdamW", True] < 1e-5
+    assert first["off"]["Muon", True] > 0.1
+    assert first["means"] != second["means"]
+    assert first["sent"] == 0
+
+
+# ---- the command -----------------------------------------------------------------------------------------
 
 
 def command(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:

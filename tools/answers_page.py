@@ -21,9 +21,9 @@ python -m fsdp_utils explain < traceback.txt
 
 Each message was raised, and its cure run, on two CPU ranks with {versions}, Accelerate 1.15 and
 transformers 5.23, by [tests/test_answers.py](../tests/test_answers.py); what CPUs cannot raise says so.
-In messages … stands for what varies; in code, `sd` is `torch.distributed.checkpoint.state_dict`, `dcp` `torch.distributed.checkpoint`, `tp`
-`torch.distributed.tensor.parallel`, and `FSDP` is FSDP1's class. This page is made from
-[answers.yaml](../fsdp_utils/answers/answers.yaml) by `python tools/answers_page.py`.
+In messages … stands for what varies; in code, `sd` is `torch.distributed.checkpoint.state_dict`, `dcp`
+`torch.distributed.checkpoint`, `tp` `torch.distributed.tensor.parallel`, and `FSDP` is FSDP1's class.
+This page is made from [answers.yaml](../fsdp_utils/answers/answers.yaml) by `python tools/answers_page.py`.
 """
 ORDER = ["FSDP2", "FSDP1", "DTensor", "DeviceMesh", "torch", "DCP", "state dict", "gloo", "NCCL", "CUDA"]
 ORDER += ["torchrun", "Accelerate", "transformers", "peft", "torchao"]
