@@ -4,6 +4,7 @@ A function has the name of its entry, with `_` for `-`. It raises the message un
 returns the names that the cure's code uses. To add one, copy a short one.
 """
 
+import contextlib
 import copy
 import datetime
 import functools
@@ -264,6 +265,27 @@ def fsdp1_clip_on_inner(message: Message) -> Names:
     model(x).sum().backward()
     with message:
         model.module[0].clip_grad_norm_(1.0)
+    return locals()
+
+
+@provoked
+def fsdp1_training_state(message: Message) -> Names:
+    class Accumulating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with roots[0].no_sync() if roots else contextlib.nullcontext():
+                return self.linear(x)
+
+    roots: list[Any] = []
+    model = FSDP(Accumulating())
+    roots.append(model)
+    with message, contextlib.redirect_stderr(io.StringIO()):  # FSDP1 also prints the stack
+        model(x)
+    roots.clear()
+    model = FSDP(Accumulating())
     return locals()
 
 
@@ -608,7 +630,7 @@ def limit_all_gathers_of_fsdp2(message: Message) -> Names:
 
 
 @provoked
-def dtypes_of_policy_on_root_alone(message: Message) -> Names:
+def dtypes_under_fsdp_policy(message: Message) -> Names:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
     def make() -> nn.Module:
