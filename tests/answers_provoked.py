@@ -725,6 +725,52 @@ def copy_out_of_meta(message: Message) -> Names:
     return locals()
 
 
+@provoked
+def full_tensor_of_a_plain_tensor(message: Message) -> Names:
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    with message:
+        [tensor.full_tensor() for tensor in model.state_dict().values()]
+    return locals()
+
+
+@provoked
+def full_tensor_of_a_gathered_root(message: Message) -> Names:
+    model = sharded(Words().head)
+    with torch.no_grad():
+        model(x)
+    with message:
+        model.weight.full_tensor()
+    return locals()
+
+
+@provoked
+def premul_sum_with_gloo(message: Message) -> Names:
+    model = fully_shard(nn.Linear(8, 8))
+    model.set_gradient_divide_factor(8)
+    with message:
+        model(x).sum().backward()
+    model = fully_shard(nn.Linear(8, 8))
+    model.set_gradient_divide_factor(8)
+    return locals()
+
+
+@provoked
+def muon_two_dimensions(message: Message) -> Names:
+    model = sharded()
+    with message:
+        torch.optim.Muon(model.parameters())
+    return locals()
+
+
+@provoked
+def muon_fewer_rows_than_ranks(message: Message) -> Names:
+    model = fully_shard(nn.Linear(8, 1, bias=False))
+    model(x).sum().backward()
+    with message:
+        torch.optim.Muon(model.parameters()).step()
+    return locals()
+
+
 # ---- meshes and tensor parallel --------------------------------------------------------------------------
 
 
