@@ -28,6 +28,7 @@ test: setup .venv/made-for-test
 lessons: setup
 	@$(VENV_PYTHON) tools/build_lessons.py $(ONLY)
 	@$(VENV_PYTHON) tools/claims_page.py
+	@$(VENV_PYTHON) tools/answers_page.py
 
 # which turns you have solved
 progress: setup

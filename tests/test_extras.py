@@ -33,7 +33,9 @@ CASES = [  # a program, the package that it misses, and the extra that has it
         "train",
     ),
     ("from fsdp_utils.integrations import transformers", "transformers", "train"),
+    ("from fsdp_utils.answers import explain; explain('')", "yaml", "notebooks"),
     ("command('translate', 'config.yaml')", "yaml", "notebooks"),
+    ("command('explain', 'config.json')", "yaml", "notebooks"),
     ("command('train', '--out', '.')", "jsonargparse", "train"),
     ("from fsdp_utils.integrations.lightning import *; MemoryCallback()", "lightning", "lightning"),
 ]

@@ -114,6 +114,13 @@ def test_the_rank_that_failed_first_is_shown_not_those_it_took_along(four: Noteb
     assert failed.error == "RankError: rank 1 raised KeyError: 1"
 
 
+def test_the_last_line_of_a_known_error_names_its_answer(four: Notebook) -> None:
+    failed = four.run("%%ranks\nraise ValueError('Cannot flatten integer dtype tensors')")
+    assert failed.error == "RankError: all ranks raised ValueError: Cannot flatten integer dtype tensors"
+    last = failed.traceback.splitlines()[-1]
+    assert last.startswith("Explained: cannot-flatten-integer-dtype in notebooks/answers.md, lesson 17.")
+
+
 def test_a_rank_that_loops_is_freed_when_another_fails(four: Notebook) -> None:
     failed = four.run("%%ranks\nif rank == 1:\n    raise KeyError('k')\nwhile True:\n    pass")
     assert failed.error == "RankError: rank 1 raised KeyError: 'k'"

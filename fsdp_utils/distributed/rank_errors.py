@@ -8,6 +8,8 @@ from typing import Any
 
 import cloudpickle
 
+from fsdp_utils.answers import explained_in_a_line
+
 send_finding: Callable[[Any], None] | None = None  # set on a rank of run_on_ranks
 
 
@@ -29,7 +31,10 @@ def pack_error(error: BaseException) -> bytes:
 
 
 def unpack_error(packed: bytes, where: str) -> BaseException:
-    """Return the exception, or a RuntimeError with its text; its cause holds the original traceback."""
+    """Return the exception, or a RuntimeError with its text; its cause holds the original traceback.
+
+    The last line of a known error names its entry on the page "Answers".
+    """
     body, summary, text = pickle.loads(packed)
     try:
         error = pickle.loads(body)
@@ -40,6 +45,9 @@ def unpack_error(packed: bytes, where: str) -> BaseException:
     if not isinstance(error, Exception):  # SystemExit and its like would end this process, quietly
         error = RuntimeError(f"{where}: {summary}")
     error.__cause__ = RankTraceback(f"{where}\n\n{text}")
+    add_note = getattr(error, "add_note", None)  # Python 3.10 has none
+    if add_note and (line := explained_in_a_line(text)):
+        add_note(line)
     return error
 
 

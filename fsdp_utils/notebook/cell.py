@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
+from fsdp_utils.answers import explained_in_a_line
 from fsdp_utils.distributed.rank_processes import Ended
 from fsdp_utils.notebook import output
 from fsdp_utils.notebook.cluster import STREAMS, Call, CallError, Cluster, Interrupts
@@ -229,7 +230,8 @@ class Cell:
                 "",
             ]
         message = f"{label} raised {cause['name']}: {cause['message']}"
-        raise RankError(message, "\n".join([*details, note]).rstrip(), cause["where"])
+        known = explained_in_a_line(f"{cause['text']}\n{cause['name']}: {cause['message']}")
+        raise RankError(message, "\n".join([*details, note, known]).rstrip(), cause["where"])
 
     def _where_stood(self, some: list[int], exits: Mapping[int, Ended]) -> list[str]:
         lines = []

@@ -1,0 +1,8 @@
+"""Error messages of FSDP and what to do about them: a table, and a search for a pasted traceback in it.
+
+answers.yaml holds the messages and the questions, lookup.py finds messages in a text. Needs no torch.
+"""
+
+from fsdp_utils._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,0 +1,144 @@
+"""Finds the messages of answers.yaml in a pasted traceback or in the log of a job."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_utils._extras import need
+
+TABLE = Path(__file__).with_name("answers.yaml")
+MOST_CHARACTERS = 4_000_000  # of a log: more is cut off at its start, as errors stand at the end
+LONGEST_GAP = 400  # characters that … may stand for
+_COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]{1,8}m")  # a forum may have dropped the escape
+# what launchers write before a rank's line: [rank0]:, rank3:, [default0]:, 0: (srun), (Worker pid=12, ip=…)
+_PREFIX = re.compile(
+    r"^[ \t]*(?:(?:\[(?:rank|default)?\d+\][:>]?|rank ?\d+:|\d{1,4}: |\([\w.:]+ pid=\d+[^)\n]*\))[ \t]?)+",
+    re.IGNORECASE | re.MULTILINE,
+)
+_DROPPED = re.compile(r"[\s\"'`‘’“”\\]+")  # noqa: RUF001  wrapped lines and quotes that a forum has changed
+
+
+class Answer(NamedTuple):
+    """A message that was found, and what to do.
+
+    Attributes:
+        id: The entry's name, and its heading on the page "Answers".
+        message: The message as raised; … stands for what varies.
+        of: Who raises it.
+        means: What it says, in a sentence.
+        cause: Where it comes from.
+        cure: What to do.
+        lesson: The lesson that explains it.
+        code: The cure in code, or "".
+        warns: Whether it is a warning only.
+        follows: Whether it is mostly the consequence of an error on another rank.
+    """
+
+    id: str
+    message: str
+    of: str
+    means: str
+    cause: str
+    cure: str
+    lesson: int
+    code: str = ""
+    warns: bool = False
+    follows: bool = False
+
+    def __str__(self) -> str:
+        code = "".join(f"    {line}\n" for line in self.code.splitlines())
+        return (
+            f"{self.id} ({self.of})\n"
+            f"Message: {self.message}\n"
+            f"Means:   {self.means}\n"
+            f"Cause:   {self.cause}\n"
+            f"Cure:    {self.cure}\n{code}"
+            f"Lesson:  {self.lesson}, and notebooks/answers.md#{self.id}"
+        )
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """Return answers.yaml, with its keys `messages` and `questions`.
+
+    Raises:
+        ModuleNotFoundError: PyYAML is not installed; says how to install it.
+    """
+    yaml = need("yaml", "notebooks")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
+    return yaml.load(TABLE.read_text(encoding="utf-8"), loader)
+
+
+def explain(text: str) -> list[Answer]:
+    """Find the known messages in a traceback or log.
+
+    Args:
+        text: As pasted: colors, rank prefixes and wrapped lines do not matter.
+
+    Returns:
+        What was found, the most specific message first and consequences of another rank's error last; empty
+        where no message is known.
+
+    Raises:
+        ModuleNotFoundError: PyYAML is not installed; says how to install it.
+
+    Example::
+
+        for answer in explain("ValueError: Cannot flatten integer dtype tensors")[:1]:
+            print(answer.cure)
+    """
+    text = _normal(_PREFIX.sub("", _COLORS.sub("", text[-MOST_CHARACTERS:])))
+    found = []
+    for entry, pattern, near, letters in _patterns():
+        if any(part not in text for part in letters) or (near and not any(word in text for word in near)):
+            continue
+        if match := pattern.search(text):
+            answer = Answer(**{key: entry[key] for key in entry.keys() & set(Answer._fields)})
+            rank = answer.follows, answer.warns, -sum(map(len, letters)), match.start()
+            found.append((rank, answer))
+    return _without_weaker([answer for _, answer in sorted(found, key=lambda one: one[0])])
+
+
+def explained_in_a_line(text: str) -> str:
+    """Return one line that names the entry of an error's text, or "" where there is none or no PyYAML."""
+    try:
+        answers = explain(text)
+    except ModuleNotFoundError:
+        return ""
+    if not answers:
+        return ""
+    first = answers[0]
+    cure = first.cure.split(". ")[0].removesuffix(".")
+    return f"Explained: {first.id} in notebooks/answers.md, lesson {first.lesson}. {cure}."
+
+
+def _without_weaker(answers: list[Answer]) -> list[Answer]:
+    """Leave out a message that is a part of a more specific one before it."""
+    kept: list[Answer] = []
+    for answer in answers:
+        words = _parts(answer.message)
+        if not any(all(any(word in part for part in _parts(one.message)) for word in words) for one in kept):
+            kept.append(answer)
+    return kept
+
+
+def _normal(text: str) -> str:
+    return _DROPPED.sub("", text).lower()
+
+
+def _parts(message: str) -> list[str]:
+    return [part for part in map(_normal, message.split("…")) if part]
+
+
+@functools.cache
+def _patterns() -> list[tuple[dict[str, Any], re.Pattern[str], list[str], list[str]]]:
+    """Return each wording of an entry: its pattern, words of which one must be near, its fixed parts."""
+    found = []
+    for entry in table()["messages"]:
+        near = [_normal(word) for word in entry.get("near", [])]
+        for wording in [entry["message"], *entry.get("also", [])]:
+            parts = _parts(wording)
+            gap = f".{{0,{LONGEST_GAP}}}?"
+            found.append((entry, re.compile(gap.join(map(re.escape, parts))), near, parts))
+    return found

@@ -1,0 +1,260 @@
+"""Each message of the table is raised as written and its cure runs; tracebacks of others are found in it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_utils import record_collectives, run_on_ranks
+from fsdp_utils.answers import explain, table
+from tests import answers_provoked
+from tools.answers_page import PAGE, page
+
+ROOT = Path(__file__).resolve().parent.parent
+MESSAGES = {entry["id"]: entry for entry in table()["messages"]}
+QUESTIONS = table()["questions"]
+RAISED = [name for name, entry in MESSAGES.items() if "only_with" not in entry]
+PASTED = yaml.safe_load((ROOT / "tests" / "data" / "tracebacks.yaml").read_text(encoding="utf-8"))
+OF = {"FSDP1", "FSDP2", "DTensor", "DeviceMesh", "DCP", "state dict", "gloo", "NCCL", "CUDA", "torch"}
+OF |= {"Accelerate", "transformers", "peft", "torchao"}
+
+
+@pytest.fixture(scope="module")
+def raised(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, str]]]:
+    """By id: what each rank raised, and what went wrong in the cure; of the tests that were selected."""
+    wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    names = [name for name in RAISED if name in wanted and name in answers_provoked.PROVOKED]
+    cases = [(name, MESSAGES[name]["code"]) for name in names]
+    ranks = run_on_ranks(answers_provoked.run_all, cases, world_size=2, timeout=110)
+    return {name: [rank[name] for rank in ranks] for name in names}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", [name for name in RAISED if name in answers_provoked.PROVOKED])
+def test_a_message_is_raised_as_written_and_its_cure_runs(
+    name: str, raised: dict[str, list[tuple[str, str]]]
+) -> None:
+    texts = [text for text, _ in raised[name]]
+    assert [wrong for _, wrong in raised[name] if wrong] == []
+    assert any(is_in(MESSAGES[name]["message"], text) for text in texts), texts
+    first = [explain(text)[0].id for text in texts if is_in(MESSAGES[name]["message"], text)]
+    assert set(first) == {name}
+
+
+def is_in(message: str, text: str) -> bool:
+    """Whether a text has the message letter by letter, but for line breaks."""
+    parts = [re.escape(" ".join(part.split())) for part in message.split("…")]
+    return bool(re.search(".*?".join(parts), " ".join(text.split())))
+
+
+def test_a_rank_that_gloo_ends_leaves_its_message(capfd: pytest.CaptureFixture[str]) -> None:
+    """gloo throws in a thread of its own, which ends the process: nothing can be caught."""
+    entry = MESSAGES["received-data-size"]
+    with pytest.raises(RuntimeError, match=r"rank . was killed by SIGABRT|closed|Timed out"):
+        run_on_ranks(answers_provoked.differing_sizes, world_size=2, timeout=20)
+    assert is_in(entry["message"].rstrip(), capfd.readouterr().err)
+    run_on_ranks(answers_provoked.run_code, entry["code"], world_size=2, timeout=30)
+
+
+def test_every_message_has_a_test_or_says_why_it_has_none() -> None:
+    tested = {*answers_provoked.PROVOKED, "received-data-size"}
+    assert [name for name in RAISED if name not in tested] == []
+    assert [name for name in tested if name not in RAISED] == []
+    for name, entry in MESSAGES.items():
+        compile(entry.get("code", ""), name, "exec")
+        assert ("only_with" in entry) != ("code" in entry), name
+        assert re.match(r"(CUDA|torchao|torchrun): \S+, \S+", entry.get("only_with", "CUDA: file, symbol")), (
+            name
+        )
+
+
+def test_the_table_is_large_and_whole() -> None:
+    assert len(MESSAGES) == len(table()["messages"])  # no name twice
+    assert len(RAISED) >= 70
+    assert len(QUESTIONS) >= 40
+    for entry in MESSAGES.values():
+        assert entry["of"] in OF
+        assert 0 <= entry["lesson"] <= 22
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry["id"])
+        assert all(entry[key].strip().endswith((".", ")", "`", ":")) for key in ("means", "cause", "cure"))
+        fixed = re.sub(r"[\s…]", "", entry["message"])
+        assert len(fixed) >= (12 if "near" in entry else 16), entry["id"]
+    for entry in QUESTIONS:
+        assert entry.keys() >= {"question", "answer", "evidence", "lesson"}
+        assert entry["question"].endswith("?")
+
+
+def test_evidence_that_is_named_exists() -> None:
+    for entry in QUESTIONS:
+        for path in re.findall(
+            r"\b(?:tests|notebooks|benchmarks|fsdp_utils)/[\w./]+\.\w+", entry["evidence"]
+        ):
+            assert (ROOT / path).exists(), (entry["question"], path)
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python tools/answers_page.py"
+
+
+@pytest.mark.parametrize("pasted", PASTED, ids=lambda pasted: pasted["source"].rpartition("/")[2])
+def test_a_pasted_traceback_is_found_or_not_claimed(pasted: dict[str, Any]) -> None:
+    found = [answer.id for answer in explain(pasted["text"])]
+    assert found[:1] == [pasted["id"]] if pasted["id"] else found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\x1b[31m[rank0]: ValueError: Cannot flatten\x1b[0m\n[rank0]: integer dtype tensors",
+        "[default3]:ValueError: Cannot flatten integer dtype ten\n[default3]:sors",
+        "(RayTrainWorker pid=123, ip=10.0.0.1) ValueError: CANNOT flatten integer  dtype tensors",
+        "0: ValueError: Cannot flatten integer dtype tensors\n1: ValueError: Cannot flatten integer dtype",
+    ],
+)
+def test_colors_prefixes_and_wrapped_lines_do_not_matter(text: str) -> None:
+    assert [answer.id for answer in explain(text)] == ["cannot-flatten-integer-dtype"]
+
+
+def test_an_error_comes_before_its_consequences() -> None:
+    consequence = "[rank1]: RuntimeError: [../pair.cc:553] Connection closed by peer [127.0.0.1]:45992"
+    cause = "[rank0]: ValueError: Cannot flatten integer dtype tensors"
+    ids = [answer.id for answer in explain(f"{consequence}\n{cause}")]
+    assert ids == ["cannot-flatten-integer-dtype", "connection-closed-by-peer"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "KeyError: 'loss'",
+        "ValueError: expected 3 values",
+        "RuntimeError: CUDA error: misaligned address",
+        "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and Half",
+        "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 1",
+        'File "torch/optim/adam.py", in step\n  loss = closure()\n'
+        "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 1",
+        "in forward\nRuntimeError: shape '[4, 2, 4]' is invalid for input of size 16",
+        "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn",
+        "ValueError: invalid truth value maybe",
+        "The module 'weights' does not have a method generate",
+    ],
+)
+def test_what_has_nothing_to_do_with_it_is_not_claimed(text: str) -> None:
+    assert explain(text) == []
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_explain_puts_each_message_first(name: str) -> None:
+    entry = MESSAGES[name]
+    for wording in [entry["message"], *entry.get("also", [])]:
+        text = f"[rank1]: {' '.join(entry.get('near', [])[:1])}\n[rank1]: RuntimeError: {wording}"
+        assert explain(text.replace("…", "7"))[0].id == name
+
+
+# ---- the evidence of some questions ----------------------------------------------------------------------
+
+
+def steps_on_shards(kind: type[torch.optim.Optimizer], plain: bool) -> float:
+    """How far a step on shards is from the step of one process, relative to that step."""
+
+    def step(sharded: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, x = nn.Linear(8, 8, bias=False), torch.randn(16, 8)
+        if sharded:
+            fully_shard(model)
+        model(x).square().sum().backward()
+        weights = list(model.parameters())
+        if sharded and plain:
+            weights = [nn.Parameter(model.weight.detach().to_local())]
+            weights[0].grad = model.weight.grad.to_local()
+        kind(weights, lr=0.01, weight_decay=0.0).step()
+        return model.weight.full_tensor() if sharded else model.weight
+
+    torch.manual_seed(0)
+    begin, alone = nn.Linear(8, 8, bias=False).weight, step(sharded=False)
+    return ((step(sharded=True) - alone).norm() / (alone - begin).norm()).item()
+
+
+def running_means() -> list[float]:
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(4, 8))
+    return model[1].running_mean.tolist()
+
+
+def averages() -> int:
+    model = fully_shard(nn.Linear(8, 8))
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with record_collectives(model) as trace:
+        for name, p in model.named_parameters():
+            average[name].lerp_(p.detach(), 0.1)
+    return len(trace.collectives)
+
+
+def evidence() -> dict[str, Any]:
+    kinds = {"AdamW": torch.optim.AdamW, "Muon": torch.optim.Muon}
+    off = {
+        (name, plain): steps_on_shards(kind, plain) for name, kind in kinds.items() for plain in (False, True)
+    }
+    return {"off": off, "means": running_means(), "sent": averages()}
+
+
+def test_questions_whose_evidence_is_here() -> None:
+    first, second = run_on_ranks(evidence, world_size=2)
+    assert first["off"]["AdamW", False] < 1e-5
+    assert first["off"]["AdamW", True] < 1e-5
+    assert first["off"]["Muon", True] > 0.1
+    assert first["means"] != second["means"]
+    assert first["sent"] == 0
+
+
+# ---- the command -----------------------------------------------------------------------------------------
+
+
+def command(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "fsdp_utils", "explain", *arguments]
+    return subprocess.run(line, input=text, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+def test_the_command_prints_the_answer_or_that_it_knows_none(tmp_path: Path) -> None:
+    text = "[rank0]: ValueError: Cannot flatten integer dtype tensors"
+    done = command(text=text)
+    assert done.returncode == 0
+    assert "cannot-flatten-integer-dtype (FSDP1)" in done.stdout
+    assert "Lesson:  17" in done.stdout
+    (tmp_path / "log").write_text(text)
+    assert (
+        json.loads(command("--json", str(tmp_path / "log")).stdout)[0]["id"] == "cannot-flatten-integer-dtype"
+    )
+    done = command(text="KeyError: 'loss'")
+    assert done.returncode == 1
+    assert "No message in this text is known" in done.stdout
+    assert "can be read" in command(str(tmp_path / "none")).stderr
+
+
+def test_explain_needs_no_torch() -> None:
+    code = (
+        "import sys; from fsdp_utils.answers import explain; explain('x'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def flattened_integers() -> None:
+    raise ValueError("Cannot flatten integer dtype tensors")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_the_last_line_of_a_known_error_of_run_on_ranks_names_the_entry() -> None:
+    with pytest.raises(ValueError, match=r"^Cannot flatten integer dtype tensors") as caught:
+        run_on_ranks(flattened_integers, world_size=1)
+    (line,) = caught.value.__notes__
+    assert line.startswith("Explained: cannot-flatten-integer-dtype in notebooks/answers.md, lesson 17. ")
