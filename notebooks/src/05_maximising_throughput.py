@@ -2,9 +2,9 @@
 # # 5 · Maximising throughput
 #
 # Which batch size should you take? **Measure samples per second, and leave out each size that still has
-# retries after a few steps.** (A retry: cudaMalloc fails, so the allocator gives back what it can of its
-# cache and asks again.) On an H200 a step with retries took 2 to 46% longer than a step of the same batch
-# without. `find_batch_size(step)` searches for you.
+# retries after a few steps.** (A cudaMalloc retry: cudaMalloc fails, so the allocator gives back what it can
+# of its cache and asks again.) On an H200 a step with retries took 2 to 46% longer than a step of the same
+# batch without. `find_batch_size(step)` searches for you.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
