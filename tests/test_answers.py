@@ -101,6 +101,21 @@ def test_evidence_that_is_named_exists() -> None:
             assert (ROOT / path).exists(), (entry["question"], path)
 
 
+def test_headings_of_lessons_that_are_named_exist() -> None:
+    named = r"[Ll]esson (\d+)((?:(?:,| and)(?: turn \d,)? \"[^\"]+\")+)"
+    found, missing = 0, []
+    for entry in QUESTIONS:
+        for number, names in re.findall(named, entry["evidence"]):
+            (lesson,) = (ROOT / "notebooks" / "src").glob(f"{int(number):02}_*.py")
+            headings = re.findall(
+                r"^# ##+ (?:Your turn \d · )?(.+)$", lesson.read_text(encoding="utf-8"), re.M
+            )
+            found += 1
+            missing += [(number, name) for name in re.findall(r"\"([^\"]+)\"", names) if name not in headings]
+    assert missing == []
+    assert found > 40
+
+
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python tools/answers_page.py"
 
