@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 20 · Experts
 #
-# In a mixture of experts, each token uses one or two of many experts. Who gathers an expert, and where is it
+# In a mixture of experts, each token uses a few of many experts. Who gathers an expert, and where is it
 # computed? **Under FSDP every rank gathers all experts of a block, also those that its tokens don't use: keep
 # them in one parameter and make the block the unit. Where gathering them takes too much memory or time, give
 # each rank some of the experts and send it their tokens: expert parallelism.**
@@ -48,7 +48,7 @@ lesson.card(
     learn="train a mixture of experts under FSDP without mixing up experts, and divide experts among ranks",
     needs="[lesson 1](01_transformer_wrapper.ipynb); for the second half [lesson 16](16_two_dimensions.ipynb)",
     ranks="4 on the CPU (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 13, 27),
+    minutes=(1, 27, 16),
 )
 
 # %% [markdown]
@@ -118,13 +118,13 @@ lesson.card(
 # computes with wrong weights, the second with right weights and trains with wrong gradients. Only the third
 # equals one process.
 #
-# ## Why the experts were glued together
+# ## Why the weights were mixed
 #
 # FSDP pairs collectives by their order ([lesson 15](15_when_it_hangs.ipynb)). If each expert is a unit, rank
 # 0 gathers expert 0 while rank 1 gathers expert 1. Both issue one all-gather of the same size, so the two
 # calls are paired, and each rank sends its rows of *its* expert. The next cell fills expert `e` with the
-# number `e`, gives it a token whose features are all 1/48, and so gets the mean of each row of the weight that
-# each rank computes with.
+# number `e`, gives it a token whose features are all 1/48, and so gets the mean of each row of the weight
+# that each rank computes with.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -197,9 +197,9 @@ plots.show(fig, alt="With a unit for each expert, each rank computes with rows o
 
 # %% [markdown]
 # Rows 0 to 11 are from expert 0, the next from expert 1, and so on: every rank computes with the same
-# mixture, and none with its expert. In backward the same happens to the gradients. `check_in_step` stops at
-# the first such call and names the unit of each rank: `rank 0: all_gather …, for experts.0`, `rank 1:
-# all_gather …, for experts.1`.
+# mixture, and none with its expert. In backward the same happens to the gradients. `check_in_step` ([lesson
+# 15](15_when_it_hangs.ipynb)) reports the first such call with the unit of each rank: `rank 0: all_gather …,
+# for experts.0`, `rank 1: all_gather …, for experts.1`.
 #
 # With the block as the unit, all ranks gather all experts, and the output is right. The gradients still go
 # wrong: FSDP2 puts into its reduce-scatter the parameters of the unit that **got a gradient**. On rank 0 that
@@ -207,14 +207,14 @@ plots.show(fig, alt="With a unit for each expert, each rank computes with rows o
 # see this one: both ranks reduce the same unit, with the same number of bytes. Where the ranks use different
 # *numbers* of experts, the sizes differ as well: the training hangs, or gloo ends it with an error. FSDP1 had
 # only the first trap: its unit is one flat parameter, which always has a gradient. So a model that trained
-# rightly under FSDP1 goes wrong under FSDP2, without a word.
+# rightly under FSDP1 can go wrong under FSDP2, in each step in which a rank leaves out an expert that another
+# uses.
 #
 # ## Three ways to give every expert a gradient
 #
 # - **`model.set_reduce_scatter_unused_params(True)`** after `fully_shard` (FSDP2, as of torch 2.13): a parameter
 #   without a gradient joins with zeros.
-# - **Call every expert**, also with no tokens: the gradient of zero rows is zero, not missing. Drop the test for
-#   empty experts, or add `0 * expert(x[:1]).sum()` to the output. This also mends units of single experts.
+# - **Call every expert**, also with no tokens: the gradient of zero rows is zero, not missing. This also mends units of single experts (turn 1).
 # - **One parameter for all experts**, `f32[experts, in, out]`. Indexing one expert gives a gradient for the whole
 #   parameter. transformers 5 stores Mixtral, Qwen3-MoE and others in this way; in version 4 each of their
 #   experts was a module.
@@ -295,9 +295,9 @@ Table(
 #
 # ## More ranks than experts
 #
-# One parameter `f32[experts, in, out]` is cut along dimension 0 by default: between experts. With fewer
-# experts than ranks, some ranks get none of it and the all-gather sends padding. `shard_placement_fn` chooses
-# another dimension, which the ranks have to divide.
+# One parameter `f32[experts, in, out]` is cut along dimension 0 by default: between experts, not through each
+# as in the first figure. With fewer experts than ranks, some ranks get none of it and the all-gather sends
+# padding. `shard_placement_fn` chooses another dimension, which the ranks have to divide.
 
 # %% tags=["few"]
 # %%ranks
@@ -310,8 +310,8 @@ for placement in (Shard(0), Shard(1)):
     with record_collectives(block) as trace:
         block(torch.ones(8, 48), torch.zeros(8).long()).sum().backward()
     held = [None] * world
-    dist.all_gather_object(held, block.weight.to_local().nbytes // 1024)
-    rows.append([str(placement), ", ".join(map(str, held)), round(sum(e.sent_bytes for e in trace.collectives) / 1024)])
+    dist.all_gather_object(held, block.weight.to_local().nbytes / 1024)
+    rows.append([str(placement), ", ".join(f"{kib:g}" for kib in held), round(sum(e.sent_bytes for e in trace.collectives) / 1024)])
 
 # %%
 rows = ranks.get("rows")[0]
@@ -319,18 +319,17 @@ assert rows[0][2] > rows[1][2]
 Table(["placement", "KiB that each rank holds", "KiB that a rank sends"], rows)
 
 # %% [markdown]
-# `Shard(1)` gives each rank the same share and halves what is sent, for one more copy at each all-gather.
+# `Shard(1)` gives each rank the same share and halves what is sent, for one more copy at each collective.
 # `fsdp_utils.shard` chooses it where rows would be padded by more than 5%.
 #
 # ## Send the tokens instead
 #
-# Under FSDP a rank has to hold *all* experts of a block in order to compute it. In **expert parallelism** (EP)
-# each rank keeps `experts / ep` of them, and the tokens travel: an all-to-all brings each row to the rank that
-# holds its expert, and another brings the result back. The rest of the model stays under FSDP on all ranks.
-# The mesh has two dimensions, as in lesson 16: "ep", along which experts are divided, and "fsdp", along which
-# each rank's experts are sharded as before. So a layer has two units: `fully_shard(experts)` on "fsdp" inside
-# `fully_shard(layer)` on all ranks. All of this is FSDP2. (`shard_placement_fn` may also return a mesh for a
-# parameter, in a `ShardPlacementResult`; torch 2.13 documents this class and does not export it yet.)
+# Under FSDP a rank has to hold *all* experts of a block in order to compute it. In **expert parallelism**
+# (EP) each rank keeps `experts / ep` of them, and the tokens travel: an all-to-all brings each row to the
+# rank that holds its expert, and another brings the result back. The rest of the model stays under FSDP on
+# all ranks. The mesh has two dimensions, as in lesson 16: "ep", along which experts are divided, and "fsdp",
+# along which each rank's experts are sharded as before. So a layer has two units: `fully_shard(experts)` on
+# "fsdp" inside `fully_shard(layer)` on all ranks. All of this is FSDP2.
 
 # %% tags=["parallel"]
 # %%ranks
@@ -391,8 +390,9 @@ def parallel(ep, divide=True, seed=0):
 
 # %% [markdown]
 # `F.grouped_mm` computes `rows[a:b] @ weight[e]` for all experts in one call; `ends` says where the rows of
-# each expert end. (On a GPU its documentation expects bfloat16.) `all_to_all_single` is differentiable: its
-# backward sends the gradients back. The next cell compares with one process, and counts.
+# each expert end. (On a GPU its documentation expects bfloat16.) `all_to_all_single` is differentiable (in
+# torch 2.13; a private module): its backward sends the gradients back. The next cell compares with one
+# process, and counts.
 
 # %% tags=["sizes"]
 # %%ranks
@@ -430,12 +430,12 @@ HEAD = ["EP", "mesh", "KiB of experts held for a layer", "KiB sent", "gradients,
 Table(HEAD, rows, note="The gradients of experts, as multiples of those in one process.")
 
 # %% [markdown]
-# With EP = 4 a rank never holds another rank's experts, and 64 tokens per rank make far fewer bytes than
-# the weights. But without `set_gradient_divide_factor` the experts train with **gradients EP times too
-# large**, and no error says so. The reason: tokens of all ranks have come to the expert, so its gradient is
-# a sum over their losses. FSDP takes the mean over the mesh that it was given, "fsdp", which has only
-# `world / ep` ranks. The factor is the number of all ranks, whatever EP is. AdamW's steps hide a constant
-# factor; the norm by which you clip does not.
+# With EP = 4 a rank never holds another rank's experts, and 64 tokens per rank make far fewer bytes than the
+# weights. But without `set_gradient_divide_factor` the experts train with **gradients EP times too large**,
+# and no error says so. The reason: tokens of the ranks of its "ep" group have come to the expert, so its
+# gradient is a sum over their losses. FSDP takes the mean over the mesh that it was given, "fsdp", which has
+# only `world / ep` ranks. The factor is the number of all ranks, whatever EP is. AdamW's steps hide a
+# constant factor; the norm by which you clip does not.
 #
 # Does EP always send less? A sweep over tokens, counted as if the rows spread evenly over the ranks:
 
@@ -466,21 +466,21 @@ plots.show(fig, alt="What a rank sends against tokens: flat under FSDP alone, gr
 
 # %% [markdown]
 # FSDP alone sends the same at any batch, EP in proportion to the tokens. The lines cross at about 2,000
-# tokens per rank. **Calculated**: FSDP sends each weight three times and EP each row four times. At any EP
-# size, they are equal at 3 x matrices x experts x inner width / (4 x experts per token) tokens per rank.
-# That is 1,728 here (the first layer's input needs no gradient, which moves the crossing up), and 129,024
-# for Mixtral 8x7B (3 matrices, 8 experts, width 14,336, 2 experts per token). Bytes are not time: FSDP's
-# gathers can run beside computation, while each all-to-all is waited for. So keep "ep" within a host where
-# you can, and measure.
+# tokens per rank. **Calculated**: FSDP sends each weight three times and EP each row four times (six with
+# activation checkpointing), all in one dtype. At any EP size, they are equal at 3 x matrices x experts x
+# inner width / (4 x experts per token) tokens per rank. That is 1,728 here (the first layer's input needs no
+# gradient, which moves the crossing up), and 129,024 for Mixtral 8x7B (3 matrices, 8 experts, width 14,336, 2
+# experts per token). Bytes are not time: FSDP's gathers can run beside computation, while each all-to-all
+# here is waited for. So keep "ep" within a host where you can, and measure.
 #
 # ## Balance
 #
-# A rank with popular experts gets more rows, and the other ranks wait for it. Many programs give each expert a
-# fixed **capacity**, as fixed shapes need no exchange of counts: what exceeds it is dropped (these tokens
-# skip the layer), and what is missing is padded. The next cell routes skewed tokens and counts both over a
-# sweep of capacities. Then it balances by a bias, [without a loss of its
-# own](https://arxiv.org/abs/2408.15664): after each step the bias of an expert with many tokens goes down.
-# It takes part in the choice alone, not in the weight.
+# A rank with popular experts gets more rows, and the other ranks wait for it. Many programs give each expert
+# a fixed **capacity**: what exceeds it is dropped (these tokens skip the layer), and what is missing is
+# padded. The next cell routes skewed tokens and counts both over a sweep of capacities, each for the tokens
+# of all ranks together. Then it balances by a bias, [without a loss of its
+# own](https://arxiv.org/abs/2408.15664): after each step the bias of an expert with many tokens goes down. It
+# takes part in the choice alone, not in the weight.
 
 # %% tags=["balance"]
 # %%ranks
@@ -547,11 +547,13 @@ plots.show(fig, alt="The busiest expert's tokens over steps, and dropped tokens 
 
 # %% [markdown]
 # Without the bias, capacity 1 drops 11% of the tokens, and only at 2, with half of the places empty, is none
-# dropped. With it, capacity 1 drops 1% and 1.25 none.
+# dropped. With it, capacity 1 drops 1% and 1.25 none. (Where each rank has places of its own for each expert,
+# so that no counts are exchanged, the bias helps less: it balances the sum over the ranks and not each rank.)
 #
 # The bias is a **buffer**, and FSDP does not synchronise buffers. Computed from each rank's own counts, it
-# differs between ranks: the same token then goes to one expert on rank 0 and to another on rank 1, and
-# `save_distributed` refuses to save it. So sum the counts over all ranks, as in `counts`.
+# balances as well in the end (left), but differs between ranks: the same token then goes to one expert on
+# rank 0 and to another on rank 1, and `save_distributed` refuses to save it. So sum the counts over all
+# ranks, as in `counts`.
 #
 # ## Checkpoint with another EP size
 #
@@ -584,7 +586,7 @@ for saved in sizes:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps(model, optimizer)
     save_distributed(f"{place[0]}/{saved}", model, optimizer, step=2).wait()
-    wanted = steps(model, optimizer)                        # the loss four steps after the beginning
+    wanted = steps(model, optimizer)                        # the loss in the fourth step
     for loaded in sizes:
         model = parallel(loaded, seed=1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -744,7 +746,7 @@ from fsdp_utils.collectives.c10d_hooks import listen_to_calls
 @turn(2, {
     "ranks with another norm than rank 0": exactly(0, "The ranks differ: each has the norm of its own shards only."),
     "norm, times the right one": exactly(
-        1.0, less="Too small: some shards are left out.",
+        1.0, less="Too small: some shards are left out, or the root of the sum of squares is.",
         more="Too large: a norm is a root of a sum of squares, so add the squares and not the norms; and count "
         "each shard once."
     ),
@@ -845,7 +847,7 @@ def my_norm(gradients):
 # ## The rule
 #
 # Every rank gathers every expert of a block, and every expert gets a gradient on every rank: one parameter,
-# one unit. If experts move to the ranks instead, divide their gradients by all ranks, and sum norms and
+# one unit. If experts move to the ranks instead, divide their gradients by all ranks, and take norms and
 # counts over all of them.
 #
 # [← lesson 19](19_whole_matrix_optimizers.ipynb) · [lesson 21 →](21_long_sequences.ipynb)
