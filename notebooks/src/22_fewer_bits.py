@@ -126,8 +126,8 @@ lesson.card(
 # float8 : gathered   32 KiB, reduced  128 KiB, loss 0.025
 # ```
 #
-# Float8 halves the gathered bytes of bf16, and this small model learns about as well, which says nothing about a
-# large one. Gradients stay in float32: the hooks are for all-gathers alone. FSDP1 has no such hooks.
+# Float8 halves the gathered bytes of bf16, and this small model learns about as well, which says
+# nothing about a large one. Gradients stay in float32: the hooks are for all-gathers alone. FSDP1 has no such hooks.
 #
 # ## What the two hooks must do
 #
