@@ -110,8 +110,7 @@ lesson.card(
 #             loss.backward()
 #         optimizer.step()
 #         optimizer.zero_grad()
-#     dist.all_reduce(total := loss.detach())
-#     return trace.bytes_by_kind(), total / dist.get_world_size()
+#     return trace.bytes_by_kind(), loss.item()               # rank 0 prints its own
 #
 #
 # for gathers in ("float32", "bf16", "float8"):
@@ -122,13 +121,13 @@ lesson.card(
 # dist.destroy_process_group()
 # ```
 # ```text
-# float32: gathered  128 KiB, reduced  128 KiB, loss 0.023
-# bf16   : gathered   64 KiB, reduced  128 KiB, loss 0.023
-# float8 : gathered   32 KiB, reduced  128 KiB, loss 0.023
+# float32: gathered  128 KiB, reduced  128 KiB, loss 0.024
+# bf16   : gathered   64 KiB, reduced  128 KiB, loss 0.024
+# float8 : gathered   32 KiB, reduced  128 KiB, loss 0.025
 # ```
 #
-# Float8 halves the gathered bytes of bf16, and this small model learns as well, which says nothing about a
-# large one. Gradients stay in float32: the hooks are for all-gathers alone. FSDP1 has no such hooks.
+# Float8 halves the gathered bytes of bf16, and this small model learns about as well, which says
+# nothing about a large one. Gradients stay in float32: the hooks are for all-gathers alone. FSDP1 has no such hooks.
 #
 # ## What the two hooks must do
 #
