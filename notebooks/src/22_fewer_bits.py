@@ -2,8 +2,8 @@
 # # 22 · Fewer bits
 #
 # Which bytes of a sharded model can be 8 or 4 bits? **What is frozen: store it in 4 bits; FSDP2 shards and
-# gathers plain `uint8` parameters. What is trained: keep its shards in float32 and gather them in 8 bits,
-# with one scale that all ranks agree on.**
+# gathers plain `uint8` parameters. What is trained: keep its shards in float32. Where all-gathers are
+# exposed, gather in 8 bits, with one scale that all ranks agree on.**
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -23,23 +23,25 @@ plots.show(fig, alt="Bytes per weight at rest and on the wire: 4 and 2, with flo
 
 # %% [markdown]
 # A drawing: bytes for each weight, without scales, gradients and the optimizer's states (12 bytes more with
-# AdamW, for what is trained). The three places are separate decisions: at rest, on the wire, and in the
-# matrix product. This lesson is about the first two, which FSDP sees. Eight-bit *optimizer states* are in
-# [lesson 19](19_whole_matrix_optimizers.ipynb).
+# AdamW, for what is trained). The matrix product is a third place, which FSDP does not see. Eight-bit
+# *optimizer states* are in [lesson 19](19_whole_matrix_optimizers.ipynb).
 
 # %% tags=["card"]
 lesson.card(
     22,
     learn="gather trained weights in 8 bits, keep frozen weights in 4, and see what either costs in error",
     needs="[lesson 7](07_mixed_precision.ipynb)",
-    minutes=(1, 9, 25),
+    minutes=(1, 16, 22),
 )
 
 # %% [markdown]
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. `Float8` is a weight with two methods
-# that FSDP2 looks for: one makes the bytes to gather, one turns gathered bytes into the weight.
+# that FSDP2 looks for: one makes the bytes to gather, one turns gathered bytes into the weight. The rest of
+# the class wraps a float32 tensor, `inner`. `fully_shard` splits, pads and copies a weight; after these
+# operations (`KEEP`) the result must be a `Float8` again, or the shard has no hooks. Any other operation
+# returns a plain tensor.
 #
 # ```python
 # import math
@@ -126,8 +128,9 @@ lesson.card(
 # float8 : gathered   32 KiB, reduced  128 KiB, loss 0.025
 # ```
 #
-# Float8 halves the gathered bytes of bf16, and this small model learns about as well, which says
-# nothing about a large one. Gradients stay in float32: the hooks are for all-gathers alone. FSDP1 has no such hooks.
+# Float8 halves the gathered bytes of bf16, and this small model learns about as well, which says nothing
+# about a large one. The hooks are for all-gathers alone: gradients are computed in bf16 and reduced in
+# float32, as the policy says. FSDP1 has no such hooks.
 #
 # ## What the two hooks must do
 #
@@ -208,8 +211,8 @@ class NothingToFree(Float8):
         return ()
 
 # %% [markdown]
-# `trial` (folded) runs one forward pass of weights whose first rows are four times as large, and compares the
-# weights that the module computed with.
+# `trial` (folded) runs one forward pass with weights whose first rows, rank 0's, are four times as large as
+# the rest, and compares the gathered weights with the exact ones.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -230,7 +233,7 @@ def distance(w, exact):
 
 
 def trial(kind, rows=64):
-    """Run a forward pass; return the error of the weights, the all-reduces and the bytes left after it."""
+    """Run a forward pass; return the error of the weights, and the bytes left and gathered over the exact ones."""
     exact, seen = weights(rows), []
     layer = linear(kind(exact.clone()))
     layer.register_forward_hook(lambda module, *_: seen.extend([module.weight.detach(), module.weight.clone()]))
@@ -263,14 +266,15 @@ Table(
 # **The scale belongs to the whole weight.** If each rank takes its own, the ranks multiply gathered codes
 # with different numbers: each rank computes with a different model, and nothing raises. **The tuple names
 # what `reshard` frees.** Left empty, the model is whole on each rank after one forward pass: FSDP's saving is
-# gone. Any cache of quantised weights does the same; Transformer Engine had one ([issue
+# gone. Any cache of quantised weights does the same; Transformer Engine's kept it until backward ([issue
 # 2681](https://github.com/NVIDIA/TransformerEngine/issues/2681)).
 #
 # **Pad to the rows of rank 0.** `fsdp_pre_all_gather` gets the shard without padding, and all ranks must give
-# equally many bytes. Without padding only the ranks with fewer rows raise, and the others wait.
+# equally many bytes. Without padding only the ranks with fewer rows raise, and the others wait. The same
+# comes of a rank without rows (9 rows on 4 ranks are 3, 3, 3, 0): this class's `max()` raises there.
 #
-# The price: codes and decoded weight are in memory together, 1 + 2 bytes instead of 2. A float8 matrix
-# product would take the codes as they are.
+# The price: codes and decoded weight are in memory together, 1 + 2 bytes instead of 2, and while one weight
+# is decoded, float32 copies of it. A float8 matrix product would take the codes as they are.
 #
 # **Shards, optimizer and checkpoint stay in float32.** The next cell trains with float8 gathers, saves, and
 # loads into a model that knows nothing of `Float8`.
@@ -334,25 +338,26 @@ with suppress(AssertionError):                                  # two trainable 
 #
 # ## When it pays
 #
-# None of this can be timed on a CPU; these are others' words. torchtitan's [float8
-# guide](https://github.com/pytorch/torchtitan/blob/main/docs/float8.md) is for H100s and swaps each
-# `nn.Linear` for torchao's `Float8Linear`, which multiplies in float8; the float8 all-gather is an option on
-# top. "typically 80% comes from fp8 compute and 20% comes from the fp8 all gather" ([issue
-# 687](https://github.com/pytorch/torchtitan/issues/687)). So it pays when all-gathers are exposed ([lesson
-# 4](04_backward_prefetch.ipynb)): slow links, small batches. A user with 64 GPUs saw no clear gain ([issue
-# 653](https://github.com/pytorch/torchtitan/issues/653)). Small products lose: on an H100 torchao measured
-# 0.80 of bf16's speed for a layer of 2,048 x 1,024 and 1.39 for 8,192 x 16,384 ([its
+# None of this can be timed on a CPU; these are others' numbers. Fewer gathered bytes save time only where
+# all-gathers are exposed ([lesson 4](04_backward_prefetch.ipynb)): slow links, small batches. A user with 64
+# GPUs saw no clear gain ([issue 653](https://github.com/pytorch/torchtitan/issues/653)). Most of float8's
+# gain is in the matrix product: "typically 80% comes from fp8 compute and 20% comes from the fp8 all gather"
+# ([issue 687](https://github.com/pytorch/torchtitan/issues/687)). torchao's `Float8Linear` does both; it
+# dropped float8 gathers without the product ([pull 1451](https://github.com/pytorch/ao/pull/1451)). Small
+# products lose: on an H100 torchao measured 0.80 of bf16's speed for 1,024 rows through a layer of 2,048 x
+# 1,024, and 1.39 for 4,096 rows through 8,192 x 16,384 ([its
 # README](https://github.com/pytorch/ao/blob/0cf1281a38bdd8c84b11549ffc49a63eb3a92d40/torchao/float8/README.md)).
 # In May 2026 a maintainer of torchtitan called its float8 all-gather deprecated ([pull
-# 3105](https://github.com/pytorch/torchtitan/pull/3105)); FSDP2's hooks remain. Take torchao's class before
-# your own, and measure a step with and without it.
+# 3105](https://github.com/pytorch/torchtitan/pull/3105)); FSDP2's hooks remain. Measure a step with and
+# without it.
 #
 # ## Your turn 1 · One all-reduce for all scales
 #
 # The script's class sends one tiny all-reduce for each weight and gather. Write `find_scales(parameters)`: it
 # gets the model's sharded weights after `optimizer.step()`, and returns a list with one scale for each, a
-# tensor of one number: the largest absolute value of the *whole* weight, divided by 448. Send **one**
-# collective. `p.to_local().inner` is this rank's shard of `p`, in float32.
+# tensor of one number: the largest absolute value of the *whole* weight, divided by 448 (none here is all
+# zeros, so no clamp). Send **one** collective, as torchao's `precompute_float8_dynamic_scale_for_fsdp` does.
+# `p.to_local().inner` is this rank's shard of `p`, in float32.
 #
 # <details><summary>Hint</summary>
 #
@@ -370,7 +375,7 @@ from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
         1, less="No rank knows the others' maxima: each has a scale of its own.",
         more="Put the maxima of all weights into one tensor, and reduce it once.",
     ),
-    "scales that are too small": exactly(0, "Weights overflow: a scale is below the largest of all ranks / 448."),
+    "scales that are too small": exactly(0, "Weights overflow: a scale is below the largest absolute value of all ranks / 448."),
     "scales that are too large": exactly(0, "Bits are lost: a scale is above its own weight's maximum / 448."),
 })
 def score_scales(find_scales):
@@ -455,9 +460,8 @@ def find_scales(parameters):                                    # a sum
 # %% [markdown]
 # ## Which 8 bits, and when 4
 #
-# Weights are seldom alike: some are far larger than the rest. The next cell sweeps the size of one such
-# weight in a matrix of ordinary ones, and rounds with one scale for all, or with one for each **block** of
-# 64.
+# One large weight can spoil a scale that others share. The next cell sweeps its size in a matrix of ordinary
+# weights, and rounds with one scale for all, or with one for each **block** of 64.
 
 # %%
 import torch
@@ -503,15 +507,17 @@ plots.show(fig, alt="Rounding error over the size of one large weight: float8, i
 # %% [markdown]
 # Each float8 number has an exponent, so one scale is enough: 2.7% over the whole sweep. Integers have even
 # steps, and a large weight makes them wide: int8 with one scale is better than float8 up to ten standard
-# deviations, and 18% off at eighty. **Four bits need blocks**, and are 11% off even so. A bf16 scale for each
-# 64 weights costs a quarter of a bit. QLoRA's NF4 has blocks of 64, too, and uneven steps, denser around 0;
-# that adapters learn as well beside it is [its paper's](https://arxiv.org/abs/2305.14314) result, not
-# measured here.
+# deviations, and 18% off at eighty. **Int8 in blocks is the most accurate of the six**, but the ranks then
+# gather a scale for each block, too. Float8 needs one number, and a float8 matrix product takes its codes:
+# hence the script. **Four bits need blocks**, and are 11% off even so. A bf16 scale for each 64 weights costs
+# a quarter of a bit per weight.
 #
 # ## Frozen weights in 4 bits
 #
-# QLoRA trains adapters beside a frozen model of 4 bits. Two codes share a byte, so the parameter is `uint8`.
-# `Linear4` decodes its weight in forward, and adds an adapter.
+# An adapter is two small trained matrices whose product is added to a frozen weight ([lesson
+# 9](09_child_tuning.ipynb)). [QLoRA](https://arxiv.org/abs/2305.14314) trains adapters beside a frozen model
+# in 4 bits, and reports the same quality as in 16; that is not measured here. Two codes share a byte, so the
+# parameter is `uint8`. `Linear4` decodes its weight in forward, and adds an adapter.
 
 # %%
 # %%ranks
@@ -600,15 +606,14 @@ Table(["", "what happens", "bytes gathered"], [[name, *found] for name, found in
 # Rows 4 and 7 fail **silently**: codes that call themselves bf16 are cast to fp16 *as numbers*. Where codes
 # have a floating-point dtype, make `param_dtype` the same.
 #
-# (FSDP2 asks trainable parameters of one unit for one dtype. For fp16, keep float32 parameters and let the
-# policy cast: `Attempting to unscale FP16 gradients` comes from parameters that are fp16 themselves.)
+#
 #
 # ## Your turn 2 · Pack four bits
 #
 # Write `pack(weight)`, from `f32[64, 256]` to two tensors, the codes and their scales, and `unpack(codes,
 # scales)`, back to `[64, 256]`. At most 4.5 bits for each weight, scales included. One weight of the matrix
-# is 40 times as large as the others. Both tensors become frozen parameters of a module under `fully_shard`
-# with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and `unpack` gets what it gathers.
+# is 40; the others have a standard deviation of 1. Both tensors become frozen parameters of a module under
+# `fully_shard` with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and `unpack` gets what it gathers.
 #
 # <details><summary>Hint</summary>
 #
@@ -635,7 +640,7 @@ class Frozen(nn.Module):
 @turn(2, {
     "bits for each weight": at_most(4.5, "Too many bits: two codes share a byte, and 64 weights a scale."),
     "has negative weights": exactly(True, "Negative weights are lost: shift the codes, such as by 8."),
-    "error of ordinary weights, %": at_most(14, "The one large weight spoils the others: give each block a scale."),
+    "error of ordinary weights, %": at_most(14, "The one large weight spoils the others: give each block a scale. Or unpack does not undo pack."),
     "error under FSDP2, %": at_most(15, CAST),
 })
 def score_pack(pack, unpack):
@@ -762,13 +767,13 @@ def unpack(codes, scales):
 # | `Must flatten tensors with uniform dtype`, `Cannot flatten integer dtype tensors` | FSDP1 and integers, or adapters in another dtype | FSDP2; or 4 bits with a storage dtype, and adapters in it |
 # | wrong outputs since fp16 | codes stored as bf16 and cast | storage dtype = `param_dtype`, or `uint8` |
 # | `FSDP expects uniform original parameter dtype` (FSDP2) | two dtypes of *trainable* parameters in a unit | one dtype for all adapters |
-# | ranks drift apart with float8 | a scale for each rank | all-reduce it, with MAX |
+# | float8: a poor loss, or ranks differ on the same batch | a scale for each rank | all-reduce it, with MAX |
 # | `must return all-gather inputs with the padded sharded size`, or a hang | a hook without padding | pad to rank 0's rows |
-# | `modified by an inplace operation` in backward | the hook wrote into `out` itself | `out.data.copy_` |
+# | `modified by an inplace operation` in backward, `a leaf Variable that requires grad` in forward | the hook wrote into `out` itself | `out.data.copy_` |
 # | `Invalid scalar type` | gloo and float8 | send `codes.view(torch.uint8)` |
 # | `Unsupported global` in `dcp.load` | the shards were saved as `Float8` | `torch.serialization.safe_globals([Float8])` |
-# | memory as without FSDP | quantised or decoded weights are cached | name them in the hook's tuple |
-# | no faster | all-gathers were hidden, or the products are small | measure exposed communication first |
+# | memory as without FSDP | quantised or decoded weights are cached | name what the hook made in its tuple; keep no other cache |
+# | no faster | all-gathers were hidden; casts and all-reduces cost more; with float8 products, these are small | measure exposed communication first |
 #
 # ## The rule
 #
