@@ -56,7 +56,7 @@ lesson.card(
     7,
     learn="set the dtypes of a step, notice a wrong one, and know where bf16 loses digits",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 13, 26),
+    minutes=(1, 16, 16),
 )
 
 # %% [markdown]
@@ -240,13 +240,14 @@ assert all(ways["policy"][moment] == dtype for moment, dtype in expected.items()
 draw_dtypes(ways)
 
 # %% [markdown]
-# - **policy**: as in the drawing at the top. The matmuls of backward are bf16, too; what the 2022 code says in a comment, that local gradients are always fp32, holds for the shard in `.grad` alone.
+# - **policy**: as in the drawing at the top. Each rank's own gradients are bf16 until they are reduced; only the shard in `.grad` is fp32.
 # - **no reduce_dtype**: gradients are added up in bf16, and `.grad` does not show it.
 # - **autocast alone**: matmuls are bf16, and the all-gather sends fp32, twice the bytes, because autocast casts each weight after the all-gather.
-# - **policy and autocast**: what Accelerate runs with `mixed_precision="bf16"` (it casts the output to fp32 as well, which this row does not). The collectives are the policy's.
+# - **policy and autocast**: the collectives are the policy's. Accelerate with `mixed_precision="bf16"` runs both, too, but sets `reduce_dtype` to bf16 unless you give it a policy of your own, and casts the output to fp32.
 # - **made in bf16**: a model that was loaded in bf16 stays in bf16 at rest, and so do gradients and moments.
 #
-# On a CPU all five ways run LayerNorm and softmax in bf16:
+# On a CPU LayerNorm and softmax get bf16 in all five ways (their kernels calculate in fp32 and round the
+# result):
 
 # %%
 moments = ["norm and softmax, forward", "clipped norm"]
@@ -258,8 +259,8 @@ Table(["", *moments], [[way, *(found[moment] for moment in moments)] for way, fo
 # operations](https://docs.pytorch.org/docs/stable/amp.html); autocast on a CPU, as here, does not. The RMS
 # norm of transformers' Llama casts to fp32 itself.) Where a norm has to be fp32, make it a unit of its own
 # with `MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)`: without `output_dtype`
-# the next layer gets fp32 and raises. `clip_grad_norm_` works on `.grad`, so its norm has the dtype of the
-# shards.
+# a next layer that is no unit itself gets fp32 and raises. Each such norm adds collectives. `clip_grad_norm_`
+# works on `.grad`, so its norm has the dtype of the shards.
 #
 # ## What adding up in bf16 costs
 #
@@ -306,7 +307,8 @@ print(f"a real all_reduce in bf16, {world} ranks: {100 * error(total, world):.2f
 Table(["ranks (simulated)", "bf16, in a chain", "bf16, in pairs", "fp32"], ranks.get("rows")[0])
 
 # %% [markdown]
-# In a chain the error grows with the number of ranks; in pairs it hardly does. For these numbers, all about
+# In a chain the error grows with the number of ranks; in pairs it hardly does. The table leaves out what each
+# rank lost before, when its gradient became bf16. For these numbers, all about
 # 1, fp32 is exact; real gradients differ in size and sign, so fp32 rounds too, 65,536 times finer, and where
 # the ranks cancel one sum in bf16 may be off by far more than a percent. `reduce_dtype=torch.float32` costs
 # twice the bytes of the reduction.
@@ -338,9 +340,10 @@ shares = [[f"{lr:g}", *(f"{moved(dtype, lr):.0%}" for dtype in (fp32, bf16))] fo
 Table(["learning rate", "weights that moved, made in fp32", "made in bf16"], ranks.get("shares")[0])
 
 # %% [markdown]
-# Call `model.float()` before you shard, or load with `dtype=torch.float32`. The loss falls in both cases at
-# first, so nothing tells you. A checkpoint in fp32 loaded into a model in bf16 is another way in: PyTorch's
-# `dcp.load` casts without a word, and `load_distributed` refuses unless you pass `cast=True`.
+# The weights made in bf16 that still move at 1e-6 are mostly LayerNorm's biases, which start at 0. Nothing
+# raises an error. Call `model.float()` before you shard, or pass `dtype=torch.float32` to `from_pretrained`.
+# A checkpoint in fp32 loaded into a model in bf16 ends the same way: PyTorch's `dcp.load` casts without a
+# word; this project's `load_distributed` refuses unless you pass `cast=True`.
 #
 # ## Your turn 1 · What is bf16, and should not be?
 #
@@ -699,7 +702,7 @@ if rank == 0:
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `mat1 and mat2 must have the same dtype` | `cast_forward_inputs=False`, or `forward` made a tensor or used a buffer in fp32: FSDP2 has no dtype for buffers | cast it to the dtype of the weights |
+# | `mat1 and mat2 must have the same dtype` | `cast_forward_inputs=False`, or `forward` made a tensor or used a buffer in fp32: FSDP2 has no dtype for buffers; or a norm in an fp32 unit has no `output_dtype` | cast it to the dtype of the weights; set `output_dtype` |
 # | gradients differ from one process's more and more with more ranks | one cause: no `reduce_dtype`, so gradients are added up in bf16 | `reduce_dtype=torch.float32` |
 # | the loss stops falling early, with a small learning rate | the model was made or loaded in bf16 | `model.float()` before sharding |
 # | `Attempting to unscale FP16 gradients.` | the model itself is fp16, and a scaler is used | make the model fp32, and leave fp16 to the policy |
@@ -707,7 +710,8 @@ if rank == 0:
 #
 # ## The rule
 #
-# The model in fp32, `param_dtype=torch.bfloat16`, `reduce_dtype=torch.float32`, no autocast. Probe one step
-# before a long run.
+# The model in fp32, `param_dtype=torch.bfloat16`, `reduce_dtype=torch.float32`, no autocast, and `.float()`
+# on the output before the loss.
 #
-# [← lesson 6](06_sharding_strategies.ipynb) · [lesson 8 →](08_local_state_dict_and_distributed_checkpoints.ipynb)
+# [← lesson 6](06_sharding_strategies.ipynb) · [lesson 8
+# →](08_local_state_dict_and_distributed_checkpoints.ipynb)

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 11 · The rate limiter
 #
-# Why did FSDP1 need a rate limiter, and why does `fully_shard` (FSDP2) have none? **For all-gathers there is
-# nothing for you to set:** FSDP2 lets the GPU's streams wait for each other, so its memory follows the order
-# of the program; FSDP1 makes the CPU wait, with `limit_all_gathers=True`, which is its default.
+# Why did FSDP1 need a rate limiter, and why does `fully_shard` (FSDP2) have none? **There is no limit on
+# all-gathers for you to set:** FSDP2 lets the GPU's streams wait for each other, so the CPU may run ahead
+# without taking more memory; FSDP1 makes the CPU wait, with `limit_all_gathers=True`, which is its default.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons import lesson, plots
@@ -38,15 +38,15 @@ blocks_over_time({
 
 # %% [markdown]
 # A drawing of one forward pass on a GPU. Each colour is a *unit*, a layer whose parameters FSDP gathers
-# together. FSDP1 without a limiter holds memory for all units almost from the start. FSDP2 uses the same
-# three blocks again and again.
+# together. FSDP1 without a limiter holds memory for all units from the moment the CPU asks. FSDP2's CPU asks
+# as early, but is given the same three blocks again and again; its bars show when the GPU uses them.
 
 # %% tags=["card"]
 lesson.card(
     11,
     learn="what the CPU runs ahead of, and what `limit_all_gathers` and FSDP2 do about it",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 11, 15),
+    minutes=(1, 12, 10),
 )
 
 # %% [markdown]
@@ -106,13 +106,14 @@ lesson.card(
 # ```
 #
 # With eight units a step has sixteen all-gathers, and in FSDP1 the CPU waits before each of them from the
-# second step on. On a CPU these waits end at once. On a GPU they last until memory is free.
+# second step on. On a CPU these waits end at once. On a GPU each lasts until the GPU has finished with a unit
+# that was freed earlier. FSDP2 has no limiter to wait for, so its 0 is no measurement.
 #
 # ## The CPU runs ahead
 #
 # On a GPU, a line of PyTorch code does not compute. It puts a kernel into a **stream**, a queue that the GPU
-# works off in order, and returns. FSDP computes on one stream and gathers on another. Memory is different:
-# the allocator hands out memory *when Python asks*, although the kernel that fills it runs later.
+# runs in order, and returns. FSDP computes on one stream and gathers on another. Memory is different: the
+# allocator hands out memory *when Python asks*, although the kernel that fills it runs later.
 #
 # The next cell is a simulation: it calculates what would start when. Its unit of time is the computation of
 # one unit; the CPU takes 0.05 to issue a unit's work. With a limit of `n`, the CPU waits before each
@@ -155,11 +156,12 @@ Table(["limit", "units in memory", "time added, at most", "with all-gathers of"]
 # %% [markdown]
 # ## FSDP1's queue
 #
-# After FSDP1 has freed a unit, it records an **event** on the stream of computation and puts it into a queue
-# (`_reshard` in `torch/distributed/fsdp/_runtime_utils.py`). Before each all-gather it asks the queue for an
-# event to wait for (`_unshard`). The queue returns one as soon as it holds two, a number that the source
-# calls "empirically chosen". That is the whole queue. `Watched` stands between FSDP1 and the queue, and
-# counts the units that may hold memory: those gathered, less those that the CPU has waited for.
+# After FSDP1 has freed a unit, it records an **event** on the stream of computation, a mark that is reached
+# when the GPU has finished all work before it, and puts the event into a queue (`_reshard` in
+# `torch/distributed/fsdp/_runtime_utils.py`). Before each all-gather it asks the queue for an event to wait
+# for (`_unshard`). The queue returns one as soon as it holds two, a number that the source calls "empirically
+# chosen".  `Watched` stands between FSDP1 and the queue, and counts the units that may hold memory: those
+# gathered, less those that the CPU has waited for.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -230,8 +232,9 @@ if dist.get_rank() == 0:
 
 # %% [markdown]
 # Two in the first forward pass, then three: in backward FSDP1 by default gathers the next unit before it
-# frees the present one, and from there on the queue never catches up. With `SHARD_GRAD_OP` forward frees
-# nothing, so the limiter cannot bound what forward gathers.
+# frees the present one, so one all-gather goes without a wait, and no later wait makes up for it. From the
+# second step on, forward is the row with a limit of three above. With `SHARD_GRAD_OP` forward frees nothing,
+# so the limiter cannot bound what forward gathers.
 #
 # ## Your turn 1 · Write the limiter
 #
@@ -377,16 +380,18 @@ class MyQueue(list):                            # collects, and never waits
 # %% [markdown]
 # ## Why FSDP2 needs none
 #
-# A block that Python has freed may go out again to the *same* stream at once: a stream works in order. For
-# *another* stream there is no such order. FSDP1 allocates a unit's full parameters on the stream of
-# all-gathers and uses them on the stream of computation, so on freeing it calls `record_stream`
-# (`_free_unsharded_flat_param`): the allocator holds the block back until the GPU has passed that use. The
-# CPU is ahead, so the next all-gather gets another block. FSDP1's limiter makes the CPU wait until an old one
-# is back.
+# The allocator gives a block that Python has freed to the next request on the stream it was allocated on, at
+# once: that stream works in order. It does not know that *another* stream still reads the block. FSDP1
+# allocates a unit's full parameters on the stream of all-gathers and uses them on the stream of computation,
+# so on freeing it calls `record_stream` (`_free_unsharded_flat_param`): the allocator holds the block back
+# until the GPU has passed that use. The CPU is ahead, so the next all-gather gets another block. FSDP1's
+# limiter makes the CPU wait until an old one is back.
 #
 # FSDP2 gathers into a buffer, and the stream of computation copies the parameters out of it into memory of
 # that stream. Of the gathered memory only the buffer crosses streams. Before FSDP2 drops a buffer, it makes
 # the *streams* of all-gathers wait for the copy (`_wait_all_gather_streams_on_event`), and the CPU goes on.
+# So the next all-gather may get the dropped buffer at once, before the GPU has run the copy. Memory depends
+# on the order of the calls alone, not on how far the CPU is ahead.
 
 # %% tags=["order"]
 # %%ranks
@@ -497,11 +502,11 @@ def waits_for(unit):
 # | `FullyShardedDataParallel.rate_limiter` takes long in a profile of FSDP1 | the CPU waits for a unit's memory | nothing while the GPU is busy; if the GPU is idle after each wait and memory is left, try `limit_all_gathers=False` |
 # | FSDP1's reserved memory or `num_alloc_retries` is high | `limit_all_gathers=False`, among other causes ([lesson 5](05_maximising_throughput.ipynb)) | leave the default |
 # | `got an unexpected keyword argument 'limit_all_gathers'` | FSDP2 has no limiter | leave it out; [lesson 13](13_from_fsdp1_to_fsdp2.ipynb) has the others |
-# | FSDP2 holds more than three units | `reshard_after_forward=False`, a long prefetch list or an early `unshard()` | the order of the program asks for it: [lesson 4](04_backward_prefetch.ipynb) |
+# | FSDP2 holds more than three blocks | the root unit, which by default stays gathered from forward to backward; `reshard_after_forward=False`, a long prefetch list or an early `unshard()` | put large layers into units of their own; a shorter list: [lesson 4](04_backward_prefetch.ipynb) |
 #
 # ## The rule
 #
-# FSDP2: nothing to set for all-gathers. FSDP1: leave `limit_all_gathers=True`, and look at the order of the
+# FSDP2: no limit to set for all-gathers. FSDP1: leave `limit_all_gathers=True`, and look at the order of the
 # program if memory is still high.
 #
 # [← lesson 10](10_end_to_end.ipynb) · [lesson 12 →](12_a_model_too_big_for_one_rank.ipynb)
