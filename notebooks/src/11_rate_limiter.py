@@ -160,7 +160,7 @@ Table(["limit", "units in memory", "time added, at most", "with all-gathers of"]
 # when the GPU has finished all work before it, and puts the event into a queue (`_reshard` in
 # `torch/distributed/fsdp/_runtime_utils.py`). Before each all-gather it asks the queue for an event to wait
 # for (`_unshard`). The queue returns one as soon as it holds two, a number that the source calls "empirically
-# chosen".  `Watched` stands between FSDP1 and the queue, and counts the units that may hold memory: those
+# chosen". `Watched` stands between FSDP1 and the queue, and counts the units that may hold memory: those
 # gathered, less those that the CPU has waited for.
 
 # %%
