@@ -64,6 +64,10 @@ def table() -> dict[str, Any]:
 
     Raises:
         ModuleNotFoundError: PyYAML is not installed; says how to install it.
+
+    Example::
+
+        print(len(table()["messages"]) > 100)  # True
     """
     yaml = need("yaml", "notebooks")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
@@ -101,7 +105,13 @@ def explain(text: str) -> list[Answer]:
 
 
 def explained_in_a_line(text: str) -> str:
-    """Return one line that names the entry of an error's text, or "" where there is none or no PyYAML."""
+    """Return one line that names the entry of an error's text, or "" where there is none or no PyYAML.
+
+    Example::
+
+        line = explained_in_a_line("ValueError: Cannot flatten integer dtype tensors")
+        print(line.split(" in ")[0])  # Explained: cannot-flatten-integer-dtype
+    """
     try:
         answers = explain(text)
     except ModuleNotFoundError:
