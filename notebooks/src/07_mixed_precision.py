@@ -562,6 +562,7 @@ def score_backward(my_backward):
         optimizer.zero_grad()
     GRADIENTS["why"] = (
         "They are too large by the number of ranks: divide the sum." if abs(factors[0] / world - 1) < 0.02
+        else "They are too small by the number of ranks: divide by it once." if abs(factors[0] * world - 1) < 0.02
         else "They differ a little: cast to fp32 before you add up." if abs(factors[0] - 1) < 0.01
         else "Each rank keeps its own: add up over all ranks, and divide by their number."
     )
@@ -636,6 +637,17 @@ def my_backward(master, x):                          # adds up in bf16
     for small, high in zip(low.parameters(), master.parameters()):
         dist.all_reduce(small.grad)
         high.grad = small.grad.float() / world
+    return loss
+
+# %% tags=["wrong"] turn=2 says="divide by it once"
+def my_backward(master, x):                          # divides twice
+    low = copy.deepcopy(master).to(bf16)
+    loss = F.mse_loss(low(x.to(bf16)).float(), x)
+    (loss / world).backward()
+    for small, high in zip(low.parameters(), master.parameters()):
+        high.grad = small.grad.float()
+        dist.all_reduce(high.grad)
+        high.grad /= world
     return loss
 
 # %% tags=["wrong"] turn=2 says="divide the sum"

@@ -260,6 +260,9 @@ LATE = "The CPU waits too seldom: it should wait for one event as soon as `limit
 EARLY = "The CPU waits for too new a unit: wait for the oldest event, and not before the queue is full."
 
 
+from types import SimpleNamespace
+
+
 @turn(1, {
     "units in memory, limit of two": exactly(2, less=EARLY, more=LATE),
     "units in memory, limit of three": exactly(
@@ -269,13 +272,21 @@ EARLY = "The CPU waits for too new a unit: wait for the oldest event, and not be
         more="With a limit of three more units hold memory: the CPU waits too seldom.",
     ),
     "all-gathers that can run beside a computation": exactly(5, less=EARLY),
+    "waited for with three events and a limit of two": exactly(
+        "the oldest", "Backward leaves more events than the limit: with these the CPU has to wait, too, for the oldest."
+    ),
 })
 def score_queue(MyQueue):
     two, three = counts(MyQueue, 2), counts(MyQueue, 3)
+    queue, waited = MyQueue(2), []
+    for name in ("the oldest", "the middle one", "the newest"):
+        queue.enqueue(SimpleNamespace(name=name, synchronize=lambda name=name: waited.append(name)))
+    returned = queue.dequeue_if_needed()
     return {
         "units in memory, limit of two": max(two),
         "units in memory, limit of three": max(three),
         "all-gathers that can run beside a computation": sum(count >= 2 for count in two),
+        "waited for with three events and a limit of two": [*waited, getattr(returned, "name", "nothing")][0],
     }
 
 
@@ -334,6 +345,17 @@ class MyQueue:
             return None
         self.events.get().synchronize()         # waits here and not in FSDP1
         return None
+
+# %% tags=["wrong"] turn=1 says="more events than the limit"
+class MyQueue:
+    def __init__(self, limit):
+        self.limit, self.events = limit, []
+
+    def enqueue(self, event):
+        self.events.append(event)
+
+    def dequeue_if_needed(self):                # never again once there are more
+        return self.events.pop(0) if len(self.events) == self.limit else None
 
 # %% tags=["wrong"] turn=1 says="wait for the oldest event"
 class MyQueue(list):                            # waits for the newest
