@@ -340,10 +340,9 @@ shares = [[f"{lr:g}", *(f"{moved(dtype, lr):.0%}" for dtype in (fp32, bf16))] fo
 Table(["learning rate", "weights that moved, made in fp32", "made in bf16"], ranks.get("shares")[0])
 
 # %% [markdown]
-# The weights made in bf16 that still move at 1e-6 are mostly LayerNorm's biases, which start at 0. Nothing
-# raises an error. Call `model.float()` before you shard, or pass `dtype=torch.float32` to `from_pretrained`.
-# A checkpoint in fp32 loaded into a model in bf16 ends the same way: PyTorch's `dcp.load` casts without a
-# word; this project's `load_distributed` refuses unless you pass `cast=True`.
+# Nothing raises an error. Call `model.float()` before you shard, or pass `dtype=torch.float32` to
+# `from_pretrained`. A checkpoint in fp32 loaded into a model in bf16 ends the same way: PyTorch's `dcp.load`
+# casts without a word; this project's `load_distributed` refuses unless you pass `cast=True`.
 #
 # ## Your turn 1 · What is bf16, and should not be?
 #
@@ -725,4 +724,5 @@ if rank == 0:
 # The model in fp32, `param_dtype=torch.bfloat16`, `reduce_dtype=torch.float32`, no autocast, and `.float()`
 # on the output before the loss.
 #
-# [← lesson 6](06_sharding_strategies.ipynb) · [lesson 8 →](08_local_state_dict_and_distributed_checkpoints.ipynb)
+# [← lesson 6](06_sharding_strategies.ipynb) · [lesson 8
+# →](08_local_state_dict_and_distributed_checkpoints.ipynb)

@@ -547,8 +547,8 @@ plots.show(fig, alt="The busiest expert's tokens over steps, and dropped tokens 
 
 # %% [markdown]
 # Without the bias, capacity 1 drops 11% of the tokens, and only at 2, with half of the places empty, is none
-# dropped. With it, capacity 1 drops 1% and 1.25 none. (Where each rank has places of its own for each expert,
-# so that no counts are exchanged, the bias helps less: it balances the sum over the ranks and not each rank.)
+# dropped. With it, capacity 1 drops 1% and 1.25 none. (The bias balances the sum over the ranks and not each
+# rank.)
 #
 # The bias is a **buffer**, and FSDP does not synchronise buffers. Computed from each rank's own counts, it
 # balances as well in the end (left), but differs between ranks: the same token then goes to one expert on
