@@ -724,5 +724,4 @@ if rank == 0:
 # The model in fp32, `param_dtype=torch.bfloat16`, `reduce_dtype=torch.float32`, no autocast, and `.float()`
 # on the output before the loss.
 #
-# [← lesson 6](06_sharding_strategies.ipynb) · [lesson 8
-# →](08_local_state_dict_and_distributed_checkpoints.ipynb)
+# [← lesson 6](06_sharding_strategies.ipynb) · [lesson 8 →](08_local_state_dict_and_distributed_checkpoints.ipynb)
