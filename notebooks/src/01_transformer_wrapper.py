@@ -568,6 +568,72 @@ assert not check_sharding(model, optimizer)
 print("checkpoints of steps", [*checkpoints(runs)])
 
 # %% [markdown]
+# ## With `torch.compile`
+#
+# Compile the units. FSDP's hooks are not compiled (`torch._dynamo.disable` marks them in torch's source), so
+# a graph ends at each of them. The next cell gives `torch.compile` a backend of its own, which counts the
+# graphs and runs them as they are.
+
+# %% tags=["compile"]
+# %%ranks
+def graphs_of(prepare):
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph
+
+    model = llama(blocks=2)
+    prepare(model, model.model.layers, backend)
+    ids = torch.arange(16, device=device).reshape(1, 16)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    key = next(name for name in model.state_dict() if "layers.0" in name)
+    return [len(graphs), max(graphs), key.removesuffix("self_attn.q_proj.weight"), loss.item()]
+
+
+def compile_blocks(model, blocks, backend):
+    for block in blocks:
+        block.compile(backend=backend)
+
+
+def wrap_blocks(model, blocks, backend):
+    for i, block in enumerate(blocks):
+        blocks[i] = torch.compile(block, backend=backend)
+
+
+def compile_all(model, blocks, backend):
+    model.compile(backend=backend)
+
+
+def shard_all(model, blocks, backend):
+    for part in [*blocks, model]:
+        fully_shard(part)
+
+
+orders = {
+    "`block.compile()`, then FSDP": (compile_blocks, shard_all),
+    "FSDP, then `block.compile()`": (shard_all, compile_blocks),
+    "`blocks[i] = torch.compile(block)`, then FSDP": (wrap_blocks, shard_all),
+    "FSDP, then `model.compile()`": (shard_all, compile_all),
+    "`model.compile()`, no FSDP": (compile_all,),
+}
+found = {name: graphs_of(lambda *args, steps=steps: [step(*args) for step in steps]) for name, steps in orders.items()}
+
+# %%
+found = ranks.get("found")[0]
+assert [row[0] for row in found.values()] == [1, 1, 1, 5, 1]
+assert len({round(row[3], 5) for row in found.values()}) == 1  # the same loss
+Table(["", "graphs", "operations in the largest", "names begin with"], [[name, *row[:3]] for name, row in found.items()])
+
+# %% [markdown]
+# A compiled block is one graph in either order, and one graph serves all blocks, which are alike. The whole
+# model under FSDP falls apart where the hooks stand. Prefer `block.compile()`: `torch.compile(block)` returns
+# a wrapper, whose `_orig_mod.` gets into the names of every checkpoint, and a policy by class no longer finds
+# the block. (The default backend, inductor, needs a C++ compiler. These counts do not depend on it.)
+
+# %% [markdown]
 # ## The way of 2022: FSDP1 and its policies
 #
 # FSDP1 takes a rule, `auto_wrap_policy`, and wraps the modules itself. The folded cell names the block class

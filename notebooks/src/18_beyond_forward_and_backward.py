@@ -24,15 +24,15 @@ plots.show(fig, alt="What a rank holds of three units: after an evaluation all o
 
 # %% [markdown]
 # A drawing of what one of four ranks holds of each unit. Backward ends with shards everywhere. A forward
-# pass alone leaves the *root*, the unit of `fully_shard(model)`, with full weights. Until `reshard()` an
-# average or an edit of `model.parameters()` meets two kinds of tensors.
+# pass alone leaves the *root*, the unit of `fully_shard(model)`, with full weights (the default). Until
+# `model.reshard()`, which frees the root's alone, `model.parameters()` mixes full tensors and shards.
 
 # %% tags=["card"]
 lesson.card(
     18,
     learn="generate, average, edit and send away the weights of a sharded model, and run two models side by side",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
-    minutes=(1, 25, 28),
+    minutes=(1, 30, 27),
 )
 
 # %% [markdown]
@@ -103,15 +103,16 @@ lesson.card(
 # 10 tokens, weights kept     3 all-gathers
 # ```
 #
-# The average costs nothing, because each rank averages its own shards. Ten tokens cost four times the gathers
-# of a training step, or three in all if the weights are kept. The rest of this lesson explains these lines
-# and shows where such uses go wrong without an error. It is about FSDP2; a folded cell has FSDP1's way.
+# The average gathers nothing, because each rank averages its own shards. Ten tokens cost four times the
+# gathers of a training step, or three in all if the weights are kept (here the blocks then stay full: a
+# context below shards them again). The rest of this lesson explains these lines and shows where such uses go
+# wrong, some without an error. It is about FSDP2; a folded cell has FSDP1's way.
 #
 # ## Which calls gather
 #
-# Hooks on `model(...)` gather before `forward` and free the blocks after it. A method of your own has none.
-# `register_fsdp_forward_method(model, "logp")` puts them around that method. `way_in` (folded) calls a new
-# model in one way, runs backward, and counts.
+# Each unit has hooks that run when it is *called*: they gather its weights before `forward` and, in a block,
+# free them after it. A method of your own has none. `register_fsdp_forward_method(model, "logp")` puts the
+# root's hooks around that method. The table counts a call and its backward, for a new model in each row.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -299,7 +300,7 @@ right.set(title="full weights at the peak of six blocks, %", xlim=(0, 115))
 plots.show(fig, alt="All-gathers over tokens, and full weights at the peak, for two ways to generate.")
 
 # %% [markdown]
-# Kept weights need three gathers for any number of tokens, and the memory of the whole model. (`unshard()` is
+# Kept weights need a gather per unit for any number of tokens, and room for the whole model. (`unshard()` is
 # no substitute: it gathers one unit without its children, and the next forward shards a block again.) A
 # calculation: 7 billion parameters in bf16 are 14 GB that a rank gathers **for each token**, 0.3 s at 50 GB/s
 # (a link of 400 Gbit/s). An A100 of 80 GB that holds them reads them from its memory in 0.007 s. So keep the
@@ -307,8 +308,8 @@ plots.show(fig, alt="All-gathers over tokens, and full weights at the peak, for 
 # an inference engine.
 #
 # **Ranks must call the model equally often**, and sequences end at different lengths. Transformers notices
-# FSDP2 and sets `synced_gpus=True`: a rank that has finished goes on calling until all have. The next cell
-# takes the third token of rank 0 for the one that ends a sequence.
+# `fully_shard(model)` (not that of the layers alone) and sets `synced_gpus=True`: a rank that has finished
+# goes on calling until all have. The next cell takes rank 0's third token for the one that ends a sequence.
 
 # %% tags=["generate"]
 # %%ranks
@@ -355,9 +356,9 @@ Table(
 # ## Your turn 1 · Generate together
 #
 # Write `generate_together(model, ids, most)` for a model whose full weights do not fit. `ids` is `i64[1, n]`.
-# Append the likeliest token until it is 0, which ends the sequence and belongs to it, or until `most` tokens
-# are new. All ranks stop when the last one has finished; afterwards all weights are sharded. The model here
-# counts down: after 7 comes 6. `generate(model, ids, 1)` from above appends one token.
+# Append the likeliest token until you have appended a 0, the end token, or `most` tokens. Each rank starts at
+# another number. All ranks stop calling the model when the last one has finished; then all weights are
+# sharded. The model here counts down: after 7 comes 6. `generate(model, ids, 1)` appends one token.
 #
 # <details><summary>Hint</summary>
 #
@@ -657,13 +658,14 @@ with torch.no_grad():
 assert full_units(safe) == 0
 
 # %% [markdown]
-# `full_tensor()` is a copy, and editing a copy changes nothing. After an evaluation the root holds its shard
-# *and* its full weights. An edit of `model.parameters()` changes the full ones, and the next reshard throws
-# it away. An edit of the optimizer's parameters changes the shard, which the next forward does not read:
-# **the root computes with old weights, without an error**. "A mix" is an output of blocks that are halved and
-# a root that is not. An `optimizer.step()` does the same if an evaluation came between backward and step.
-# `state_dict()` and `load_state_dict()` reshard by themselves. `fully_shard(model,
-# reshard_after_forward=True)` on the root spares you all this, for one more all-gather in each step.
+# `full_tensor()` is a copy, and editing a copy changes nothing: `distribute_tensor` cuts the edited copy into
+# shards again. "A mix" is the output of halved blocks and a root that is not. After an evaluation the root
+# holds its shard *and* its full weights. An edit of `model.parameters()` changes the full ones, and the next
+# reshard drops the edit. The optimizer's parameters are the shards, which the next forward does not read:
+# **the root computes with old weights, without an error**. So does an `optimizer.step()`, if an evaluation
+# came between backward and step. `state_dict()` and `load_state_dict()` reshard by themselves.
+# `fully_shard(model, reshard_after_forward=True)` spares you all this, for one more all-gather in each
+# training step and in each generated token.
 #
 # ## Your turn 2 · Evaluate with the average
 #
@@ -847,14 +849,15 @@ Table(["", "complete tensors", "gathered, % of the model", "full at once, %"], [
 # %% [markdown]
 # One by one holds the largest tensor, and a cast of the shard halves the bytes. The last row forgets what
 # belongs to the root, embedding and head: `unshard` is not recursive, and a loop over inner units does not
-# see the root. This happened in [open-instruct](https://github.com/allenai/open-instruct/pull/1642). Compare
-# the engine's log-probabilities with the trainer's after the first send.
+# see the root. This happened in [open-instruct](https://github.com/allenai/open-instruct/pull/1642). To
+# notice it, compare the engine's log-probabilities with the trainer's after the first send.
 #
-# **Finish each gather before you send.** If rank 0 sends from inside a loop that gathers lazily, its gathers
-# may queue behind the engine's transfers on another stream. The other ranks run ahead, and two NCCL groups
-# wait for each other. So [trl hung](https://github.com/huggingface/trl/pull/6798) with more than two ranks; a
-# CPU has no streams to show it. Gather on the default stream and synchronise, then send. Or gather all first,
-# if there is room ([a proposed change](https://github.com/huggingface/trl/pull/7131)).
+# **Finish each gather before you send.** [trl hung](https://github.com/huggingface/trl/pull/6798) with more
+# than two ranks: rank 0 gathered inside the engine's transfer loop, on that loop's CUDA stream, behind
+# transfers to the engine. The other ranks ran ahead, and the two NCCL groups waited for each other. (The CPU
+# here has no streams to show it.) Gather on the default stream and synchronise, then send. Or gather all
+# first, if there is room ([a proposed change](https://github.com/huggingface/trl/pull/7131)).
+#
 # ## Two models, two forwards
 #
 # The next cell counts what a step sends: with two forwards before one backward (as for DPO), with a frozen
@@ -894,13 +897,13 @@ Table(["a step", "all-gathers", "reduce-scatters"], [[name, *found] for name, fo
 # A second forward gathers the blocks twice more each and reduces nothing more, since autograd adds up first;
 # one forward of both batches gathers as little as one. The teacher is a model with its own `fully_shard`, not
 # a part of the student, where each checkpoint would hold it. A judge that is frozen for the
-# generator's step passes gradients on and reduces none: set it back for its own step.
+# generator's step passes gradients on and reduces none: `judge.requires_grad_(True)` before its own step.
 #
 # ## Modules that only some ranks run
 #
-# If only some ranks run a unit, the ranks issue different collectives and hang. Here rank 0 has images in its
-# batch, and the others have none. `outcome` (folded) compares the collectives before they begin, and the
-# gradients with one process.
+# If only some ranks run a unit, the ranks issue different collectives: they hang, or take the bytes of one
+# for another's. Here rank 0 has images in its batch, and the others have none. `outcome` (folded) compares
+# the ranks' collectives before they begin, and the gradients with those of one process.
 
 # %%
 # %%ranks
@@ -954,9 +957,9 @@ assert [words.partition(" ")[0] for words in said.values()] == ["hang", "right",
 Table(["", "result"], [[name, words] for name, words in said.items()])
 
 # %% [markdown]
-# A unit must be called on every rank, if only with its result times 0. Where all ranks gather it anyway, as
-# part of a larger unit, `model.set_reduce_scatter_unused_params(True)` reduces zeros for what a rank did not
-# use: FSDP2's `find_unused_parameters`. A unit that *no* rank uses in a step needs neither.
+# A unit must be called on every rank, if only with its result times 0. For a module inside a larger unit,
+# which all ranks gather anyway, `model.set_reduce_scatter_unused_params(True)` reduces zeros for what a rank
+# did not use: FSDP2's `find_unused_parameters`. A unit that *no* rank uses in a step needs neither.
 #
 # **Buffers are not synchronised.** BatchNorm updates each rank's own with that rank's samples.
 
@@ -1020,9 +1023,9 @@ with torch.no_grad():
 # |:--|:--|:--|
 # | `got mixed torch.Tensor and DTensor` | a method of your own, `model.forward` or `model.embed(ids)`: no hooks ran. Or full weights beside a shard, after an evaluation | `model(...)`, `register_fsdp_forward_method`. Or `model.reshard()` |
 # | `'weight' must be 2-D` (FSDP1) | a method of the wrapped model: no hooks ran | `summon_full_params` |
-# | `FSDP state has already been lazily initialized` | a block was called before the model, or `model.forward` | call the model first |
+# | `FSDP state has already been lazily initialized` | a block was called before the model, or `model.forward` | build the model anew, and call it first |
 # | `FSDP does not support deepcopy` | `AveragedModel`, or a copy as reference model | a dictionary of shards; build the second model anew and load the first one's state dict |
-# | `'Tensor' object has no attribute 'full_tensor'` | a buffer, or one of `ignored_params`: not sharded. `'Parameter' object`: the root is full | send it as it is. Or take it from `state_dict()` |
+# | `'Tensor' object has no attribute 'full_tensor'` | in a `state_dict()`: a buffer, or one of `ignored_params`, not sharded. `'Parameter' object`, in `model.parameters()`: an ignored one, or the root is full | send it as it is. Or take it from `state_dict()` |
 # | generation hangs at the end | ranks stop at different lengths | agree as in turn 1, or keep the weights |
 # | memory stays high after an evaluation | full units: the root, or all with `reshard_after_forward=False` | `reshard()` on each |
 # | embedding and head do not change | edited while the root was full | `model.reshard()` before |

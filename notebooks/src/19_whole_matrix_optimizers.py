@@ -31,23 +31,23 @@ plots.show(fig, alt="Four matrices on four ranks: sharded, gathered on every ran
 
 # %% [markdown]
 # A drawing of four matrices on four ranks. What a rank holds of a matrix is coloured. AdamW works on the
-# shards at rest. Gathered, every rank holds and computes everything. With owners, each rank holds and
-# computes one whole matrix.
+# shards at rest. Gathered, every rank computes every matrix, one after another. With owners, each rank holds
+# and computes one whole matrix.
 
 # %% tags=["card"]
 lesson.card(
     19,
     learn="tell which optimizers may see shards, run Muon with one owner per matrix, and save 8-bit states",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)",
-    minutes=(1, 20, 25),
+    minutes=(1, 22, 28),
 )
 
 # %% [markdown]
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It takes one optimizer step on shards
-# and the same step in one process, and compares the weights. **Muon** updates a weight matrix by its momentum
-# with all singular values set to about 1, which only the whole matrix has.
+# and the same step in one process, and compares the weights. **Muon** sets all singular values of a matrix's
+# momentum to about 1 and steps along the result. A shard of rows has other singular values than the matrix.
 #
 # ```python
 # import torch
@@ -212,11 +212,17 @@ Table(
 
 # %% [markdown]
 # The optimizers of the first row are **element-wise**: each new weight follows from its own gradient and
-# state. Rprop is, too, but updates in a way that DTensor refuses, and so does Adafactor, which needs means of
-# rows and columns: `in-place operations that require placement changes are not supported`. LBFGS, whose
-# collectives are not counted here, flattens all parameters into one vector, which DTensor does only if the
-# rows divide among the ranks. `Muon` needs whole matrices and runs: DTensor finds what each product lacks and
-# sends it. With `p.to_local()` DTensor is bypassed and nothing is sent: the script's third line.
+# state.
+#
+# - Rprop is element-wise, too, but it and Adafactor (means of rows and columns) write in place in a way that
+#   DTensor refuses: `in-place operations that require placement changes are not supported`.
+# - LBFGS (collectives not counted) flattens all parameters into one vector, which DTensor does only if the
+#   rows divide among the ranks. It also compares losses, and here each rank has its own: return the mean over
+#   ranks.
+# - `Muon` needs whole matrices and runs: DTensor sends what each product lacks. "Off by 0.0" is less than 5%:
+#   bf16.
+#
+# With `p.to_local()` DTensor is bypassed and nothing is sent: the script's third line.
 #
 # ## What the 48 collectives send
 #
@@ -229,7 +235,7 @@ def newton_schulz(matrix):                                  # [rows, columns] ->
     if matrix.size(0) > matrix.size(1):
         return newton_schulz(matrix.T).T                    # the smaller of the two squares
     x = matrix.bfloat16()
-    x = x / x.norm()
+    x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         square = x @ x.T
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
@@ -237,8 +243,8 @@ def newton_schulz(matrix):                                  # [rows, columns] ->
 
 
 # %% [markdown]
-# Given a DTensor, each product here of a square or wide row-sharded matrix gathers a factor; a tall one adds
-# up partial products, in all-reduces and reduce-scatters. Three ways to do the same for as many matrices as
+# Given a DTensor, each product here of a square or wide row-sharded matrix gathers a factor; a tall one also
+# all-reduces and reduce-scatters partial products. Three ways to do the same for as many matrices as
 # there are ranks: `by_dtensor` calls the function above on DTensors, `gathered` gathers each matrix once and
 # computes it on every rank, `owned` gives each matrix an owner (both folded: leave them closed, they are the
 # solutions of your turns). `measure` (folded) counts what a rank sends at least, around a ring, and its own
@@ -336,10 +342,11 @@ plots.show(fig, alt="Collectives, KiB and FLOPs of three ways, for tall, square 
 # %% [markdown]
 # Owners win: two collectives for the whole batch of matrices, 2/n of the bytes of `gathered` on n ranks, and
 # the FLOPs of one matrix. `by_dtensor` shares FLOPs, too, but sends 11 to 15 times as much as `gathered` at
-# these sizes. It also adds partial sums that are rounded to bf16: a tall matrix's result is off by 1 to 10%.
+# these sizes (`torch.optim.Muon`, which fuses sums into products, sends less for the tall matrix). It also
+# adds partial sums that are rounded to bf16: a tall matrix's result is off by 1 to 10%.
 # The other two give what one process gives. Momentum and weights stay sharded throughout.
 #
-# `owned` stacks the shards, so batch matrices by shape (split sizes lift this). In a batch of fewer matrices
+# `owned` stacks the shards, so batch matrices by shape. In a batch of fewer matrices
 # than ranks some ranks compute nothing. For GPUs, VeOmni does it this way, with uneven shards, too
 # ([#973](https://github.com/ByteDance-Seed/VeOmni/pull/973); not run here).
 #
@@ -389,9 +396,9 @@ Table(
 # ## 8-bit states
 #
 # AdamW's two moments in float32 take 8 bytes per parameter. 8-bit optimizers store 8-bit codes and one scale
-# for each block of values. A step needs no more than the block, so shards are no problem. The **checkpoint**
-# is: `codes` and `scales` have other shapes than the parameter. Momentum in 8 bits, with blocks along each
-# row, in DTensor operations throughout:
+# for each block of values. A step needs no more than the block, so shards are no problem if no cut goes
+# through a block. The **checkpoint** is: `codes` and `scales` have other shapes than the parameter. Momentum
+# in 8 bits, with blocks along each row, in DTensor operations throughout:
 
 # %%
 # %%ranks
@@ -422,7 +429,7 @@ class PlainMomentum8bit(Momentum8bit):                      # for one step: its 
 # %% [markdown]
 # `saved_by(way, kind)` trains a step, saves the optimizer, loads it into a new one, and says what came back.
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 import shutil
 import tempfile
@@ -500,15 +507,16 @@ Table(
 # A plain tensor counts as the same on all ranks, so `dcp` stores one rank's codes and one rank's scales,
 # maybe of two different ranks, and every rank loads them, without an error where all shards have one size.
 # `save_distributed` refuses. DTensors come back right both ways; `Optimizer.load_state_dict`, which PyTorch's
-# way calls, converts each state to the parameter's dtype (`_process_value_according_to_param_policy`), so the
-# codes take four times their bytes until the next step. Because scales belong to pieces of rows, any number
-# of ranks can load them.
+# way calls, converts each state but `step` to the parameter's dtype
+# (`_process_value_according_to_param_policy`), here float32, so the codes take four times their bytes until
+# the next step. Because scales belong to pieces of rows, any number of ranks can load them.
 #
-# Two maintained libraries, not run here: bitsandbytes' scales are no DTensors, and saving its states under
-# FSDP2 ends in an assertion ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)).
-# torchao's `AdamW8bit` keeps DTensors, and `dcp` saves them. Whether it quantizes a state depends on the size
-# of the shard, so another number of ranks may be another approximation
-# ([#4912](https://github.com/pytorch/ao/issues/4912)).
+# Two maintained libraries, not run here: bitsandbytes' scales are no DTensors; issues report an assertion
+# when its states are saved under FSDP2
+# ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)) and an illegal memory access
+# ([#1633](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633)). torchao's `AdamW8bit` keeps
+# DTensors, and `dcp` saves them. Whether it quantizes a state depends on the size of the shard, so another
+# number of ranks may be another approximation ([#4912](https://github.com/pytorch/ao/issues/4912)).
 #
 # ## Two optimizers, groups and offloaded states
 #
@@ -574,10 +582,10 @@ Table(["group", "parameters", "largest change of a weight in step 1"], rows)
 # each group has its own. Muon scales its rate by the matrix's shape, and takes the full one from the DTensor.
 
 # %% [markdown]
-# What raises is asserted here: FSDP1, whose parameters are flat (the way of 2022), matrices with fewer rows
+# The folded cell asserts three errors of the table below: FSDP1's flat parameters, matrices with fewer rows
 # than ranks, and sharded beside ignored parameters.
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 import warnings
 
@@ -614,14 +622,15 @@ assert "got mixed torch.Tensor and DTensor" in raises(lambda: nn.utils.clip_grad
 # %% [markdown]
 # ## Your turn 1 · Gather once
 #
-# `matrices` is a list of DTensors, sharded by rows; one of them has rows that do not divide among the ranks.
-# Write `gather_once(matrices)`: it returns a list of DTensors, `newton_schulz` of each, sharded as they came,
-# with one all-gather per matrix, in bf16.
+# `matrices` is a list of DTensors, sharded by rows; one of them has 50 rows, which do not divide among 3 or 4
+# ranks. Write `gather_once(matrices)`: it returns a list of DTensors, `newton_schulz` of each, sharded as
+# they came, with one all-gather per matrix, in bf16.
 #
 # <details><summary>Hint</summary>
 #
-# `.full_tensor()` gathers. `distribute_tensor` cuts; by default it also sends rank 0's values to all ranks,
-# with `src_data_rank=None` it sends nothing.
+# `.full_tensor()` gathers. `distribute_tensor` cuts; by default it scatters rank 0's tensor to all ranks,
+# with `src_data_rank=None` each rank cuts its own and nothing is sent. `DTensor.from_local` takes all shards
+# to be of one size unless you pass `shape` and `stride`.
 #
 # </details>
 
@@ -860,20 +869,31 @@ def with_owners(matrices):                                  # shards side by sid
     return [DTensor.from_local(shard, mesh, [Shard(0)]) for shard in shards]
 
 # %% [markdown]
+# In an optimizer, `momentum` is a dict of DTensors like the weights, and `batch` has as many weights of one
+# shape as there are ranks. This is `torch.optim.Muon`'s step for square matrices (but for bf16's rounding):
+#
+# ```python
+# for p in batch:
+#     momentum[p].lerp_(p.grad, 0.05)
+# updates = with_owners([p.grad.lerp(momentum[p], 0.95) for p in batch])
+# for p, update in zip(batch, updates):                      # under torch.no_grad()
+#     p.mul_(1 - lr * 0.1).add_(update, alpha=-lr)
+# ```
+#
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | the loss falls slowly, or Newton-Schulz gives `inf` or `nan` ([Moonlight #27](https://github.com/MoonshotAI/Moonlight/issues/27)) | a matrix optimizer got shards (`p.to_local()`; FSDP1's flat parameters, with a Muon that does not check `ndim`) | compare one step with one process; owners or `full_tensor()` |
-# | `Muon only supports 2D parameters` | FSDP1: its parameters are flat, also with `use_orig_params=True` | FSDP2 |
+# | the loss falls slowly, or Newton-Schulz gives `inf` or `nan` ([Moonlight #27](https://github.com/MoonshotAI/Moonlight/issues/27)) | a matrix optimizer got shards (`p.to_local()`) | compare three steps with one process; owners or `full_tensor()` |
+# | `Muon only supports 2D parameters` | a bias, norm or convolution in its list; or FSDP1: its parameters are flat, also with `use_orig_params=True` | give those to AdamW; FSDP2 |
 # | Muon: `in-place operations that require placement changes are not supported` | a matrix with fewer rows than ranks | give it to AdamW |
-# | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each; `clip_grad_norm_` raises, too: clip each, and combine the norms |
+# | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each, and all-reduce the ignored gradients yourself; `clip_grad_norm_` raises, too: combine the two `get_total_norm`, then `clip_grads_with_norm_` on each with the combined norm |
 # | with offloaded units the step is slow | parameters on CPU and GPU: the default falls back to a loop ([#187615](https://github.com/pytorch/pytorch/issues/187615)) | pass `fused=True` or `foreach=True`: both group by device |
-# | 8-bit states differ after a resume | plain states: each rank loaded those of other ranks | DTensor states, or `save_distributed`, which refuses |
+# | 8-bit states differ after a resume | plain states: every rank loaded the one copy that was stored | DTensor states, or `save_distributed`, which refuses |
 #
 # ## The rule
 #
-# Compare one step on the ranks with one process before you trust an optimizer on shards. Element-wise: leave
-# it. Whole matrices: one owner each. States: DTensors, in blocks that no cut touches.
+# Compare three steps on the ranks with one process before you trust an optimizer on shards. Element-wise:
+# leave it. Whole matrices: one owner each. States: DTensors, in blocks that no cut touches.
 #
 # [← lesson 18](18_beyond_forward_and_backward.ipynb) · [lesson 20 →](20_experts.ipynb)

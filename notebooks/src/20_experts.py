@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 20 · Experts
 #
-# In a mixture of experts, each token uses a few of many experts. Who gathers an expert, and where is it
-# computed? **Under FSDP every rank gathers all experts of a block, also those that its tokens don't use: keep
-# them in one parameter and make the block the unit. Where gathering them takes too much memory or time, give
-# each rank some of the experts and send it their tokens: expert parallelism.**
+# In a mixture of experts (MoE), a block has many feed-forward networks, the experts, and each token uses a
+# few of them. Who gathers an expert, and where is it computed? **Under FSDP every rank gathers all experts of
+# a block, also those that its tokens don't use: keep them in one parameter and make the block the unit. Where
+# gathering them takes too much memory or time, give each rank some of the experts and send it their tokens:
+# expert parallelism.**
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -48,7 +49,7 @@ lesson.card(
     learn="train a mixture of experts under FSDP without mixing up experts, and divide experts among ranks",
     needs="[lesson 1](01_transformer_wrapper.ipynb); for the second half [lesson 16](16_two_dimensions.ipynb)",
     ranks="4 on the CPU (2 or 3 work: set `FSDP_RANKS`)",
-    minutes=(1, 27, 16),
+    minutes=(1, 31, 15),
 )
 
 # %% [markdown]
@@ -120,11 +121,11 @@ lesson.card(
 #
 # ## Why the weights were mixed
 #
-# FSDP pairs collectives by their order ([lesson 15](15_when_it_hangs.ipynb)). If each expert is a unit, rank
-# 0 gathers expert 0 while rank 1 gathers expert 1. Both issue one all-gather of the same size, so the two
-# calls are paired, and each rank sends its rows of *its* expert. The next cell fills expert `e` with the
-# number `e`, gives it a token whose features are all 1/48, and so gets the mean of each row of the weight
-# that each rank computes with.
+# A process group pairs its ranks' collectives by order ([lesson 15](15_when_it_hangs.ipynb)). If each expert
+# is a unit, rank 0 gathers expert 0 while rank 1 gathers expert 1. Both issue one all-gather of the same
+# size, so the two calls are paired, and each rank sends its rows of *its* expert. The next cell fills expert
+# `e` with the number `e`, gives it a token whose features are all 1/48, and so gets the mean of each row of
+# the weight that each rank computes with.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -150,14 +151,13 @@ everyone = init_device_mesh("cpu", (world,))
 
 
 class Apart(nn.Module):                                     # a module for each expert
-    def __init__(self, call_all=False):
+    def __init__(self):
         super().__init__()
-        self.call_all = call_all
         self.experts = nn.ModuleList([nn.Linear(48, 48, bias=False) for _ in range(world)])
 
     def forward(self, x, chosen):
         out = torch.zeros_like(x)
-        for e in range(world) if self.call_all else chosen.unique().tolist():
+        for e in chosen.unique().tolist():
             out[chosen == e] = self.experts[e](x[chosen == e])
         return out
 
@@ -206,20 +206,22 @@ plots.show(fig, alt="With a unit for each expert, each rank computes with rows o
 # is expert 0 alone, on rank 1 expert 1, and buffers of the same size are added up. `check_in_step` does not
 # see this one: both ranks reduce the same unit, with the same number of bytes. Where the ranks use different
 # *numbers* of experts, the sizes differ as well: the training hangs, or gloo ends it with an error. FSDP1 had
-# only the first trap: its unit is one flat parameter, which always has a gradient. So a model that trained
-# rightly under FSDP1 can go wrong under FSDP2, in each step in which a rank leaves out an expert that another
-# uses.
+# only the first trap: its unit is one flat parameter, which has a gradient if any part of it has. So a model
+# that trained rightly under FSDP1 can go wrong under FSDP2, in each step in which a rank leaves out an expert
+# that another uses.
 #
 # ## Three ways to give every expert a gradient
 #
-# - **`model.set_reduce_scatter_unused_params(True)`** after `fully_shard` (FSDP2, as of torch 2.13): a parameter
-#   without a gradient joins with zeros.
-# - **Call every expert**, also with no tokens: the gradient of zero rows is zero, not missing. This also mends units of single experts (turn 1).
-# - **One parameter for all experts**, `f32[experts, in, out]`. Indexing one expert gives a gradient for the whole
-#   parameter. transformers 5 stores Mixtral, Qwen3-MoE and others in this way; in version 4 each of their
-#   experts was a module.
+# - **`model.set_reduce_scatter_unused_params(True)`** after `fully_shard` (FSDP2, as of torch 2.13): a
+#   parameter without a gradient joins with zeros. Units of single experts stay wrong: their all-gathers are
+#   still mixed.
+# - **Call every expert**, also with no tokens: the gradient of zero rows is zero, not missing. This also
+#   mends units of single experts; you measure it in turn 1.
+# - **One parameter for all experts**, `f32[experts, in, out]`. Indexing one expert gives a gradient for the
+#   whole parameter. transformers 5 stores each projection of Mixtral, Qwen3-MoE and others in this way (as
+#   [experts, out, in]); in version 4 each of their experts was a module.
 #
-# The next cell measures these ways with the script's samples: rank `r` chooses expert `r` for all tokens.
+# The next cell measures the first and the last, without a router: rank `r` chooses expert `r` for all tokens.
 
 # %% tags=["ways"]
 # %%ranks
@@ -274,8 +276,6 @@ ways = {
     "each expert a unit, unused ones left out": compare(Apart, each=True),
     "the block a unit, unused ones left out": compare(Apart),
     "the same, reduce_scatter_unused_params": compare(Apart, unused=True),
-    "each expert a unit, all called": compare(lambda: Apart(call_all=True), each=True),
-    "the block a unit, all called": compare(lambda: Apart(call_all=True)),
     "the block a unit, one parameter": compare(Together),
 }
 
@@ -291,13 +291,16 @@ Table(
 )
 
 # %% [markdown]
-# Prefer one parameter: nothing has to be remembered, and the next sections build on it.
+# Prefer one parameter: nothing has to be remembered, and the next sections build on it. In all three ways an
+# expert that no rank uses has a gradient of zero, not None: AdamW still decays it, and moves it by its
+# momentum.
 #
 # ## More ranks than experts
 #
 # One parameter `f32[experts, in, out]` is cut along dimension 0 by default: between experts, not through each
 # as in the first figure. With fewer experts than ranks, some ranks get none of it and the all-gather sends
-# padding. `shard_placement_fn` chooses another dimension, which the ranks have to divide.
+# padding. `shard_placement_fn` chooses another dimension; its size has to be a multiple of the number of
+# ranks.
 
 # %% tags=["few"]
 # %%ranks
@@ -320,16 +323,18 @@ Table(["placement", "KiB that each rank holds", "KiB that a rank sends"], rows)
 
 # %% [markdown]
 # `Shard(1)` gives each rank the same share and halves what is sent, for one more copy at each collective.
-# `fsdp_utils.shard` chooses it where rows would be padded by more than 5%.
+# `fsdp_utils.shard` takes the first dimension that divides evenly where rows would be padded by more than 5%.
 #
 # ## Send the tokens instead
 #
-# Under FSDP a rank has to hold *all* experts of a block in order to compute it. In **expert parallelism**
+# With the block as the unit, a rank holds *all* of its experts at once. (With units of single experts, all of
+# them called, it holds fewer at a time, but gathers as many bytes.) In **expert parallelism**
 # (EP) each rank keeps `experts / ep` of them, and the tokens travel: an all-to-all brings each row to the
 # rank that holds its expert, and another brings the result back. The rest of the model stays under FSDP on
 # all ranks. The mesh has two dimensions, as in lesson 16: "ep", along which experts are divided, and "fsdp",
-# along which each rank's experts are sharded as before. So a layer has two units: `fully_shard(experts)` on
-# "fsdp" inside `fully_shard(layer)` on all ranks. All of this is FSDP2.
+# along which each rank's experts are sharded as before. `distribute_tensor` divides the experts along "ep",
+# then `fully_shard(experts)` shards each rank's part along "fsdp", inside `fully_shard(layer)` on all ranks.
+# All of this is FSDP2.
 
 # %% tags=["parallel"]
 # %%ranks
@@ -426,7 +431,7 @@ for ep in sizes:
 rows = ranks.get("rows")[0]
 assert [row[4] for row in rows] == [f"{row[0]:.2f}" for row in rows]
 assert [row[5] for row in rows] == ["1.00"] * len(rows)
-HEAD = ["EP", "mesh", "KiB of experts held for a layer", "KiB sent", "gradients, undivided", "divided by all ranks"]
+HEAD = ["EP", "mesh", "KiB of experts held for a layer", "KiB sent", "gradients, by default", "divided by all ranks"]
 Table(HEAD, rows, note="The gradients of experts, as multiples of those in one process.")
 
 # %% [markdown]
@@ -434,8 +439,9 @@ Table(HEAD, rows, note="The gradients of experts, as multiples of those in one p
 # weights. But without `set_gradient_divide_factor` the experts train with **gradients EP times too large**,
 # and no error says so. The reason: tokens of the ranks of its "ep" group have come to the expert, so its
 # gradient is a sum over their losses. FSDP takes the mean over the mesh that it was given, "fsdp", which has
-# only `world / ep` ranks. The factor is the number of all ranks, whatever EP is. AdamW's steps hide a
-# constant factor; the norm by which you clip does not.
+# only `world / ep` ranks. The factor is the number of all ranks, whatever EP is. On gloo it also needs
+# `set_force_sum_reduction_for_comms(True)`, except where "fsdp" has one rank: there torch 2.13 would divide
+# twice. AdamW's steps hide a constant factor; the norm by which you clip does not.
 #
 # Does EP always send less? A sweep over tokens, counted as if the rows spread evenly over the ranks:
 
@@ -466,12 +472,16 @@ plots.show(fig, alt="What a rank sends against tokens: flat under FSDP alone, gr
 
 # %% [markdown]
 # FSDP alone sends the same at any batch, EP in proportion to the tokens. The lines cross at about 2,000
-# tokens per rank. **Calculated**: FSDP sends each weight three times and EP each row four times (six with
-# activation checkpointing), all in one dtype. At any EP size, they are equal at 3 x matrices x experts x
-# inner width / (4 x experts per token) tokens per rank. That is 1,728 here (the first layer's input needs no
-# gradient, which moves the crossing up), and 129,024 for Mixtral 8x7B (3 matrices, 8 experts, width 14,336, 2
-# experts per token). Bytes are not time: FSDP's gathers can run beside computation, while each all-to-all
-# here is waited for. So keep "ep" within a host where you can, and measure.
+# tokens per rank. **Calculated**, in one dtype: FSDP sends each weight three times (twice if it stays
+# gathered until backward), and EP each row four times (six with activation checkpointing). At any EP size,
+# both send the same at
+#
+# > tokens per rank = 3 x matrices x experts x inner width / (4 x experts per token)
+#
+# That is 3 x 2 x 12 x 96 / 4 = 1,728 here (more in the figure: the first layer's input needs no gradient),
+# and 129,024 for Mixtral 8x7B (3 matrices, 8 experts, width 14,336, 2 experts per token). Bytes are not time:
+# FSDP's gathers can run beside computation, while each all-to-all here is waited for. So keep "ep" within a
+# host where you can, and measure.
 #
 # ## Balance
 #
@@ -635,7 +645,7 @@ from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
         "backward on this rank, and the ranks' reduce-scatters are paired wrongly."
     ),
     "rows computed, for 16 tokens": at_most(
-        16 + world, "More rows than tokens, and one more for each expert: each expert should compute its tokens."
+        16 + world, "Too many rows: each expert should compute only the tokens that chose it (one spare row each is allowed)."
     ),
 })
 def score_experts(my_experts):
@@ -717,7 +727,7 @@ def my_experts(x, chosen, experts):             # a dummy whose result is thrown
             out[chosen == e] = y
     return out
 
-# %% tags=["wrong"] turn=1 says="each expert should compute its tokens"
+# %% tags=["wrong"] turn=1 says="only the tokens that chose it"
 def my_experts(x, chosen, experts):             # every expert computes everything
     return sum((chosen == e)[:, None] * expert(x) for e, expert in enumerate(experts))
 
@@ -746,7 +756,7 @@ from fsdp_utils.collectives.c10d_hooks import listen_to_calls
 @turn(2, {
     "ranks with another norm than rank 0": exactly(0, "The ranks differ: each has the norm of its own shards only."),
     "norm, times the right one": exactly(
-        1.0, less="Too small: some shards are left out, or the root of the sum of squares is.",
+        1.0, less="Too small: the gradients of one mesh, or some shards, are left out.",
         more="Too large: a norm is a root of a sum of squares, so add the squares and not the norms; and count "
         "each shard once."
     ),
@@ -821,7 +831,7 @@ def my_norm(gradients):
     norms = [gradient.norm().full_tensor() for gradient in gradients]
     return sum(norms)
 
-# %% tags=["wrong"] turn=2 says="some shards are left out"
+# %% tags=["wrong"] turn=2 says="the gradients of one mesh"
 def my_norm(gradients):                         # the first mesh alone
     first = [gradient for gradient in gradients if gradient.device_mesh == gradients[0].device_mesh]
     return torch.nn.utils.get_total_norm(first).full_tensor()
@@ -841,13 +851,13 @@ def my_norm(gradients):
 # | expert gradients EP times too large | FSDP's mean is over "fsdp" alone | `set_gradient_divide_factor(world)` |
 # | `Cannot use ReduceOp.PREMUL_SUM with Gloo` | that factor, on gloo | `set_force_sum_reduction_for_comms(True)` |
 # | expert gradients `world` times too small, EP = all ranks | both calls: torch 2.13 divides twice where the mesh "fsdp" has one rank | only the first call there |
-# | `FSDP does not support uneven sharding on dim 1` | the ranks don't divide dimension 1 | another dimension |
+# | `FSDP does not support uneven sharding on dim 1` | the size of dimension 1 is not a multiple of the number of ranks | another dimension |
 
 # %% [markdown]
 # ## The rule
 #
 # Every rank gathers every expert of a block, and every expert gets a gradient on every rank: one parameter,
-# one unit. If experts move to the ranks instead, divide their gradients by all ranks, and take norms and
-# counts over all of them.
+# one unit. If experts move to the ranks instead, divide their gradients by the number of all ranks, and take
+# norms and counts over all of them.
 #
 # [← lesson 19](19_whole_matrix_optimizers.ipynb) · [lesson 21 →](21_long_sequences.ipynb)

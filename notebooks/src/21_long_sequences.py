@@ -40,14 +40,15 @@ lesson.card(
     21,
     learn="find what grows with the length, remove it, and cut one sequence over ranks with the right gradients",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 2](02_activation_checkpointing.ipynb)",
-    minutes=(1, 11, 30),
+    minutes=(1, 20, 35),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains a small Llama in four ways on
-# the same sequence of 960 tokens, and counts the bytes that autograd keeps for the backward pass on rank 0.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It trains a small Llama in four ways,
+# each on the same two sequences of 960 tokens, and counts the bytes that autograd keeps for backward on rank
+# 0.
 #
 # ```python
 # import torch
@@ -142,8 +143,12 @@ lesson.card(
 # loss's: log-probabilities, as large as the logits. A later section removes them.
 #
 # `gathered` is the attention function: `full_tensor` gathers the keys and values of all ranks (`Partial` is
-# explained at "Gradients of gathered keys"), and `causal_lower_right` says that the queries are the *last* of
-# these tokens. The length has to be a multiple of the ranks: pad the end, with -100 as targets.
+# explained at "Gradients of gathered keys"), and `causal_lower_right` (on a CPU it makes a mask in each
+# block, for flash on a GPU it does not) says that the queries are the *last* of these tokens. `places` are
+# the `position_ids`: they count from the start of the whole sequence. transformers would shift the labels of
+# each part by itself and lose a target at every cut. So the script shifts before the cut and hands over
+# `shift_labels`, and `num_items_in_batch`, by which transformers divides the sum. The length has to be a
+# multiple of the ranks: pad the end, with -100 as targets.
 #
 # ## Attention that keeps no scores
 #
@@ -254,22 +259,26 @@ Table(["attention on 1,024 tokens, with", "kernel", "MiB kept"], [[*row[:2], f"{
 # a learned bias, dropout or narrower values bring the scores back, and a mask is kept itself, a number for
 # each pair of tokens. **Force the kernel, and the fallback becomes an error**: `with
 # sdpa_kernel(SDPBackend.FLASH_ATTENTION):`, around forward *and* backward, as a checkpoint computes again
-# there. GPUs have other kernels with other conditions. There flash takes dropout, but no mask and no float32,
-# the memory-efficient kernel takes all three, and cuDNN's has to be allowed by name
+# there. On a GPU flash takes dropout, but no mask and no float32; the memory-efficient kernel takes all three
 # ([source](https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp);
-# not run here). In transformers you choose by `attn_implementation=` of `from_pretrained` or by
-# `model.set_attn_implementation("sdpa")`, and `model.config._attn_implementation` says what was chosen. With
-# dropout in attention, as in GPT-2's config, or with a mask for padding, look again.
+# not run here). transformers takes "sdpa" by itself where a model supports it:
+# `model.config._attn_implementation` says what was chosen. With dropout in attention, as in GPT-2's config,
+# or with a mask for padding, look again.
 #
 # ## A loss that keeps no logits
 #
 # Logits have a number for each token *and* each word of the vocabulary, and a step holds about three such
 # tensors. But the loss is a sum over tokens. So compute the head and the loss for some tokens at a time,
 # under a checkpoint. `WithLoss` does it for models like Llama, whose logits are `lm_head(hidden)` and nothing
-# more (Gemma 2, Cohere and Granite scale them). It takes targets that are shifted already and returns a
-# *sum*: divide by the targets of all ranks and multiply by the ranks, as FSDP averages. Call `fully_shard` on
-# the blocks and then on `WithLoss`: outside of the root's forward, `lm_head` is a shard. The folded cell
-# measures a step of a sharded model without blocks.
+# more (Gemma 2 caps them, Cohere and Granite scale them). It returns a *sum*. In the script, after the
+# blocks, instead of `fully_shard(model, mesh=mesh)` and of `loss = …`:
+#
+# ```python
+# model = fully_shard(WithLoss(model, pieces=16), mesh=mesh)      # the root: its forward gathers lm_head
+# loss = model(ids, targets, position_ids=places, use_cache=False) / count
+# ```
+#
+# The folded cell measures a step of a sharded model without blocks.
 
 # %%
 # %%ranks
@@ -609,7 +618,8 @@ plots.show(fig, alt="Pairs that each rank computes: most on the last rank, or eq
 
 # %% [markdown]
 # In a row, the last rank has 2 - 1/n times the mean on n ranks, and the others wait for it in every layer.
-# With an early and a late piece each rank has as much. PyTorch's `context_parallel` cuts like this by itself.
+# With an early and a late piece each rank has as much. PyTorch's `context_parallel` cuts like this by itself
+# if the length is a multiple of 2n, and else in a row, without a warning.
 #
 # ## The mask that is not there
 #
@@ -669,9 +679,10 @@ Table(["attention", "loss", "wrong logits"], rows)
 #
 # `context_parallel` cuts the tensors in its list in place, each along its dimension. Within its `with` block,
 # which has to hold backward too, `scaled_dot_product_attention` goes over the ranks' keys and values part by
-# part; it gathers them, or passes them on after `set_rotate_method("alltoall")`. It takes `is_causal=True`
-# and no mask. Its documentation calls it a prototype. With several sequences a mesh has two dimensions: "dp"
-# for the samples, "cp" for the parts of a sequence.
+# part; it gathers them, or passes them on after `set_rotate_method("alltoall")` (from
+# `torch.distributed.tensor.experimental._attention`). It takes `is_causal=True` and no mask. Its
+# documentation calls it a prototype. With several sequences a mesh has two dimensions: "dp" for the samples,
+# "cp" for the parts of a sequence.
 
 # %% tags=["theirs"]
 # %%ranks
@@ -898,7 +909,7 @@ def my_loss(total, targets):
 # |:--|:--|:--|
 # | out of memory at the loss, or in the first step of backward | logits of a large vocabulary | the loss in pieces |
 # | memory grows with the square of the length | scores: attention written out, or a kernel that fell back | `set_attn_implementation("sdpa")`; then `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` raises an error where it falls back |
-# | `No available kernel` | flash can't run: narrower values; on a GPU also a mask or float32; on a CPU also dropout or a learned bias | change that; on a GPU you can also allow `SDPBackend.EFFICIENT_ATTENTION` |
+# | `No available kernel` | flash can't run: values narrower than keys; on a GPU also a mask, float32, heads wider than 256 or a GPU older than Ampere; on a CPU also dropout or a learned bias | change that; on a GPU you can also allow `SDPBackend.EFFICIENT_ATTENTION` |
 # | `aten.embedding.default got mixed torch.Tensor and DTensor` | `fully_shard` was called on the model inside `WithLoss` | call it on the blocks and on `WithLoss` |
 # | `does not have a sharding strategy registered` for `…flash_attention_for_cpu` | `context_parallel` on a CPU | a function like `gathered` |
 # | the loss is right at first, then worse than on one process | gradients of gathered keys not summed | `grad_placements=[Partial()]` |
