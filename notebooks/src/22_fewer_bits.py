@@ -22,9 +22,8 @@ for column, (axes, title) in enumerate(zip(panels, ["at rest, in shards", "on th
 plots.show(fig, alt="Bytes per weight at rest and on the wire: 4 and 2, with float8 4 and 1, frozen half and half.")
 
 # %% [markdown]
-# A drawing: bytes for each weight, without scales, gradients and the optimizer's states (12 bytes more with
-# AdamW, for what is trained). The matrix product is a third place, which FSDP does not see. Eight-bit
-# *optimizer states* are in [lesson 19](19_whole_matrix_optimizers.ipynb).
+# A drawing: bytes for each weight. Scales are left out, and so are a trained weight's gradient (4 bytes) and
+# AdamW states (8 bytes). Eight-bit *optimizer states* are in [lesson 19](19_whole_matrix_optimizers.ipynb).
 
 # %% tags=["card"]
 lesson.card(
@@ -134,9 +133,9 @@ lesson.card(
 #
 # ## What the two hooks must do
 #
-# Without a **scale** small weights would become 0: float8's least number above it is about 0.002. The scale
-# makes the largest weight 448, float8's largest number. The next cell is the script's class, in parts that a
-# subclass can replace, and two subclasses that each break one part.
+# Without a **scale** small weights would become 0: the smallest positive number of this format, e4m3, is
+# about 0.002. The scale maps the largest weight to 448, e4m3's largest number. The next cell has the script's
+# class again, with two parts moved into methods, and two subclasses that each break one of them.
 
 # %% jupyter={"source_hidden": true}
 from fsdp_utils.lessons.tables import Table
@@ -265,16 +264,17 @@ Table(
 # %% [markdown]
 # **The scale belongs to the whole weight.** If each rank takes its own, the ranks multiply gathered codes
 # with different numbers: each rank computes with a different model, and nothing raises. **The tuple names
-# what `reshard` frees.** Left empty, the model is whole on each rank after one forward pass: FSDP's saving is
-# gone. Any cache of quantised weights does the same; Transformer Engine's kept it until backward ([issue
+# what `reshard` frees.** If it is empty, all decoded weights stay on each rank after the first forward pass:
+# only gradients and optimizer states are still sharded. A cache of quantised weights does the same:
+# Transformer Engine kept one until backward ([issue
 # 2681](https://github.com/NVIDIA/TransformerEngine/issues/2681)).
 #
 # **Pad to the rows of rank 0.** `fsdp_pre_all_gather` gets the shard without padding, and all ranks must give
 # equally many bytes. Without padding only the ranks with fewer rows raise, and the others wait. The same
-# comes of a rank without rows (9 rows on 4 ranks are 3, 3, 3, 0): this class's `max()` raises there.
+# happens if a rank has no rows (9 rows on 4 ranks are 3, 3, 3, 0): this class's `max()` raises there.
 #
-# The price: codes and decoded weight are in memory together, 1 + 2 bytes instead of 2, and while one weight
-# is decoded, float32 copies of it. A float8 matrix product would take the codes as they are.
+# The price is memory: a gathered weight takes 1 byte for its code and 2 decoded, instead of 2, and float32
+# copies of one weight exist while it is decoded. A float8 matrix product would take the codes as they are.
 #
 # **Shards, optimizer and checkpoint stay in float32.** The next cell trains with float8 gathers, saves, and
 # loads into a model that knows nothing of `Float8`.
@@ -338,26 +338,31 @@ with suppress(AssertionError):                                  # two trainable 
 #
 # ## When it pays
 #
-# None of this can be timed on a CPU; these are others' numbers. Fewer gathered bytes save time only where
-# all-gathers are exposed ([lesson 4](04_backward_prefetch.ipynb)): slow links, small batches. A user with 64
-# GPUs saw no clear gain ([issue 653](https://github.com/pytorch/torchtitan/issues/653)). Most of float8's
-# gain is in the matrix product: "typically 80% comes from fp8 compute and 20% comes from the fp8 all gather"
-# ([issue 687](https://github.com/pytorch/torchtitan/issues/687)). torchao's `Float8Linear` does both; it
-# dropped float8 gathers without the product ([pull 1451](https://github.com/pytorch/ao/pull/1451)). Small
-# products lose: on an H100 torchao measured 0.80 of bf16's speed for 1,024 rows through a layer of 2,048 x
-# 1,024, and 1.39 for 4,096 rows through 8,192 x 16,384 ([its
-# README](https://github.com/pytorch/ao/blob/0cf1281a38bdd8c84b11549ffc49a63eb3a92d40/torchao/float8/README.md)).
-# In May 2026 a maintainer of torchtitan called its float8 all-gather deprecated ([pull
-# 3105](https://github.com/pytorch/torchtitan/pull/3105)); FSDP2's hooks remain. Measure a step with and
-# without it.
+# None of this can be timed on a CPU; these are others' numbers. Measure a step with and without it.
+#
+# - **Gathers.** Fewer bytes save time only where all-gathers are exposed ([lesson
+#   4](04_backward_prefetch.ipynb)): slow links, small batches. A user with 64 GPUs saw no clear gain ([issue
+#   653](https://github.com/pytorch/torchtitan/issues/653)).
+# - **Products.** Most of float8's gain is here: "typically 80% comes from fp8 compute and 20% comes from the
+#   fp8 all gather" ([issue 687](https://github.com/pytorch/torchtitan/issues/687)). Small products lose: on
+#   an H100 torchao measured 0.80 of bf16's speed for 1,024 rows through a layer of 2,048 x 1,024, and 1.39
+#   for 4,096 rows through 8,192 x 16,384 ([its
+#   README](https://github.com/pytorch/ao/blob/0cf1281a38bdd8c84b11549ffc49a63eb3a92d40/torchao/float8/README.md)).
+# - **Libraries.** torchao's `Float8Linear` does both. It had an option for float8 gathers alone, as in the
+#   script, and deleted it as too complex for code that nobody used yet ([pull
+#   1451](https://github.com/pytorch/ao/pull/1451)). In May 2026 a maintainer of torchtitan called its float8
+#   all-gather deprecated ([pull 3105](https://github.com/pytorch/torchtitan/pull/3105)); FSDP2's hooks
+#   remain.
 #
 # ## Your turn 1 · One all-reduce for all scales
 #
-# The script's class sends one tiny all-reduce for each weight and gather. Write `find_scales(parameters)`: it
-# gets the model's sharded weights after `optimizer.step()`, and returns a list with one scale for each, a
-# tensor of one number: the largest absolute value of the *whole* weight, divided by 448 (none here is all
-# zeros, so no clamp). Send **one** collective, as torchao's `precompute_float8_dynamic_scale_for_fsdp` does.
-# `p.to_local().inner` is this rank's shard of `p`, in float32.
+# The script's class sends one tiny all-reduce for each weight and gather. Weights change only in
+# `optimizer.step()`, so one for all of them after each step is enough. Write `find_scales(parameters)`: it
+# gets the model's sharded weights and returns a list of scales, each a tensor of one number: the largest
+# absolute value of the *whole* weight, divided by 448 (none here is all zeros, so no clamp). Send **one**
+# collective. `p.to_local().inner` is this rank's shard of `p`, in float32. torchao's
+# `precompute_float8_dynamic_scale_for_fsdp` does this and stores each scale on its weight, where
+# `fsdp_pre_all_gather` finds it.
 #
 # <details><summary>Hint</summary>
 #
@@ -507,17 +512,21 @@ plots.show(fig, alt="Rounding error over the size of one large weight: float8, i
 # %% [markdown]
 # Each float8 number has an exponent, so one scale is enough: 2.7% over the whole sweep. Integers have even
 # steps, and a large weight makes them wide: int8 with one scale is better than float8 up to ten standard
-# deviations, and 18% off at eighty. **Int8 in blocks is the most accurate of the six**, but the ranks then
-# gather a scale for each block, too. Float8 needs one number, and a float8 matrix product takes its codes:
-# hence the script. **Four bits need blocks**, and are 11% off even so. A bf16 scale for each 64 weights costs
-# a quarter of a bit per weight.
+# deviations, and 18% off at eighty. **With one large weight, int8 in blocks is the most accurate of the
+# six**, but the ranks then gather a scale for each block, too. Float8 needs one number, and a float8 matrix
+# product takes its codes: hence the script. **Four bits need blocks**, and are 11% off even so. A bf16 scale
+# for each 64 weights costs a quarter of a bit per weight.
+#
+# Blocks help while large weights are rare. With 66 of size eighty at random places, one weight in a thousand,
+# int8 in blocks is 4.5% off and int4 27%; float8 with one scale stays at 2.7%. Count yours first.
 #
 # ## Frozen weights in 4 bits
 #
 # An adapter is two small trained matrices whose product is added to a frozen weight ([lesson
 # 9](09_child_tuning.ipynb)). [QLoRA](https://arxiv.org/abs/2305.14314) trains adapters beside a frozen model
-# in 4 bits, and reports the same quality as in 16; that is not measured here. Two codes share a byte, so the
-# parameter is `uint8`. `Linear4` decodes its weight in forward, and adds an adapter.
+# in 4 bits, and reports the same quality as in 16 with NF4, whose levels are denser around 0; with even
+# steps, as here, it reports a higher perplexity. None of that is measured here. Two codes share a byte, so
+# the parameter is `uint8`. `Linear4` decodes its weight in forward, and adds an adapter.
 
 # %%
 # %%ranks
@@ -547,7 +556,8 @@ class Linear4(nn.Module):
         return x @ (w * self.scales.float()).T + x @ self.down.float().T @ self.up.float().T
 
 # %% [markdown]
-# `sharded4` shards it under FSDP1 or FSDP2, runs a step, and holds the output against one process.
+# `sharded4` shards it under FSDP1 or FSDP2, runs forward and backward, and compares the output with the
+# unsharded layer's.
 
 # %%
 # %%ranks
@@ -595,13 +605,21 @@ if 64 % len(ranks.get("rank")) == 0:                                # no padding
 Table(["", "what happens", "bytes gathered"], [[name, *found] for name, found in ways.items()])
 
 # %% [markdown]
-# FSDP1 lays all parameters of a unit end to end, so they need one dtype, and no integer (`Cannot flatten
+# FSDP1 lays all parameters of a unit end to end, so they need one floating-point dtype (`Cannot flatten
 # integer dtype tensors` if the codes come first). Hence bitsandbytes'
 # [`bnb_4bit_quant_storage=torch.bfloat16`](https://huggingface.co/docs/bitsandbytes/main/en/fsdp_qlora): the
-# same bytes under another name, and adapters in that dtype, too. Its 8-bit weights have no such setting, so
-# FSDP1 cannot shard them ([peft issue 2833](https://github.com/huggingface/peft/issues/2833)). FSDP2 shards
-# each parameter by itself: `uint8` beside a float32 adapter works, and a policy casts floating-point
-# parameters alone. Of the 3,200 bytes 2,048 are the 4,096 frozen weights; in bf16 they would be 8,192.
+# same bytes under another name, and adapters in that dtype, too. bitsandbytes' 8-bit weights have no such
+# setting, so FSDP1 cannot shard them ([peft issue 2833](https://github.com/huggingface/peft/issues/2833)).
+#
+# FSDP2 shards each parameter by itself: `uint8` beside a float32 adapter works, and a policy casts only
+# floating-point parameters. Of the 3,200 bytes 2,048 are the 4,096 frozen weights; in bf16 they would be
+# 8,192.
+#
+# **This is for plain parameters, as in `Linear4`.** bitsandbytes' `Params4bit` keeps its scales in an
+# attribute, which the shards under FSDP2 do not have ([accelerate issue
+# 3983](https://github.com/huggingface/accelerate/issues/3983): a loss of 0, gradients of NaN). Since [pull
+# 3987](https://github.com/huggingface/accelerate/pull/3987) accelerate does not shard those in `uint8`: each
+# rank holds all of them.
 #
 # Rows 4 and 7 fail **silently**: codes that call themselves bf16 are cast to fp16 *as numbers*. Where codes
 # have a floating-point dtype, make `param_dtype` the same.
@@ -764,8 +782,9 @@ def unpack(codes, scales):
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | `Must flatten tensors with uniform dtype`, `Cannot flatten integer dtype tensors` | FSDP1 and integers, or adapters in another dtype | FSDP2; or 4 bits with a storage dtype, and adapters in it |
-# | wrong outputs since fp16 | codes stored as bf16 and cast | storage dtype = `param_dtype`, or `uint8` |
+# | `Must flatten tensors with uniform dtype`, `Cannot flatten integer dtype tensors` | FSDP1 and integers, or adapters in another dtype | FSDP2 and plain parameters; or 4 bits with a storage dtype, and adapters in it |
+# | bitsandbytes under FSDP2: a loss of 0, NaN, or each rank holds all 4-bit weights | shards of `Params4bit` lose its scales; accelerate leaves `uint8` ones whole | codes and scales as plain parameters |
+# | wrong outputs since fp16 | codes stored as bf16 and cast | storage dtype = `param_dtype`, or `uint8` under FSDP2 |
 # | `FSDP expects uniform original parameter dtype` (FSDP2) | two dtypes of *trainable* parameters in a unit | one dtype for all adapters |
 # | float8: a poor loss, or ranks differ on the same batch | a scale for each rank | all-reduce it, with MAX |
 # | `must return all-gather inputs with the padded sharded size`, or a hang | a hook without padding | pad to rank 0's rows |
@@ -777,7 +796,7 @@ def unpack(codes, scales):
 #
 # ## The rule
 #
-# Frozen: 4 bits in blocks, as `uint8`, under FSDP2. Trained: float32 shards; 8 bits on the wire if
-# communication is exposed. One scale, from all ranks.
+# Frozen: 4 bits in blocks, as plain `uint8` parameters, under FSDP2. Trained: float32 shards; 8 bits on the
+# wire if communication is exposed, with one scale from all ranks.
 #
 # [← lesson 21](21_long_sequences.ipynb)
