@@ -1,6 +1,7 @@
 """The table of command lines, their parser with `--version`, and the error of a missing package."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -44,9 +45,14 @@ def new_parser(module: str, description: str | None, **options: Any) -> argparse
 def run(main: Callable[[], int]) -> int:
     """Return the exit code of a command; 2 with one sentence where a package of an extra is missing."""
     try:
-        return main()
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; Python would flush, and complain, once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ModuleNotFoundError as error:
         if "pip install 'fsdp_utils[" not in str(error):
             raise
         print(error, file=sys.stderr)
         return 2
+    return code

@@ -1399,6 +1399,205 @@ def device_map_auto(message: Message) -> Names:
     return locals()
 
 
+@provoked
+def fsdp1_is_root(message: Message) -> Names:
+    def make() -> Any:
+        return FSDP(nn.Sequential(FSDP(nn.Linear(8, 8)), FSDP(nn.Linear(8, 8))))
+
+    model = make()
+    model.module[0](x)
+    with message:
+        model(x)
+    return locals()
+
+
+@provoked
+def fsdp1_forward_under_inference_mode(message: Message) -> Names:
+    model = FSDP(blocks())
+    with torch.inference_mode():
+        model(x)
+    with message, contextlib.redirect_stderr(io.StringIO()):  # FSDP1 also prints the stack
+        model(x)
+    return locals()
+
+
+@provoked
+def fsdp1_mixed_precision_policy(message: Message) -> Names:
+    with message:
+        FSDP(
+            blocks(),
+            mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        )
+    model = blocks()
+    return locals()
+
+
+@provoked
+def ignored_params_of_fsdp1(message: Message) -> Names:
+    model = blocks()
+    with message:
+        FSDP(model, ignored_params=set(model[0].parameters()))
+    return locals()
+
+
+@provoked
+def fsdp1_hybrid_mesh_of_two(message: Message) -> Names:
+    mesh = init_device_mesh("cpu", (2,))
+    with message:
+        FSDP(blocks(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    model = blocks()
+    return locals()
+
+
+@provoked
+def fsdp1_group_and_mesh(message: Message) -> Names:
+    model, mesh = blocks(), init_device_mesh("cpu", (2,))
+    with message:
+        FSDP(model, device_mesh=mesh, process_group=dist.group.WORLD)
+    return locals()
+
+
+@provoked
+def fsdp1_state_dict_type_none(message: Message) -> Names:
+    model = FSDP(blocks())
+    with message:
+        FullyShardedDataParallel.set_state_dict_type(model, None)
+    return locals()
+
+
+@provoked
+def fsdp1_local_state_dict_with_mesh(message: Message) -> Names:
+    model = FSDP(blocks(), device_mesh=init_device_mesh("cpu", (2,)))
+    kind = StateDictType.LOCAL_STATE_DICT
+    with message, FullyShardedDataParallel.state_dict_type(model, kind):
+        model.state_dict()
+    model = FSDP(blocks(), device_mesh=init_device_mesh("cpu", (2,)))
+    return locals()
+
+
+@provoked
+def fsdp1_homogeneous_value(message: Message) -> Names:
+    inner = FSDP(nn.Linear(8, 8), use_orig_params=True)
+    model = FSDP(nn.Sequential(inner, nn.Linear(8, 8)), use_orig_params=False)
+    with message:
+        model(x)
+    return locals()
+
+
+@provoked
+def fsdp1_summon_on_rank0(message: Message) -> Names:
+    model = FSDP(blocks())
+    with message, FullyShardedDataParallel.summon_full_params(model, rank0_only=True):
+        pass
+    return locals()
+
+
+@provoked
+def fsdp1_optimizer_state_keys(message: Message) -> Names:
+    model = FSDP(blocks(), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    with message:
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, {})
+    return locals()
+
+
+@provoked
+def group_size_and_world_size(message: Message) -> Names:
+    model = blocks()
+    with message:
+        dist.new_subgroups(3)
+    return locals()
+
+
+@provoked
+def mesh_dim_needed(message: Message) -> Names:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    with message:
+        mesh.get_group()
+    return locals()
+
+
+@provoked
+def placements_and_mesh(message: Message) -> Names:
+    mesh, weight = init_device_mesh("cpu", (1, 2)), torch.ones(4, 4)
+    with message:
+        distribute_tensor(weight, mesh, [Shard(0)])
+    return locals()
+
+
+@provoked
+def distributed_twice(message: Message) -> Names:
+    mesh, model = init_device_mesh("cpu", (2,)), blocks()
+    tp.parallelize_module(model, mesh, {"0": tp.ColwiseParallel()})
+    with message:
+        tp.parallelize_module(model, mesh, {"0": tp.ColwiseParallel()})
+    return locals()
+
+
+@provoked
+def model_state_dict_empty(message: Message) -> Names:
+    weights, model = blocks().state_dict(), sharded()
+    with message:
+        sd.set_model_state_dict(model, {})
+    return locals()
+
+
+@provoked
+def empty_shard_in_checkpoint(message: Message) -> Names:
+    model = FSDP(blocks(), use_orig_params=True)
+    pieces = {name.replace("_fsdp_wrapped_module.", ""): p.detach() for name, p in model.named_parameters()}
+    with message:
+        blocks().load_state_dict(pieces)
+    return locals()
+
+
+@provoked
+def gradient_on_another_device(message: Message) -> Names:
+    parameter = sharded()[0].weight
+    with message:
+        parameter.grad = torch.ones(8, 8, device="meta")
+    return locals()
+
+
+@provoked
+def view_of_output_changed_in_place(message: Message) -> Names:
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)[None][0]
+
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.view, self.head = View(), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, in_place: bool) -> Tensor:
+            y = self.view(x)
+            if in_place:
+                y += 1
+            return self.head(y.relu() if in_place else (y + 1).relu())
+
+    model = sharded(Adding())
+    with message:
+        model(x.clone().requires_grad_(), in_place=True).sum().backward()
+    model = sharded(Adding())
+    return locals()
+
+
+@provoked
+def none_of_the_inputs_require_grad(message: Message) -> Names:
+    block = nn.Linear(8, 8)
+    with message:
+        checkpoint(block, x, use_reentrant=True)
+    return locals()
+
+
 # ---- what ends the process -------------------------------------------------------------------------------
 
 

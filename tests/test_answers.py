@@ -256,6 +256,18 @@ def test_the_command_prints_the_answer_or_that_it_knows_none(tmp_path: Path) -> 
     assert "can be read" in command(str(tmp_path / "none")).stderr
 
 
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    line = [sys.executable, "-m", "fsdp_utils", "explain"]
+    with subprocess.Popen(
+        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as started:
+        started.stdout.close()  # as `| head` does
+        started.stdin.write(b"ValueError: Cannot flatten integer dtype tensors")
+        started.stdin.close()
+        assert started.stderr.read() == b""
+        assert started.wait(60) == 0
+
+
 def test_explain_needs_no_torch() -> None:
     code = (
         "import sys; from fsdp_utils.answers import explain; explain('x'); sys.exit('torch' in sys.modules)"

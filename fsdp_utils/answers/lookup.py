@@ -99,7 +99,7 @@ def explain(text: str) -> list[Answer]:
             continue
         if match := pattern.search(text):
             answer = Answer(**{key: entry[key] for key in entry.keys() & set(Answer._fields)})
-            rank = answer.follows, answer.warns, -sum(map(len, letters)), match.start()
+            rank = answer.follows, answer.warns, -sum(map(len, letters)), not near, match.start()
             found.append((rank, answer))
     return _without_weaker([answer for _, answer in sorted(found, key=lambda one: one[0])])
 
