@@ -1,4 +1,4 @@
-"""The figure of the first page: a step recorded under three wrappings, replayed on a GPU and a link that are assumed."""
+"""The figure of the first page: a step recorded under three wrappings, replayed on an assumed GPU and link."""
 
 from dataclasses import replace
 
@@ -54,6 +54,8 @@ def gathered(run: Replay) -> float:
 def html() -> str:
     """Record the three steps; return the player and, beneath it, what the three take."""
     runs = {name: on_a_gpu(run_on_ranks(record, name, world_size=RANKS)[0]) for name in WRAPPINGS}
-    rows = [f"<tr><td>{n}<td>{1e3 * run.step_s:.1f} ms<td>{gathered(run):.0%}" for n, run in runs.items()]
+    rows = [
+        f"<tr><td>{n}<td>{1e3 * run.step_s:.2f} ms<td>{100 * gathered(run):g}%" for n, run in runs.items()
+    ]
     head = "<tr><th>wrapping<th>a step takes<th>of the weights, a rank holds at most"
-    return f"{play(runs, choose=True)._repr_mimebundle_()['text/html']}\n<table>{head}{''.join(rows)}</table>\n"
+    return f"{play(runs, choose=True)._repr_mimebundle_()['text/html']}\n<table class='table'>{head}{''.join(rows)}</table>\n"
