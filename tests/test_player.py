@@ -118,7 +118,8 @@ const look = () => seen.push(
   root.querySelectorAll("rect.span").length, root.querySelector("svg text").textContent,
   first.getAttribute("aria-pressed"), second.getAttribute("aria-pressed"));
 look(); second.click(); look();
-document.body.append(Object.assign(document.createElement("pre"), {id: "seen", textContent: JSON.stringify(seen)}));
+const textContent = JSON.stringify(seen);
+document.body.append(Object.assign(document.createElement("pre"), {id: "seen", textContent}));
 </script>
 """
 
