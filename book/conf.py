@@ -48,7 +48,7 @@ def read_lesson(app: Sphinx, name: str, text: list[str]) -> None:
             for kind, link in (("text/html", r'(href="\w+)\.ipynb'), ("text/markdown", r"(\]\(\w+)\.ipynb")):
                 if kind in data:
                     data[kind] = re.sub(link, r"\1.html", "".join(data[kind]))
-    text[0] = json.dumps(lesson)
+    text[0] = json.dumps(lesson).replace("](../book/", "](../")  # those pages stand at the top here
 
 
 # ---- the library's reference ----------------------------------------------------------------------------

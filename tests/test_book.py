@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import fsdp_utils
+from book.first_figure import RANKS, WRAPPINGS, gathered, on_a_gpu, record
 from tools.build_book import BUILD, CHROMIUM, LARGEST_BYTES, ROOT
 
 HTML = BUILD / "html"
@@ -90,6 +91,31 @@ def test_folded_code_and_solutions_are_folded() -> None:
     assert re.search(r"<details class=\"[^\"]*hide[^\"]*\">", text)
     assert "<details><summary>Solution</summary>" in text
     assert "<details open" not in text
+
+
+def test_what_the_first_page_says_of_its_figure() -> None:
+    traces = [fsdp_utils.run_on_ranks(record, name, world_size=RANKS)[0] for name in WRAPPINGS]
+    assert [gathered(on_a_gpu(trace)) for trace in traces] == [1, 0.5, 0.125]
+    for begin_us in (30, 50, 100, 150):
+        one, by_block, too_small = (on_a_gpu(trace, begin_us * 1e-6).step_s for trace in traces)
+        assert by_block < min(one, too_small)
+    one, by_block, too_small = (on_a_gpu(trace, 20e-6).step_s for trace in traces)
+    assert too_small < by_block < one
+
+
+def test_the_first_page_has_the_doors_of_the_readme() -> None:
+    doors = [
+        set(re.findall(r"^\| ([^|]+) \| [^|\n]*\|$", (ROOT / name).read_text().split("\n## ")[0], re.M))
+        for name in ("README.md", "book/index.md")
+    ]
+    assert "one hour" in doors[0]
+    assert doors[0] <= doors[1]
+
+
+@pytest.mark.skipif(not (HTML / "cheat_sheet.pdf").exists(), reason="there was no Chromium to print it")
+def test_the_cheat_sheet_takes_four_pages_at_most() -> None:
+    pages = re.findall(rb"/Type\s*/Page\b(?!s)", (HTML / "cheat_sheet.pdf").read_bytes())
+    assert 1 <= len(pages) <= 4
 
 
 def test_the_reference_has_every_public_name() -> None:

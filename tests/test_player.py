@@ -110,6 +110,27 @@ setTimeout(() => {
 """
 
 
+CHOICES = """
+<script>
+const root = document.querySelector("[data-player]"), seen = [];
+const [first, second] = root.querySelectorAll("[role=group] button");
+const look = () => seen.push(
+  root.querySelectorAll("rect.span").length, root.querySelector("svg text").textContent,
+  first.getAttribute("aria-pressed"), second.getAttribute("aria-pressed"));
+look(); second.click(); look();
+const textContent = JSON.stringify(seen);
+document.body.append(Object.assign(document.createElement("pre"), {id: "seen", textContent}));
+</script>
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_one_run_at_a_time_is_chosen_by_buttons(tmp_path: Path):
+    runs = {"one": replayed(NONE), "two": replayed("Ab mb fb Rb")}
+    html = play(runs, choose=True)._repr_mimebundle_()["text/html"]
+    assert in_chromium(html + CHOICES, tmp_path) == [6, "one", "true", "false", 3, "two", "false", "true"]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_the_player_in_a_browser(tmp_path: Path):
     run = replayed(NONE)

@@ -95,12 +95,14 @@ const figure = () => root.querySelector("svg").outerHTML;
 const axis = () => [...root.querySelectorAll("svg > line")].map((line) => line.getAttribute("y1")).join();
 for (const input of root.querySelectorAll("input")) {
   const before = figure(), own = input.value, ticks = axis();
+  let moved = false;
   for (let place = 0; place <= Number(input.max); place++) {
     input.value = place;
     input.dispatchEvent(new Event("input"));
+    moved ||= figure() !== before;
     limits.push(axis() === ticks && !/NaN|undefined/.test(root.outerHTML));
   }
-  seen.push(figure() !== before);
+  seen.push(moved);
   input.value = own;
   input.dispatchEvent(new Event("input"));
 }
@@ -123,7 +125,7 @@ def in_chromium(html: str, folder: Path) -> list:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-@pytest.mark.parametrize(("lesson", "sliders"), [("04", 3), ("06", 3), ("14", 7)])
+@pytest.mark.parametrize(("lesson", "sliders"), [("06", 3), ("14", 7)])
 def test_every_slider_of_a_lesson_changes_its_figure(lesson: str, sliders: int, tmp_path: Path):
     (path,) = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
     outputs = [

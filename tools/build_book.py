@@ -15,6 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from book.first_figure import html as first_figure
 from fsdp_utils._commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +64,7 @@ def main() -> int:
     shutil.rmtree(BUILD, ignore_errors=True)
     copy_sources(sources)
     write_help(sources / "reference")
+    (sources / "first_figure.html").write_text(first_figure(), encoding="utf-8")
     options = ["--builder=html", "--fail-on-warning", "--keep-going", "--jobs=auto", "--quiet"]
     if CHROMIUM:
         options.append("--tag=pdf")  # the cheat sheet links to itself as PDF

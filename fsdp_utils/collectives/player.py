@@ -21,7 +21,7 @@ class Player(Interactive):
     SCRIPT = "fsdp_utils.collectives", "player.js"
 
 
-def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
+def play(runs: Mapping[str, Replay], *, until: float | None = None, choose: bool = False) -> Player:
     """Show replayed steps in a player: play, pause, step from event to event, scrub, change the speed.
 
     Below the streams of a run stands what one rank holds of each unit: from its shard to the full parameters
@@ -30,6 +30,7 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
     Args:
         runs: by title, one above the other on one time axis. The titles should say that these are replays.
         until: seconds that the axis shows; by default, all of the longest run.
+        choose: show one run at a time, the first to begin with, and a button for each.
 
     Returns:
         The player, as a notebook shows it.
@@ -57,6 +58,7 @@ def play(runs: Mapping[str, Replay], *, until: float | None = None) -> Player:
     data = {
         "alt": f"Player of a step: {steps}.",
         "until": _rounded(until),
+        "choose": choose,
         "time_unit": {"seconds": "s", "milliseconds": "ms", "microseconds": "µs"}[time_unit],
         "scale": scale,
         "colors": {unit: plot.color(unit, units) for unit in units},
