@@ -41,8 +41,9 @@ def main(faulty: bool) -> None:
         loss.backward()
         if not faulty:
             for statistic in (model.norm.running_mean, model.norm.running_var):
-                dist.all_reduce(statistic)
-                statistic /= world
+                if statistic is not None:
+                    dist.all_reduce(statistic)
+                    statistic /= world
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
