@@ -1,46 +1,33 @@
-"""The whole model is one unit, so every rank gathers all parameters at once (fairscale#1050)."""
+"""The whole model is one unit, so every rank gathers all parameters at once.
 
-import tempfile
+See fairscale#1050.
+"""
 
-from common import counting, run, start
-from common_accelerate import TrainerOnCpus
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+import torch
+from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main(faulty: bool) -> None:
     start()
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-    )
-    model = LlamaForCausalLM(config)
-    wrapping = (
-        {"auto_wrap_policy": "NO_WRAP"}
-        if faulty
-        else {
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        }
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            per_device_train_batch_size=4,
-            max_steps=6,
-            learning_rate=1e-3,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            fsdp="full_shard",
-            fsdp_config=wrapping,
-        )
-        samples = [{"input_ids": row, "labels": row} for row in counting(64)]
-        TrainerOnCpus(model=model, args=args, train_dataset=samples).train()
+    mesh = cpu_mesh()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = Decoder(blocks=4)
+    for block in model.blocks:
+        if not faulty:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    samples = TensorDataset(counting(64))
+    loader = DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples, drop_last=True))
+    for step, (tokens,) in enumerate(loader):
+        loss = next_token_loss(model(tokens), tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        say(step, loss)
 
 
 if __name__ == "__main__":
