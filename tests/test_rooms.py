@@ -46,7 +46,7 @@ MOST_LINES = {
     "pretrained": 505,  # 495
     "sharding": 1125,  # 770
     "train": 1100,
-    "all together": 17_450,  # 15,000
+    "all together": 17_457,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

@@ -419,8 +419,8 @@ Table(
 #
 # <details><summary>Hint</summary>
 #
-# The shares of two pieces in the result are $e^{\mathrm{lse}_1}$ and $e^{\mathrm{lse}_2}$, divided by their
-# sum $e^{\mathrm{lse}}$: `lse = torch.logaddexp(lse_1, lse_2)`. After `step` passes the piece is that of rank
+# The shares of two pieces in the result are `exp(lse_1)` and `exp(lse_2)`, divided by their sum `exp(lse)`:
+# `lse = torch.logaddexp(lse_1, lse_2)`. After `step` passes the piece is that of rank
 # `(rank - step) % world`.
 #
 # </details>
