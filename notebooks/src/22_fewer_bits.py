@@ -501,7 +501,7 @@ assert max(sweep["int8", 64]) < 2.5 < 18 < sweep["int8", 65536][4] < 19
 assert sweep["int8", 65536][1] < 2.5 < sweep["int8", 65536][2]
 assert max(sweep["int4", 64]) < 12 < 90 < sweep["int4", 65536][-1]
 many = [round(error(80, *how, count=66), 1) for how in (("int8", 64), ("int4", 64), ("float8", 256 * 256))]
-assert many[0] > 1.5 * many[2] and many[1] > 20 and many[2] < 3, many
+assert many == [4.5, 26.7, 2.7]
 fig, (axes,) = plots.figure(width=7.5, height=2.6)
 for (kind, block), found in sweep.items():
     style = {"color": plots.RANK_COLORS[kinds.index(kind)], "linestyle": "-" if block == 64 else "--"}
