@@ -1,4 +1,7 @@
-"""The trained parameters are bfloat16 themselves, so small updates are rounded away (accelerate#2624, trl#1224)."""
+"""The trained parameters are bfloat16 themselves, so small updates are rounded away.
+
+See accelerate#2624, trl#1224.
+"""
 
 import torch
 from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start

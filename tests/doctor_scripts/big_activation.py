@@ -1,4 +1,4 @@
-"""The activations of one block of a long sequence are far larger than all shards, and none is checkpointed."""
+"""One block's activations of a long sequence far exceed all shards, and nothing is checkpointed."""
 
 import torch
 from common import Block, Decoder, counting, cpu_mesh, next_token_loss, run, say, start
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 class CheckpointedBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def main(faulty: bool) -> None:

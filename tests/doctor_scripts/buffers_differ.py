@@ -1,4 +1,7 @@
-"""BatchNorm keeps the running statistics of each rank's own samples, so the ranks evaluate differently (fairseq2#1081)."""
+"""BatchNorm's running statistics are each rank's own, so the ranks evaluate differently.
+
+See fairseq2#1081.
+"""
 
 import torch
 import torch.distributed as dist
@@ -39,7 +42,7 @@ def main(faulty: bool) -> None:
         if not faulty:
             for statistic in (model.norm.running_mean, model.norm.running_var):
                 dist.all_reduce(statistic)
-                statistic /= world  # pyright: ignore[reportOperatorIssue]
+                statistic /= world
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

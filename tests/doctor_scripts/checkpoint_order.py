@@ -1,4 +1,4 @@
-"""checkpoint_wrapper is put around FSDP units, not inside them, so the backward gathers more than once per unit."""
+"""checkpoint_wrapper is put around FSDP1's units and not inside them."""
 
 import torch
 from common import CPU, Block, Decoder, counting, next_token_loss, run, say, start

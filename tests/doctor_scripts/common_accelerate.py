@@ -24,5 +24,5 @@ def accelerator_on_cpus(block: str) -> Accelerator:
 class TrainerOnCpus(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        _shard(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+        _shard(self.accelerator, FullyShardedDataParallelPlugin(**(self.args.fsdp_plugin_args or {})))
         self.is_fsdp_enabled = True

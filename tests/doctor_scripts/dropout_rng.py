@@ -1,4 +1,7 @@
-"""Checkpointed blocks draw other dropout masks when they run again, as preserve_rng_state is off (as in Accelerate)."""
+"""Checkpointed blocks draw other dropout masks when they run again: preserve_rng_state is off.
+
+Accelerate wraps the blocks of an FSDP2 model like this.
+"""
 
 import torch
 from common import Block, Decoder, counting, cpu_mesh, next_token_loss, run, say, start
@@ -12,7 +15,7 @@ class CheckpointedBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         run_block = super().forward
-        return checkpoint(run_block, x, use_reentrant=False, preserve_rng_state=self.preserve_rng_state)  # pyright: ignore[reportReturnType]
+        return checkpoint(run_block, x, use_reentrant=False, preserve_rng_state=self.preserve_rng_state)
 
 
 def main(faulty: bool) -> None:

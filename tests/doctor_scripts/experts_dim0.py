@@ -1,4 +1,7 @@
-"""Two stacked experts are cut on dimension 0 over four ranks, so two ranks hold nothing (torchtitan#1561). 4 ranks."""
+"""Two stacked experts are cut on dimension 0 over four ranks, so two ranks hold nothing of them.
+
+torchtitan#1561. Run on 4 ranks.
+"""
 
 import torch
 import torch.nn.functional as F

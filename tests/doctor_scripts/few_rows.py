@@ -1,4 +1,7 @@
-"""A position embedding [1, 256, 128] has one row, so rank 0 holds all of it and its state, as in torchvision's ViT."""
+"""A position embedding [1, 256, 128] has one row, so rank 0 holds all of it and of its state.
+
+torchvision's ViT has such a parameter.
+"""
 
 import torch
 from common import VOCABULARY, Block, counting, cpu_mesh, next_token_loss, run, say, start

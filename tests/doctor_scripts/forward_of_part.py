@@ -1,4 +1,7 @@
-"""The loss calls a method of the sharded model other than forward, and no hook gathers (WeatherGenerator#1639)."""
+"""The loss calls a method of the sharded model that is not its forward, so no hook gathers.
+
+See WeatherGenerator#1639.
+"""
 
 import torch
 from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start

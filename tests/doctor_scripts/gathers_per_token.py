@@ -1,23 +1,25 @@
-"""Generation inside the loop gathers the whole model again for each token (transformers#30228, litgpt#607)."""
+"""Generation inside the loop gathers the whole model again for each token.
+
+See transformers#30228, litgpt#607.
+"""
 
 import torch
 from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 @torch.no_grad()
-def generate(model: FSDPModule, tokens: Tensor, new_tokens: int, gather_once: bool) -> Tensor:
-    if gather_once:
-        model.set_reshard_after_forward(False)
+def generate(model: nn.Module, tokens: Tensor, new_tokens: int, gather_once: bool) -> Tensor:
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units if gather_once else ():
+        unit.set_reshard_after_forward(False, recurse=False)
     for _ in range(new_tokens):
-        following = model(tokens)[:, -1].argmax(-1, keepdim=True)  # pyright: ignore[reportCallIssue]
+        following = model(tokens)[:, -1].argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, following], dim=1)
-    if gather_once:
-        model.set_reshard_after_forward(True)
-        for module in model.modules():  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    for unit in units if gather_once else ():
+        unit.set_reshard_after_forward(unit is not model, recurse=False)  # the root's default is False
+        unit.reshard()
     return tokens
 
 
@@ -28,7 +30,7 @@ def main(faulty: bool) -> None:
     model = Decoder()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    model = fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step, tokens in enumerate(counting(24, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)

@@ -1,4 +1,7 @@
-"""The two replicas of FSDP1's HYBRID_SHARD start from different weights (OLMo-core#319, llm-foundry#830). 4 ranks."""
+"""The two replicas of FSDP1's HYBRID_SHARD start from different weights.
+
+OLMo-core#319, llm-foundry#830. Run on 4 ranks.
+"""
 
 import torch
 from common import CPU, Block, Decoder, counting, cpu_mesh, next_token_loss, run, say, start

@@ -36,7 +36,7 @@ def main(faulty: bool) -> None:
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            fsdp=True,
+            fsdp="full_shard",
             fsdp_config=wrapping,
         )
         samples = [{"input_ids": row, "labels": row} for row in counting(64)]

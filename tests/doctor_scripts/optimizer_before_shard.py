@@ -1,4 +1,7 @@
-"""The optimizer is made before fully_shard, so it holds parameters that the model no longer has (accelerate#3394)."""
+"""The optimizer is made before fully_shard and holds parameters that the model no longer has.
+
+See accelerate#3394.
+"""
 
 import torch
 from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start

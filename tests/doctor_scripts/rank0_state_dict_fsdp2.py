@@ -1,4 +1,4 @@
-"""Only rank 0 asks for the full state dict, whose gathers wait for the other ranks (FSDP2, get_model_state_dict)."""
+"""Only rank 0 calls get_model_state_dict, whose gathers wait for the other ranks (FSDP2)."""
 
 import tempfile
 

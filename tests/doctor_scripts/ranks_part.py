@@ -1,4 +1,7 @@
-"""Rank 0 alone averages the loss for its log, a collective that the other rank never calls (pytorch#77562)."""
+"""Rank 0 alone averages the loss for its log, a collective that the other rank does not call.
+
+pytorch#77562 is of this kind.
+"""
 
 import torch
 import torch.distributed as dist

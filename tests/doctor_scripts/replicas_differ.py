@@ -1,4 +1,7 @@
-"""A head that FSDP ignores is initialised with another seed on each rank, and stays different (torchtitan#670)."""
+"""A head that FSDP ignores is initialised with another seed on each rank, and stays different.
+
+See torchtitan#670.
+"""
 
 import torch
 import torch.distributed as dist
@@ -40,8 +43,9 @@ def main(faulty: bool) -> None:
         loss = (model(tokens) - tokens.float().mean(1) / 128).square().mean()
         loss.backward()
         for param in head:  # FSDP leaves ignored gradients alone
-            dist.all_reduce(param.grad)
-            param.grad /= world
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= world
         torch.nn.utils.clip_grad_norm_(body, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,10 +1,13 @@
-"""Every linear layer is a unit of its own: many small all-gathers that hide nothing (WeatherGenerator#2579)."""
+"""Every linear layer and norm is a unit of its own: many small all-gathers, which hide nothing.
+
+See WeatherGenerator#2579.
+"""
 
 import torch
 from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main(faulty: bool) -> None:
@@ -21,9 +24,9 @@ def main(faulty: bool) -> None:
             fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    samples = counting(64)
-    loader = DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples, drop_last=True))  # pyright: ignore[reportArgumentType]
-    for step, tokens in enumerate(loader):
+    samples = TensorDataset(counting(64))
+    loader = DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples, drop_last=True))
+    for step, (tokens,) in enumerate(loader):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

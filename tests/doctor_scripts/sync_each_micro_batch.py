@@ -1,4 +1,4 @@
-"""Gradients are reduced at each of four micro-batches, where once per step is enough (DDP, without no_sync)."""
+"""DDP reduces gradients at each of four micro-batches, where once per step is enough."""
 
 import contextlib
 
@@ -14,15 +14,17 @@ def main(faulty: bool) -> None:
     model = DistributedDataParallel(Decoder())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step, samples in enumerate(counting(96, seed=rank).split(4 * MICRO_BATCHES)):
+        total = torch.zeros(())
         for i, tokens in enumerate(samples.chunk(MICRO_BATCHES)):
             last = i == MICRO_BATCHES - 1
             with contextlib.nullcontext() if faulty or last else model.no_sync():
                 loss = next_token_loss(model(tokens), tokens)
                 (loss / MICRO_BATCHES).backward()
+            total += loss.detach() / MICRO_BATCHES
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        say(step, loss)
+        say(step, total)
 
 
 if __name__ == "__main__":

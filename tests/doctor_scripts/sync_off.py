@@ -1,8 +1,8 @@
-"""Gradient sync stays off at the last micro-batch (an index off by one), so the step has no gradients to use."""
+"""Gradient sync stays off at the last micro-batch, so the optimizer's step has no gradients."""
 
 import torch
 from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 MICRO_BATCHES = 2
 
@@ -14,7 +14,8 @@ def main(faulty: bool) -> None:
     model = Decoder()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    model = fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     last = MICRO_BATCHES if faulty else MICRO_BATCHES - 1

@@ -3,7 +3,7 @@
 import torch
 from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 
 def main(faulty: bool) -> None:
@@ -14,14 +14,14 @@ def main(faulty: bool) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = [{"tokens": tokens} for tokens in counting(41)]
+    data = TensorDataset(counting(41))
     if faulty:
-        loader = DataLoader(Subset(data, range(rank, len(data), world)), batch_size=4)  # pyright: ignore[reportArgumentType]
+        loader = DataLoader(Subset(data, range(rank, len(data), world)), batch_size=4)
     else:
-        sampler = DistributedSampler(data, shuffle=False, drop_last=True)  # pyright: ignore[reportArgumentType]
-        loader = DataLoader(data, batch_size=4, sampler=sampler)  # pyright: ignore[reportArgumentType]
-    for step, batch in enumerate(loader):
-        loss = next_token_loss(model(batch["tokens"]), batch["tokens"])
+        sampler = DistributedSampler(data, shuffle=False, drop_last=True)
+        loader = DataLoader(data, batch_size=4, sampler=sampler)
+    for step, (tokens,) in enumerate(loader):
+        loss = next_token_loss(model(tokens), tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

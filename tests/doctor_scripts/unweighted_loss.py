@@ -1,4 +1,7 @@
-"""Ranks average the means of unequal numbers of labels, so a label counts more where there are few (verl#5625)."""
+"""Ranks average means of unequal numbers of labels: a label counts more where there are few.
+
+See verl#5625, RL2#11.
+"""
 
 import torch
 import torch.distributed as dist
