@@ -66,6 +66,7 @@ class Decoder(nn.Module):
     def __init__(self, blocks: int = 3, width: int = WIDTH, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)

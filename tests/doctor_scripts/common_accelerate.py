@@ -1,5 +1,7 @@
 """Accelerate and transformers' Trainer with FSDP2 on CPU ranks, where both would take DDP by themselves."""
 
+from typing import Any
+
 import transformers
 from accelerate import Accelerator
 from accelerate.state import PartialState
@@ -24,5 +26,6 @@ def accelerator_on_cpus(block: str) -> Accelerator:
 class TrainerOnCpus(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        _shard(self.accelerator, FullyShardedDataParallelPlugin(**(self.args.fsdp_plugin_args or {})))
+        settings: dict[str, Any] = self.args.fsdp_plugin_args or {}
+        _shard(self.accelerator, FullyShardedDataParallelPlugin(**settings))
         self.is_fsdp_enabled = True

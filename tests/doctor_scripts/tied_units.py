@@ -1,28 +1,26 @@
-"""Embedding and head share one weight but are two units (lingua#84, Automodel#2213)."""
+"""Embedding and head share one weight but are two units of FSDP1, which unties them without a message.
+
+See Automodel#2213.
+"""
 
 import torch
-from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
-from torch.distributed.fsdp import fully_shard
+from common import CPU, Block, Decoder, counting, next_token_loss, run, say, start
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 def main(faulty: bool) -> None:
     rank, _ = start()
-    mesh = cpu_mesh()
     model = Decoder()
     model.head.weight = model.embedding.weight
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    if faulty:
-        fully_shard(model.embedding, mesh=mesh)
-        fully_shard(model.head, mesh=mesh)
-    else:
-        fully_shard([model.embedding, model.norm, model.head], mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    units: set[type[nn.Module]] = {Block, nn.Embedding} if faulty else {Block}
+    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy(units), device_id=CPU, use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         say(step, loss)
