@@ -4,15 +4,30 @@ See WeatherGenerator#1639.
 """
 
 import torch
-from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
+from common import VOCABULARY, WIDTH, Block, counting, cpu_mesh, next_token_loss, run, say, start
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 def main(faulty: bool) -> None:
     rank, _ = start()
     mesh = cpu_mesh()
     model = Decoder()
-    for unit in (model.embedding, *model.blocks, [model.norm, model.head]):
+    for unit in (model.embedding, *model.blocks, model.head):
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
