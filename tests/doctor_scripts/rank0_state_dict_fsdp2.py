@@ -1,4 +1,4 @@
-"""Only rank 0 calls get_model_state_dict, whose gathers wait for the other ranks (FSDP2)."""
+"""Only rank 0 calls get_model_state_dict, whose gathers the other ranks never join (FSDP2)."""
 
 import tempfile
 
