@@ -53,6 +53,17 @@ def test_one_unit_is_gathered_once_and_whole_until_the_end_of_backward(two_ranks
         assert measured == (1, 1, LAYERS * LAYER_BYTES, LAYERS * LAYER_BYTES, 0)
 
 
+def test_a_unit_that_is_gathered_again_counts_once(two_ranks):
+    def forward_twice() -> int:
+        model = fsdp2_by_layer()
+        with torch.no_grad(), Meter(model.parameters()) as meter:
+            for _ in range(2):
+                model(torch.ones(2, WIDTH))
+        return meter.peak_whole_bytes
+
+    assert two_ranks(forward_twice) == [LAYER_BYTES, LAYER_BYTES]
+
+
 def test_units_by_layer_are_gathered_twice_and_at_most_two_are_whole(two_ranks):
     # the backward pass of both gathers the next layer while it works on this one
     for build in (fsdp2_by_layer, fsdp1_by_layer):

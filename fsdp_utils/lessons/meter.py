@@ -93,9 +93,9 @@ class Meter(Recorder):
         self.tensor_bytes.append(self.gather_bytes[-1] + self._alive("other"))
         return result
 
-    def forget(self, key: int) -> None:
-        super().forget(key)
-        self._kinds.pop(key, None)
+    def _free(self, key: int) -> None:
+        super()._free(key)
+        self._kinds.pop(key, None)  # FSDP2 refills a parameter's storage before it copies into it
 
     def _mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         for tensor in tensors:

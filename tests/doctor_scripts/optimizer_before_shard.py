@@ -1,0 +1,32 @@
+"""The optimizer is made before fully_shard and holds parameters that the model no longer has.
+
+See accelerate#3394.
+"""
+
+import torch
+from common import Decoder, counting, cpu_mesh, next_token_loss, run, say, start
+from torch.distributed.fsdp import fully_shard
+
+
+def main(faulty: bool) -> None:
+    rank, _ = start()
+    mesh = cpu_mesh()
+    model = Decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if not faulty:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    for step, tokens in enumerate(counting(32, seed=rank).split(4)):
+        optimizer.zero_grad()
+        loss = next_token_loss(model(tokens), tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        say(step, loss)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,31 @@
+"""DDP reduces gradients at each of four micro-batches, where once per step is enough."""
+
+import contextlib
+
+import torch
+from common import Decoder, counting, next_token_loss, run, say, start
+from torch.nn.parallel import DistributedDataParallel
+
+MICRO_BATCHES = 4
+
+
+def main(faulty: bool) -> None:
+    rank, _ = start()
+    model = DistributedDataParallel(Decoder())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step, samples in enumerate(counting(96, seed=rank).split(4 * MICRO_BATCHES)):
+        total = torch.zeros(())
+        for i, tokens in enumerate(samples.chunk(MICRO_BATCHES)):
+            last = i == MICRO_BATCHES - 1
+            with contextlib.nullcontext() if faulty or last else model.no_sync():
+                loss = next_token_loss(model(tokens), tokens)
+                (loss / MICRO_BATCHES).backward()
+            total += loss.detach() / MICRO_BATCHES
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        say(step, total)
+
+
+if __name__ == "__main__":
+    run(main)
