@@ -1,0 +1,212 @@
+"""Judge the facts of all ranks: a method of `Evidence` for each finding of the table findings.yaml."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_utils._extras import need
+from fsdp_utils.distributed.agreement import rank_names
+
+TABLE = Path(__file__).with_name("findings.yaml")
+SEVERITIES = ("error", "warning", "advice")  # worst first
+_TOKENS = 4  # forwards of growing or single tokens, without gradients, are a generation
+_PADDING = 0.05  # of a rank's share of the model: less is not reported
+_LARGE = 16 * 2**20  # bytes: smaller activations need no checkpointing, larger parts of a block may be units
+_SAME = 1.01  # factors and numbers of labels that differ less are equal
+_GATHERS = ("state_dict", "full_tensor", "summon_full_params", "StateDictOptions")
+
+
+@dataclass
+class Facts:
+    """What one rank has seen, in values that JSON can hold.
+
+    Each of `seen` is an optimizer step, as lists by name: calls (kind, bytes), reduced (dtype, elements), told
+    (single numbers that were communicated), backwards, inputs (hashes), labels (counted by means of the loss),
+    scaled (gradients at the step, relative to their values after backward), bad (units whose gradients were NaN
+    or infinite before their reduction), bad_after (parameters, after it), tokens (shapes of inputs without gradients), outside
+    (all-gathers without gradients), used and gathered (units, in order).
+    """
+
+    rank: int
+    world_size: int
+    ended: str = ""  # "stopped", "finished", "hang" or a traceback
+    report: str = ""  # of check_in_step
+    seen: list[dict[str, list[Any]]] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)  # lines of the script
+    loaders: list[int] = field(default_factory=list)  # batches of each DataLoader before the first step
+    unseen: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # sentences of check_sharding
+    kept: int = 0  # bytes of activations of one block
+    model: dict[str, Any] = field(default_factory=dict)  # see Watch._examine
+
+
+@functools.cache
+def table() -> list[dict[str, Any]]:
+    """Return the rows of findings.yaml."""
+    return need("yaml", "notebooks").safe_load(TABLE.read_text(encoding="utf-8"))
+
+
+def judge(ranks: list[Facts]) -> list[dict[str, Any]]:
+    """Return the rows of what is wrong, worst first, with the evidence and the script's line."""
+    evidence, found = Evidence(ranks), []
+    said = [*dict.fromkeys(sentence for facts in ranks for sentence in facts.problems)]
+    said += [facts.ended.strip().splitlines()[-1] for facts in ranks if facts.ended.startswith("Traceback")]
+    for row in table():
+        shown = [*getattr(evidence, row["id"], lambda: ())()]
+        shown += [one for one in said if any(words in one for words in row.get("says", []))]
+        if shown:
+            places = [facts.places[row["at"]] for facts in ranks if row["at"] in facts.places]
+            found.append({**row, "evidence": shown[0], "place": "".join(places[:1])})
+    return sorted(found, key=lambda one: SEVERITIES.index(one["severity"]))
+
+
+class Evidence:
+    """Each public method yields the evidence of the finding with its name, if there is any."""
+
+    def __init__(self, ranks: list[Facts]) -> None:
+        self._ranks, self._model = ranks, ranks[0].model
+        self._all = f"ranks 0 to {len(ranks) - 1}"
+
+    def _each(self, name: str) -> Iterator[tuple[int, list[list[Any]]]]:
+        """Yield the number of each step that all ranks have taken, and what each rank did in it."""
+        for number, steps in enumerate(zip(*(facts.seen for facts in self._ranks), strict=False), 1):
+            yield number, [step.get(name, []) for step in steps]
+
+    def _reports(self, *words: str) -> Iterator[str]:
+        """Yield check_in_step's report where one of the words is in it."""
+        reports = (facts.report for facts in self._ranks if facts.report)
+        return (report for report in reports if any(word in report for word in words))
+
+    def small_units(self) -> Iterator[str]:
+        parts, blocks = self._model.get("parts", []), self._model.get("blocks", 0)
+        if len(parts) >= 2 * blocks > 0 and statistics.mean(parts) < _LARGE:
+            mean = statistics.mean(parts) / 2**20
+            yield f"{len(parts)} units lie inside {blocks} blocks, of {mean:.3g} MiB in the mean."
+
+    def bf16_reduce(self) -> Iterator[str]:
+        for number, steps in self._each("reduced"):
+            for dtype, elements in steps[0]:
+                if dtype in ("bfloat16", "float16"):
+                    yield f"Step {number} reduced gradients in {dtype}, {elements:,} elements in one call."
+
+    def sync_off(self) -> Iterator[str]:
+        for (number, steps), (_, backwards) in zip(self._each("reduced"), self._each("backwards"), strict=True):
+            if self._model.get("trained") and backwards[0] and not any(steps):
+                yield f"Step {number} ran backward and reduced no gradients over the ranks."
+
+    def sync_each_micro_batch(self) -> Iterator[str]:
+        for (number, steps), (_, backwards) in zip(self._each("reduced"), self._each("backwards"), strict=True):
+            times = sum(elements for _, elements in steps[0]) / max(1, self._model.get("trained", 0))
+            if len(backwards[0]) > 1 and times > 0.9 * len(backwards[0]):
+                yield f"Step {number} ran backward {len(backwards[0])} times and reduced all gradients each time."
+
+    def same_samples(self) -> Iterator[str]:
+        groups: dict[str, list[int]] = {}
+        for facts in self._ranks:
+            inputs = [one for step in facts.seen for one in step.get("inputs", [])]
+            if inputs and facts.model.get("by_data"):
+                groups.setdefault(str(inputs), []).append(facts.rank)
+        for same in (group for group in groups.values() if len(group) > 1):
+            yield f"In each step {rank_names(same)} gave the model equal inputs."
+
+    def unequal_samples(self) -> Iterator[str]:
+        for lengths in zip(*(facts.loaders for facts in self._ranks), strict=False):
+            if len({*lengths}) > 1:
+                yield f"A DataLoader has {', '.join(map(str, lengths))} batches on {self._all}."
+        if not [*self._reports(*_GATHERS)]:
+            yield from self._reports("has left the block")
+
+    def rank0_state_dict(self) -> Iterator[str]:
+        yield from self._reports(*_GATHERS)
+
+    def ranks_part(self) -> Iterator[str]:
+        if not [*self._reports(*_GATHERS, "has left the block")]:
+            yield from self._reports("")
+
+    def unweighted_loss(self) -> Iterator[str]:
+        for (number, steps), (_, told) in zip(self._each("labels"), self._each("told"), strict=True):
+            labels = [sum(one) for one in steps]
+            weighs = any({*map(float, (*one, sum(one)))} & {*told[rank]} for rank, one in enumerate(steps))
+            if min(labels) and max(labels) > _SAME * min(labels) and not weighs:
+                ratio, counts = max(labels) / min(labels), ", ".join(map(str, labels))
+                yield (
+                    f"In step {number} the means of {self._all} were over {counts} labels, and the gradients are "
+                    f"averaged evenly: a label weighs up to {ratio:.2g} times as much as one of another rank."
+                )
+
+    def local_clip(self) -> Iterator[str]:
+        for number, steps in self._each("scaled"):
+            scales = [statistics.median(one) for one in steps if one and max(one) < _SAME * min(one)]
+            if len(scales) == len(steps) and max(scales) > _SAME * min(scales):
+                factors = ", ".join(f"{scale:.3g}" for scale in scales)
+                yield f"Before step {number} {self._all} scaled their gradients by {factors}."
+
+    def hybrid_not_synced(self) -> Iterator[str]:
+        yield from self._differing(hybrid=True)
+
+    def replicas_differ(self) -> Iterator[str]:
+        yield from self._differing(hybrid=False)
+
+    def _differing(self, *, hybrid: bool) -> Iterator[str]:
+        if self._model.get("hybrid_fsdp1") == hybrid:
+            yield from (one for one in self._ranks[0].problems if one.startswith("Replicas of a parameter"))
+
+    def experts_dim0(self) -> Iterator[str]:
+        yield from self._padded(experts=True)
+
+    def few_rows(self) -> Iterator[str]:
+        yield from self._padded(experts=False)
+
+    def _padded(self, *, experts: bool) -> Iterator[str]:
+        uneven = [one for one in self._model.get("uneven", []) if (len(one[1]) > 2 and one[1][0] > 1) == experts]
+        added = sum(one[3] for one in uneven) / max(1, self._model.get("bytes", {}).get("parameters", 0))
+        if added > _PADDING:
+            name, shape, ranks, _ = max(uneven, key=lambda one: one[3])
+            yield f"{name} {shape} is cut between rows for {ranks} ranks: padding adds {added:.0%} to a rank's part."
+
+    def dropout_rng(self) -> Iterator[str]:
+        if "without_rng" in self._ranks[0].places and self._model.get("drops"):
+            yield "A checkpoint has preserve_rng_state=False, and the model has dropout."
+
+    def checkpoint_order(self) -> Iterator[str]:
+        if around := self._model.get("checkpoint_around", []):
+            yield f"{len(around)} checkpoint wrappers stand around FSDP units, such as {around[0]}."
+
+    def big_activation(self) -> Iterator[str]:
+        kept, shards = self._ranks[0].kept, sum(self._model.get("bytes", {}).values())
+        if kept > max(shards, _LARGE):
+            yield (
+                f"Autograd keeps {kept / 2**20:.0f} MiB of one block; parameters, gradients and optimizer states of "
+                f"rank 0 are {shards / 2**20:.3g} MiB."
+            )
+
+    def forward_of_part(self) -> Iterator[str]:
+        if parts := self._model.get("called_alone", []):
+            yield f"{len(parts)} units inside another one were called as if they were the model, such as {parts[0]}."
+
+    def bad_gradients(self) -> Iterator[str]:
+        for name in ("bad", "bad_after"):  # before the reduction, which gives them to all ranks, and after it
+            for number, steps in self._each(name):
+                for rank, bad in enumerate(steps):
+                    if bad:
+                        yield f"Step {number} took gradients of rank {rank} that are NaN or infinite: {bad[0]}."
+
+    def gathers_per_token(self) -> Iterator[str]:
+        for (number, steps), (_, outside) in zip(self._each("tokens"), self._each("outside"), strict=True):
+            pairs = zip(steps[0], steps[0][1:], strict=False)
+            tokens = sum(len(b) > 1 and b[1] in (1, a[1] + 1) for a, b in pairs if len(a) == len(b))
+            if tokens >= _TOKENS and len(outside[0]) >= tokens:
+                yield f"Around step {number}, {tokens} tokens took {len(outside[0])} all-gathers."
+
+    def cold_prefetch(self) -> Iterator[str]:
+        for (number, used), (_, gathered) in zip(self._each("used"), self._each("gathered"), strict=True):
+            orders = [[*dict.fromkeys(one[0])] for one in (used, gathered)]
+            a, b = ([one for one in order if one in orders[1 - i]] for i, order in enumerate(orders))
+            if a != b:
+                first = next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
+                yield f"Step {number} used {a[first]} next, and gathered {b[first]} before it."

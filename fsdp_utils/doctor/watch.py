@@ -1,0 +1,337 @@
+"""Run a script unchanged on this rank, stop it before a later optimizer step, and collect what it did."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import runpy
+import sys
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
+
+from fsdp_utils.collectives import check_in_step, listen_to_calls
+from fsdp_utils.collectives.c10d_hooks import Call
+from fsdp_utils.collectives.call_site import find_line, place_in_words
+from fsdp_utils.collectives.fsdp_hooks import in_backward
+from fsdp_utils.doctor.findings import Facts
+from fsdp_utils.sharding.blocks import outermost, transformer_block_classes
+from fsdp_utils.sharding.checks import check_sharding
+from fsdp_utils.sharding.local_part import local
+from fsdp_utils.sharding.names import plain_name
+from fsdp_utils.sharding.units import ROOT, Unit, find_units, parameter_sizes
+from fsdp_utils.sharding.wrapping import UNEVEN, padding
+from fsdp_utils.torch_internals.fsdp import fsdp1_dtypes, fsdp1_replicas, fsdp2_is_root
+from fsdp_utils.torch_internals.names import COMPILED, WRAPPED
+from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile
+
+_SAMPLE = 4096  # elements of a tensor that are hashed, or whose norm is taken
+_FEW = 4  # elements: smaller tensors that are communicated are counts and losses, not gradients
+_CLIPPED = 8  # parameters whose gradients are looked at after backward and before the step
+
+
+class _Stopped(BaseException):
+    """Ends the script before its next step; no `except Exception` of the script catches it."""
+
+
+class Watch:
+    """Collects `facts` while a script runs; they are complete up to the present at any time."""
+
+    def __init__(self, rank: int, world_size: int, steps: int) -> None:
+        self.facts = Facts(rank, world_size)
+        self.in_step: Any = None
+        self._steps, self._taken = steps, 0
+        self._step: dict[str, list[Any]] = defaultdict(list)
+        self._optimizers: list[Any] = []
+        self._roots: list[nn.Module] = []
+        self._block: nn.Module | None = None  # whose activations are to be measured
+        self._norms: list[Tensor] = []  # of gradients, as backward left them
+        self._sums: list[tuple[str, Tensor]] = []  # of gradients before their reduction, by unit
+        self._is_own = False  # whether the library works, and not the script
+        self._stack = ExitStack()
+
+    def run(self, script: str, arguments: list[str]) -> None:
+        """Run the script as __main__; `facts.ended` says how it ended."""
+        sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
+        try:
+            with self._stack:
+                self._listen()
+                with suppress(_Stopped):
+                    runpy.run_path(script, run_name="__main__")
+                ended = "stopped" if self._taken == self._steps else "finished"
+            self.facts.ended = ended
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                self.facts.ended = "finished"
+                return
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            self.facts.places["stood"] = place_in_words(*find_line(frame)[:2])
+            self.facts.ended = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+    def stands(self) -> str:
+        """Name the line on which the script stands, from another thread."""
+        code, line, _ = find_line(sys._current_frames().get(threading.main_thread().ident or 0))
+        return place_in_words(code, line) if code else "outside of the script"
+
+    def _listen(self) -> None:
+        self._stack.enter_context(listen_to_calls(self._call))
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._tell(nn.functional, "cross_entropy", self._loss)
+        self._tell(torch.utils.checkpoint, "checkpoint", self._checkpoint)
+        self._tell(torch.autograd, "backward", self._after_backward, after=True)
+        self._tell(DataLoader, "__iter__", self._loader)
+        self._tell(FSDP1, "__init__", lambda *_, **__: self._note("wrap"))
+        self._tell(torch.distributed.fsdp, "fully_shard", lambda *_, **__: self._note("wrap"))
+
+    def _tell(self, owner: Any, name: str, hear: Callable[..., None], *, after: bool = False) -> None:
+        """Have a function tell its arguments, and do what it did."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            if not after:
+                self._quietly(hear, *args, **kwargs)
+            result = original(*args, **kwargs)
+            if after:
+                self._quietly(hear, *args, **kwargs)
+            return result
+
+        self._stack.enter_context(patch.object(owner, name, call))
+
+    def _quietly(self, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Call a function of the doctor; its error does not reach the script."""
+        if self._is_own:
+            return
+        self._is_own = True
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            self.facts.unseen.append(f"{function.__name__} failed: {type(error).__name__}: {error}")
+        finally:
+            self._is_own = False
+
+    def _note(self, what: str) -> None:
+        self.facts.places[what] = place_in_words(*find_line(sys._getframe(1))[:2])
+
+    def _call(self, call: Call, issue: Callable[[], Any]) -> Any:
+        if self.in_step is None and threading.current_thread() is threading.main_thread():
+            self.in_step = self._stack.enter_context(check_in_step())
+        self._quietly(self._count, call)
+        return issue()
+
+    def _count(self, call: Call) -> None:
+        step, unit = self._step, find_line(sys._getframe(1))[2]
+        step["calls"].append((call.kind, max(call.bytes_in, call.bytes_out)))
+        tensors = [one for one in tree_leaves(call.given) if isinstance(one, Tensor)]
+        is_few = sum(one.numel() for one in tensors) <= _FEW
+        if call.kind == "all_gather" and not torch.is_grad_enabled() and not in_backward():
+            step["outside"].append(unit)
+        elif call.kind == "all_gather" and unit is not None and not in_backward():
+            step["gathered"].append(unit or ROOT)
+        elif call.kind == "reduce_scatter" or (call.kind == "all_reduce" and not is_few ):
+            for one in tensors:
+                step["reduced"].append((str(one.dtype).removeprefix("torch."), one.numel()))
+                self._sums.append((unit or ROOT, one.detach().sum(dtype=torch.float32)))
+        elif is_few:
+            step["told"] += [float(x) for one in tensors for x in one.detach().flatten().tolist()]
+
+    def _loss(self, _: Tensor, target: Tensor, *rest: Any, ignore_index: int = -100, **options: Any) -> None:
+        is_mean = not rest and options.get("reduction", "mean") == "mean"
+        if is_mean and torch.is_grad_enabled() and not target.is_floating_point():
+            self._note("loss")
+            self._step["labels"].append(int((target != ignore_index).sum()))
+
+    def _checkpoint(self, *_: Any, preserve_rng_state: bool = True, **__: Any) -> None:
+        if not preserve_rng_state:
+            self._note("without_rng")
+
+    def _loader(self, loader: DataLoader) -> None:
+        if not self._taken and not isinstance(loader.dataset, IterableDataset):
+            self._note("loader")
+            self.facts.loaders.append(len(loader))
+
+    def _forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if tensors and not torch.is_grad_enabled():
+            self._step["tokens"].append(list(tensors[0].shape))
+        elif tensors and model.training:
+            self._note("forward")
+            parts = [local(one.detach()).flatten()[:_SAMPLE].cpu() for one in tensors]
+            if any(part.numel() and bool((part != part[0]).any()) for part in parts):  # not one value all over
+                text = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
+                self._step["inputs"].append(hashlib.sha256(text).hexdigest()[:16])
+
+    def _after_backward(self, *_: Any, **__: Any) -> None:
+        self._note("backward")
+        self._step["backwards"].append(1)
+        self._norms = self._gradient_norms()
+
+    def _gradient_norms(self) -> list[Tensor]:
+        """The norms of some gradients on this rank, of the same parameters on all ranks."""
+        largest = sorted((p for one in self._optimizers[:1] for g in one.param_groups for p in g["params"]), key=lambda p: -p.numel())[:_CLIPPED]
+        parts = [local(p.grad.detach()).flatten()[:_SAMPLE] for p in largest if p.grad is not None]
+        return [part.float().norm().cpu() for part in parts]
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        if optimizer is self._optimizers[0]:
+            if self._taken == self._steps:
+                raise _Stopped
+            self._quietly(self._look_at_gradients)
+            self._quietly(self._find_models if not self._taken else lambda: None)
+            self._quietly(self._examine if self._taken == self._steps - 1 else lambda: None)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if optimizer is self._optimizers[0]:
+            self._taken += 1
+            self.facts.seen.append(dict(self._step))
+            self._step, self._sums, self._norms = defaultdict(list), [], []
+
+    def _look_at_gradients(self) -> None:
+        self._note("step")
+        pairs = zip(self._norms, self._gradient_norms(), strict=False)
+        self._step["scaled"] = [float(after / before) for before, after in pairs if before > 0 and after > 0]
+        held = {p for one in self._optimizers for p in _params(one) if p.grad is not None}
+        bad = {p for p in held if not local(p.grad.detach()).sum(dtype=torch.float32).isfinite()}
+        if bad:
+            names = [plain_name(n) for root in self._roots for n, p in root.named_parameters() if p in bad]
+            self._step["bad"] = [*dict.fromkeys(unit for unit, one in self._sums if not one.isfinite())]
+            self._step["bad_after"] = names
+
+    def _find_models(self) -> None:
+        """Find the outermost modules that hold FSDP or DDP modules, and listen to them."""
+        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+        inner = {child for one in modules for child in one.children()}
+        outer = sorted((one for one in modules if one not in inner), key=lambda one: type(one).__name__)
+        wrapped = (FSDPModule, FSDP1, DDP)
+        self._roots = [root for root in outer if any(isinstance(one, wrapped) for one in root.modules())]
+        for root in self._roots:
+            if COMPILED in dict(root.named_children()) or not is_under_compile(root):
+                self._hook(root, self._forward, with_kwargs=True)
+            if has_compiled():  # hooks inside of what is compiled would compile it again
+                self.facts.unseen.append("activations, and the order of units, of a compiled model")
+                continue
+            for unit in find_units(root):
+                self._hook(unit.modules[0], functools.partial(self._used, unit.name))
+            with suppress(ValueError):  # no block is repeated
+                self._block = next(outermost(root, tuple(transformer_block_classes(root))))[1]
+                self._hook(self._block, self._keep)
+
+    def _hook(self, module: nn.Module, hear: Callable[..., None], **options: bool) -> None:
+        def hook(*args: Any) -> None:
+            self._quietly(hear, *args)
+
+        self._stack.callback(module.register_forward_pre_hook(hook, prepend=True, **options).remove)
+
+    def _used(self, unit: str, *_: Any) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self._step["used"].append(unit)
+
+    def _keep(self, block: nn.Module, _: Any) -> None:
+        """Sum the bytes that autograd keeps of the block's next forward."""
+        if self._block is None or not (block.training and torch.is_grad_enabled()):
+            return
+        self._block, kept = None, {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        def end(*_: Any) -> None:
+            handle.remove()
+            context.__exit__(None, None, None)
+            whole = (p for p in block.parameters() if not isinstance(p, DTensor))
+            weights = {p.untyped_storage().data_ptr() for p in whole}
+            self.facts.kept = sum(size for at, size in kept.items() if at not in weights)
+
+        context = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        handle = block.register_forward_hook(end, prepend=True, always_call=True)
+        context.__enter__()
+
+    def _examine(self) -> None:
+        """Collect what does not change from step to step."""
+        model: dict[str, Any] = {"by_data": True, "hybrid_fsdp1": False, "elements": 0, "trained": 0, "blocks": 0}
+        model |= {name: [] for name in ("units", "parts", "uneven", "checkpoint_around", "called_alone")}
+        held = [p for root in self._roots for p in root.parameters()]
+        states = [value for one in self._optimizers for value in tree_leaves([*one.state.values()])]
+        tensors = {
+            "parameters": held,
+            "gradients": [p.grad for p in held],
+            "optimizer states": [one for one in states if isinstance(one, Tensor)],
+        }
+        model["bytes"] = {k: sum(local(t).nbytes for t in some if t is not None) for k, some in tensors.items()}
+        model["optimizers"] = [type(one).__name__ for one in self._optimizers]
+        self.facts.model = model
+        for root in self._roots:
+            own = [one for one in self._optimizers if not {*root.parameters()}.isdisjoint(_params(one))]
+            if own or len(self._roots) == 1:
+                self.facts.problems += check_sharding(root, (own or self._optimizers)[0])
+            self._examine_units(root, model)
+
+    def _examine_units(self, root: nn.Module, model: dict[str, Any]) -> None:
+        units, world = find_units(root, also_empty=True), self.facts.world_size
+        sizes = parameter_sizes(root, units)
+        blocks: list[str] = []
+        with suppress(ValueError):
+            blocks = [name for name, _ in outermost(root, tuple(transformer_block_classes(root)))]
+        model["blocks"] += len(blocks)
+        model["parts"] += [u.nbytes for u in units if any(u.name.startswith(f"{name}.") for name in blocks)]
+        for unit in units:
+            model["units"].append((unit.name, unit.nbytes, _in_words(unit)))
+            model["elements"] += sum(sizes[unit].values())
+            if unit.fsdp1:
+                replicas, group = fsdp1_replicas(unit.modules[0]), unit.modules[0].process_group
+                model["hybrid_fsdp1"] |= replicas is not None
+                model["by_data"] &= group.size() * (replicas.size() if replicas else 1) == world
+                model["trained"] += sum(sizes[unit].values()) * any(p.requires_grad for p in unit.modules[0].parameters())
+        for name, p in root.named_parameters():
+            if isinstance(p, DTensor):
+                sharded = [one for one in p.placements if one.is_shard()]
+                model["by_data"] &= p.device_mesh.size() == world and len(sharded) < 2
+                model["trained"] += p.numel() * p.requires_grad
+                ranks, shape = p.device_mesh.size(-1), p.shape
+                if p.dim() > 1 and p.placements[-1].is_shard(0) and padding(shape, ranks) > UNEVEN * p.numel():
+                    added = padding(shape, ranks) * p.itemsize // ranks
+                    model["uneven"].append((plain_name(name), list(shape), ranks, added))
+        for name, module in root.named_modules():
+            if isinstance(dict(module.named_children()).get(WRAPPED[1]), FSDPModule | FSDP1):
+                model["checkpoint_around"].append(plain_name(name) or ROOT)
+            if isinstance(module, FSDPModule) and name and fsdp2_is_root(module) and isinstance(root, FSDPModule):
+                model["called_alone"].append(plain_name(name))
+            if isinstance(module, nn.Dropout) and module.p and module.training:
+                model["drops"] = True
+
+
+def _params(optimizer: torch.optim.Optimizer) -> set[Any]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+def _in_words(unit: Unit) -> str:
+    """The dtypes at rest and in the computation, and how the parameters lie on the ranks."""
+    if unit.fsdp1:
+        return " ".join({"FSDP1, {} computed in {}".format(*fsdp1_dtypes(part)) for part in unit.parts})
+    held = [p.sharded_param for part in unit.parts for p in part.fsdp_params]
+    kinds = {f"{p.dtype} {' '.join(map(str, p.placements))}{'' if p.requires_grad else ' frozen'}" for p in held}
+    return "FSDP2, " + ", ".join(sorted(kinds))
