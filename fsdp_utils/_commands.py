@@ -12,6 +12,7 @@ from fsdp_utils import __version__
 COMMANDS = {
     "bf16": ("fsdp_utils.bf16", "can this machine, and its network, train in bf16?"),
     "checkpoint": ("fsdp_utils.checkpoint", "list, inspect, verify and export checkpoints"),
+    "doctor": ("fsdp_utils.doctor", "what is wrong with a training script: runs it for a few steps"),
     "explain": ("fsdp_utils.answers", "what an error message of FSDP means, and its cure"),
     "planner": ("fsdp_utils.planner", "memory and time of a training on GPUs that you do not have"),
     "train": ("fsdp_utils.train", "the training program; torchrun starts it"),

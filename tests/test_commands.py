@@ -14,7 +14,7 @@ import fsdp_utils
 ROOT = Path(__file__).resolve().parent.parent
 ZERO = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
 VERSION = f"fsdp_utils {fsdp_utils.__version__}"
-COMMANDS = ("bf16", "checkpoint", "explain", "planner", "train", "translate")
+COMMANDS = ("bf16", "checkpoint", "doctor", "explain", "planner", "train", "translate")
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules after import:RuntimeWarning")
 
 

@@ -74,7 +74,7 @@ def _be_rank(options: argparse.Namespace) -> int:
     limit = timedelta(seconds=options.timeout)
     found, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
     store = PrefixStore("fsdp_utils/doctor", found)
-    watch, over = Watch(rank, world_size, options.steps), threading.Event()
+    watch, over = Watch(rank, world_size, options.steps, store), threading.Event()
     facts, codes = watch.facts, [0]
 
     def report() -> None:

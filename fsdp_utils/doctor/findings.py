@@ -16,7 +16,8 @@ TABLE = Path(__file__).with_name("findings.yaml")
 SEVERITIES = ("error", "warning", "advice")  # worst first
 _TOKENS = 4  # forwards of growing or single tokens, without gradients, are a generation
 _PADDING = 0.05  # of a rank's share of the model: less is not reported
-_LARGE = 16 * 2**20  # bytes: smaller activations need no checkpointing, larger parts of a block may be units
+_LARGE = 16 * 2**20  # bytes: larger parts of a block may be units
+_ACTIVATIONS = 4 * 2**20  # bytes: less needs no checkpointing
 _SAME = 1.01  # factors and numbers of labels that differ less are equal
 _GATHERS = ("state_dict", "full_tensor", "summon_full_params", "StateDictOptions")
 
@@ -169,6 +170,9 @@ class Evidence:
             name, shape, ranks, _ = max(uneven, key=lambda one: one[3])
             yield f"{name} {shape} is cut between rows for {ranks} ranks: padding adds {added:.0%} to a rank's part."
 
+    def tied_units(self) -> Iterator[str]:
+        yield from (f"{' and '.join(names)} were one parameter." for names in self._model.get("tied", []))
+
     def dropout_rng(self) -> Iterator[str]:
         if "without_rng" in self._ranks[0].places and self._model.get("drops"):
             yield "A checkpoint has preserve_rng_state=False, and the model has dropout."
@@ -179,7 +183,7 @@ class Evidence:
 
     def big_activation(self) -> Iterator[str]:
         kept, shards = self._ranks[0].kept, sum(self._model.get("bytes", {}).values())
-        if kept > max(shards, _LARGE):
+        if kept > max(shards, _ACTIVATIONS):
             yield (
                 f"Autograd keeps {kept / 2**20:.0f} MiB of one block; parameters, gradients and optimizer states of "
                 f"rank 0 are {shards / 2**20:.3g} MiB."

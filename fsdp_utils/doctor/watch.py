@@ -8,6 +8,7 @@ import hashlib
 import runpy
 import sys
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -27,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-from fsdp_utils.collectives import check_in_step, listen_to_calls
+from fsdp_utils.collectives import OutOfStep, check_in_step, listen_to_calls
 from fsdp_utils.collectives.c10d_hooks import Call
 from fsdp_utils.collectives.call_site import find_line, place_in_words
 from fsdp_utils.collectives.fsdp_hooks import in_backward
@@ -44,6 +46,7 @@ from fsdp_utils.torch_internals.runtime import has_compiled, is_under_compile
 
 _SAMPLE = 4096  # elements of a tensor that are hashed, or whose norm is taken
 _FEW = 4  # elements: smaller tensors that are communicated are counts and losses, not gradients
+_HOLD_S, _POLL_S = 4.0, 0.002  # for all ranks to come to a call of a new size
 _CLIPPED = 8  # parameters whose gradients are looked at after backward and before the step
 
 
@@ -54,7 +57,8 @@ class _Stopped(BaseException):
 class Watch:
     """Collects `facts` while a script runs; they are complete up to the present at any time."""
 
-    def __init__(self, rank: int, world_size: int, steps: int) -> None:
+    def __init__(self, rank: int, world_size: int, steps: int, store: dist.Store) -> None:
+        self._store, self._sizes = store, set[str]()  # of calls
         self.facts = Facts(rank, world_size)
         self.in_step: Any = None
         self._steps, self._taken = steps, 0
@@ -62,8 +66,10 @@ class Watch:
         self._optimizers: list[Any] = []
         self._roots: list[nn.Module] = []
         self._block: nn.Module | None = None  # whose activations are to be measured
+        self._ties: list[list[str]] = []  # names of one parameter, before FSDP1 wrapped it
         self._norms: list[Tensor] = []  # of gradients, as backward left them
         self._sums: list[tuple[str, Tensor]] = []  # of gradients before their reduction, by unit
+        self._trains = True  # whether the last forward was for training
         self._is_own = False  # whether the library works, and not the script
         self._stack = ExitStack()
 
@@ -98,7 +104,7 @@ class Watch:
         self._tell(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         self._tell(torch.autograd, "backward", self._after_backward, after=True)
         self._tell(DataLoader, "__iter__", self._loader)
-        self._tell(FSDP1, "__init__", lambda *_, **__: self._note("wrap"))
+        self._tell(FSDP1, "__init__", self._wrap)
         self._tell(torch.distributed.fsdp, "fully_shard", lambda *_, **__: self._note("wrap"))
 
     def _tell(self, owner: Any, name: str, hear: Callable[..., None], *, after: bool = False) -> None:
@@ -136,7 +142,24 @@ class Watch:
     def _call(self, call: Call, issue: Callable[[], Any]) -> Any:
         if self.in_step is None and threading.current_thread() is threading.main_thread():
             self.in_step = self._stack.enter_context(check_in_step())
+            self._stack.enter_context(listen_to_calls(self._hold))
         self._quietly(self._count, call)
+        return issue()
+
+    def _hold(self, call: Call, issue: Callable[[], Any]) -> Any:
+        """Wait for the others at a call of a new size or line: gloo ends processes whose sizes differ."""
+        group = dist.get_process_group_ranks(call.group)
+        place = place_in_words(*find_line(sys._getframe(1))[:2])
+        key = f"{call.kind} {call.bytes_in} {call.bytes_out} {group} {place}"
+        if not self._is_own and key not in self._sizes and call.kind not in ("send", "recv"):
+            self._sizes.add(key)
+            end = time.monotonic() + _HOLD_S
+            missing = self._store.add(key, 1) < len(group)
+            while missing and time.monotonic() < end and not self.in_step.report:
+                time.sleep(_POLL_S)
+                missing = self._store.add(key, 0) < len(group)
+            if missing and self.in_step.report:
+                raise OutOfStep(self.in_step.report)
         return issue()
 
     def _count(self, call: Call) -> None:
@@ -144,10 +167,8 @@ class Watch:
         step["calls"].append((call.kind, max(call.bytes_in, call.bytes_out)))
         tensors = [one for one in tree_leaves(call.given) if isinstance(one, Tensor)]
         is_few = sum(one.numel() for one in tensors) <= _FEW
-        if call.kind == "all_gather" and not torch.is_grad_enabled() and not in_backward():
-            step["outside"].append(unit)
-        elif call.kind == "all_gather" and unit is not None and not in_backward():
-            step["gathered"].append(unit or ROOT)
+        if call.kind == "all_gather" and not is_few and not in_backward():
+            step["gathered" if self._trains else "outside"].append(unit if unit != "" else ROOT)
         elif call.kind == "reduce_scatter" or (call.kind == "all_reduce" and not is_few ):
             for one in tensors:
                 step["reduced"].append((str(one.dtype).removeprefix("torch."), one.numel()))
@@ -165,6 +186,13 @@ class Watch:
         if not preserve_rng_state:
             self._note("without_rng")
 
+    def _wrap(self, _: FSDP1, module: nn.Module, *__: Any, **___: Any) -> None:
+        self._note("wrap")
+        names: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for name, p in module.named_parameters(remove_duplicate=False):
+            names[p].append(plain_name(name))
+        self._ties += [some for some in names.values() if len(some) > 1]
+
     def _loader(self, loader: DataLoader) -> None:
         if not self._taken and not isinstance(loader.dataset, IterableDataset):
             self._note("loader")
@@ -172,7 +200,8 @@ class Watch:
 
     def _forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if tensors and not torch.is_grad_enabled():
+        self._trains = torch.is_grad_enabled()
+        if tensors and not self._trains:
             self._step["tokens"].append(list(tensors[0].shape))
         elif tensors and model.training:
             self._note("forward")
@@ -273,7 +302,7 @@ class Watch:
     def _examine(self) -> None:
         """Collect what does not change from step to step."""
         model: dict[str, Any] = {"by_data": True, "hybrid_fsdp1": False, "elements": 0, "trained": 0, "blocks": 0}
-        model |= {name: [] for name in ("units", "parts", "uneven", "checkpoint_around", "called_alone")}
+        model |= {name: [] for name in ("units", "parts", "tied", "uneven", "checkpoint_around", "called_alone")}
         held = [p for root in self._roots for p in root.parameters()]
         states = [value for one in self._optimizers for value in tree_leaves([*one.state.values()])]
         tensors = {
@@ -306,7 +335,11 @@ class Watch:
                 model["hybrid_fsdp1"] |= replicas is not None
                 model["by_data"] &= group.size() * (replicas.size() if replicas else 1) == world
                 model["trained"] += sum(sizes[unit].values()) * any(p.requires_grad for p in unit.modules[0].parameters())
+        unit_of = {name: unit.name for unit in units for name in sizes[unit]}
+        model["tied"] += [some for some in self._ties if len({unit_of[one] for one in some if one in unit_of}) > 1]
         for name, p in root.named_parameters():
+            if isinstance(root, DDP):
+                model["trained"] += p.numel() * p.requires_grad
             if isinstance(p, DTensor):
                 sharded = [one for one in p.placements if one.is_shard()]
                 model["by_data"] &= p.device_mesh.size() == world and len(sharded) < 2

@@ -14,16 +14,13 @@ def main(faulty: bool) -> None:
     rank, _ = start()
     model = Decoder()
     policy = ModuleWrapPolicy({Block})
-    if faulty:
-        model = FSDP(model, auto_wrap_policy=policy, device_id=CPU, use_orig_params=True)
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=checkpoint_wrapper,
-            check_fn=lambda module: isinstance(module, FSDP) and module is not model,
-        )
-    else:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-        model = FSDP(model, auto_wrap_policy=policy, device_id=CPU, use_orig_params=True)
+    model = FSDP(model, auto_wrap_policy=policy, device_id=CPU, use_orig_params=True)
+    units = {module for module in model.modules() if isinstance(module, FSDP)} - {model}
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=checkpoint_wrapper,
+        check_fn=lambda module: module in units if faulty else isinstance(module, Block),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step, tokens in enumerate(counting(32, seed=rank).split(4)):
         loss = next_token_loss(model(tokens), tokens)
