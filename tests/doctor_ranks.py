@@ -12,7 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "fsdp_utils.doctor.watch"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "fsdp_utils.doctor.watch",
+]
 _END_S = 120.0
 
 
@@ -39,7 +44,9 @@ def examine(script: Path, *arguments: str, ranks: int = 2, options: tuple[str, .
 
 
 def _be_rank(rank: int, ranks: int, port: int, folder: Path, given: list[str]) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     for number, kind in ((1, "page"), (2, "log")):

@@ -28,7 +28,9 @@ def main() -> int:
     parser = new_parser("fsdp_utils doctor", __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start on this machine (2)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to watch (3)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds until the ranks are ended (300)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds until the ranks are ended (300)"
+    )
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     parser.add_argument(
         "--fail-on", choices=(*_LEVELS, "never"), default="warning", help="the least that exits with 1"
@@ -45,7 +47,12 @@ def _start(options: argparse.Namespace) -> int:
     """Start torchrun, whose rank 0 prints facts and findings."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += [str(options.ranks), "-m", "fsdp_utils.doctor", "--json", "--fail-on=never"]
-    command += [f"--steps={options.steps}", f"--timeout={options.timeout}", options.script, *options.arguments]
+    command += [
+        f"--steps={options.steps}",
+        f"--timeout={options.timeout}",
+        options.script,
+        *options.arguments,
+    ]
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as torchrun:
         try:
@@ -55,7 +62,9 @@ def _start(options: argparse.Namespace) -> int:
         finally:
             torchrun.terminate()  # it ends the ranks
     if not text:
-        print(f"doctor: no page, as the ranks ended without one (exit code {torchrun.wait()})", file=sys.stderr)
+        print(
+            f"doctor: no page, as the ranks ended without one (exit code {torchrun.wait()})", file=sys.stderr
+        )
         return 2
     return _show(json.loads(text), options, sys.stdout)
 
@@ -94,7 +103,11 @@ def _be_rank(options: argparse.Namespace) -> int:
             keys = [f"facts/{one}" for one in range(world_size)]
             wait_for(store, keys, 2 * _GRACE_S)
             ranks = [Facts(**json.loads(store.get(key))) for key in keys if store.check([key])]
-            result = {"script": options.script, "ranks": [asdict(one) for one in ranks], "findings": judge(ranks)}
+            result = {
+                "script": options.script,
+                "ranks": [asdict(one) for one in ranks],
+                "findings": judge(ranks),
+            }
             codes[0] = _show(result, options, out)
             store.set("done", "")
         wait_for(store, ["done"], 3 * _GRACE_S)

@@ -96,12 +96,16 @@ class Evidence:
                     yield f"Step {number} reduced gradients in {dtype}, {elements:,} elements in one call."
 
     def sync_off(self) -> Iterator[str]:
-        for (number, steps), (_, backwards) in zip(self._each("reduced"), self._each("backwards"), strict=True):
+        for (number, steps), (_, backwards) in zip(
+            self._each("reduced"), self._each("backwards"), strict=True
+        ):
             if self._model.get("trained") and backwards[0] and not any(steps):
                 yield f"Step {number} ran backward and reduced no gradients over the ranks."
 
     def sync_each_micro_batch(self) -> Iterator[str]:
-        for (number, steps), (_, backwards) in zip(self._each("reduced"), self._each("backwards"), strict=True):
+        for (number, steps), (_, backwards) in zip(
+            self._each("reduced"), self._each("backwards"), strict=True
+        ):
             times = sum(elements for _, elements in steps[0]) / max(1, self._model.get("trained", 0))
             if len(backwards[0]) > 1 and times > 0.9 * len(backwards[0]):
                 yield f"Step {number} ran backward {len(backwards[0])} times and reduced all gradients each time."
@@ -164,7 +168,9 @@ class Evidence:
         yield from self._padded(experts=False)
 
     def _padded(self, *, experts: bool) -> Iterator[str]:
-        uneven = [one for one in self._model.get("uneven", []) if (len(one[1]) > 2 and one[1][0] > 1) == experts]
+        uneven = [
+            one for one in self._model.get("uneven", []) if (len(one[1]) > 2 and one[1][0] > 1) == experts
+        ]
         added = sum(one[3] for one in uneven) / max(1, self._model.get("bytes", {}).get("parameters", 0))
         if added > _PADDING:
             name, shape, ranks, _ = max(uneven, key=lambda one: one[3])

@@ -19,7 +19,9 @@ def page(result: dict[str, Any]) -> str:
     if model := first.model:
         held = ", ".join(f"{name} {size / _MIB:.3g} MiB" for name, size in model["bytes"].items())
         share = model["elements"] * 16 / first.world_size / _MIB
-        lines += [f"Trained: {model['trained']:,} of {model['elements']:,} parameters by {', '.join(model['optimizers'])}"]
+        lines += [
+            f"Trained: {model['trained']:,} of {model['elements']:,} parameters by {', '.join(model['optimizers'])}"
+        ]
         lines += [f"  {name}: {size / _MIB:.3g} MiB, {words}" for name, size, words in model["units"]]
         lines += [f"Rank 0 holds {held}; 16 bytes a parameter would be {share:.3g} MiB on each rank"]
     if first.seen:
@@ -34,7 +36,13 @@ def page(result: dict[str, Any]) -> str:
         code = [f"          {line}" for line in one.get("code", "").splitlines()]
         lines += [f"{one['severity']}: {one['id']}. {one['title']}", f"  seen    {one['evidence']}"]
         lines += [f"  at      {one['place'].removeprefix('at ')}"] * bool(one["place"])
-        lines += [f"  costs   {one['costs']}", f"  cure    {one['cure']}", *code, f"  lesson  {one['lesson']}", ""]
+        lines += [
+            f"  costs   {one['costs']}",
+            f"  cure    {one['cure']}",
+            *code,
+            f"  lesson  {one['lesson']}",
+            "",
+        ]
     for one in ranks:
         if "stood" in one.places:
             lines.append(f"rank {one.rank} stood {one.places['stood']}")

@@ -169,7 +169,7 @@ class Watch:
         is_few = sum(one.numel() for one in tensors) <= _FEW
         if call.kind == "all_gather" and not is_few and not in_backward():
             step["gathered" if self._trains else "outside"].append(unit if unit != "" else ROOT)
-        elif call.kind == "reduce_scatter" or (call.kind == "all_reduce" and not is_few ):
+        elif call.kind == "reduce_scatter" or (call.kind == "all_reduce" and not is_few):
             for one in tensors:
                 step["reduced"].append((str(one.dtype).removeprefix("torch."), one.numel()))
                 self._sums.append((unit or ROOT, one.detach().sum(dtype=torch.float32)))
@@ -206,7 +206,9 @@ class Watch:
         elif tensors and model.training:
             self._note("forward")
             parts = [local(one.detach()).flatten()[:_SAMPLE].cpu() for one in tensors]
-            if any(part.numel() and bool((part != part[0]).any()) for part in parts):  # not one value all over
+            if any(
+                part.numel() and bool((part != part[0]).any()) for part in parts
+            ):  # not one value all over
                 text = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
                 self._step["inputs"].append(hashlib.sha256(text).hexdigest()[:16])
 
@@ -217,7 +219,10 @@ class Watch:
 
     def _gradient_norms(self) -> list[Tensor]:
         """The norms of some gradients on this rank, of the same parameters on all ranks."""
-        largest = sorted((p for one in self._optimizers[:1] for g in one.param_groups for p in g["params"]), key=lambda p: -p.numel())[:_CLIPPED]
+        largest = sorted(
+            (p for one in self._optimizers[:1] for g in one.param_groups for p in g["params"]),
+            key=lambda p: -p.numel(),
+        )[:_CLIPPED]
         parts = [local(p.grad.detach()).flatten()[:_SAMPLE] for p in largest if p.grad is not None]
         return [part.float().norm().cpu() for part in parts]
 
@@ -301,8 +306,16 @@ class Watch:
 
     def _examine(self) -> None:
         """Collect what does not change from step to step."""
-        model: dict[str, Any] = {"by_data": True, "hybrid_fsdp1": False, "elements": 0, "trained": 0, "blocks": 0}
-        model |= {name: [] for name in ("units", "parts", "tied", "uneven", "checkpoint_around", "called_alone")}
+        model: dict[str, Any] = {
+            "by_data": True,
+            "hybrid_fsdp1": False,
+            "elements": 0,
+            "trained": 0,
+            "blocks": 0,
+        }
+        model |= {
+            name: [] for name in ("units", "parts", "tied", "uneven", "checkpoint_around", "called_alone")
+        }
         held = [p for root in self._roots for p in root.parameters()]
         states = [value for one in self._optimizers for value in tree_leaves([*one.state.values()])]
         tensors = {
@@ -310,7 +323,9 @@ class Watch:
             "gradients": [p.grad for p in held],
             "optimizer states": [one for one in states if isinstance(one, Tensor)],
         }
-        model["bytes"] = {k: sum(local(t).nbytes for t in some if t is not None) for k, some in tensors.items()}
+        model["bytes"] = {
+            k: sum(local(t).nbytes for t in some if t is not None) for k, some in tensors.items()
+        }
         model["optimizers"] = [type(one).__name__ for one in self._optimizers]
         self.facts.model = model
         for root in self._roots:
@@ -334,9 +349,13 @@ class Watch:
                 replicas, group = fsdp1_replicas(unit.modules[0]), unit.modules[0].process_group
                 model["hybrid_fsdp1"] |= replicas is not None
                 model["by_data"] &= group.size() * (replicas.size() if replicas else 1) == world
-                model["trained"] += sum(sizes[unit].values()) * any(p.requires_grad for p in unit.modules[0].parameters())
+                model["trained"] += sum(sizes[unit].values()) * any(
+                    p.requires_grad for p in unit.modules[0].parameters()
+                )
         unit_of = {name: unit.name for unit in units for name in sizes[unit]}
-        model["tied"] += [some for some in self._ties if len({unit_of[one] for one in some if one in unit_of}) > 1]
+        model["tied"] += [
+            some for some in self._ties if len({unit_of[one] for one in some if one in unit_of}) > 1
+        ]
         for name, p in root.named_parameters():
             if isinstance(root, DDP):
                 model["trained"] += p.numel() * p.requires_grad
@@ -345,13 +364,22 @@ class Watch:
                 model["by_data"] &= p.device_mesh.size() == world and len(sharded) < 2
                 model["trained"] += p.numel() * p.requires_grad
                 ranks, shape = p.device_mesh.size(-1), p.shape
-                if p.dim() > 1 and p.placements[-1].is_shard(0) and padding(shape, ranks) > UNEVEN * p.numel():
+                if (
+                    p.dim() > 1
+                    and p.placements[-1].is_shard(0)
+                    and padding(shape, ranks) > UNEVEN * p.numel()
+                ):
                     added = padding(shape, ranks) * p.itemsize // ranks
                     model["uneven"].append((plain_name(name), list(shape), ranks, added))
         for name, module in root.named_modules():
             if isinstance(dict(module.named_children()).get(WRAPPED[1]), FSDPModule | FSDP1):
                 model["checkpoint_around"].append(plain_name(name) or ROOT)
-            if isinstance(module, FSDPModule) and name and fsdp2_is_root(module) and isinstance(root, FSDPModule):
+            if (
+                isinstance(module, FSDPModule)
+                and name
+                and fsdp2_is_root(module)
+                and isinstance(root, FSDPModule)
+            ):
                 model["called_alone"].append(plain_name(name))
             if isinstance(module, nn.Dropout) and module.p and module.training:
                 model["drops"] = True
@@ -366,5 +394,7 @@ def _in_words(unit: Unit) -> str:
     if unit.fsdp1:
         return " ".join({"FSDP1, {} computed in {}".format(*fsdp1_dtypes(part)) for part in unit.parts})
     held = [p.sharded_param for part in unit.parts for p in part.fsdp_params]
-    kinds = {f"{p.dtype} {' '.join(map(str, p.placements))}{'' if p.requires_grad else ' frozen'}" for p in held}
+    kinds = {
+        f"{p.dtype} {' '.join(map(str, p.placements))}{'' if p.requires_grad else ' frozen'}" for p in held
+    }
     return "FSDP2, " + ", ".join(sorted(kinds))
