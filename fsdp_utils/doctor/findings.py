@@ -26,11 +26,12 @@ _GATHERS = ("state_dict", "full_tensor", "summon_full_params", "StateDictOptions
 class Facts:
     """What one rank has seen, in values that JSON can hold.
 
-    Each of `seen` is an optimizer step, as lists by name: calls (kind, bytes), reduced (dtype, elements), told
-    (single numbers that were communicated), backwards, inputs (hashes), labels (counted by means of the loss),
-    scaled (gradients at the step, relative to their values after backward), bad (units whose gradients were NaN
-    or infinite before their reduction), bad_after (parameters, after it), tokens (shapes of inputs without gradients), outside
-    (all-gathers without gradients), used and gathered (units, in order).
+    Each of `seen` is an optimizer step, as lists by name:
+        calls: kind and bytes. reduced: dtype and elements of gradients. told: single numbers communicated.
+        backwards: a 1 for each. inputs: their hashes, of each forward. labels: how many each mean was over.
+        scaled: gradients at the step, relative to after backward. bad: units whose gradients were NaN or
+        infinite before the reduction. bad_after: such parameters after it. tokens: shapes of inputs without
+        gradients. outside: all-gathers then. used, gathered: units, in order.
     """
 
     rank: int
@@ -47,7 +48,7 @@ class Facts:
 
 
 @functools.cache
-def table() -> list[dict[str, Any]]:
+def findings_table() -> list[dict[str, Any]]:
     """Return the rows of findings.yaml."""
     return need("yaml", "notebooks").safe_load(TABLE.read_text(encoding="utf-8"))
 
@@ -57,7 +58,7 @@ def judge(ranks: list[Facts]) -> list[dict[str, Any]]:
     evidence, found = Evidence(ranks), []
     said = [*dict.fromkeys(sentence for facts in ranks for sentence in facts.problems)]
     said += [facts.ended.strip().splitlines()[-1] for facts in ranks if facts.ended.startswith("Traceback")]
-    for row in table():
+    for row in findings_table():
         shown = [*getattr(evidence, row["id"], lambda: ())()]
         shown += [one for one in said if any(words in one for words in row.get("says", []))]
         if shown:
@@ -92,7 +93,7 @@ class Evidence:
     def bf16_reduce(self) -> Iterator[str]:
         for number, steps in self._each("reduced"):
             for dtype, elements in steps[0]:
-                if dtype in ("bfloat16", "float16"):
+                if dtype in ("bfloat16", "float16") and self._model.get("by_data"):
                     yield f"Step {number} reduced gradients in {dtype}, {elements:,} elements in one call."
 
     def sync_off(self) -> Iterator[str]:
@@ -107,8 +108,9 @@ class Evidence:
             self._each("reduced"), self._each("backwards"), strict=True
         ):
             times = sum(elements for _, elements in steps[0]) / max(1, self._model.get("trained", 0))
-            if len(backwards[0]) > 1 and times > 0.9 * len(backwards[0]):
-                yield f"Step {number} ran backward {len(backwards[0])} times and reduced all gradients each time."
+            by_data = self._model.get("by_data")
+            if by_data and len(backwards[0]) > 1 and times > 0.9 * len(backwards[0]):
+                yield f"Step {number} ran backward {len(backwards[0])} times and reduced each time."
 
     def same_samples(self) -> Iterator[str]:
         groups: dict[str, list[int]] = {}
@@ -140,8 +142,8 @@ class Evidence:
             if min(labels) and max(labels) > _SAME * min(labels) and not weighs:
                 ratio, counts = max(labels) / min(labels), ", ".join(map(str, labels))
                 yield (
-                    f"In step {number} the means of {self._all} were over {counts} labels, and the gradients are "
-                    f"averaged evenly: a label weighs up to {ratio:.2g} times as much as one of another rank."
+                    f"In step {number} the means of {self._all} were over {counts} labels: a label weighs up "
+                    f"to {ratio:.2g} times as much as one of another rank."
                 )
 
     def local_clip(self) -> Iterator[str]:
@@ -174,7 +176,7 @@ class Evidence:
         added = sum(one[3] for one in uneven) / max(1, self._model.get("bytes", {}).get("parameters", 0))
         if added > _PADDING:
             name, shape, ranks, _ = max(uneven, key=lambda one: one[3])
-            yield f"{name} {shape} is cut between rows for {ranks} ranks: padding adds {added:.0%} to a rank's part."
+            yield f"{name} {shape}, cut between rows for {ranks} ranks, adds {added:.0%} of padding."
 
     def tied_units(self) -> Iterator[str]:
         yield from (f"{' and '.join(names)} were one parameter." for names in self._model.get("tied", []))
@@ -189,22 +191,22 @@ class Evidence:
 
     def big_activation(self) -> Iterator[str]:
         kept, shards = self._ranks[0].kept, sum(self._model.get("bytes", {}).values())
-        if kept > max(shards, _ACTIVATIONS):
+        if shards and kept > max(shards, _ACTIVATIONS):
             yield (
-                f"Autograd keeps {kept / 2**20:.0f} MiB of one block; parameters, gradients and optimizer states of "
-                f"rank 0 are {shards / 2**20:.3g} MiB."
+                f"Autograd keeps {kept / 2**20:.0f} MiB of one block; parameters, gradients and optimizer "
+                f"states of rank 0 are {shards / 2**20:.3g} MiB."
             )
 
     def forward_of_part(self) -> Iterator[str]:
         if parts := self._model.get("called_alone", []):
-            yield f"{len(parts)} units inside another one were called as if they were the model, such as {parts[0]}."
+            yield f"{len(parts)} units were called without the unit around them, such as {parts[0]}."
 
     def bad_gradients(self) -> Iterator[str]:
         for name in ("bad", "bad_after"):  # before the reduction, which gives them to all ranks, and after it
             for number, steps in self._each(name):
                 for rank, bad in enumerate(steps):
                     if bad:
-                        yield f"Step {number} took gradients of rank {rank} that are NaN or infinite: {bad[0]}."
+                        yield f"Step {number} took NaN or infinite gradients of rank {rank}: {bad[0]}."
 
     def gathers_per_token(self) -> Iterator[str]:
         for (number, steps), (_, outside) in zip(self._each("tokens"), self._each("outside"), strict=True):

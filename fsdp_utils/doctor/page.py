@@ -19,9 +19,8 @@ def page(result: dict[str, Any]) -> str:
     if model := first.model:
         held = ", ".join(f"{name} {size / _MIB:.3g} MiB" for name, size in model["bytes"].items())
         share = model["elements"] * 16 / first.world_size / _MIB
-        lines += [
-            f"Trained: {model['trained']:,} of {model['elements']:,} parameters by {', '.join(model['optimizers'])}"
-        ]
+        elements, by = f"{model['trained']:,} of {model['elements']:,}", ", ".join(model["optimizers"])
+        lines += [f"Trained: {elements} parameters by {by}"]
         lines += [f"  {name}: {size / _MIB:.3g} MiB, {words}" for name, size, words in model["units"]]
         lines += [f"Rank 0 holds {held}; 16 bytes a parameter would be {share:.3g} MiB on each rank"]
     if first.seen:

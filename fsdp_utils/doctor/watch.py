@@ -11,8 +11,8 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
@@ -58,8 +59,9 @@ class Watch:
     """Collects `facts` while a script runs; they are complete up to the present at any time."""
 
     def __init__(self, rank: int, world_size: int, steps: int, store: dist.Store) -> None:
-        self._store, self._sizes = store, set[str]()  # of calls
         self.facts = Facts(rank, world_size)
+        self._store = store
+        self._known: set[str] = set()  # calls, by size and line
         self.in_step: Any = None
         self._steps, self._taken = steps, 0
         self._step: dict[str, list[Any]] = defaultdict(list)
@@ -105,7 +107,7 @@ class Watch:
         self._tell(torch.autograd, "backward", self._after_backward, after=True)
         self._tell(DataLoader, "__iter__", self._loader)
         self._tell(FSDP1, "__init__", self._wrap)
-        self._tell(torch.distributed.fsdp, "fully_shard", lambda *_, **__: self._note("wrap"))
+        self._tell(fsdp, "fully_shard", lambda *_, **__: self._note("wrap"))
 
     def _tell(self, owner: Any, name: str, hear: Callable[..., None], *, after: bool = False) -> None:
         """Have a function tell its arguments, and do what it did."""
@@ -132,7 +134,8 @@ class Watch:
         try:
             function(*args, **kwargs)
         except Exception as error:
-            self.facts.unseen.append(f"{function.__name__} failed: {type(error).__name__}: {error}")
+            told = f"what {function.__name__} looks at ({type(error).__name__}: {error})"
+            self.facts.unseen += [told] * (told not in self.facts.unseen)
         finally:
             self._is_own = False
 
@@ -151,8 +154,8 @@ class Watch:
         group = dist.get_process_group_ranks(call.group)
         place = place_in_words(*find_line(sys._getframe(1))[:2])
         key = f"{call.kind} {call.bytes_in} {call.bytes_out} {group} {place}"
-        if not self._is_own and key not in self._sizes and call.kind not in ("send", "recv"):
-            self._sizes.add(key)
+        if not self._is_own and key not in self._known and call.kind not in ("send", "recv"):
+            self._known.add(key)
             end = time.monotonic() + _HOLD_S
             missing = self._store.add(key, 1) < len(group)
             while missing and time.monotonic() < end and not self.in_step.report:
@@ -206,9 +209,7 @@ class Watch:
         elif tensors and model.training:
             self._note("forward")
             parts = [local(one.detach()).flatten()[:_SAMPLE].cpu() for one in tensors]
-            if any(
-                part.numel() and bool((part != part[0]).any()) for part in parts
-            ):  # not one value all over
+            if any(bool((part != part[:1]).any()) for part in parts):  # not one value all over
                 text = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
                 self._step["inputs"].append(hashlib.sha256(text).hexdigest()[:16])
 
@@ -219,10 +220,8 @@ class Watch:
 
     def _gradient_norms(self) -> list[Tensor]:
         """The norms of some gradients on this rank, of the same parameters on all ranks."""
-        largest = sorted(
-            (p for one in self._optimizers[:1] for g in one.param_groups for p in g["params"]),
-            key=lambda p: -p.numel(),
-        )[:_CLIPPED]
+        held = [p for one in self._optimizers[:1] for p in _params(one)]
+        largest = sorted(held, key=lambda p: -p.numel())[:_CLIPPED]
         parts = [local(p.grad.detach()).flatten()[:_SAMPLE] for p in largest if p.grad is not None]
         return [part.float().norm().cpu() for part in parts]
 
@@ -233,8 +232,10 @@ class Watch:
             if self._taken == self._steps:
                 raise _Stopped
             self._quietly(self._look_at_gradients)
-            self._quietly(self._find_models if not self._taken else lambda: None)
-            self._quietly(self._examine if self._taken == self._steps - 1 else lambda: None)
+            if not self._taken:
+                self._quietly(self._find_models)
+            if self._taken in (0, self._steps - 1):  # a script may end before the last of these steps
+                self._quietly(self._examine)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer is self._optimizers[0]:
@@ -306,16 +307,9 @@ class Watch:
 
     def _examine(self) -> None:
         """Collect what does not change from step to step."""
-        model: dict[str, Any] = {
-            "by_data": True,
-            "hybrid_fsdp1": False,
-            "elements": 0,
-            "trained": 0,
-            "blocks": 0,
-        }
-        model |= {
-            name: [] for name in ("units", "parts", "tied", "uneven", "checkpoint_around", "called_alone")
-        }
+        lists = ("units", "parts", "tied", "uneven", "checkpoint_around", "called_alone")
+        model: dict[str, Any] = {"by_data": True, "hybrid_fsdp1": False, **{name: [] for name in lists}}
+        model |= dict.fromkeys(("elements", "trained", "blocks"), 0)
         held = [p for root in self._roots for p in root.parameters()]
         states = [value for one in self._optimizers for value in tree_leaves([*one.state.values()])]
         tensors = {
@@ -323,11 +317,9 @@ class Watch:
             "gradients": [p.grad for p in held],
             "optimizer states": [one for one in states if isinstance(one, Tensor)],
         }
-        model["bytes"] = {
-            k: sum(local(t).nbytes for t in some if t is not None) for k, some in tensors.items()
-        }
+        model["bytes"] = {name: sum(map(_nbytes, some)) for name, some in tensors.items()}
         model["optimizers"] = [type(one).__name__ for one in self._optimizers]
-        self.facts.model = model
+        self.facts.model, self.facts.problems = model, []
         for root in self._roots:
             own = [one for one in self._optimizers if not {*root.parameters()}.isdisjoint(_params(one))]
             if own or len(self._roots) == 1:
@@ -346,15 +338,14 @@ class Watch:
             model["units"].append((unit.name, unit.nbytes, _in_words(unit)))
             model["elements"] += sum(sizes[unit].values())
             if unit.fsdp1:
-                replicas, group = fsdp1_replicas(unit.modules[0]), unit.modules[0].process_group
+                fsdp1: Any = unit.modules[0]
+                replicas, trains = fsdp1_replicas(fsdp1), any(p.requires_grad for p in fsdp1.parameters())
                 model["hybrid_fsdp1"] |= replicas is not None
-                model["by_data"] &= group.size() * (replicas.size() if replicas else 1) == world
-                model["trained"] += sum(sizes[unit].values()) * any(
-                    p.requires_grad for p in unit.modules[0].parameters()
-                )
+                model["by_data"] &= fsdp1.process_group.size() * (replicas.size() if replicas else 1) == world
+                model["trained"] += sum(sizes[unit].values()) * trains
         unit_of = {name: unit.name for unit in units for name in sizes[unit]}
         model["tied"] += [
-            some for some in self._ties if len({unit_of[one] for one in some if one in unit_of}) > 1
+            names for names in self._ties if len({unit_of.get(name, ROOT) for name in names}) > 1
         ]
         for name, p in root.named_parameters():
             if isinstance(root, DDP):
@@ -363,30 +354,27 @@ class Watch:
                 sharded = [one for one in p.placements if one.is_shard()]
                 model["by_data"] &= p.device_mesh.size() == world and len(sharded) < 2
                 model["trained"] += p.numel() * p.requires_grad
-                ranks, shape = p.device_mesh.size(-1), p.shape
-                if (
-                    p.dim() > 1
-                    and p.placements[-1].is_shard(0)
-                    and padding(shape, ranks) > UNEVEN * p.numel()
-                ):
-                    added = padding(shape, ranks) * p.itemsize // ranks
-                    model["uneven"].append((plain_name(name), list(shape), ranks, added))
+                ranks = p.device_mesh.size(p.device_mesh.ndim - 1)
+                added = padding(p.shape, ranks) if p.dim() > 1 and p.placements[-1].is_shard(0) else 0
+                if added > UNEVEN * p.numel():
+                    uneven = (plain_name(name), list(p.shape), ranks, added * p.itemsize // ranks)
+                    model["uneven"].append(uneven)
         for name, module in root.named_modules():
             if isinstance(dict(module.named_children()).get(WRAPPED[1]), FSDPModule | FSDP1):
                 model["checkpoint_around"].append(plain_name(name) or ROOT)
-            if (
-                isinstance(module, FSDPModule)
-                and name
-                and fsdp2_is_root(module)
-                and isinstance(root, FSDPModule)
-            ):
+            is_inner = isinstance(root, FSDPModule) and module is not root
+            if is_inner and isinstance(module, FSDPModule) and fsdp2_is_root(module):
                 model["called_alone"].append(plain_name(name))
             if isinstance(module, nn.Dropout) and module.p and module.training:
                 model["drops"] = True
 
 
-def _params(optimizer: torch.optim.Optimizer) -> set[Any]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
+def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else local(tensor).nbytes
 
 
 def _in_words(unit: Unit) -> str:
@@ -394,7 +382,5 @@ def _in_words(unit: Unit) -> str:
     if unit.fsdp1:
         return " ".join({"FSDP1, {} computed in {}".format(*fsdp1_dtypes(part)) for part in unit.parts})
     held = [p.sharded_param for part in unit.parts for p in part.fsdp_params]
-    kinds = {
-        f"{p.dtype} {' '.join(map(str, p.placements))}{'' if p.requires_grad else ' frozen'}" for p in held
-    }
-    return "FSDP2, " + ", ".join(sorted(kinds))
+    kinds = {f"{p.dtype} {p.placements}{'' if p.requires_grad else ' frozen'}" for p in held}
+    return ", ".join(["FSDP2", *sorted(kinds)])
