@@ -22,7 +22,7 @@ _END_S = 120.0
 
 
 def examine(script: Path, *arguments: str, ranks: int = 2, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return what `torchrun -m fsdp_utils.doctor --json` prints, with what the script has printed as "log"."""
+    """Return what `torchrun -m fsdp_utils.doctor --json` prints; "log" is what the script has printed."""
     set_forkserver_preload(_PRELOAD)
     context = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

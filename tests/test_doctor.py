@@ -1,6 +1,8 @@
 """The doctor: each fault of doctor_scripts is found by its name, and nothing in the right twins."""
 
+import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import TCPStore
 
 from fsdp_utils import run_on_ranks
-from fsdp_utils.doctor import findings_table
+from fsdp_utils.doctor import findings_table, page
 from tests.doctor_ranks import examine
 
 SCRIPTS = Path(__file__).with_name("doctor_scripts")
@@ -57,18 +61,68 @@ def test_each_finding_of_the_table_has_a_script() -> None:
     assert {finding_of(name) for name in NAMES} == {one["id"] for one in TABLE}
 
 
+# A script that runs one of doctor_scripts, and writes the losses of all ranks as bits.
 LOSSES = """
-import runpy, sys, torch.distributed as dist
+import runpy, sys
 sys.path.insert(0, {folder!r})
 import common
-common.say = lambda step, loss, *_: print(
-    "LOSS", dist.get_rank(), step, loss.item().hex(), file=open(sys.argv[0] + str(dist.get_rank()), "a")
-)
-sys.argv[0] = sys.argv[2]
+def say(step, loss, *_):
+    with open({to!r} + f".{{common.dist.get_rank()}}", "a") as file:
+        print(step, loss.item().hex(), file=file)
+common.say = say
+sys.argv[1:] = ["right"]
 runpy.run_path({script!r}, run_name="__main__")
 """
 
 
 @pytest.mark.parametrize("name", ["dropout_rng", "big_activation"])
 def test_the_training_is_not_changed(name: str, tmp_path: Path) -> None:
-    """Losses of all ranks, bit by bit, of a script with dropout and of one whose activations are measured."""
+    """By losses of all ranks, under dropout, and where the activations of a block are measured."""
+    scripts = {}
+    for to in ("alone", "watched"):
+        scripts[to] = tmp_path / f"{to}.py"
+        paths = {"folder": str(SCRIPTS), "script": str(SCRIPTS / f"{name}.py"), "to": str(tmp_path / to)}
+        scripts[to].write_text(LOSSES.format(**paths))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port, script = str(store.port), str(scripts["alone"])
+
+    def on_rank() -> None:
+        torch.distributed.destroy_process_group()
+        agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ.update(agent, MASTER_PORT=port)
+        runpy.run_path(script, run_name="__main__")
+
+    run_on_ranks(on_rank, world_size=2)
+    examine(scripts["watched"], options=("--steps=4",))
+    for rank in range(2):
+        watched = (tmp_path / f"watched.{rank}").read_text().splitlines()
+        assert len(watched) == 4
+        assert watched == (tmp_path / f"alone.{rank}").read_text().splitlines()[:4]
+
+
+def test_the_command_prints_a_page_and_its_exit_code_counts() -> None:
+    script = str(SCRIPTS / "same_samples_seed.py")
+    command = [sys.executable, "-m", "fsdp_utils", "doctor", "--steps=2", script]
+    done = subprocess.run([*command, "fault"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert "2 ranks, 2 optimizer steps: rank 0 stopped; rank 1 stopped" in done.stdout
+    assert "\nerror: same_samples. Ranks train on the same samples\n" in done.stdout
+    assert "step 0: loss" in done.stderr
+
+
+def test_an_exception_is_explained_with_the_line_of_each_rank(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('Cannot flatten integer dtype tensors')\n")
+    result = examine(script)
+    shown = page(result)
+    assert "Message: Cannot flatten integer dtype tensors" in shown
+    for rank in range(2):
+        assert f"rank {rank} stood at train.py:1 `raise ValueError" in shown
+
+
+def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time\n\ntime.sleep(1000)\n")
+    result = examine(script, options=("--timeout=2",))
+    assert [one["ended"] for one in result["ranks"]] == ["hang", "hang"]
+    assert result["ranks"][1]["places"]["stood"] == "at train.py:3 `time.sleep(1000)`"

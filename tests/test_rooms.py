@@ -24,6 +24,7 @@ LEVEL = {
     **dict.fromkeys(["pretrained", "planner"], 4),
     **dict.fromkeys(["train", "integrations"], 5),
     "notebook": 6,
+    "doctor": 6,
     "lessons": 1489,
 }
 # Lines of a room, with docstrings. The first rooms have reached their aim, a budget and a tenth. The others

@@ -124,7 +124,7 @@ def _be_rank(options: argparse.Namespace) -> int:
 
 def _show(result: dict[str, Any], options: argparse.Namespace, out: Any) -> int:
     """Print facts and findings; return the exit code."""
-    from fsdp_utils.doctor.page import page
+    from fsdp_utils.doctor.report import page
 
     print(json.dumps(result, indent=2) if options.json else page(result), file=out, flush=True)
     worst = [_LEVELS.index(one["severity"]) for one in result["findings"]]
