@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_utils.answers import table
+from fsdp_utils.doctor import findings_table
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 PAGE = NOTEBOOKS / "answers.md"
@@ -24,6 +25,13 @@ transformers 5.23, by [tests/test_answers.py](../tests/test_answers.py); what CP
 In messages … stands for what varies; in code, `sd` is `torch.distributed.checkpoint.state_dict`, `dcp`
 `torch.distributed.checkpoint`, `tp` `torch.distributed.tensor.parallel`, and `FSDP` is FSDP1's class.
 This page is made from [answers.yaml](../fsdp_utils/answers/answers.yaml) by `python tools/answers_page.py`.
+"""
+FINDINGS = """
+# Findings of the doctor
+
+`python -m fsdp_utils doctor train.py` runs a script for a few steps and looks for these;
+[tests/test_doctor.py](../tests/test_doctor.py) finds each in a script that has it, and none in its right twin.
+The table is [findings.yaml](../fsdp_utils/doctor/findings.yaml).
 """
 ORDER = ["FSDP2", "FSDP1", "DTensor", "DeviceMesh", "torch", "DCP", "state dict", "gloo", "NCCL", "CUDA"]
 ORDER += ["torchrun", "Accelerate", "transformers", "peft", "torchao"]
@@ -56,6 +64,15 @@ def question(entry: dict[str, Any]) -> str:
     return f"### {entry['question']}\n\n{entry['answer'].strip()}\n\n{evidence}\n"
 
 
+def finding(entry: dict[str, Any]) -> str:
+    """Return an entry of a finding of the doctor as markdown."""
+    code = f"\n```python\n{entry['code'].rstrip()}\n```\n" if "code" in entry else ""
+    return (
+        f"### {entry['id']}\n\n{entry['title']} ({entry['severity']}). {entry['costs']}\n\n"
+        f"**Cure.** {entry['cure']}\n{code}\nSee {lesson(entry['lesson'])}.\n"
+    )
+
+
 def page() -> str:
     """Return the page as it should be."""
     parts = [TOP.format(versions=table()["versions"]), "\n# Messages\n"]
@@ -63,6 +80,7 @@ def page() -> str:
         if own := [entry for entry in table()["messages"] if entry["of"] == of]:
             parts += [f"\n## {of}\n", *(f"\n{message(entry)}" for entry in own)]
     parts += ["\n# Questions\n", *(f"\n{question(entry)}" for entry in table()["questions"])]
+    parts += [FINDINGS, *(f"\n{finding(entry)}" for entry in findings_table())]
     return (
         "".join(parts).replace("\n# ", "\n## ").replace("\n## Messages", "\n## Messages, by who raises them")
     )
