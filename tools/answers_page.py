@@ -30,7 +30,7 @@ FINDINGS = """
 # Findings of the doctor
 
 `python -m fsdp_utils doctor train.py` runs a script for a few steps and looks for these;
-[tests/test_doctor.py](../tests/test_doctor.py) finds each in a script that has it, and none in its right twin.
+[tests/test_doctor.py](../tests/test_doctor.py) finds each in a script, and none in its right twin.
 The table is [findings.yaml](../fsdp_utils/doctor/findings.yaml).
 """
 ORDER = ["FSDP2", "FSDP1", "DTensor", "DeviceMesh", "torch", "DCP", "state dict", "gloo", "NCCL", "CUDA"]

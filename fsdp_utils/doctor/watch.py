@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import math
 import runpy
 import sys
 import threading
@@ -61,7 +62,7 @@ class Watch:
     def __init__(self, rank: int, world_size: int, steps: int, store: dist.Store) -> None:
         self.facts = Facts(rank, world_size)
         self._store = store
-        self._known: set[str] = set()  # calls, by size and line
+        self._known: set[Any] = set()  # calls, by size and line
         self.in_step: Any = None
         self._steps, self._taken = steps, 0
         self._step: dict[str, list[Any]] = defaultdict(list)
@@ -69,7 +70,7 @@ class Watch:
         self._roots: list[nn.Module] = []
         self._block: nn.Module | None = None  # whose activations are to be measured
         self._ties: list[list[str]] = []  # names of one parameter, before FSDP1 wrapped it
-        self._norms: list[Tensor] = []  # of gradients, as backward left them
+        self._norms: list[float] = []  # of gradients, as backward left them
         self._sums: list[tuple[str, Tensor]] = []  # of gradients before their reduction, by unit
         self._trains = True  # whether the last forward was for training
         self._is_own = False  # whether the library works, and not the script
@@ -151,11 +152,12 @@ class Watch:
 
     def _hold(self, call: Call, issue: Callable[[], Any]) -> Any:
         """Wait for the others at a call of a new size or line: gloo ends processes whose sizes differ."""
-        group = dist.get_process_group_ranks(call.group)
-        place = place_in_words(*find_line(sys._getframe(1))[:2])
-        key = f"{call.kind} {call.bytes_in} {call.bytes_out} {group} {place}"
-        if not self._is_own and key not in self._known and call.kind not in ("send", "recv"):
-            self._known.add(key)
+        code, line, _ = find_line(sys._getframe(1))
+        known = (call.kind, call.bytes_in, call.bytes_out, call.group.group_name, code, line)
+        if not self._is_own and known not in self._known and call.kind not in ("send", "recv"):
+            self._known.add(known)
+            group = dist.get_process_group_ranks(call.group)
+            key = f"{known[:3]} {group} {place_in_words(code, line)}"
             end = time.monotonic() + _HOLD_S
             missing = self._store.add(key, 1) < len(group)
             while missing and time.monotonic() < end and not self.in_step.report:
@@ -218,12 +220,13 @@ class Watch:
         self._step["backwards"].append(1)
         self._norms = self._gradient_norms()
 
-    def _gradient_norms(self) -> list[Tensor]:
+    @torch.no_grad()
+    def _gradient_norms(self) -> list[float]:
         """The norms of some gradients on this rank, of the same parameters on all ranks."""
         held = [p for one in self._optimizers[:1] for p in _params(one)]
         largest = sorted(held, key=lambda p: -p.numel())[:_CLIPPED]
-        parts = [local(p.grad.detach()).flatten()[:_SAMPLE] for p in largest if p.grad is not None]
-        return [part.float().norm().cpu() for part in parts]
+        parts = [local(p.grad).flatten()[:_SAMPLE] for p in largest if p.grad is not None]
+        return torch.stack([part.float().norm() for part in parts]).tolist() if parts else []
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._optimizers:
@@ -243,13 +246,17 @@ class Watch:
             self.facts.seen.append(dict(self._step))
             self._step, self._sums, self._norms = defaultdict(list), [], []
 
+    @torch.no_grad()  # outside of which local() is slow
     def _look_at_gradients(self) -> None:
         self._note("step")
         pairs = zip(self._norms, self._gradient_norms(), strict=False)
-        self._step["scaled"] = [float(after / before) for before, after in pairs if before > 0 and after > 0]
-        held = {p for one in self._optimizers for p in _params(one) if p.grad is not None}
-        bad = {p for p in held if not local(p.grad.detach()).sum(dtype=torch.float32).isfinite()}
-        if bad:
+        self._step["scaled"] = [
+            after / before for before, after in pairs if 0 < before < math.inf and after > 0
+        ]
+        held = [p for one in self._optimizers for p in _params(one) if p.grad is not None]
+        sums = [local(p.grad).sum(dtype=torch.float32) for p in held]
+        if sums and not bool(torch.stack(sums).isfinite().all()):
+            bad = {p for p, one in zip(held, sums, strict=True) if not one.isfinite()}
             names = [plain_name(n) for root in self._roots for n, p in root.named_parameters() if p in bad]
             self._step["bad"] = [*dict.fromkeys(unit for unit, one in self._sums if not one.isfinite())]
             self._step["bad_after"] = names
