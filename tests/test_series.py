@@ -76,7 +76,7 @@ def test_the_code_to_copy_runs_and_prints_what_stands_beneath_it(
 
     def on_rank() -> str:
         torch.distributed.destroy_process_group()
-        # A rank of lesson 15 may leave while others wait for it. Its process lives on: only a time-out ends that.
+        # A rank of lesson 15 may leave while others wait for it. Its process lives on: a time-out ends that.
         torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=20)
         agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ.update(agent, MASTER_PORT=port)

@@ -629,6 +629,21 @@ def should_stop(loss, target):
 # | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | kinds and shapes that differ, and a missing rank, before the call is issued | equal calls that mean different things |
 # | `dist.monitored_barrier` (gloo) | the first rank that did not come (`wait_all_ranks=True`: all of them) | where it is |
 #
+# ## One command
+#
+# `python -m fsdp_utils doctor --steps 5 train.py` runs a script that nobody changed on two ranks for five
+# optimizer steps, and says what is wrong. Of the script above it says, among others:
+#
+# ```text
+# error: ranks_part. The ranks call different collectives
+#   seen    the ranks part at collective 39 of all ranks.
+#   rank 0: all_reduce of float32[] by SUM, at train.py:36 `dist.all_reduce(total)`
+#   rank 1: all_reduce of float32[] by SUM, at train.py:34 `dist.all_reduce(spikes)`
+# ```
+#
+# It knows [26 faults](answers.md#findings-of-the-doctor), and each is tested on a script that has it and on
+# one that has not. It sees no more than the steps that it runs.
+#
 # ## When it goes wrong
 #
 # | you see | cause | cure |
