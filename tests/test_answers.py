@@ -215,12 +215,90 @@ def averages() -> int:
     return len(trace.collectives)
 
 
+COUNTS = ((2, 6), (4, 12))  # labels by rank and micro-batch
+
+
+def accumulated_gradients() -> list[float]:
+    """How far gradients over micro-batches are from one process that has all labels, for three divisors."""
+    x = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+    y = torch.randint(5, (24,), generator=torch.Generator().manual_seed(2))
+    rank, counts = dist.get_rank(), [one for row in COUNTS for one in row]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
+
+    alone, off = build(), []
+    nn.functional.cross_entropy(alone(x), y).backward()
+    whole = torch.cat([p.grad.flatten() for p in alone.parameters()])
+    for divisors in ([2 * n for n in COUNTS[rank]], [sum(COUNTS[rank])] * 2, [sum(counts) / 2] * 2):
+        model = fully_shard(build())
+        for i, divisor in enumerate(divisors):
+            begin = sum(counts[: 2 * rank + i])
+            part = slice(begin, begin + COUNTS[rank][i])
+            model.set_requires_gradient_sync(i == 1)
+            (nn.functional.cross_entropy(model(x[part]), y[part], reduction="sum") / divisor).backward()
+        found = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+        off.append(((found - whole).norm() / whole.norm()).item())
+    return off
+
+
+class Sharing(nn.Module):
+    """A block that uses a linear layer of others: the module, or only its weight."""
+
+    def __init__(self, shared: nn.Linear, as_module: bool) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(8, 8), shared if as_module else nn.Linear(8, 8, bias=False)
+        self.shared.weight = shared.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shared(torch.tanh(self.own(x)))
+
+
+def shared_weights() -> list[float]:
+    """The largest errors of gradients: a shared module as its own unit; blocks that share a weight in one."""
+    x, off = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), []
+    for as_module in (True, False):
+
+        def gradients(sharded: bool, as_module: bool = as_module) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            shared = nn.Linear(8, 8, bias=False)
+            model = nn.Sequential(*[Sharing(shared, as_module) for _ in range(3)])
+            if sharded and as_module:
+                for part in (shared, *model, model):
+                    fully_shard(part)
+            elif sharded:
+                fully_shard([*model])
+                fully_shard(model)
+            model(x.chunk(2)[dist.get_rank()] if sharded else x).square().mean().backward()
+            return [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
+
+        pairs = zip(gradients(True), gradients(False), strict=True)
+        off.append(max((a - b).abs().max().item() for a, b in pairs))
+    return off
+
+
+def ties_after_to_empty() -> list[bool]:
+    """Whether embedding and head of a meta model are one parameter after to_empty: before, and after FSDP."""
+    tied = []
+    for sharded in (False, True):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+        model[1].weight = model[0].weight
+        if sharded:
+            fully_shard(model)
+        model.to_empty(device="cpu")
+        tied.append(model[0].weight is model[1].weight)
+    return tied
+
+
 def evidence() -> dict[str, Any]:
     kinds = {"AdamW": torch.optim.AdamW, "Muon": torch.optim.Muon}
     off = {
         (name, plain): steps_on_shards(kind, plain) for name, kind in kinds.items() for plain in (False, True)
     }
-    return {"off": off, "means": running_means(), "sent": averages()}
+    found = {"off": off, "means": running_means(), "sent": averages(), "ties": ties_after_to_empty()}
+    return found | {"accumulated": accumulated_gradients(), "shared": shared_weights()}
 
 
 def test_questions_whose_evidence_is_here() -> None:
@@ -230,6 +308,12 @@ def test_questions_whose_evidence_is_here() -> None:
     assert first["off"]["Muon", True] > 0.1
     assert first["means"] != second["means"]
     assert first["sent"] == 0
+    of_means, of_rank, of_all = first["accumulated"]
+    assert of_means > 0.5
+    assert of_rank > 0.3
+    assert of_all < 1e-5
+    assert max(first["shared"]) < 1e-6
+    assert first["ties"] == [False, True]
 
 
 # ---- the command -----------------------------------------------------------------------------------------
