@@ -53,7 +53,7 @@ def _start(options: argparse.Namespace) -> int:
         options.script,
         *options.arguments,
     ]
-    env = {"OMP_NUM_THREADS": "1", **os.environ}
+    env = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as torchrun:
         try:
             text = torchrun.communicate(timeout=options.timeout + _START_S)[0]

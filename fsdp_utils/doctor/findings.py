@@ -49,7 +49,12 @@ class Facts:
 
 @functools.cache
 def findings_table() -> list[dict[str, Any]]:
-    """Return the rows of findings.yaml."""
+    """Return the rows of findings.yaml.
+
+    Example::
+
+        print(findings_table()[0]["id"])  # one_unit
+    """
     return need("yaml", "notebooks").safe_load(TABLE.read_text(encoding="utf-8"))
 
 
@@ -83,6 +88,11 @@ class Evidence:
         """Yield check_in_step's report where one of the words is in it."""
         reports = (facts.report for facts in self._ranks if facts.report)
         return (report for report in reports if any(word in report for word in words))
+
+    def one_unit(self) -> Iterator[str]:
+        if len(self._model.get("units", [])) == 1:  # else an embedding may hold most of a small model
+            said = self._ranks[0].problems
+            yield from (one for one in said if "of the parameters are in one unit" in one)
 
     def small_units(self) -> Iterator[str]:
         parts, blocks = self._model.get("parts", []), self._model.get("blocks", 0)
@@ -147,6 +157,8 @@ class Evidence:
                 )
 
     def local_clip(self) -> Iterator[str]:
+        if [*self.sync_off()]:  # each rank has a norm of its own then
+            return
         for number, steps in self._each("scaled"):
             scales = [statistics.median(one) for one in steps if one and max(one) < _SAME * min(one)]
             if len(scales) == len(steps) and max(scales) > _SAME * min(scales):

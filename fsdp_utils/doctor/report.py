@@ -11,7 +11,20 @@ _BLIND = "Not seen: the time of communication that computation does not hide, wh
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return the page: what is trained, what it holds and sends, what is wrong, what was not seen."""
+    """Return the page: what is trained, what it holds and sends, what is wrong, what was not seen.
+
+    `result` is what `python -m fsdp_utils doctor --json` prints.
+
+    Example::
+
+        from dataclasses import asdict
+        from fsdp_utils.doctor.findings import Facts
+
+        ranks = [asdict(Facts(rank=0, world_size=1, ended="finished"))]
+        result = {"script": "train.py", "ranks": ranks, "findings": []}
+        print(page(result).splitlines()[0])
+        # train.py on 1 ranks, 0 optimizer steps: rank 0 finished
+    """
     ranks, found = [Facts(**one) for one in result["ranks"]], result["findings"]
     first = ranks[0]
     ends = "; ".join(f"rank {one.rank} {one.ended if len(one.ended) < 10 else 'failed'}" for one in ranks)
@@ -30,7 +43,7 @@ def page(result: dict[str, Any]) -> str:
         numbers = Counter(kind for kind, _ in first.seen[-1].get("calls", []))
         sent = ", ".join(f"{numbers[kind]} {kind} of {size / _MIB:.3g} MiB" for kind, size in sizes.items())
         lines += [f"Step {len(first.seen)} sent {sent or 'nothing'}"]
-    lines += ["", f"Findings: {len(found)}" if found else "Nothing found."]
+    lines += ["", f"Findings: {len(found)}" if found else "No finding."]
     for one in found:
         code = [f"          {line}" for line in one.get("code", "").splitlines()]
         lines += [f"{one['severity']}: {one['id']}. {one['title']}", f"  seen    {one['evidence']}"]

@@ -109,6 +109,7 @@ class Watch:
         self._tell(DataLoader, "__iter__", self._loader)
         self._tell(FSDP1, "__init__", self._wrap)
         self._tell(fsdp, "fully_shard", lambda *_, **__: self._note("wrap"))
+        self._tell(DDP, "__init__", lambda *_, **__: self._note("wrap"))
 
     def _tell(self, owner: Any, name: str, hear: Callable[..., None], *, after: bool = False) -> None:
         """Have a function tell its arguments, and do what it did."""
@@ -357,6 +358,7 @@ class Watch:
         for name, p in root.named_parameters():
             if isinstance(root, DDP):
                 model["trained"] += p.numel() * p.requires_grad
+                model["elements"] += p.numel()
             if isinstance(p, DTensor):
                 sharded = [one for one in p.placements if one.is_shard()]
                 model["by_data"] &= p.device_mesh.size() == world and len(sharded) < 2

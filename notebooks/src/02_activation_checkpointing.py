@@ -447,7 +447,7 @@ Table(
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 assert [found[0] for found in orders.values()] == [12] * 4
-assert [found[1] for found in orders.values()] == [2, 2, 2, 3]
+assert [found[1] for found in orders.values()] == [2] * 4
 assert [found[2] for found in orders.values()][1:3] == [0.5, 1.0]
 
 # %% [markdown]
@@ -455,7 +455,7 @@ assert [found[2] for found in orders.values()][1:3] == [0.5, 1.0]
 # just before its forward. A checkpoint inside keeps the input after that cast, one outside keeps it before:
 # **twice the bytes**, where blocks return float32. With `output_dtype` left at None they return bf16, and
 # both orders keep the same. And a checkpoint around two units runs both before the backward pass of the
-# second: one more full block, and the activations of two. So: one checkpoint in one unit.
+# second: the activations of two blocks at once. So: one checkpoint in one unit.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
