@@ -1,6 +1,7 @@
 """The doctor: each fault of doctor_scripts is found by its name, and nothing in the right twins."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -98,6 +99,16 @@ def test_the_training_is_not_changed(name: str, tmp_path: Path) -> None:
         watched = (tmp_path / f"watched.{rank}").read_text().splitlines()
         assert len(watched) == 4
         assert watched == (tmp_path / f"alone.{rank}").read_text().splitlines()[:4]
+
+
+def test_lesson_15_shows_what_is_found_in_its_script(tmp_path: Path) -> None:
+    (source,) = (SCRIPTS.parent.parent / "notebooks" / "src").glob("15_*.py")
+    code, shown = re.findall(
+        r"# ```(?:python\n(?=# from contextlib)|text\n(?=# error:))(.*?)# ```", source.read_text(), re.S
+    )
+    (tmp_path / "train.py").write_text(re.sub("(?m)^# ?", "", code))
+    result = examine(tmp_path / "train.py", options=("--steps=5",))
+    assert re.sub("(?m)^# ?", "", shown) in page(result)
 
 
 def test_the_command_prints_a_page_and_its_exit_code_counts() -> None:

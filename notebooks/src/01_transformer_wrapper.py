@@ -630,8 +630,8 @@ Table(["", "graphs", "operations in the largest", "names begin with"], [[name, *
 # %% [markdown]
 # A compiled block is one graph in either order, and one graph serves all blocks, which are alike. The whole
 # model under FSDP falls apart where the hooks stand. Prefer `block.compile()`: `torch.compile(block)` returns
-# a wrapper, whose `_orig_mod.` gets into the names of every checkpoint, and a policy by class no longer finds
-# the block. (The default backend, inductor, needs a C++ compiler. These counts do not depend on it.)
+# a wrapper, whose `_orig_mod.` gets into the names of every checkpoint. (The graphs are cut before a backend
+# sees them, so the default one, inductor, which on a CPU needs a C++ compiler, gets the same.)
 
 # %% [markdown]
 # ## The way of 2022: FSDP1 and its policies

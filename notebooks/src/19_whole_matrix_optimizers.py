@@ -619,6 +619,18 @@ for way in ({"foreach": True}, {"fused": True}):
     assert raises(torch.optim.AdamW(apart_groups, **way).step) == "no error"
 assert "got mixed torch.Tensor and DTensor" in raises(lambda: nn.utils.clip_grad_norm_(part.parameters(), 1.0))
 
+before, batch = sharded([(96, 96)] * world)                    # one step by owners, as below, and torch's
+batch, gradients = [nn.Parameter(matrix) for matrix in batch], sharded([(96, 96)] * world, seed=1)[1]
+with torch.no_grad():
+    momentum = [torch.zeros_like(g).lerp_(g, 0.05) for g in gradients]
+    updates = owned([g.lerp(m, 0.95) for g, m in zip(gradients, momentum)])
+    mine = [p.mul(1 - 0.02 * 0.1).add_(update, alpha=-0.02) for p, update in zip(batch, updates)]
+for p, g in zip(batch, gradients):
+    p.grad = g
+torch.optim.Muon(batch, lr=0.02).step()
+steps = [[full(p) - old for p, old in zip(some, before)] for some in (mine, batch)]
+assert apart(*steps) < 0.05
+
 # %% [markdown]
 # ## Your turn 1 · Gather once
 #

@@ -30,7 +30,7 @@ lesson.card(
     22,
     learn="gather trained weights in 8 bits, keep frozen weights in 4, and see what either costs in error",
     needs="[lesson 7](07_mixed_precision.ipynb)",
-    minutes=(1, 16, 22),
+    minutes=(1, 20, 20),
 )
 
 # %% [markdown]
