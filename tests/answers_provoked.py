@@ -1,4 +1,4 @@
-"""Raises each message of fsdp_utils/answers/answers.yaml on two CPU ranks, then runs the entry's cure.
+"""Raises each message of fsdp_utils/answers/messages.yaml on two CPU ranks, then runs the entry's cure.
 
 A function has the name of its entry, with `_` for `-`. It raises the message under `with message:` and
 returns the names that the cure's code uses. To add one, copy a short one.

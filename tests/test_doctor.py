@@ -31,13 +31,19 @@ def finding_of(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[dict[tuple[str, str], "Future[dict[str, Any]]"]]:
-    """The results of all scripts in both modes, a few of which run at once."""
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], "Future[dict[str, Any]]"]]:
+    """The results of the scripts in the modes that are asked for, a few of which run at once."""
+    asked = {item.name for item in request.session.items}
+    modes = {
+        "fault": test_a_fault_is_found_by_its_name_and_no_other_error,
+        "right": test_nothing_is_found_in_the_right_twin,
+    }
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
             (name, mode): pool.submit(examine, SCRIPTS / f"{name}.py", mode, ranks=4 if name in FOUR else 2)
             for name in NAMES
-            for mode in ("fault", "right")
+            for mode, test in modes.items()
+            if f"{test.__name__}[{name}]" in asked
         }
 
 

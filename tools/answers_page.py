@@ -1,4 +1,4 @@
-"""Write notebooks/answers.md, the table of fsdp_utils/answers/answers.yaml as a page.
+"""Write notebooks/answers.md, the table of fsdp_utils/answers as a page.
 
 python tools/answers_page.py
 """
@@ -24,7 +24,8 @@ Each message was raised, and its cure run, on two CPU ranks with {versions}, Acc
 transformers 5.23, by [tests/test_answers.py](../tests/test_answers.py); what CPUs cannot raise says so.
 In messages … stands for what varies; in code, `sd` is `torch.distributed.checkpoint.state_dict`, `dcp`
 `torch.distributed.checkpoint`, `tp` `torch.distributed.tensor.parallel`, and `FSDP` is FSDP1's class.
-This page is made from [answers.yaml](../fsdp_utils/answers/answers.yaml) by `python tools/answers_page.py`.
+The tables are [messages.yaml](../fsdp_utils/answers/messages.yaml) and
+[questions.yaml](../fsdp_utils/answers/questions.yaml); `python tools/answers_page.py` writes this page.
 """
 FINDINGS = """
 # Findings of the doctor

@@ -1,4 +1,4 @@
-"""Finds the messages of answers.yaml in a pasted traceback or in the log of a job."""
+"""Finds the messages of messages.yaml in a pasted traceback or in the log of a job."""
 
 import functools
 import re
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fsdp_utils._extras import need
 
-TABLE = Path(__file__).with_name("answers.yaml")
+TABLES = [Path(__file__).with_name(name) for name in ("messages.yaml", "questions.yaml")]
 MOST_CHARACTERS = 4_000_000  # of a log: more is cut off at its start, as errors stand at the end
 LONGEST_GAP = 400  # characters that … may stand for
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]{1,8}m")  # a forum may have dropped the escape
@@ -60,7 +60,7 @@ class Answer(NamedTuple):
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """Return answers.yaml, with its keys `messages` and `questions`.
+    """Return messages.yaml and questions.yaml as one table, with the keys `messages` and `questions`.
 
     Raises:
         ModuleNotFoundError: PyYAML is not installed; says how to install it.
@@ -71,7 +71,7 @@ def table() -> dict[str, Any]:
     """
     yaml = need("yaml", "notebooks")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
-    return yaml.load(TABLE.read_text(encoding="utf-8"), loader)
+    return yaml.load("".join(file.read_text(encoding="utf-8") for file in TABLES), loader)
 
 
 def explain(text: str) -> list[Answer]:
