@@ -1,6 +1,6 @@
 """Record on one GPU what only a GPU can show: does the library work there, are plan and simulation right?
 
-    python benchmarks/gpu.py [PART …]             smoke, scripts, messages, costs, planner, retries; default: all
+    python benchmarks/gpu.py [PART …]             smoke, scripts, messages, costs, fsdp1, planner, retries
     python benchmarks/gpu.py --dry-run DIR        all of the code, with small sizes on a CPU; writes to DIR
 
 The job is one rank, by itself on the GPU (two ranks cannot share one under NCCL). Where memory is measured it
@@ -11,19 +11,12 @@ without a GPU.
 """
 
 import argparse
-import contextlib
-import gc
 import json
-import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,18 +28,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    fully_shard,
+)
+from transformers import LlamaConfig
 
 import fsdp_utils
-from benchmarks.machine import RECORDED, ROOT, commit, keep, table
+from benchmarks.gpu_costs import costs, fsdp1
+from benchmarks.gpu_job import GIB, KINDS, POLICIES, Result, local, measured_steps, one_rank
+from benchmarks.gpu_scripts import messages, scripts
+from benchmarks.machine import RECORDED, commit, keep, table
 from fsdp_utils.planner import GPUS
-
-Result = dict[str, Any]
-GIB = 2**30
 
 # ---- smoke: the library's CUDA paths, as a process group of one rank shows them ---------------------------
 
@@ -70,7 +63,7 @@ def ranks_on_the_cpu_do_not_see_the_gpu(device: torch.device) -> Result:
 
 def a_recording_has_device_times(device: torch.device) -> Result:
     width = 2048 if device.type == "cuda" else 64
-    model, x = fsdp2(layers(device, width)), torch.randn(2 * width, width, device=device)
+    model, x = as_fsdp2(layers(device, width)), torch.randn(2 * width, width, device=device)
     model(x).sum().backward()  # the first step sets FSDP up
     with fsdp_utils.record_collectives(model) as trace:
         model(x).sum().backward()
@@ -83,7 +76,7 @@ def a_recording_has_device_times(device: torch.device) -> Result:
 
 def collectives_are_recorded_whether_they_are_waited_for_or_not(device: torch.device) -> Result:
     """NCCL gives no work object for a collective that is not asynchronous."""
-    model, x = fsdp1(layers(device)), torch.ones(8, 256, device=device)
+    model, x = as_fsdp1(layers(device)), torch.ones(8, 256, device=device)
     with fsdp_utils.record_collectives(model) as trace:
         model(x).sum().backward()  # with one rank FSDP1 all-reduces its gradients
         for asynchronous in (False, True):
@@ -110,7 +103,7 @@ def an_asynchronous_save_keeps_the_weights_of_its_step_for_each_wrapper(device: 
         return model, torch.optim.AdamW(model.parameters(), fused=True)
 
     x = torch.ones(8, 256, device=device)
-    for save_as in (fsdp1, fsdp2):
+    for save_as in (as_fsdp1, as_fsdp2):
         with tempfile.TemporaryDirectory() as folder:
             model, optimizer = build(save_as)
             train(model, optimizer, x)
@@ -118,7 +111,7 @@ def an_asynchronous_save_keeps_the_weights_of_its_step_for_each_wrapper(device: 
             before = [local(parameter).clone() for parameter in model.parameters()]  # one rank: all of it
             train(model, optimizer, x)
             saving.wait()
-            for load_as in (fsdp1, fsdp2, lambda module: module):
+            for load_as in (as_fsdp1, as_fsdp2, lambda module: module):
                 model, optimizer = build(load_as)
                 fsdp_utils.load_distributed(folder, model, optimizer)
                 pairs = zip(before, model.parameters(), strict=True)
@@ -152,7 +145,7 @@ def a_search_survives_out_of_memory(device: torch.device) -> Result:
     cuda, room_gib = device.type == "cuda", 2
     width = 1024 if cuda else 64
     model = layers(device, width)  # FSDP2 can be reset after the exception from torch 2.13 on
-    model = fsdp2(model) if torch.__version__ >= "2.13" else model
+    model = as_fsdp2(model) if torch.__version__ >= "2.13" else model
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(batch_size: int) -> None:
@@ -192,11 +185,11 @@ def layers(device: torch.device, width: int = 256) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device)
 
 
-def fsdp1(model: nn.Sequential) -> nn.Module:
+def as_fsdp1(model: nn.Sequential) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=next(model.parameters()).device, use_orig_params=True)
 
 
-def fsdp2(model: nn.Sequential) -> Any:
+def as_fsdp2(model: nn.Sequential) -> Any:
     mesh = init_device_mesh(next(model.parameters()).device.type, (1,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -208,245 +201,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, steps: 
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# ---- scripts: the ones that the lessons give to readers -----------------------------------------------------
-
-SCRIPT = r"# ## The script\n.*?# ```python\n(.*?)# ```\n# ```text\n(.*?)# ```\n"
-ON_ONE_GPU = (  # gloo lets ranks share a GPU, and it moves CUDA tensors
-    ('"cpu:gloo,cuda:nccl"', '"gloo"'),
-    ('"nccl"', '"gloo"'),
-    ("dist.get_node_local_rank()", "0"),
-)
-
-
-def run_script(lesson: Path, ranks: int) -> Result:
-    """Run a lesson's script under torchrun: one rank with NCCL, several with gloo on the same GPU."""
-    ((code, expected),) = re.findall(SCRIPT, lesson.read_text(encoding="utf-8"), re.DOTALL)
-    code, expected = (re.sub(r"^# ?", "", text, flags=re.MULTILINE) for text in (code, expected))
-    for before, after in ON_ONE_GPU if ranks > 1 else ():
-        code = code.replace(before, after)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "train.py").write_text(code)
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py"],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-    result: Result = {"exit": done.returncode, "prints_what_four_cpus_print": done.stdout == expected}
-    if done.stdout != expected:
-        result["prints"] = done.stdout[-2000:]
-    if done.returncode:
-        result["stderr"] = [line for line in done.stderr.splitlines() if "Error" in line][:6]
-    return result
-
-
-# ---- messages: those that only CUDA raises -------------------------------------------------------------------
-
-
-def offload_not_on_cpu(device: torch.device) -> None:
-    model = fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy())
-    model.to_empty(device=device)
-    model(torch.ones(1, 8, device=device))
-
-
-def allgather_output_dtype(device: torch.device) -> None:
-    dist.all_gather_into_tensor(torch.empty(4, device=device), torch.ones(4, device=device).bfloat16())
-
-
-def cuda_out_of_memory(device: torch.device) -> None:
-    fully_shard(nn.Linear(8, 8))(torch.ones(1, 8, device=device)).expand(2**45, 8).square().sum().backward()
-
-
-def cuda_in_forked_subprocess(device: torch.device) -> None:
-    torch.multiprocessing.start_processes(torch.cuda.set_device, (0,), start_method="fork")
-
-
-def cpu_tensor_under_nccl(device: torch.device) -> None:
-    group = dist.new_group(backend="nccl")
-    dist.all_reduce(torch.ones(1), group=group)
-
-
-def clip_under_offload(device: torch.device) -> None:
-    group = init_device_mesh("cuda", (1,))
-    model = fully_shard(nn.Linear(8, 8), mesh=group, offload_policy=CPUOffloadPolicy())
-    model(torch.ones(1, 8, device=device)).sum().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-
-
-def sync_module_states_on_cpu(device: torch.device) -> None:
-    FullyShardedDataParallel(nn.Linear(8, 8), sync_module_states=True)
-
-
-def inconsistent_compute_device(device: torch.device) -> None:
-    FullyShardedDataParallel(nn.Linear(8, 8).cuda(), device_id=torch.device("cpu"))
-
-
-def moved_after_sharding(device: torch.device) -> None:
-    model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=device).cpu()
-    model(torch.ones(1, 8, device=device))
-
-
-def moved_between_steps(device: torch.device) -> None:
-    model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=0)
-    model(torch.ones(1, 8, device=device)).sum().backward()
-    model.cpu()
-    model(torch.ones(1, 8, device=device)).sum().backward()
-
-
-def invalid_device_ordinal(device: torch.device) -> None:
-    torch.cuda.set_device(1)
-
-
-def fsdp2_input_on_cpu(device: torch.device) -> None:
-    inner = fully_shard(nn.Sequential(nn.Linear(8, 8)))
-    inner[0](torch.ones(1, 8))
-
-
-def fused_on_two_devices(device: torch.device) -> None:
-    ps = [nn.Parameter(torch.ones(4, device=d)) for d in (device, "cpu")]
-    opt = torch.optim.AdamW(ps, fused=True)
-    for p in ps:
-        p.grad = torch.ones_like(p)
-    opt.step()
-    raise AssertionError("fused stepped on two devices")
-
-
-def foreach_on_two_devices(device: torch.device) -> None:
-    ps = [nn.Parameter(torch.ones(4, device=d)) for d in (device, "cpu")]
-    opt = torch.optim.AdamW(ps, foreach=True)
-    for p in ps:
-        p.grad = torch.ones_like(p)
-    opt.step()
-    raise AssertionError(f"foreach stepped on two devices {[p[0].item() for p in ps]}")
-
-
-def clip_on_two_devices(device: torch.device) -> None:
-    ps = [nn.Parameter(torch.ones(4, device=d)) for d in (device, "cpu")]
-    for p in ps:
-        p.grad = torch.ones_like(p)
-    raise AssertionError(f"clip on two devices {nn.utils.clip_grad_norm_(ps, 1.0)}")
-
-
-def watchdog(device: torch.device) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    torch.cuda._sleep(int(20e9))
-    dist.all_reduce(torch.ones(1, device=device), group=group)
-    torch.cuda.synchronize()
-
-
-MESSAGES = (
-    offload_not_on_cpu,
-    allgather_output_dtype,
-    cuda_out_of_memory,
-    cuda_in_forked_subprocess,
-    cpu_tensor_under_nccl,
-    clip_under_offload,
-    sync_module_states_on_cpu,
-    inconsistent_compute_device,
-    moved_after_sharding,
-    moved_between_steps,
-    invalid_device_ordinal,
-    fsdp2_input_on_cpu,
-    fused_on_two_devices,
-    foreach_on_two_devices,
-    clip_on_two_devices,
-    watchdog,
-)
-
-# ---- costs: what lessons 2, 12, 21 and 22 say of a GPU, measured -------------------------------------------------
-
-JOB = LlamaConfig(
-    hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=16,
-    num_key_value_heads=16, vocab_size=32000,
-)  # fmt: skip
-SMALL = LlamaConfig(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=128
-)
-WAYS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "one unit": {"units": False},
-    "checkpointing of each block": {"checkpointing": "full"},
-    "selective checkpointing": {"checkpointing": "selective"},
-    "activations to the CPU": {"saved": partial(torch.autograd.graph.save_on_cpu, pin_memory=True)},
-    "blocks checkpointed, their inputs to the CPU": {
-        "checkpointing": "full",
-        "saved": partial(torch.autograd.graph.save_on_cpu, pin_memory=True),
-    },
-    "parameters to the CPU": {"offload_policy": CPUOffloadPolicy()},
-    "parameters to the CPU, not pinned": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "blocks compiled": {"compiled": True},
-    "blocks checkpointed and compiled": {"checkpointing": "full", "compiled": True},
-}
-
-
-def one_way(way: dict[str, Any], device: torch.device) -> Result:
-    """Train a Llama of 0.9 billion parameters, 4 x 2048 tokens a step, by one rank of one."""
-    how = {"mp_policy": POLICIES["bf16"], **way}
-    saved, compiled = how.pop("saved", contextlib.nullcontext), how.pop("compiled", False)
-    cuda = device.type == "cuda"
-    shape = (4, 2048) if cuda else (2, 16)
-    with one_rank(device):
-        return measured_steps(JOB if cuda else SMALL, shape, device, how, saved, compiled)
-
-
-def attention(name: str, length: int, device: torch.device) -> Result:
-    """Causal attention of one sequence, 16 heads of 128 in bf16: extra memory and time, forward and backward."""
-    shape = (1, 16, length, 128)
-    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    took = []
-    with sdpa_kernel(getattr(SDPBackend, name)):
-        for _ in range(5):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-            torch.cuda.synchronize()
-            took.append(time.perf_counter() - begin)
-    return {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20, "ms": 1e3 * median(took[2:])}
-
-
-def product(float8: bool, rows: int, device: torch.device) -> Result:
-    """x @ w.T of 8192 columns: bf16, or both cast to float8 with a scale for each tensor; TFLOP/s."""
-    x, w = (torch.randn(n, 8192, device=device, dtype=torch.bfloat16) for n in (rows, 8192))
-
-    def cast(tensor: Tensor) -> tuple[Tensor, Tensor]:
-        scale = tensor.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max
-        return (tensor / scale).to(torch.float8_e4m3fn), scale
-
-    def alone() -> Tensor:
-        return x @ w.t()
-
-    def with_casts() -> Tensor:
-        (a, by), (b, also) = cast(x), cast(w)
-        return torch._scaled_mm(a, b.t(), scale_a=by, scale_b=also, out_dtype=torch.bfloat16)
-
-    step = torch.compile(with_casts) if float8 else alone
-    took = []
-    for _ in range(20):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        took.append(time.perf_counter() - begin)
-    return {"tflop_s": 2 * rows * 8192**2 / median(took[5:]) / 1e12}
-
-
-def copy_speed(pinned: bool, device: torch.device) -> Result:
-    source, target = torch.ones(2**28, pin_memory=pinned), torch.empty(2**28, device=device)
-    took = []
-    for _ in range(8):
-        begin = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        took.append(time.perf_counter() - begin)
-    return {"gib_s": 1 / median(took[2:])}
 
 
 # ---- planner: predicted beside measured ------------------------------------------------------------------
@@ -464,8 +218,6 @@ SETTINGS = (  # ranks, layers, width, batch, length, strategy, precision, checkp
     (64, 32, 4096, 1, 4096, "full", "bf16", "full"),
 )
 TINY = ((1, 2, 64, 2, 16, "full", "bf16", "full"), (8, 2, 64, 2, 16, "grad_op", "bf16", None))
-POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-KINDS = ("allocated", "reserved")  # of memory
 COMPARED = {**{f"peak_{kind}_gib": kind for kind in KINDS}, "step_s": "step time"}
 
 
@@ -486,47 +238,6 @@ def predicted_and_measured(row: tuple[Any, ...], device: torch.device) -> Result
     return {
         key: [getattr(predicted, key), measured[key]] for key in COMPARED if world == 1 or key != "step_s"
     }
-
-
-def measured_steps(
-    config: LlamaConfig,
-    shape: tuple[int, int],
-    device: torch.device,
-    how: dict[str, Any],
-    saved: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    compiled: bool = False,
-) -> Result:
-    """Return the peaks in GiB and the seconds of the steps; `saved` is entered for each forward."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    if how.pop("units", True):
-        fsdp_utils.shard(model, mesh=mesh, **how)
-    else:
-        fully_shard(model, mesh=mesh, **how)
-    for block in model.model.layers if compiled else ():
-        block.compile()
-    model.to_empty(device="cpu" if "offload_policy" in how else device)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        local(tensor).normal_(std=0.02)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(config.vocab_size, shape, device=device)
-    cuda, seconds = device.type == "cuda", []
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(12 if cuda else 4):
-        begin = time.perf_counter()
-        with saved():
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    stats = torch.cuda.memory_stats() if cuda else {}
-    peaks = {f"peak_{kind}_gib": stats.get(f"{kind}_bytes.all.peak", 0) / GIB for kind in KINDS}
-    return {**peaks, "step_s": median(seconds[2:])}
 
 
 # ---- retries: lesson 5's script, under the allocator that it simulates ------------------------------------
@@ -612,50 +323,6 @@ def smoke(device: torch.device) -> dict[str, Callable[[], Result]]:
     return {check.__name__: partial(one_rank(device)(check), device) for check in CHECKS}
 
 
-def scripts(device: torch.device) -> dict[str, Callable[[], Result]]:
-    """Do the lessons' scripts run on a GPU as they stand, and print what they print on four CPUs?"""
-    lessons = sorted((ROOT / "notebooks" / "src").glob("[0-9]*.py"))
-    several = 4 if device.type == "cuda" else 1
-    pool = ThreadPoolExecutor(4)
-    began = {
-        f"lesson {int(lesson.name[:2])}, {ranks} rank{'s' if ranks > 1 else ''}": pool.submit(run_script, lesson, ranks)
-        for ranks in dict.fromkeys((1, several))
-        for lesson in lessons[: None if device.type == "cuda" else 1]
-    }
-    return {name: future.result for name, future in began.items()}
-
-
-def messages(device: torch.device) -> dict[str, Callable[[], Result]]:
-    """What does CUDA raise, and does `explain` know it?"""
-    def told(raiser):
-        command = [sys.executable, "-c", f"from benchmarks.gpu import *; device = torch.device('cuda');\nwith one_rank(device): {raiser.__name__}(device)"]
-        try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-            text, code = done.stderr, done.returncode
-        except subprocess.TimeoutExpired as late:
-            text, code = str(late.stderr), "timeout"
-        return {"exit": code, "explain": [answer.id for answer in fsdp_utils.explain(text)], "text": text[-1500:]}
-    pool = ThreadPoolExecutor(4)
-    return {raiser.__name__: pool.submit(told, raiser).result for raiser in MESSAGES} if device.type == "cuda" else {}
-
-
-def costs(device: torch.device) -> dict[str, Callable[[], Result]]:
-    """What do a step's choices cost on a GPU, in memory and time?"""
-    found = {name: partial(one_way, way, device) for name, way in WAYS.items()}
-    if device.type == "cpu":
-        return found
-    for name in ("MATH", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "CUDNN_ATTENTION"):
-        for length in (2048, 8192, 16384, 65536):
-            if name != "MATH" or length <= 16384:
-                found[f"{name}, {length} tokens"] = partial(attention, name, length, device)
-    found["copy from the CPU"] = partial(copy_speed, True, device)
-    found["copy from the CPU, not pinned"] = partial(copy_speed, False, device)
-    for rows in (1024, 4096, 16384):
-        for float8 in (False, True):
-            found[f"{'float8' if float8 else 'bf16'}, {rows} rows"] = partial(product, float8, rows, device)
-    return found
-
-
 def planner(device: torch.device) -> dict[str, Callable[[], Result]]:
     """Are memory and time of a step what fsdp_utils.planner predicts?"""
     rows = SETTINGS if device.type == "cuda" else TINY
@@ -677,22 +344,7 @@ def retries(device: torch.device) -> dict[str, Callable[[], Result]]:
     }
 
 
-PARTS = (smoke, scripts, messages, costs, planner, retries)
-
-
-@contextlib.contextmanager
-def one_rank(device: torch.device, of: int = 1) -> Iterator[None]:
-    """Be the only rank of a group, or rank 0 of a larger one that sends nothing; leave no memory behind."""
-    backend = "fake" if of > 1 else "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    store = FakeStore() if of > 1 else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=0, world_size=of, timeout=timedelta(seconds=60))
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        gc.collect()  # FSDP's modules refer to each other, and the next setting needs their memory
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+PARTS = (smoke, scripts, messages, costs, fsdp1, planner, retries)
 
 
 def record(part: Callable[..., Any], device: torch.device, out: Path) -> list[str]:
