@@ -1,6 +1,6 @@
 """Record on one GPU what only a GPU can show: does the library work there, are plan and simulation right?
 
-    python benchmarks/gpu.py [PART …]             smoke, scripts, messages, costs, fsdp1, planner, retries
+    python benchmarks/gpu.py [PART …]             all of PARTS, or the named ones
     python benchmarks/gpu.py --dry-run DIR        all of the code, with small sizes on a CPU; writes to DIR
 
 The job is one rank, by itself on the GPU (two ranks cannot share one under NCCL). Where memory is measured it
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
 from transformers import LlamaConfig
 
 import fsdp_utils
-from benchmarks.gpu_costs import costs, fsdp1
+from benchmarks.gpu_costs import costs, fsdp1, kernels, selective
 from benchmarks.gpu_job import GIB, KINDS, POLICIES, Result, local, measured_steps, one_rank
 from benchmarks.gpu_scripts import messages, scripts
 from benchmarks.machine import RECORDED, commit, keep, table
@@ -344,7 +344,7 @@ def retries(device: torch.device) -> dict[str, Callable[[], Result]]:
     }
 
 
-PARTS = (smoke, scripts, messages, costs, fsdp1, planner, retries)
+PARTS = (smoke, scripts, messages, costs, selective, kernels, fsdp1, planner, retries)
 
 
 def record(part: Callable[..., Any], device: torch.device, out: Path) -> list[str]:

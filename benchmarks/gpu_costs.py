@@ -1,5 +1,6 @@
 """Parts of gpu.py: what a step's choices cost on a GPU, and what FSDP1 takes beside FSDP2."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,10 +38,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def one_way(way: dict[str, Any], device: torch.device, ranks: int = 1) -> Result:
-    """Train a Llama of 0.9 billion parameters, 4 x 2048 tokens a rank and step."""
+def one_way(way: dict[str, Any], device: torch.device, ranks: int = 1, batch: int = 4) -> Result:
+    """Train a Llama of 0.9 billion parameters, `batch` x 2048 tokens a rank and step."""
     cuda = device.type == "cuda"
-    config, shape = (JOB, (4, 2048)) if cuda else (TINY, (2, 16))
+    config, shape = (JOB, (batch, 2048)) if cuda else (TINY, (2, 16))
     with one_rank(device, ranks):
         return measured_steps(config, shape, device, {"mp_policy": POLICIES["bf16"], **way})
 
@@ -111,6 +112,52 @@ def costs(device: torch.device) -> dict[str, Callable[[], Result]]:
         for told, float8 in (("bf16", False), ("float8", True)):
             found[f"{told}, {rows} rows"] = partial(product, float8, rows, device)
     return found
+
+
+def selective(device: torch.device) -> dict[str, Callable[[], Result]]:
+    """When does selective checkpointing pay? Over the batch, eager and compiled."""
+    kinds = {"none": {}, "full": {"checkpointing": "full"}, "selective": {"checkpointing": "selective"}}
+    return {
+        f"{name}, {'compiled' if compiled else 'eager'}, batch of {batch}": partial(
+            one_way, {**kind, "compiled": compiled}, device, batch=batch
+        )
+        for compiled in ((False, True) if device.type == "cuda" else (False,))
+        for batch in ((2, 8) if device.type == "cuda" else (2,))
+        for name, kind in kinds.items()
+    }
+
+
+def kernels(device: torch.device) -> dict[str, Callable[[], Result]]:
+    """Which kernels of attention take which inputs?"""
+
+    def taken(dtype: torch.dtype, head: int, value: int, options: dict[str, Any]) -> Result:
+        q, k, v = (torch.randn(1, 4, 512, n, dtype=dtype, device=device) for n in (head, head, value))
+        tensors = [tensor.requires_grad_() for tensor in (q, k, v)]
+        found: Result = {}
+        for backend in (
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.CUDNN_ATTENTION,
+        ):
+            found[backend.name] = False
+            with contextlib.suppress(RuntimeError), sdpa_kernel(backend):
+                nn.functional.scaled_dot_product_attention(*tensors, **options).sum().backward()
+                found[backend.name] = True
+        return found
+
+    causal = torch.ones(512, 512, dtype=torch.bool, device=device).tril()
+    bias = torch.zeros(512, 512, dtype=torch.bfloat16, device=device, requires_grad=True)
+    bf16 = torch.bfloat16
+    calls: dict[str, tuple[torch.dtype, int, int, dict[str, Any]]] = {
+        "is_causal=True": (bf16, 64, 64, {"is_causal": True}),
+        "a mask of booleans": (bf16, 64, 64, {"attn_mask": causal}),
+        "a bias that is learned": (bf16, 64, 64, {"attn_mask": bias}),
+        "dropout_p=0.1": (bf16, 64, 64, {"is_causal": True, "dropout_p": 0.1}),
+        "values narrower than keys": (bf16, 64, 32, {"is_causal": True}),
+        "float32": (torch.float32, 64, 64, {"is_causal": True}),
+        "heads of 512": (bf16, 512, 512, {"is_causal": True}),
+    }
+    return {name: partial(taken, *call) for name, call in calls.items()}
 
 
 def forward(way: str, tokens: int, device: torch.device) -> Result:

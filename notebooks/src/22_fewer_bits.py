@@ -338,16 +338,29 @@ with suppress(AssertionError):                                  # two trainable 
 #
 # ## When it pays
 #
-# None of this can be timed on a CPU; these are others' numbers. Measure a step with and without it.
+# Most of float8's gain is in products, not in gathers: "typically 80% comes from fp8 compute and 20% comes from
+# the fp8 all gather" ([issue 687](https://github.com/pytorch/torchtitan/issues/687)). A CPU cannot time this.
+# The next table is one product on an H200, of `rows` by 8,192 with 8,192 by 8,192. In float8 it first finds a
+# scale for each matrix and casts it, compiled.
+
+# %% tags=["on-a-gpu"]
+from fsdp_utils.lessons import recorded
+
+found = {row["setting"]: row.get("tflop_s") for row in recorded.load("costs")["results"]["rows"]}
+table, gains = [], []
+for rows in (1024, 4096, 16384):
+    bf16, float8 = (found[f"{kind}, {rows} rows"] for kind in ("bf16", "float8"))
+    gains.append(round(float8 / bf16, 2))
+    table.append([f"{rows:,}", f"{bf16:.0f}", f"{float8:.0f}", f"{float8 / bf16:.2f}"])
+assert gains == [0.71, 0.98, 1.53]
+Table(["rows", "bf16, TFLOP/s", "float8 with casts", "ratio"], table)
+
+# %% [markdown]
+# Rows are the tokens of a rank. With few of them the casts cost more than the product gains.
 #
 # - **Gathers.** Fewer bytes save time only where all-gathers are exposed ([lesson
 #   4](04_backward_prefetch.ipynb)): slow links, small batches. A user with 64 GPUs saw no clear gain ([issue
 #   653](https://github.com/pytorch/torchtitan/issues/653)).
-# - **Products.** Most of float8's gain is here: "typically 80% comes from fp8 compute and 20% comes from the
-#   fp8 all gather" ([issue 687](https://github.com/pytorch/torchtitan/issues/687)). Small products lose: on
-#   an H100 torchao measured 0.80 of bf16's speed for 1,024 rows through a layer of 2,048 x 1,024, and 1.39
-#   for 4,096 rows through 8,192 x 16,384 ([its
-#   README](https://github.com/pytorch/ao/blob/0cf1281a38bdd8c84b11549ffc49a63eb3a92d40/torchao/float8/README.md)).
 # - **Libraries.** torchao's `Float8Linear` does both. It had an option for float8 gathers alone, as in the
 #   script, and deleted it as too complex for code that nobody used yet ([pull
 #   1451](https://github.com/pytorch/ao/pull/1451)). In May 2026 a maintainer of torchtitan called its float8
