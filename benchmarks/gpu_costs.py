@@ -173,8 +173,9 @@ def forward(way: str, tokens: int, device: torch.device) -> Result:
         }
         fsdp2, blocks = way == "FSDP2", list[Any]()
         for _ in range(32):
-            linears = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-            block = nn.Sequential(*linears).to(device, dtype)
+            with device:
+                linears = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            block = nn.Sequential(*linears).to(dtype)
             blocks.append(
                 fully_shard(block, mesh=mesh) if fsdp2 else FullyShardedDataParallel(block, **options)
             )

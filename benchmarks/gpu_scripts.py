@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def offload_not_on_cpu(device: torch.device) -> None:
     model(torch.ones(1, 8, device=device))
 
 
-def allgather_output_dtype(device: torch.device) -> None:
+def output_same_type_nccl(device: torch.device) -> None:
     dist.all_gather_into_tensor(torch.empty(4, device=device), torch.ones(4, device=device).bfloat16())
 
 
@@ -78,51 +77,37 @@ def cuda_out_of_memory(device: torch.device) -> None:
 
 
 def cuda_in_forked_subprocess(device: torch.device) -> None:
-    torch.multiprocessing.start_processes(torch.cuda.set_device, (0,), start_method="fork")
+    torch.multiprocessing.start_processes(torch.cuda.set_device, start_method="fork")
 
 
-def cpu_tensor_under_nccl(device: torch.device) -> None:
+def no_backend_for_device(device: torch.device) -> None:
     dist.all_reduce(torch.ones(1), group=dist.new_group(backend="nccl"))
 
 
-def clip_under_offload(device: torch.device) -> None:
-    dist.destroy_process_group()
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    model: Any = fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy())
-    model(torch.ones(1, 8, device=device)).sum().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def sync_module_states_on_cpu(device: torch.device) -> None:
+def fsdp1_sync_module_states_on_cpu(device: torch.device) -> None:
     FullyShardedDataParallel(nn.Linear(8, 8), sync_module_states=True)
 
 
-def inconsistent_compute_device(device: torch.device) -> None:
+def fsdp1_device_id_differs(device: torch.device) -> None:
     FullyShardedDataParallel(nn.Linear(8, 8).cuda(), device_id=torch.device("cpu"))
 
 
-def moved_after_sharding(device: torch.device) -> None:
-    model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.cuda.current_device()).cpu()
-    model(torch.ones(1, 8, device=device))
-
-
-def moved_between_steps(device: torch.device) -> None:
-    model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.cuda.current_device())
-    model(torch.ones(1, 8, device=device)).sum().backward()
-    model.cpu()
-    model(torch.ones(1, 8, device=device)).sum().backward()
-
-
-def not_moved_to_the_gpu(device: torch.device) -> None:
+def fsdp1_parameters_on_cpu(device: torch.device) -> None:
     FullyShardedDataParallel(nn.Linear(8, 8))(torch.ones(1, 8))
 
 
-def invalid_device_ordinal(device: torch.device) -> None:
-    torch.cuda.set_device(1)
+def fsdp1_moved_after_a_step(device: torch.device) -> None:
+    model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.cuda.current_device())
+    model(torch.ones(1, 8, device=device)).sum().backward()
+    model.cpu()
+    model(torch.ones(1, 8, device=device))
+
+
+def cuda_invalid_device_ordinal(device: torch.device) -> None:
+    torch.cuda.set_device(torch.cuda.device_count())
 
 
 def duplicate_gpu(device: torch.device) -> None:
-    """Two ranks of NCCL on one GPU."""
     torch.multiprocessing.start_processes(_one_of_two, nprocs=2, start_method="spawn")
 
 
@@ -132,50 +117,18 @@ def _one_of_two(rank: int) -> None:
     dist.all_reduce(torch.ones(1, device="cuda:0"))
 
 
-def fused_on_two_devices(device: torch.device) -> None:
-    _step_on_two_devices(device, fused=True)
-
-
-def foreach_on_two_devices(device: torch.device) -> None:
-    _step_on_two_devices(device, foreach=True)
-
-
-def _step_on_two_devices(device: torch.device, **how: Any) -> None:
-    parameters = [nn.Parameter(torch.ones(4, device=place)) for place in (device, "cpu")]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    torch.optim.AdamW(parameters, **how).step()
-    print([parameter.tolist() for parameter in parameters])
-
-
-def watchdog_time_out(device: torch.device) -> None:
-    dist.destroy_process_group()
-    limit = timedelta(seconds=3)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-    dist.all_reduce(torch.ones(1, device=device))
-    torch.cuda._sleep(int(30e9))  # cycles
-    dist.all_reduce(torch.ones(1, device=device))
-    torch.cuda.synchronize()
-
-
-MESSAGES = (
+MESSAGES = (  # by the name of their entry in fsdp_utils/answers/messages.yaml
     offload_not_on_cpu,
-    allgather_output_dtype,
+    output_same_type_nccl,
     cuda_out_of_memory,
     cuda_in_forked_subprocess,
-    cpu_tensor_under_nccl,
-    clip_under_offload,
-    sync_module_states_on_cpu,
-    inconsistent_compute_device,
-    moved_after_sharding,
-    moved_between_steps,
-    not_moved_to_the_gpu,
-    invalid_device_ordinal,
+    no_backend_for_device,
+    fsdp1_sync_module_states_on_cpu,
+    fsdp1_device_id_differs,
+    fsdp1_parameters_on_cpu,
+    fsdp1_moved_after_a_step,
+    cuda_invalid_device_ordinal,
     duplicate_gpu,
-    fused_on_two_devices,
-    foreach_on_two_devices,
-    watchdog_time_out,
 )
 
 
@@ -183,21 +136,17 @@ def raised(message: Callable[[torch.device], None]) -> Result:
     """Raise it in a process of its own, a group of one rank, and look it up."""
     name = message.__name__
     code = (
-        f"from benchmarks import gpu_job, gpu_scripts\nimport torch\ndevice = torch.device('cuda', 0)\n"
+        "from benchmarks import gpu_job, gpu_scripts\nimport torch\ndevice = torch.device('cuda', 0)\n"
         f"with gpu_job.one_rank(device):\n    gpu_scripts.{name}(device)\n"
     )
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-    except subprocess.TimeoutExpired as late:
-        return {"exit": None, "entries": [], "tail": str(late.stderr)[-800:]}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     entries = [answer.id for answer in explain(done.stderr)]
-    return {"exit": done.returncode, "entries": entries, "tail": (done.stdout + done.stderr)[-1500:]}
+    assert name.replace("_", "-") in entries, f"explain found {entries} in {done.stderr[-800:]}"
+    return {"entries": entries}
 
 
 def messages(device: torch.device) -> dict[str, Callable[[], Result]]:
-    """What does CUDA raise, and does `explain` know it?"""
+    """Does CUDA raise what `explain` knows it by?"""
     if device.type == "cpu":
         return {}
     pool = ThreadPoolExecutor(4)

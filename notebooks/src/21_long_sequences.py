@@ -272,16 +272,18 @@ def on_h200(kernel, length):
 
 at_16k = {kernel: on_h200(kernel, 16384) for kernel in KERNELS}
 assert [*at_16k.values()] == ["64.6 GiB, 216.7 ms", "0.6 GiB, 28.2 ms", "0.7 GiB, 12.5 ms", "0.6 GiB, 6.7 ms"]
+runs = {row["setting"]: row for row in recorded.load("kernels")["results"]["rows"]}
+assert [name for name, row in runs.items() if row["FLASH_ATTENTION"]] == ["is_causal=True", "dropout_p=0.1"]
+assert all(row["EFFICIENT_ATTENTION"] for row in runs.values())
 Table(["tokens", *KERNELS], [[f"{n:,}", *(on_h200(kernel, n) for kernel in KERNELS)] for n in (2048, 8192, 16384, 65536)])
 
 # %% [markdown]
-# At 16,384 tokens the scores take 65 GiB, and the kernels less than 1. But a kernel is not always taken, and nothing is said: on a CPU
-# a learned bias, dropout or narrower values bring the scores back, and a mask is kept itself, a number for
-# each pair of tokens. **Force the kernel, and the fallback becomes an error**: `with
-# sdpa_kernel(SDPBackend.FLASH_ATTENTION):`, around forward *and* backward, as a checkpoint computes again
-# there. On a GPU flash takes dropout, but no mask and no float32; the memory-efficient kernel takes all three
-# ([source](https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp);
-# not run here). transformers takes "sdpa" by itself where a model supports it:
+# At 16,384 tokens the scores take 65 GiB, and the kernels less than 1. But a kernel is not always taken,
+# and nothing is said: on a CPU a learned bias, dropout or narrower values bring the scores back, and a mask
+# is kept itself, a number for each pair of tokens. On the H200 flash took dropout, but no mask, no narrower
+# values and no float32; the memory-efficient kernel took them all. **Force the kernel, and the fallback
+# becomes an error**: `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):`, around forward *and* backward, as a
+# checkpoint computes again there. transformers takes "sdpa" by itself where a model supports it:
 # `model.config._attn_implementation` says what was chosen. With dropout in attention, as in GPT-2's config,
 # or with a mask for padding, look again.
 #
