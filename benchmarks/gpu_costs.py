@@ -124,6 +124,7 @@ def selective(device: torch.device) -> dict[str, Callable[[], Result]]:
         for compiled in ((False, True) if device.type == "cuda" else (False,))
         for batch in ((2, 8) if device.type == "cuda" else (2,))
         for name, kind in kinds.items()
+        if device.type == "cuda" or name == "selective"
     }
 
 
@@ -236,7 +237,7 @@ def fsdp1(device: torch.device) -> dict[str, Callable[[], Result]]:
         for tokens in ((256, 4096, 16384) if device.type == "cuda" else (4,))
         for way in ("FSDP1", "FSDP1, no limit", "FSDP2")
     }
-    for ranks in (1, 8):
+    for ranks in (1, 8) if device.type == "cuda" else (8,):
         found[f"FSDP1, {ranks} of the job's ranks"] = partial(as_fsdp1, ranks, device)
         found[f"FSDP2, {ranks} of the job's ranks"] = partial(one_way, {}, device, ranks)
     if device.type == "cuda":
