@@ -25,7 +25,7 @@ QUESTIONS = table()["questions"]
 RAISED = [name for name, entry in MESSAGES.items() if "only_with" not in entry]
 PASTED = yaml.safe_load((ROOT / "tests" / "data" / "tracebacks.yaml").read_text(encoding="utf-8"))
 OF = {"FSDP1", "FSDP2", "DTensor", "DeviceMesh", "DCP", "state dict", "gloo", "NCCL", "CUDA", "torch"}
-OF |= {"Accelerate", "transformers", "peft", "torchao"}
+OF |= {"Accelerate", "transformers", "peft", "Lightning", "torchtitan", "torchao"}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +72,9 @@ def test_every_message_has_a_test_or_says_why_it_has_none() -> None:
     for name, entry in MESSAGES.items():
         compile(entry.get("code", ""), name, "exec")
         assert ("only_with" in entry) != ("code" in entry), name
-        assert re.match(r"(CUDA|torchao|torchrun): \S+, \S+", entry.get("only_with", "CUDA: file, symbol")), (
-            name
-        )
+        assert re.match(
+            r"(CUDA|torchao|torchrun|torchtitan): \S+, \S+", entry.get("only_with", "CUDA: file, symbol")
+        ), name
 
 
 def test_the_table_is_large_and_whole() -> None:
