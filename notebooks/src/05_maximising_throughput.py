@@ -264,8 +264,8 @@ assert sorted(best(row) - best(old) for row, old in zip(expandable, default)) ==
 # back.
 #
 # **Expandable segments.** `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, set before the program starts,
-# lets segments grow page by page. It wastes less between tensors, but streams still do not share pages. In this
-# sweep it makes a larger batch fit at 2 of the 16 limits. At 11 of the 16 the first size that runs out of
+# lets segments grow page by page. It wastes less between tensors, but streams still do not share pages. In
+# this sweep it makes a larger batch fit at 2 of the 16 limits. At 11 of the 16 the first size that runs out of
 # memory is one or two larger, which widens the zone of retries. Switch it on for messages with gigabytes
 # "reserved by PyTorch but unallocated", and keep watching the counter.
 #
