@@ -348,12 +348,13 @@ def adapters_after_to_empty() -> tuple[list[str], bool, bool]:
     for p in model.parameters():
         p.detach().to_local().fill_(float("nan"))  # what to_empty may leave
     weights = {"base.weight": base}
+    new = [name for name, _ in model.named_parameters() if name not in weights]  # the load enters them
     options = sd.StateDictOptions(full_state_dict=True, strict=False)
     reported = sd.set_model_state_dict(model, weights, options=options).missing_keys
     before = model(x).isnan().any().item()
     model.reshard()
     for name, p in model.named_parameters():
-        if name not in weights:
+        if name in new:
             (nn.init.zeros_ if name == "B.weight" else nn.init.kaiming_uniform_)(p)
     return reported, before, torch.allclose(model(x), nn.functional.linear(x, base))
 
