@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,  # noqa: F401  for a cure
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.utils.checkpoint import checkpoint
 
 Names = dict[str, Any]
@@ -2012,6 +2019,67 @@ def lightning_optimizer_before_model(message: Message) -> Names:
     strategy = FSDPStrategy(use_orig_params=False)
     with message:
         strategy.setup_optimizer(torch.optim.AdamW(blocks().parameters()))
+    return locals()
+
+
+@provoked
+def fsdp1_names_do_not_fit(message: Message) -> Names:
+    weights, model = blocks().state_dict(), FSDP(blocks())
+    with message:
+        model.load_state_dict({f"model.{name}": tensor for name, tensor in weights.items()})
+    return locals()
+
+
+@provoked
+def arguments_of_another_torch(message: Message) -> Names:
+    with message:
+        FSDP(blocks(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    return locals()
+
+
+@provoked
+def device_mesh_of_a_plain_tensor(message: Message) -> Names:
+    model = blocks()
+    model.register_buffer("steps", torch.zeros(1))
+    fully_shard(model)
+    with message:
+        _ = [tensor.device_mesh for tensor in model.state_dict().values()]
+    return locals()
+
+
+@provoked
+def sharded_module_cannot_be_cast(message: Message) -> Names:
+    model = sharded()
+    reference = weakref.ref(model[0].weight)
+    with message:
+        model.to(torch.bfloat16)
+    return {"reference": reference}
+
+
+@provoked
+def redistribute_to_partial(message: Message) -> Names:
+    model = sharded()
+    with message:
+        model[0].weight.redistribute(placements=[Partial()])
+    return locals()
+
+
+@provoked
+def optimizer_got_no_parameters(message: Message) -> Names:
+    model = sharded().requires_grad_(False)
+    with message:
+        of_fsdp = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        del of_fsdp
+    return locals()
+
+
+@provoked
+def tensors_share_memory(message: Message) -> Names:
+    from safetensors.torch import save_file
+
+    model, folder = Words(tied=True), tempfile.mkdtemp()
+    with message:
+        save_file(model.state_dict(), f"{folder}/model.safetensors")
     return locals()
 
 
