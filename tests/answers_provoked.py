@@ -2083,6 +2083,134 @@ def tensors_share_memory(message: Message) -> Names:
     return locals()
 
 
+@provoked
+def fsdp1_nothing_is_sharded(message: Message) -> Names:
+    model = FSDP(blocks(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with message, FullyShardedDataParallel.summon_full_params(model, offload_to_cpu=True):
+        pass
+    return locals()
+
+
+@provoked
+def sharding_strategy_by_number(message: Message) -> Names:
+    with message:
+        ShardingStrategy(0)
+    return locals()
+
+
+@provoked
+def sharding_strategy_as_text(message: Message) -> Names:
+    with message:
+        FSDP(blocks(), sharding_strategy="FULL_SHARD")
+    return locals()
+
+
+@provoked
+def fsdp1_summon_during_forward(message: Message) -> Names:
+    class Summoning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with FullyShardedDataParallel.summon_full_params(roots[0]):
+                return self.linear(x)
+
+    model = FSDP(Summoning())
+    roots = [model]
+    with message, contextlib.redirect_stderr(io.StringIO()):
+        model(x)
+    model = FSDP(blocks())
+    return locals()
+
+
+@provoked
+def fsdp1_optimizer_of_other_parameters(message: Message) -> Names:
+    model = blocks()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with message:
+        sd.get_optimizer_state_dict(FSDP(model, use_orig_params=False), optimizer)
+    return {}
+
+
+@provoked
+def quantization_state_of_a_dtensor(message: Message) -> Names:
+    def with_state(_: nn.Module, state: dict[str, Tensor], prefix: str, __: Any) -> None:
+        state[f"{prefix}weight.absmax"] = torch.ones(1)  # as bitsandbytes' Linear4bit does
+
+    model = blocks()
+    model[0].register_state_dict_post_hook(with_state)
+    fully_shard(model)
+    with message:
+        sd.get_model_state_dict(model)
+    return locals()
+
+
+@provoked
+def unscaled_twice(message: Message) -> Names:
+    model = sharded()
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(optimizer)
+    with message:
+        scaler.unscale_(optimizer)
+    return locals()
+
+
+@provoked
+def no_nccl_built_in(message: Message) -> Names:
+    with message:
+        dist.new_group(backend="nccl")
+    return {"fresh": True}
+
+
+@provoked
+def distribute_to_another_mesh(message: Message) -> Names:
+    t = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    other = init_device_mesh("cpu", (1, 2))
+    with message:
+        distribute_tensor(t, other, [Replicate(), Shard(0)])
+    return locals()
+
+
+@provoked
+def lightning_no_model_in_state(message: Message) -> Names:
+    from lightning.fabric.strategies import FSDPStrategy
+
+    strategy, folder = FSDPStrategy(), shared_folder()
+    with message:
+        strategy.save_checkpoint(f"{folder}/plain", {"model": blocks()})
+    return locals()
+
+
+@provoked
+def lightning_no_valid_checkpoint(message: Message) -> Names:
+    from lightning.fabric.strategies import FSDPStrategy
+
+    strategy, folder = FSDPStrategy(), shared_folder()
+    with message:
+        strategy.load_checkpoint(folder, {"model": FSDP(blocks())})
+    return locals()
+
+
+@provoked
+def accelerate_one_model(message: Message) -> Names:
+    accelerator_, trained, frozen = accelerator(), blocks(), blocks()
+    with message:
+        accelerator_.prepare(trained, frozen, torch.optim.AdamW(trained.parameters()))
+    return locals()
+
+
+@provoked
+def accelerate_parallelism_size(message: Message) -> Names:
+    from accelerate.parallelism_config import ParallelismConfig
+
+    accelerator_ = accelerator()
+    with message:
+        ParallelismConfig(dp_shard_size=4)._validate_accelerator(accelerator_)
+    return locals()
+
+
 # ---- what ends the process -------------------------------------------------------------------------------
 
 

@@ -83,7 +83,8 @@ def test_every_message_has_a_test_or_says_why_it_has_none() -> None:
         compile(entry.get("code", ""), name, "exec")
         assert ("only_with" in entry) != ("code" in entry), name
         assert re.match(
-            r"(CUDA|torchao|torchrun|torchtitan): \S+, \S+", entry.get("only_with", "CUDA: file, symbol")
+            r"(CUDA|Lightning|torchao|torchrun|torchtitan): \S+, \S+",
+            entry.get("only_with", "CUDA: file, symbol"),
         ), name
 
 
