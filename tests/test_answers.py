@@ -44,11 +44,11 @@ def raised(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, str]]]:
     wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     names = [name for name in RAISED if name in wanted and name in answers_provoked.PROVOKED]
     cases = [(name, MESSAGES[name]["code"]) for name in names]
-    ranks = run_on_ranks(answers_provoked.run_all, cases, world_size=2, timeout=110)
+    ranks = run_on_ranks(answers_provoked.run_all, cases, world_size=2, timeout=200)
     return {name: [rank[name] for rank in ranks] for name in names}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", [name for name in RAISED if name in answers_provoked.PROVOKED])
 def test_a_message_is_raised_as_written_and_its_cure_runs(
     name: str, raised: dict[str, list[tuple[str, str]]]
