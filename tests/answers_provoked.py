@@ -15,7 +15,9 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +37,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,  # noqa: F401  for a cure
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.utils.checkpoint import checkpoint
 
 Names = dict[str, Any]
@@ -1595,6 +1603,611 @@ def none_of_the_inputs_require_grad(message: Message) -> Names:
     block = nn.Linear(8, 8)
     with message:
         checkpoint(block, x, use_reentrant=True)
+    return locals()
+
+
+# ---- FSDP1, states of a step -----------------------------------------------------------------------------
+
+
+@provoked
+def fsdp1_backward_outside_of_a_step(message: Message) -> Names:
+    class Loss(nn.Module):
+        def __init__(self, *, optimizes: bool = False) -> None:
+            super().__init__()
+            self.linear, self.optimizes = nn.Linear(8, 8), optimizes
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = self.linear(x).sum()
+            if self.optimizes:
+                loss.backward()
+            return loss
+
+    model = FSDP(Loss(optimizes=True))
+    with message, contextlib.redirect_stderr(io.StringIO()):  # FSDP1 also prints the stack
+        model(x)
+    return locals()
+
+
+@provoked
+def fsdp1_post_backward_hook_state(message: Message) -> Names:
+    def make() -> Any:
+        return FSDP(nn.Sequential(FSDP(nn.Linear(8, 8)), FSDP(nn.Linear(8, 8))))
+
+    model = make()
+    loss = model(x).sum()
+    model.module[0].requires_grad_(False)
+    with message, contextlib.redirect_stderr(io.StringIO()):
+        loss.backward()
+    return locals()
+
+
+@provoked
+def fsdp1_view_of_flat_parameter(message: Message) -> Names:
+    model = FSDP(Words(), use_orig_params=False)
+    model(tokens).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with message:
+        model.module.embedding(tokens)
+    return locals()
+
+
+@provoked
+def fsdp1_weight_is_flat(message: Message) -> Names:
+    model = FSDP(blocks(), use_orig_params=True)
+    model(x)
+    with message:
+        model.module[0](x)
+    return locals()
+
+
+@provoked
+def fsdp1_assumes_in_state_dict(message: Message) -> Names:
+    def leave_out(_: nn.Module, state: dict[str, Tensor], prefix: str, __: Any) -> None:
+        del state[f"{prefix}weight"]
+
+    model = FSDP(blocks())
+    hook = model.module[1].register_state_dict_post_hook(leave_out)
+    with message:
+        sd.get_model_state_dict(model, options=sd.StateDictOptions(full_state_dict=True))
+    model = FSDP(blocks())
+    return locals()
+
+
+@provoked
+def fsdp1_failed_to_clone(message: Message) -> Names:
+    def full(_: Tensor) -> Tensor:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")  # what a full GPU raises here
+
+    model, clone = FSDP(blocks()), Tensor.clone
+    Tensor.clone = full
+    try:
+        with message, FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            model.state_dict()
+    finally:
+        Tensor.clone = clone
+    model = FSDP(blocks())
+    return locals()
+
+
+@provoked
+def fsdp1_gradients_of_gradients(message: Message) -> Names:
+    with message:
+        FSDP(blocks())(x).square().sum().backward(create_graph=True)
+    return locals()
+
+
+@provoked
+def fsdp1_reset_parameters_on_meta(message: Message) -> Names:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(Scale(), nn.Linear(8, 8))
+
+    with message:
+        FSDP(make())
+    model = make()
+    return locals()
+
+
+@provoked
+def fsdp1_called_while_gathered(message: Message) -> Names:
+    def make() -> Any:
+        return FSDP(nn.Sequential(FSDP(nn.Linear(8, 8))))
+
+    model = make()
+    with (
+        message,
+        contextlib.redirect_stderr(io.StringIO()),
+        FullyShardedDataParallel.summon_full_params(model),
+    ):
+        model(x)
+    model = make()
+    return locals()
+
+
+@provoked
+def fsdp1_full_state_into_shards(message: Message) -> Names:
+    weights, model = blocks().state_dict(), FSDP(blocks(), use_orig_params=True)
+    with message:
+        model.module.load_state_dict(weights)
+    return locals()
+
+
+# ---- FSDP2, more -----------------------------------------------------------------------------------------
+
+
+@provoked
+def module_of_fsdp2(message: Message) -> Names:
+    model = sharded()
+    with message:
+        _ = model.module
+    return locals()
+
+
+@provoked
+def arguments_of_fsdp1(message: Message) -> Names:
+    with message:
+        fully_shard(blocks(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model = blocks()
+    return locals()
+
+
+@provoked
+def cannot_import_from_fsdp(message: Message) -> Names:
+    with message:
+        exec("from torch.distributed.fsdp import name_of_a_newer_torch")
+    return locals()
+
+
+@provoked
+def sharded_under_inference_mode(message: Message) -> Names:
+    model = sharded()
+    with torch.inference_mode():
+        model(x)
+    with message:
+        model(x).sum().backward()
+    return locals()
+
+
+@provoked
+def optimizer_state_is_plain(message: Message) -> Names:
+    plain = blocks()
+    of_plain = torch.optim.AdamW(plain.parameters())
+    plain(x).sum().backward()
+    of_plain.step()
+    options = sd.StateDictOptions(full_state_dict=True)
+    full = sd.get_optimizer_state_dict(plain, of_plain, options=options)
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(of_plain.state_dict())
+    model(x).sum().backward()
+    with message:
+        optimizer.step()
+    return locals()
+
+
+@provoked
+def gradient_of_another_size(message: Message) -> Names:
+    with message:
+        nn.Parameter(torch.ones(8)).grad = torch.ones(4)
+    parameter, full = sharded()[0].weight, torch.ones(8, 8)
+    return locals()
+
+
+@provoked
+def parameter_replaced_after_sharding(message: Message) -> Names:
+    model = fully_shard(Words())
+    model.embedding.weight = nn.Parameter(torch.randn(18, 8))
+    with message:
+        model(tokens)
+    return locals()
+
+
+@provoked
+def safetensors_of_dtensors(message: Message) -> Names:
+    from safetensors.torch import save_file
+
+    model, folder = sharded(), tempfile.mkdtemp()
+    with message:
+        save_file(model.state_dict(), f"{folder}/model.safetensors")
+    return locals()
+
+
+@provoked
+def changed_in_place_under_fsdp(message: Message) -> Names:
+    class Scaled(nn.Module):
+        def __init__(self, *, in_place: bool) -> None:
+            super().__init__()
+            self.linear, self.in_place = nn.Linear(8, 8), in_place
+            self.register_buffer("scale", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x) * self.scale
+            self.scale = self.scale.mul_(0.9) if self.in_place else self.scale * 0.9
+            return y
+
+    model = sharded(Scaled(in_place=True))
+    with message:
+        (model(x) + model(x)).sum().backward()
+    return locals()
+
+
+@provoked
+def expected_scalar_type_under_fsdp(message: Message) -> Names:
+    class Mixing(nn.Module):
+        def __init__(self, *, cast: bool) -> None:
+            super().__init__()
+            self.linear, self.cast = nn.Linear(8, 8), cast
+            self.register_buffer("mixture", torch.ones(4, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)[:, None]
+            return torch.bmm(y, self.mixture.to(y.dtype) if self.cast else self.mixture)
+
+    model = sharded(Mixing(cast=False), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    with message:
+        model(x)
+    return locals()
+
+
+@provoked
+def integer_parameter_with_gradient(message: Message) -> Names:
+    model = blocks()
+    with message:
+        fully_shard(nn.ParameterList([nn.Parameter(torch.ones(8, 8, dtype=torch.uint8))]))
+    return locals()
+
+
+@provoked
+def numpy_of_dtensor(message: Message) -> Names:
+    model = sharded()
+    with message:
+        model[0].weight.detach().numpy()
+    return locals()
+
+
+@provoked
+def collective_of_dtensor(message: Message) -> Names:
+    model = sharded()
+    with message:
+        dist.broadcast(model[0].weight, 0)
+    return locals()
+
+
+@provoked
+def collective_without_a_kernel(message: Message) -> Names:
+    with message:
+        torch.ops.fsdp.all_gather_copy_in([torch.ones(4).to_sparse()], torch.ones(8), [4], 4, 0)
+    return locals()
+
+
+# ---- process groups, more --------------------------------------------------------------------------------
+
+
+@provoked
+def collectives_differ(message: Message) -> Names:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group(timeout=datetime.timedelta(seconds=10))
+    finally:
+        dist.set_debug_level(level)
+    with message:
+        dist.all_reduce(torch.ones(4 + dist.get_rank()), group=group)
+    return {"fresh": True, **locals()}
+
+
+@provoked
+def store_wait_timeout(message: Message) -> Names:
+    second = datetime.timedelta(seconds=1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=second)
+    with message:
+        store.get("something")
+    return locals()
+
+
+@provoked
+def clients_joined(message: Message) -> Names:
+    second = datetime.timedelta(seconds=1)
+    with message:
+        dist.TCPStore("127.0.0.1", 0, world_size=2, is_master=True, timeout=second)
+    return locals()
+
+
+@provoked
+def store_is_gone(message: Message) -> Names:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    del store
+    with message:
+        client.get("something")
+    return locals()
+
+
+# ---- checkpoints, more -----------------------------------------------------------------------------------
+
+
+@provoked
+def distcp_is_missing(message: Message) -> Names:
+    folder, state = shared_folder(), {"weight": torch.ones(8)}
+    dcp.save(state, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        for file in Path(folder).glob("*.distcp"):
+            file.unlink()
+    dist.barrier()
+    with message:
+        dcp.load(state, checkpoint_id=folder)
+    return locals()
+
+
+@provoked
+def size_mismatch_in_sharded_load(message: Message) -> Names:
+    weights, model = Words().state_dict(), Words()
+    model.embedding = nn.Embedding(18, 8)
+    fully_shard(model)
+    with message:
+        sd.set_model_state_dict(model, weights, options=sd.StateDictOptions(full_state_dict=True))
+    return locals()
+
+
+# ---- Accelerate, transformers, Lightning, more -----------------------------------------------------------
+
+
+@provoked
+def accelerate_optimizer_not_switched(message: Message) -> Names:
+    accelerator_, model = accelerator(), blocks()
+    optimizer = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(8))])
+    with message:
+        accelerator_.prepare(model, optimizer)
+    return locals()
+
+
+@provoked
+def accelerate_params4bit(message: Message) -> Names:
+    class Params4bit(nn.Parameter):
+        """Stands for bitsandbytes' class, which Accelerate knows by its name."""
+
+    accelerator_, model = accelerator(), blocks()
+    model.packed = Params4bit(torch.ones(8, dtype=torch.uint8), requires_grad=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with message:
+        accelerator_.prepare(model, torch.optim.AdamW(trained))
+        warnings.warn("so that every rank has a text: the main process alone warns", stacklevel=1)
+    return locals()
+
+
+@provoked
+def accelerate_reshard_bool(message: Message) -> Names:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    with message:
+        FullyShardedDataParallelPlugin(fsdp_version=1, reshard_after_forward=True)
+    return locals()
+
+
+@provoked
+def trainer_checkpoint_of_fsdp(message: Message) -> Names:
+    import transformers
+
+    trainer, folder = transformers.Trainer(blocks(), arguments()), shared_folder()
+    (Path(folder) / "pytorch_model_fsdp_0").mkdir(exist_ok=True)
+    with message:
+        trainer._load_from_checkpoint(folder)
+    return locals()
+
+
+@provoked
+def lightning_clip_by_norm(message: Message) -> Names:
+    from lightning.pytorch.plugins.precision import FSDPPrecision
+
+    with message:
+        FSDPPrecision("32-true").clip_grad_by_norm()
+    return locals()
+
+
+@provoked
+def lightning_optimizer_before_model(message: Message) -> Names:
+    from lightning.fabric.strategies import FSDPStrategy
+
+    strategy = FSDPStrategy(use_orig_params=False)
+    with message:
+        strategy.setup_optimizer(torch.optim.AdamW(blocks().parameters()))
+    return locals()
+
+
+@provoked
+def fsdp1_names_do_not_fit(message: Message) -> Names:
+    weights, model = blocks().state_dict(), FSDP(blocks())
+    with message:
+        model.load_state_dict({f"model.{name}": tensor for name, tensor in weights.items()})
+    return locals()
+
+
+@provoked
+def arguments_of_another_torch(message: Message) -> Names:
+    with message:
+        FSDP(blocks(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    return locals()
+
+
+@provoked
+def device_mesh_of_a_plain_tensor(message: Message) -> Names:
+    model = blocks()
+    model.register_buffer("steps", torch.zeros(1))
+    fully_shard(model)
+    with message:
+        _ = [tensor.device_mesh for tensor in model.state_dict().values()]
+    return locals()
+
+
+@provoked
+def sharded_module_cannot_be_cast(message: Message) -> Names:
+    model = sharded()
+    reference = weakref.ref(model[0].weight)
+    with message:
+        model.to(torch.bfloat16)
+    return {"reference": reference}
+
+
+@provoked
+def redistribute_to_partial(message: Message) -> Names:
+    model = sharded()
+    with message:
+        model[0].weight.redistribute(placements=[Partial()])
+    return locals()
+
+
+@provoked
+def optimizer_got_no_parameters(message: Message) -> Names:
+    model = sharded().requires_grad_(False)
+    with message:
+        of_fsdp = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        del of_fsdp
+    return locals()
+
+
+@provoked
+def tensors_share_memory(message: Message) -> Names:
+    from safetensors.torch import save_file
+
+    model, folder = Words(tied=True), tempfile.mkdtemp()
+    with message:
+        save_file(model.state_dict(), f"{folder}/model.safetensors")
+    return locals()
+
+
+@provoked
+def fsdp1_nothing_is_sharded(message: Message) -> Names:
+    model = FSDP(blocks(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with message, FullyShardedDataParallel.summon_full_params(model, offload_to_cpu=True):
+        pass
+    return locals()
+
+
+@provoked
+def sharding_strategy_by_number(message: Message) -> Names:
+    with message:
+        ShardingStrategy(0)
+    return locals()
+
+
+@provoked
+def sharding_strategy_as_text(message: Message) -> Names:
+    with message:
+        FSDP(blocks(), sharding_strategy="FULL_SHARD")
+    return locals()
+
+
+@provoked
+def fsdp1_summon_during_forward(message: Message) -> Names:
+    class Summoning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with FullyShardedDataParallel.summon_full_params(roots[0]):
+                return self.linear(x)
+
+    model = FSDP(Summoning())
+    roots = [model]
+    with message, contextlib.redirect_stderr(io.StringIO()):
+        model(x)
+    model = FSDP(blocks())
+    return locals()
+
+
+@provoked
+def fsdp1_optimizer_of_other_parameters(message: Message) -> Names:
+    model = blocks()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with message:
+        sd.get_optimizer_state_dict(FSDP(model, use_orig_params=False), optimizer)
+    return {}
+
+
+@provoked
+def quantization_state_of_a_dtensor(message: Message) -> Names:
+    def with_state(_: nn.Module, state: dict[str, Tensor], prefix: str, __: Any) -> None:
+        state[f"{prefix}weight.absmax"] = torch.ones(1)  # as bitsandbytes' Linear4bit does
+
+    model = blocks()
+    model[0].register_state_dict_post_hook(with_state)
+    fully_shard(model)
+    with message:
+        sd.get_model_state_dict(model)
+    return locals()
+
+
+@provoked
+def unscaled_twice(message: Message) -> Names:
+    model = sharded()
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(optimizer)
+    with message:
+        scaler.unscale_(optimizer)
+    return locals()
+
+
+@provoked
+def no_nccl_built_in(message: Message) -> Names:
+    with message:
+        dist.new_group(backend="nccl")
+    return {"fresh": True}
+
+
+@provoked
+def distribute_to_another_mesh(message: Message) -> Names:
+    t = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    other = init_device_mesh("cpu", (1, 2))
+    with message:
+        distribute_tensor(t, other, [Replicate(), Shard(0)])
+    return locals()
+
+
+@provoked
+def lightning_no_model_in_state(message: Message) -> Names:
+    from lightning.fabric.strategies import FSDPStrategy
+
+    strategy, folder = FSDPStrategy(), shared_folder()
+    with message:
+        strategy.save_checkpoint(f"{folder}/plain", {"model": blocks()})
+    return locals()
+
+
+@provoked
+def lightning_no_valid_checkpoint(message: Message) -> Names:
+    from lightning.fabric.strategies import FSDPStrategy
+
+    strategy, folder = FSDPStrategy(), shared_folder()
+    with message:
+        strategy.load_checkpoint(folder, {"model": FSDP(blocks())})
+    return locals()
+
+
+@provoked
+def accelerate_one_model(message: Message) -> Names:
+    accelerator_, trained, frozen = accelerator(), blocks(), blocks()
+    with message:
+        accelerator_.prepare(trained, frozen, torch.optim.AdamW(trained.parameters()))
+    return locals()
+
+
+@provoked
+def accelerate_parallelism_size(message: Message) -> Names:
+    from accelerate.parallelism_config import ParallelismConfig
+
+    accelerator_ = accelerator()
+    with message:
+        ParallelismConfig(dp_shard_size=4)._validate_accelerator(accelerator_)
     return locals()
 
 

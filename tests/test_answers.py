@@ -1,18 +1,28 @@
 """Each message of the table is raised as written and its cure runs; tracebacks of others are found in it."""
 
+import importlib
 import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as sd
+import torch.distributed.tensor.parallel as tp
 import yaml
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 
 from fsdp_utils import record_collectives, run_on_ranks
 from fsdp_utils.answers import explain, table
@@ -25,7 +35,7 @@ QUESTIONS = table()["questions"]
 RAISED = [name for name, entry in MESSAGES.items() if "only_with" not in entry]
 PASTED = yaml.safe_load((ROOT / "tests" / "data" / "tracebacks.yaml").read_text(encoding="utf-8"))
 OF = {"FSDP1", "FSDP2", "DTensor", "DeviceMesh", "DCP", "state dict", "gloo", "NCCL", "CUDA", "torch"}
-OF |= {"Accelerate", "transformers", "peft", "torchao"}
+OF |= {"Accelerate", "transformers", "peft", "Lightning", "torchtitan", "torchao"}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +44,11 @@ def raised(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, str]]]:
     wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     names = [name for name in RAISED if name in wanted and name in answers_provoked.PROVOKED]
     cases = [(name, MESSAGES[name]["code"]) for name in names]
-    ranks = run_on_ranks(answers_provoked.run_all, cases, world_size=2, timeout=110)
+    ranks = run_on_ranks(answers_provoked.run_all, cases, world_size=2, timeout=200)
     return {name: [rank[name] for rank in ranks] for name in names}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", [name for name in RAISED if name in answers_provoked.PROVOKED])
 def test_a_message_is_raised_as_written_and_its_cure_runs(
     name: str, raised: dict[str, list[tuple[str, str]]]
@@ -72,9 +82,10 @@ def test_every_message_has_a_test_or_says_why_it_has_none() -> None:
     for name, entry in MESSAGES.items():
         compile(entry.get("code", ""), name, "exec")
         assert ("only_with" in entry) != ("code" in entry), name
-        assert re.match(r"(CUDA|torchao|torchrun): \S+, \S+", entry.get("only_with", "CUDA: file, symbol")), (
-            name
-        )
+        assert re.match(
+            r"(CUDA|Lightning|torchao|torchrun|torchtitan): \S+, \S+",
+            entry.get("only_with", "CUDA: file, symbol"),
+        ), name
 
 
 def test_the_table_is_large_and_whole() -> None:
@@ -314,6 +325,142 @@ def test_questions_whose_evidence_is_here() -> None:
     assert of_all < 1e-5
     assert max(first["shared"]) < 1e-6
     assert first["ties"] == [False, True]
+
+
+class Adapted(nn.Module):
+    """A linear layer with LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.A = nn.Linear(8, 8, bias=False), nn.Linear(8, 2, bias=False)
+        self.B = nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.B(self.A(x))
+
+
+def adapters_after_to_empty() -> tuple[list[str], bool, bool]:
+    """Names that the load reports as missing; whether the output is NaN before; whether it is right after."""
+    base, x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.ones(2, 8)
+    with torch.device("meta"):
+        model = Adapted()
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        p.detach().to_local().fill_(float("nan"))  # what to_empty may leave
+    weights = {"base.weight": base}
+    new = [name for name, _ in model.named_parameters() if name not in weights]  # the load enters them
+    options = sd.StateDictOptions(full_state_dict=True, strict=False)
+    reported = sd.set_model_state_dict(model, weights, options=options).missing_keys
+    before = model(x).isnan().any().item()
+    model.reshard()
+    for name, p in model.named_parameters():
+        if name in new:
+            (nn.init.zeros_ if name == "B.weight" else nn.init.kaiming_uniform_)(p)
+    return reported, before, torch.allclose(model(x), nn.functional.linear(x, base))
+
+
+def gathers_of_optimizer_state() -> list[int]:
+    """Collectives of a sharded and of a full optimizer state."""
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    optimizer, counted = torch.optim.AdamW(model.parameters()), []
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    for full in (False, True):
+        with record_collectives(model) as trace:
+            options = sd.StateDictOptions(full_state_dict=full)
+            sd.get_optimizer_state_dict(model, optimizer, options=options)
+        counted.append(len(trace.collectives))
+    return counted
+
+
+def consolidated() -> tuple[list[str], bool]:
+    """The files that DCP's writer of safetensors leaves, and whether they hold the model's weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    full = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = sd.get_model_state_dict(fully_shard(model))
+    shared = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    (folder,) = shared
+    mapping = {name: 1 + name.startswith("1.") for name in state}
+    writer = HuggingFaceStorageWriter(
+        folder, fqn_to_index_mapping=mapping, save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(state, storage_writer=writer)
+    dist.barrier()
+    files = sorted(Path(folder).glob("*.safetensors"))
+    read = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    same = read.keys() == full.keys() and all(torch.equal(read[name], full[name]) for name in full)
+    return [file.name for file in files], same
+
+
+def offloaded() -> dict[str, tuple[float, int]]:
+    """By way of offloading: the largest error of gradients, and the bytes packed for the host."""
+    ways = {"neither": lambda block: block, "offload": offload_wrapper}
+    ways["both"] = lambda block: offload_wrapper(checkpoint_wrapper(block))
+    found: dict[str, tuple[float, int]] = {}
+    plain: list[torch.Tensor] = []
+    empty = torch.empty
+    for name, way in ways.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(way(nn.Sequential(nn.Linear(8, 8), nn.Tanh())) for _ in range(2)))
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        packed = []
+
+        def counting(*args: Any, packed: list[int] = packed, **options: Any) -> torch.Tensor:
+            made = empty(*args, **options)
+            packed.append(made.nbytes if "pin_memory" in options else 0)
+            return made
+
+        torch.empty = counting
+        try:
+            loss = model(torch.ones(2, 8)).sum()
+        finally:
+            torch.empty = empty
+        loss.backward()
+        gradients = [p.grad.full_tensor() for p in model.parameters()]
+        plain = plain or gradients
+        error = max((a - b).abs().max().item() for a, b in zip(gradients, plain, strict=True))
+        found[name] = error, sum(packed)
+    return found
+
+
+def norm_outside_the_plan() -> list[str]:
+    """What a norm, which the plan leaves out, raises after a layer whose output is a DTensor, or a tensor."""
+    mesh, raised = init_device_mesh("cpu", (2,)), []
+    for local in (False, True):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        way = tp.RowwiseParallel(input_layouts=Replicate(), use_local_output=local)
+        tp.parallelize_module(model, mesh, {"0": way})
+        try:
+            model(torch.ones(2, 8))
+            raised.append("")
+        except RuntimeError as error:
+            raised.append(str(error))
+    return raised
+
+
+def more_evidence() -> tuple[Any, ...]:
+    same = importlib.import_module("torch.distributed._composable.fsdp").fully_shard is fully_shard
+    ways = adapters_after_to_empty(), gathers_of_optimizer_state(), consolidated(), offloaded()
+    return *ways, norm_outside_the_plan(), same
+
+
+def test_questions_on_states_adapters_and_activations() -> None:
+    found = run_on_ranks(more_evidence, world_size=2)[0]
+    adapters, gathers, (files, same_weights), offload, raised, same_function = found
+    assert adapters == ([], True, True)
+    assert gathers == [0, 8]
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert same_weights
+    assert max(error for error, _ in offload.values()) < 1e-6
+    assert 0 == offload["neither"][1] < offload["both"][1] < offload["offload"][1]
+    assert "got mixed torch.Tensor and DTensor" in raised[0]
+    assert raised[1] == ""
+    assert same_function
 
 
 # ---- the command -----------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def _advise(ranks: list[RankMemory], worst: RankMemory) -> list[str]:
         size = f"Raise the batch size: {room:.2f} GiB are free below {_FILL_TO:.0%} of the device."
     advice = [size]
     gap = worst.reserved - (worst.allocated or 0)
-    # In torch 2.9 the newer name, PYTORCH_ALLOC_CONF, does not reach CUDA's allocator (pytorch issue 183387).
+    # Every torch reads this name; the newer PYTORCH_ALLOC_CONF does nothing on CUDA in 2.9 (issue 183387).
     already = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not already and gap >= max(_FRAGMENTED[0] * worst.reserved, _FRAGMENTED[1] * worst.total):
         advice.append(

@@ -84,7 +84,7 @@ def plan(
         shard: shard(model, mesh) returns the model, sharded by your own code with FSDP1 or FSDP2. The mesh is
             2-D (replicate, shard) for "hybrid"; `mp_policy` then only describes the plan.
         ranks_per_host: GPUs of a host. More ranks than that are several hosts.
-        expandable_segments: as PYTORCH_ALLOC_CONF=expandable_segments:True.
+        expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         efficiency: shares of the GPU's rates that are reached; None takes the fitted ones.
 
     Returns:

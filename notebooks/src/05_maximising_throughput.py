@@ -263,9 +263,9 @@ assert sorted(best(row) - best(old) for row, old in zip(expandable, default)) ==
 # caches did not. The other 18 run out of memory: their free memory lies in pieces, which no retry can give
 # back.
 #
-# **Expandable segments.** `PYTORCH_ALLOC_CONF=expandable_segments:True`, set before the program starts, lets
-# segments grow page by page. It wastes less between tensors, but streams still do not share pages. In this
-# sweep it makes a larger batch fit at 2 of the 16 limits. At 11 of the 16 the first size that runs out of
+# **Expandable segments.** `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, set before the program starts,
+# lets segments grow page by page. It wastes less between tensors, but streams still do not share pages. In
+# this sweep it makes a larger batch fit at 2 of the 16 limits. At 11 of the 16 the first size that runs out of
 # memory is one or two larger, which widens the zone of retries. Switch it on for messages with gigabytes
 # "reserved by PyTorch but unallocated", and keep watching the counter.
 #
