@@ -117,31 +117,31 @@ def _one_of_two(rank: int) -> None:
     dist.all_reduce(torch.ones(1, device="cuda:0"))
 
 
-MESSAGES = (  # by the name of their entry in fsdp_utils/answers/messages.yaml
-    offload_not_on_cpu,
-    output_same_type_nccl,
-    cuda_out_of_memory,
-    cuda_in_forked_subprocess,
-    no_backend_for_device,
-    fsdp1_sync_module_states_on_cpu,
-    fsdp1_device_id_differs,
-    fsdp1_parameters_on_cpu,
-    fsdp1_moved_after_a_step,
-    cuda_invalid_device_ordinal,
-    duplicate_gpu,
-)
+MESSAGES = {  # with the entry of fsdp_utils/answers/messages.yaml
+    offload_not_on_cpu: "offload-not-on-cpu",
+    output_same_type_nccl: "output-same-type-nccl",
+    cuda_out_of_memory: "cuda-out-of-memory",
+    cuda_in_forked_subprocess: "cuda-in-forked-subprocess",
+    no_backend_for_device: "no-backend-for-device",
+    fsdp1_sync_module_states_on_cpu: "fsdp1-sync-module-states-on-cpu",
+    fsdp1_device_id_differs: "fsdp1-parameters-on-another-device",
+    fsdp1_parameters_on_cpu: "fsdp1-parameters-on-another-device",
+    fsdp1_moved_after_a_step: "fsdp1-parameters-on-another-device",
+    cuda_invalid_device_ordinal: "invalid-device-ordinal",
+    duplicate_gpu: "duplicate-gpu",
+}
 
 
 def raised(message: Callable[[torch.device], None]) -> Result:
     """Raise it in a process of its own, a group of one rank, and look it up."""
-    name = message.__name__
+    name, entry = message.__name__, MESSAGES[message]
     code = (
         "from benchmarks import gpu_job, gpu_scripts\nimport torch\ndevice = torch.device('cuda', 0)\n"
         f"with gpu_job.one_rank(device):\n    gpu_scripts.{name}(device)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     entries = [answer.id for answer in explain(done.stderr)]
-    assert name.replace("_", "-") in entries, f"explain found {entries} in {done.stderr[-800:]}"
+    assert entry in entries, f"explain found {entries} in {done.stderr[-800:]}"
     return {"entries": entries}
 
 
