@@ -2,8 +2,8 @@
 # # 16 · Two dimensions
 #
 # When do you put tensor parallelism beside FSDP, and what does each of them send? **Add it when one sample per
-# rank is too much: the batch has fewer samples than ranks, or one sample does not fit on a rank. The ranks of a
-# host then compute each sample together and send activations; FSDP, between hosts, sends weights and gradients.**
+# rank is too much: the batch has fewer samples than ranks, or one sample does not fit on a rank. Ranks of one host
+# then compute each sample together and send activations; FSDP sends weights and gradients between such groups.**
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -137,7 +137,8 @@ lesson.card(
 # The losses agree: both ways train the same model. What FSDP sends does not depend on the batch, and with rows of
 # two it is a third. What tensor parallelism sends is in proportion to the batch: at 64 samples the two together send
 # more than FSDP alone, at 8 less than half. With 2 samples FSDP alone leaves two ranks without work, and the mesh
-# employs all four.
+# employs all four. (A `DistributedSampler` gives a row its samples by `num_replicas=mesh["fsdp"].size()` and
+# `rank=mesh.get_local_rank("fsdp")`.)
 #
 # ## How two ranks share a sample
 # ```text
@@ -164,7 +165,7 @@ lesson.card(
 # **dimension** a name: `mesh["tp"]` is a rank's row, `mesh["fsdp"]` its column. `parallelize_module` divides a weight
 # among the ranks of a row, and `fully_shard` then divides each part among the ranks of a column. The result is a
 # DTensor, a tensor that knows where its pieces are. Its **placements** say how it is cut, one for each dimension:
-# `S(0)` between rows of the weight, `S(1)` between columns.
+# `S(0)` is a cut between rows of the weight, `S(1)` between columns.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -267,15 +268,15 @@ loss, trace = run(two, shard(two, cut(two, blocks=1)))
 events = [(e.phase, e.kind, e.dimension, str(e.ranks), e.bytes / 1024) for e in trace.collectives]
 
 # %%
-Table(["phase", "collective", "along", "ranks", "KiB of the full tensor"], ranks.get("events")[0])
+Table(["phase", "collective", "along", "ranks", "KiB gathered or reduced"], ranks.get("events")[0])
 
 # %% [markdown]
 # Along "fsdp", ranks 0 and 2 gather 64.25 KiB: half of `up`, half of `down`, and the norm. They gather them again for
-# backward, and reduce their gradients. At no time does a rank hold a full matrix. Along "tp", ranks 0 and 1 add the
+# backward, and reduce the gradients. In forward and backward no rank has a full matrix. Along "tp", ranks 0 and 1 add the
 # output in forward and the gradient of the input in backward, each 4 samples x 16 tokens x 64 numbers.
 #
-# The two dimensions differ in **who waits**. While a block computes, FSDP can gather the weights of the next ([lesson
-# 4](04_backward_prefetch.ipynb)), and only the optimizer needs the reduced gradients. An all-reduce along "tp" stands
+# The two dimensions differ in **who waits**. While a GPU computes a block, FSDP gathers the weights of the next
+# ([lesson 4](04_backward_prefetch.ipynb)), and only the optimizer needs the reduced gradients. An all-reduce along "tp" stands
 # between one layer and the next: with this plan nothing hides its bytes. So "tp" belongs on the fastest links, within
 # a host. `init_device_mesh` puts it there if ranks are numbered host by host, as torchrun numbers them.
 #
@@ -317,8 +318,8 @@ gain = [(2 * hosts - 1) / 2 / (hosts - 1) for hosts in (2, 3, 4, 8, 32)]     # o
 assert [round(g, 2) for g in gain] == [1.5, 1.25, 1.17, 1.07, 1.02]
 
 # %% [markdown]
-# - **Along "fsdp" go parameters**: two gathers and one reduce-scatter of each block. Among four ranks three quarters
-#   of the full weights travel, among two half of half the weights: a third.
+# - **Along "fsdp" go parameters**: two gathers and one reduce-scatter of each block. In each, one of four ranks sends
+#   three quarters of the weights; one of two that share half of the weights sends half of that half: a third.
 # - **Along "tp" go tokens**: for each MLP two all-reduces of tokens x width numbers. How wide the MLP is inside does
 #   not matter.
 #
@@ -327,16 +328,16 @@ assert [round(g, 2) for g in gain] == [1.5, 1.25, 1.17, 1.07, 1.02]
 # the width.
 #
 # The link *between hosts* gains less than a rank does, because the ranks of a host share it. Take two hosts of two
-# ranks, and collectives that travel in rings: the two columns of the mesh send 2 x 386 = 771 KiB across, FSDP's one
-# ring 1,154. With more hosts the two come closer. What relieves that link is HYBRID_SHARD ([lesson
+# ranks, and collectives that travel in rings: the two columns of the mesh send 2 x 385.5 = 771 KiB across, FSDP's
+# one ring 1,154. With more hosts the two come closer. What relieves that link is HYBRID_SHARD ([lesson
 # 6](06_sharding_strategies.ipynb)).
 #
 # ## What one sample needs
 #
 # Under FSDP alone a rank computes at least one sample, with at least one full block gathered. Tensor parallelism goes
 # below that. It divides the gathered weights, and the activations between `up` and `down`. The other activations are
-# the same on all ranks of a row. **Sequence parallelism** divides those, too: outside of the MLPs each rank has some
-# of the tokens. An all-gather before `up` collects them; a reduce-scatter after `down` adds the partial sums and
+# the same on all ranks of a row. **Sequence parallelism** divides those, too: before `up` and after `down` each rank
+# has some of the tokens. An all-gather before `up` collects them; a reduce-scatter after `down` adds the partial sums and
 # leaves each rank the result for its tokens. In the plan `Shard(1)` is dimension 1 of `x`, the tokens.
 
 # %% tags=["sequence"]
@@ -376,7 +377,7 @@ def kept_kib(model):                                        # by autograd, from 
 
 
 ways = [
-    ("(4, 1)", one, cut), ("(2, 2), tensor", two, cut), ("(2, 2), tensor and sequence", two, sequence),
+    ("(4, 1), FSDP alone", one, cut), ("(2, 2), tensor", two, cut), ("(2, 2), tensor and sequence", two, sequence),
     ("(1, 4), tensor", four, cut), ("(1, 4), tensor and sequence", four, sequence),
 ]
 table, along = [], {}
@@ -385,9 +386,7 @@ for way, mesh, make in ways:
     table.append([way, block_kib, kept_kib(shard(mesh, make(mesh)))])
     loss, trace = run(mesh, shard(mesh, make(mesh)))
     along[way] = loss.item(), trace.sent_bytes_by_dimension().get("tp", 0) / 1024
-
-# %%
-Table(["mesh and plan", "KiB of one gathered block", "KiB of activations of one sample"], ranks.get("table")[0])
+Table(["mesh and plan", "KiB of a block's weights while it computes", "KiB of activations of one sample"], table)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 assert [row[1:] for row in ranks.get("table")[0]] == [[128.25, 172], [64.25, 108], [64.25, 94], [32.25, 76], [32.25, 55]]
@@ -399,8 +398,8 @@ assert [along["(2, 2), tensor"], along["(2, 2), tensor and sequence"]] == [128, 
 # %% [markdown]
 # With sequence parallelism on four ranks a sample takes 55 KiB of activations instead of 172. It is more than a
 # quarter because autograd keeps the tokens gathered before each `up`. What the blocks send along "tp" stays the same:
-# a ring's all-reduce is a reduce-scatter and an all-gather, which stand at two places now. (Embedding and head go into
-# the plan as well; PyTorch's `loss_parallel` then computes the loss from logits that stay cut by vocabulary.)
+# a ring's all-reduce is a reduce-scatter and an all-gather, which stand at two places now. (Embedding and head can go
+# into the plan as well. PyTorch's `loss_parallel` then computes the loss from logits that stay cut by vocabulary.)
 #
 # **For the same batch, this saves no activations.** A row of two ranks has the samples of both: on (2, 2) a rank holds
 # 2 x 94 = 188 KiB where it holds 172 under FSDP alone. What tensor parallelism makes smaller is the *smallest* batch.
@@ -578,10 +577,10 @@ def my_mlp(x, part_of_up, part_of_down):
 # which computes `down(silu(gate(x)) * up(x))`. All seven should be cut. A rank should send no more than two
 # all-reduces in forward and two in backward, 32 KiB each way.
 #
-# The plan that comes to mind first sends 80 KiB in backward. A layer that gets a plain tensor adds up the gradient of
-# its input in an all-reduce of its own: that makes three for `q`, `k` and `v`, and two for `gate` and `up`. The style
-# `PrepareModuleInput` turns the input of a *module* into a DTensor, once for all layers that read it. Each rank then
-# adds their gradients, and one all-reduce completes the sum.
+# The plan that comes to mind first sends 80 KiB in backward. A `ColwiseParallel` layer that gets a plain tensor adds
+# up the gradient of its input in an all-reduce of its own: that makes three for `q`, `k` and `v`, and two for `gate`
+# and `up`. The style `PrepareModuleInput` turns the input of a *module* into a DTensor, once for all layers that read
+# it. Each rank then adds their gradients, and one all-reduce completes the sum.
 #
 # <details><summary>Hint</summary>
 #
@@ -749,14 +748,13 @@ def my_plan():                                          # down is forgotten
 # | `Parallelize plan key '…' could not be resolved`, a warning | the plan names no such layer, and that layer is not cut | names as in `named_modules()` of the module that you pass |
 # | `Cannot distribute a DTensor with device mesh … to a different device mesh` | `fully_shard` came first | `parallelize_module` first |
 # | `Cannot concatenate overlapping meshes`, or `Invariant encountered: value was None when it should not be` | `fully_shard` got the whole mesh, or none | `mesh=mesh["fsdp"]` |
-# | `All operands in aten.stack.default must have the same mesh`, in `clip_grad_norm_` | some parameters are in the plan and others, such as the norms, are not | name the norms as well: `SequenceParallel` does; else [clip by mesh](answers.md#operands-on-two-meshes) |
+# | `All operands in aten.stack.default must have the same mesh`, in `clip_grad_norm_` | some parameters are in the plan and others, such as the norms, are not | the plan with sequence parallelism names them all; else [clip by mesh](answers.md#operands-on-two-meshes) |
 # | `shape '[2, 3, 4, 16]' is invalid for input of size 192` | your attention names the number of all heads, and a rank has some of them | `view(2, 3, -1, 16)`; "tp" has to divide the heads of `q` and of `k` and `v` |
 # | steps are slow | ranks are not numbered host by host (Slurm's `--distribution=cyclic`), so rows of the mesh cross hosts | `DeviceMesh("cuda", [[0, 2], [1, 3]], mesh_dim_names=("fsdp", "tp"))`: each row is one host |
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 # %%ranks
 import logging
-
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
