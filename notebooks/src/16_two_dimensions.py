@@ -80,7 +80,8 @@ lesson.card(
 # dist.init_process_group("nccl" if device == "cuda" else "gloo")
 # if device == "cuda":
 #     torch.cuda.set_device(dist.get_node_local_rank())
-# world = dist.get_world_size()
+# world, names = dist.get_world_size(), ("fsdp", "tp")
+# meshes = {tp: init_device_mesh(device, (world // tp, tp), mesh_dim_names=names) for tp in (1, 2)}
 #
 #
 # class Block(nn.Module):
@@ -93,15 +94,14 @@ lesson.card(
 #         return x + self.down(F.gelu(self.up(self.norm(x))))
 #
 #
-# def train(tp, samples):                                 # samples: of all ranks together
-#     mesh = init_device_mesh(device, (world // tp, tp), mesh_dim_names=("fsdp", "tp"))
+# def train(mesh, samples):                               # samples: of all ranks together
 #     groups, group = mesh["fsdp"].size(), mesh.get_local_rank("fsdp")
 #     if samples < groups:
 #         return "some ranks have no sample"
 #     torch.manual_seed(0)                                # the same weights on every rank
 #     model = nn.Sequential(*[Block() for _ in range(4)]).to(device)
 #     for block in model:
-#         if tp > 1:                                      # first tensor parallelism, then FSDP
+#         if mesh["tp"].size() > 1:                       # first tensor parallelism, then FSDP
 #             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 #         fully_shard(block, mesh=mesh["fsdp"])
 #     fully_shard(model, mesh=mesh["fsdp"])
@@ -119,8 +119,8 @@ lesson.card(
 #
 #
 # for samples in (64, 8, 2):
-#     for tp in (1, 2):
-#         told = train(tp, samples)
+#     for tp, mesh in meshes.items():
+#         told = train(mesh, samples)
 #         if dist.get_rank() == 0:
 #             print(f"{samples} samples, tp {tp}: {told}")
 # dist.destroy_process_group()
@@ -413,6 +413,12 @@ assert [along["(2, 2), tensor"], along["(2, 2), tensor and sequence"]] == [128, 
 # | one sample does not fit | activation checkpointing ([lesson 2](02_activation_checkpointing.ipynb)); then "tp" of 2, 4 or 8 within a host, with sequence parallelism |
 # | the batch has fewer samples than ranks | "tp" of at least ranks / samples, within a host |
 # | a host has too few ranks for that | context parallelism ([lesson 21](21_long_sequences.ipynb)) or pipeline parallelism |
+#
+# For scale, calculated for bf16, full activation checkpointing (a block keeps only its input) and one sample of 8,192
+# tokens: Llama-3-70B gathers blocks of 1.6 GiB and keeps 80 inputs, 10 GiB. That leaves room on a GPU of 80 GB.
+# Llama-3.1-405B gathers blocks of 5.9 GiB and keeps 126 inputs, 31.5 GiB; gradients, logits and the shards come on
+# top. And its batches had 2,048 such samples on 16,384 GPUs: Meta used a "tp" of 8 and 16 pipeline stages ([Llama 3,
+# table 4](https://arxiv.org/abs/2407.21783)).
 #
 # PyTorch's [tutorial](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html) gives one more reason: beyond
 # 128 or 256 GPUs latency dominates FSDP's rings, and a "tp" of 8 makes them eight times shorter. Nothing in this lesson
@@ -715,14 +721,6 @@ def my_plan():                                          # the plan that comes to
     plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
     return plan | {
         "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()
-    }
-
-# %% tags=["wrong"] turn=2 says="summed several times"
-def my_plan():                                          # made plain again for the layers
-    plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
-    once = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True)
-    return plan | {
-        "mlp": once, "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()
     }
 
 # %% tags=["wrong"] turn=2 says="not cut"
