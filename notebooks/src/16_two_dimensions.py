@@ -45,8 +45,8 @@ plots.show(fig, alt="What each of 4 ranks keeps and computes with: FSDP alone, a
 
 # %% [markdown]
 # Two linear layers, `up` and `down`, on four ranks, and a batch of eight samples. Dark is the piece of a weight that
-# a rank keeps; light is what FSDP gathers beside it for the time of the computation. Left, FSDP alone: each rank
-# gathers the full weights and computes two samples of its own. Right, the ranks stand in a grid, a **mesh**, of two
+# a rank keeps; light is what FSDP adds to it while the rank computes. Left, FSDP alone: each rank gathers the full
+# weights and computes two samples of its own. Right, the ranks stand in a grid, a **mesh**, of two
 # rows. The two ranks of a row compute the same four samples together, each with half of every weight: this is
 # **tensor parallelism**, "tp" for short. The two ranks of a column gather each other's pieces: this is FSDP.
 
@@ -137,7 +137,7 @@ lesson.card(
 # The losses agree: both ways train the same model. What FSDP sends does not depend on the batch, and with rows of
 # two it is a third. What tensor parallelism sends is in proportion to the batch: at 64 samples the two together send
 # more than FSDP alone, at 8 less than half. With 2 samples FSDP alone leaves two ranks without work, and the mesh
-# employs all four. (A `DistributedSampler` gives a row its samples by `num_replicas=mesh["fsdp"].size()` and
+# uses all four. (A `DistributedSampler` gives a row its samples by `num_replicas=mesh["fsdp"].size()` and
 # `rank=mesh.get_local_rank("fsdp")`.)
 #
 # ## How two ranks share a sample
@@ -318,8 +318,8 @@ gain = [(2 * hosts - 1) / 2 / (hosts - 1) for hosts in (2, 3, 4, 8, 32)]     # o
 assert [round(g, 2) for g in gain] == [1.5, 1.25, 1.17, 1.07, 1.02]
 
 # %% [markdown]
-# - **Along "fsdp" go parameters**: two gathers and one reduce-scatter of each block. In each, one of four ranks sends
-#   three quarters of the weights; one of two that share half of the weights sends half of that half: a third.
+# - **Along "fsdp" go parameters**: two gathers and one reduce-scatter of each block. Of what n ranks
+#   gather, each sends (n - 1) / n: among four ranks 3/4 of the weights, among two 1/2 of half the weights, a third.
 # - **Along "tp" go tokens**: for each MLP two all-reduces of tokens x width numbers. How wide the MLP is inside does
 #   not matter.
 #
@@ -398,7 +398,7 @@ assert [along["(2, 2), tensor"], along["(2, 2), tensor and sequence"]] == [128, 
 # %% [markdown]
 # With sequence parallelism on four ranks a sample takes 55 KiB of activations instead of 172. It is more than a
 # quarter because autograd keeps the tokens gathered before each `up`. What the blocks send along "tp" stays the same:
-# a ring's all-reduce is a reduce-scatter and an all-gather, which stand at two places now. (Embedding and head can go
+# a ring's all-reduce is a reduce-scatter and an all-gather, here at two different points. (Embedding and head can go
 # into the plan as well. PyTorch's `loss_parallel` then computes the loss from logits that stay cut by vocabulary.)
 #
 # **For the same batch, this saves no activations.** A row of two ranks has the samples of both: on (2, 2) a rank holds
@@ -409,7 +409,7 @@ assert [along["(2, 2), tensor"], along["(2, 2), tensor and sequence"]] == [128, 
 # | your job | what to do |
 # |:--|:--|
 # | the batch has a sample for each rank, and it fits | FSDP alone |
-# | so it is, but steps wait for the link between hosts | HYBRID_SHARD, if each host can hold all of the model's state ([lesson 6](06_sharding_strategies.ipynb)) |
+# | the same, but steps wait for the link between hosts | HYBRID_SHARD, if each host can hold all of the model's state ([lesson 6](06_sharding_strategies.ipynb)) |
 # | one sample does not fit | activation checkpointing ([lesson 2](02_activation_checkpointing.ipynb)); then "tp" of 2, 4 or 8 within a host, with sequence parallelism |
 # | the batch has fewer samples than ranks | "tp" of at least ranks / samples, within a host |
 # | a host has too few ranks for that | context parallelism ([lesson 21](21_long_sequences.ipynb)) or pipeline parallelism |
