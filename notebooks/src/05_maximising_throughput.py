@@ -19,7 +19,7 @@ log_of = {}                                     # by limit and setting, then bat
 for row in recorded.load("retries")["results"]["rows"]:
     limit, expandable = row["setting"].split(" GiB, expandable segments ")
     log_of[float(limit), expandable == "True"] = {
-        int(size): None if one["error"] else (literal_eval(one["retries_by_step"]), one["step_s"])
+        int(size): None if one["error"] else (literal_eval(one["retries_by_step"]), round(one["step_s"], 5))
         for size, one in row["batches"].items()
     }
 
@@ -42,9 +42,8 @@ plots.show(fig, alt="The fastest size is 16, and at each size the runs with retr
 
 # %% [markdown]
 # Each dot is one run of this lesson's model on an H200 that may use 1.5 to 2.1 GiB (the axis begins at 300).
-# At the same batch size, runs with retries (orange) are mostly the slower ones. And no larger size was faster
-# than 16, the smallest of these: this GPU has enough to do at 16. (Far smaller batches are slow, as "What a
-# larger batch gains" shows.)
+# At the same batch size, runs with retries (orange) are mostly the slower ones. And from 16 on, the smallest of
+# these sizes, more samples gain nothing. (Much smaller batches are slow: see "What a larger batch gains".)
 
 # %% tags=["card"]
 lesson.card(
@@ -226,7 +225,8 @@ Table(
 # gathers in one and reduces in another while a third computes, and a cached place of one stream does not
 # serve another. With all tensors on one stream, reserved falls by 0.07 to 0.13 GiB. The second is **pieces**:
 # a request needs one free place that is large enough, and free memory lies in pieces between tensors that
-# still live.
+# still live. A retry does not help there: it can only give back segments in which no tensor lives. This is
+# how 26 runs out of memory, with tensors of 1.77 GiB on a GPU of 1.8.
 #
 # `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, set before the program starts, is PyTorch's remedy for
 # pieces: a segment grows page by page, in place of many segments of fixed size. Each stream still has its
@@ -280,7 +280,11 @@ def largest_good(row):                          # the size up to which all are g
 inside = [row for row in maps["simulated"].values() if largest_good(row) > 15 and row[-1] == "out of memory"]
 widths = [row.count("retries that continue") for row in inside]
 assert (len(inside), widths.count(0), {*widths}) == (16, 1, {0, 1, 2, 3})
-assert not any(simulated(trace, limit) == "retries that continue" for trace in one_stream.values() for limit in limits)
+alone = {limit: [simulated(trace, limit) for trace in one_stream.values()] for limit in limits}
+assert not any("retries that continue" in row for row in alone.values())
+pairs = [pair for at in limits for pair in zip(maps["simulated"][at], alone[at])]
+then = [other for zone, other in pairs if zone == "retries that continue"]
+assert (len(then), then.count("out of memory")) == (40, 18)
 usual, growing = maps["H200"], maps["H200, expandable segments"]
 some = [at for at in growing if largest_good(growing[at]) > 15]
 assert some == [1.6, 1.7, 1.8, 1.9, 2.0, 2.1]
@@ -295,12 +299,13 @@ assert (f"{min(more):.2f}", f"{max(more):.2f}") == ("0.20", "0.27")
 # Between the sizes that train well and those that run out of memory lies a band of retries. In the simulation
 # it is there at 15 of the 16 limits at which some size trains well and some does not, one to three sizes
 # wide. On the H200 it is three or four sizes wide and begins earlier: kernels take workspaces of their own,
-# which no trace of tensors sees. (With all tensors on one stream the simulation has no orange at all.)
+# which no trace of tensors sees. (With all tensors on one stream the simulation has no orange: of its 40
+# orange places 22 then train, and 18 run out of memory.)
 #
 # At the lower edge retries may stop after a few steps (blue): the cache has then found a shape that serves
 # every request. Such a size is good. Above the edge they continue (orange). Advice like "the largest batch
-# that runs" usually ends in the orange band, and so can tools that lower the batch size until no error comes, such as
-# Accelerate's `find_executable_batch_size`.
+# that runs" usually ends in the orange band, and so can tools that lower the batch size until no error comes,
+# such as Accelerate's `find_executable_batch_size`.
 #
 # Expandable segments made one or two more sizes good on the H200, at five of the six limits where any was.
 # They are worth a try, but they do not remove the band.
@@ -309,7 +314,8 @@ assert (f"{min(more):.2f}", f"{max(more):.2f}") == ("0.20", "0.27")
 #
 # A step has costs that do not grow with the batch: the optimizer's step, the CPU's work of starting kernels,
 # and FSDP's all-gathers and reduce-scatters. A small batch pays them for few samples. The next cell reads two
-# runs of a Llama (16 layers, width 2,048, bf16) on the same H200, as a single rank.
+# runs of a Llama (16 layers, width 2,048, bf16) on an H200, as a single rank: one sample of 512 tokens a step,
+# and four of 2,048.
 
 # %% tags=["gain"]
 import re
@@ -402,11 +408,11 @@ assert (rows[1][0] / rows[0][0], round(rows[1][1] / rows[0][1], 1), round(rows[1
 # print(2 * batch_size / (time.perf_counter() - begin), "samples/s,", retries() - before, "retries")
 # ```
 #
-# `find_batch_size(step)` does the same on all ranks. It doubles the batch size until a trial fails, then
+# `find_batch_size(step)` searches in this way on all ranks. It doubles the batch size until a trial fails, then
 # halves the distance. A trial fails on out of memory, or on a retry in its last two steps on any rank. Of the
 # sizes that pass, it takes the fastest, and of several within 2% the largest. Three things to know:
 #
-# - let `step` use your longest sequence: memory grows with tokens, not with samples;
+# - let `step` use your longest sequence: memory grows with the number of tokens;
 # - the steps really train, so build model and optimizer anew afterwards;
 # - another batch size changes the training: make up for it by gradient accumulation, or adapt the learning
 #   rate.
@@ -463,25 +469,28 @@ assert set(ranks.get("watch.report.steps")) == {10}
 # ## Your turn 1 · Choose from an H200's logs
 #
 # Write the rule. `log` is what the H200 measured under one limit. For each batch size, `log[size]` is `None`
-# if it ran out of memory, else two values: the retries of each of five steps, such as `[0, 1, 0, 0, 0]`, and
-# the seconds of a step (the faster of the last two). Return the batch size to take, and 0 if no size is good.
-# Your rule is run on five logs.
+# if it ran out of memory, else two values: the retries of each of five steps, and the seconds of a step (the
+# faster of the last two). Return the batch size to take, and 0 if no size is good. Your rule is run on five
+# logs. A part of one, at 2.1 GiB, is printed below: which size is right there?
 #
 # <details><summary>Hint</summary>
 #
 # First keep the sizes that are good: no retry in either of the last two steps. Then compare samples per
-# second.
+# second. Of the sizes below, 23 is right: 22 and 24 are faster, and their retries continue.
 #
 # </details>
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
-
+# %%
 LOGS = [                                        # limit, expandable segments, the smallest size of the log
     {size: one for size, one in log_of[limit, expandable].items() if size >= first}
     for limit, expandable, first in
     [(2.1, False, 16), (2.1, False, 17), (1.8, True, 17), (2.0, True, 17), (1.6, False, 16)]
 ]
+for size in range(20, 28):
+    print(size, LOGS[1][size])
+
+# %% jupyter={"source_hidden": true}
+from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
 
 
 @turn(1, {
@@ -591,9 +600,10 @@ def my_choice(log):                             # does not expect None
 # ## Your turn 2 · One answer for all ranks
 #
 # One rank may run out of memory where the others do not. If each rank decided for itself, they would go on to
-# different sizes, train different numbers of steps, and in the end wait for each other. `step(batch_size)` trains on this rank and returns the
-# retries of its last two steps, or raises `torch.OutOfMemoryError`. Return True, on every rank, if no rank
-# ran out of memory and no rank had a retry, and False otherwise, on every rank.
+# different sizes, train different numbers of steps, and in the end wait for each other. `step(batch_size)`
+# trains on this rank and returns the retries of its last two steps, or raises `torch.OutOfMemoryError`.
+# Return True, on every rank, if no rank ran out of memory and no rank had a retry, and False otherwise, on
+# every rank.
 #
 # (This `step` has no collective. In a real one the other ranks would wait for the rank that failed, so
 # `find_batch_size` sends the failure to them.)
