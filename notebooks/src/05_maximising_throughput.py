@@ -95,14 +95,14 @@ lesson.card(
 #     return trace
 #
 #
-# for batch_size in (20, 22, 24, 26):
-#     with FakeTensorMode():
-#         trace = record(batch_size)
-#     roomy = simulate_allocator(trace)                                 # a GPU with room for everything
-#     tight = simulate_allocator(trace, limit_gib=1.8)
-#     sizes = f"tensors {trace.peak_gib:.2f} GiB, reserved {roomy.peak_reserved_gib:.2f} GiB if there is room"
-#     ends = "out of memory" if tight.out_of_memory else f"retries by step {tight.retries_by_step}"
-#     if rank == 0:
+# if rank == 0:                                                         # each rank would print the same
+#     for batch_size in (20, 22, 24, 26):
+#         with FakeTensorMode():
+#             trace = record(batch_size)
+#         roomy = simulate_allocator(trace)                             # a GPU with room for everything
+#         tight = simulate_allocator(trace, limit_gib=1.8)
+#         sizes = f"tensors {trace.peak_gib:.2f} GiB, reserved {roomy.peak_reserved_gib:.2f} GiB if there is room"
+#         ends = "out of memory" if tight.out_of_memory else f"retries by step {tight.retries_by_step}"
 #         print(f"{batch_size}: {sizes}; with 1.8 GiB: {ends}")
 # dist.destroy_process_group()
 # ```
