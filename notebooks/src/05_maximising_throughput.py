@@ -296,14 +296,14 @@ more = [reserved(traces[s]) - traces[s].peak_gib for s in (20, 22, 24, 26)]
 assert (f"{min(more):.2f}", f"{max(more):.2f}") == ("0.20", "0.27")
 
 # %% [markdown]
-# Between the sizes that train well and those that run out of memory lies a band of retries. In the simulation
-# it is there at 15 of the 16 limits at which some size trains well and some does not, one to three sizes
-# wide. On the H200 it is three or four sizes wide and begins earlier: kernels take workspaces of their own,
+# A band of retries (orange) separates the sizes that train well from those that run out of memory. In the
+# simulation it is one to three sizes wide, at 15 of the 16 limits at which some size trains well and some runs
+# out of memory. On the H200 it is three or four sizes wide and begins earlier: kernels take workspaces of their own,
 # which no trace of tensors sees. (With all tensors on one stream the simulation has no orange: of its 40
 # orange places 22 then train, and 18 run out of memory.)
 #
 # At the lower edge retries may stop after a few steps (blue): the cache has then found a shape that serves
-# every request. Such a size is good. Above the edge they continue (orange). Advice like "the largest batch
+# every request. Such a size is good. Above the edge they continue. Advice like "the largest batch
 # that runs" usually ends in the orange band, and so can tools that lower the batch size until no error comes,
 # such as Accelerate's `find_executable_batch_size`.
 #
@@ -383,8 +383,8 @@ assert (rows[1][0] / rows[0][0], round(rows[1][1] / rows[0][1], 1), round(rows[1
 # are one part of that. The other is that 16 suits this GPU: 17 trains 9% fewer without any retry.
 #
 # So samples per second decide. Then why look at retries at all? Because a short test can miss what they cost:
-# at 2.1 GiB, size 22 retried in every second step, and its other steps were fast. And because the GPU is full:
-# a longer sequence may find no memory.
+# at 2.1 GiB, size 22 retried in every second step, and its other steps were fast. And because retries say that
+# the GPU is full: a longer sequence may find no memory.
 #
 # In 2022 the author of the [videos](../videos.md) measured a vision transformer of 1.986 billion parameters:
 # 5.46 s a step at batch size 16, and 7.26 s at 17, with nine retries in five steps: 20% fewer images per
@@ -729,7 +729,7 @@ def my_trial(step, batch_size):                 # what rank 0 has seen
 # |:--|:--|:--|
 # | steps take longer than with a slightly smaller batch, and memory is nearly full | retries | read `num_alloc_retries` before and after some steps; a smaller batch |
 # | `CUDA out of memory`, with gigabytes "reserved by PyTorch but unallocated" | the cache is in pieces that do not serve the request | `expandable_segments:True`; a smaller batch |
-# | `CUDA out of memory`, and you don't know what fills it | something that lives longer than you think | `torch.cuda.memory._record_memory_history()` before the first step; in `except torch.OutOfMemoryError`, `torch.cuda.memory._dump_snapshot("rank-0.pickle")`; drop the file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or replay it with `AllocationTrace.from_snapshot` |
+# | `CUDA out of memory`, and you don't know what fills it | unknown, so look | `torch.cuda.memory._record_memory_history()` before the first step; in `except torch.OutOfMemoryError`, `torch.cuda.memory._dump_snapshot("rank-0.pickle")`; drop the file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or replay it with `AllocationTrace.from_snapshot` |
 # | one rank runs out of memory, and the others hang | they wait in a collective that it never calls | `find_batch_size(step)` sends a failure in the first two steps of a trial to the other ranks; turn 2 alone is enough only for a step without collectives |
 # | slower since `torch.cuda.empty_cache()` runs in each step | it gives back every segment in which no tensor lives, as a retry does | leave it out |
 #
