@@ -1,33 +1,54 @@
 # %% [markdown]
 # # 5 · Maximising throughput
 #
-# Which batch size should you take? **Measure samples per second, and leave out each size that still has
-# retries after a few steps.** (A cudaMalloc retry: cudaMalloc fails, so the allocator gives back what it can
-# of its cache and asks again.) On an H200 a step with retries took 2 to 46% longer than a step of the same
-# batch without. `find_batch_size(step)` searches for you.
+# Which batch size should you take? **The one with the most samples per second, if the GPU refuses no request
+# for memory once the first steps are over. That is rarely the largest size that runs.** A refused request
+# raises no error at first: PyTorch's allocator gives back the memory that it had kept for later, and asks
+# again. This is a **cudaMalloc retry**, and it makes the step slower. To see it, time some steps of each size
+# and read `torch.cuda.memory_stats()["num_alloc_retries"]` before and after; `find_batch_size(step)` does
+# this on all ranks.
 
 # %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons import lesson, plots
+from ast import literal_eval
 
-NAMES = {"fits": 2, "retries that settle": 0, "retries that recur": 1, "out of memory": 5}
-fig, (axes,) = plots.figure(width=8.0, height=1.7)
-for name, left, width in zip(NAMES, (0, 21, 22, 24), (21, 1, 2, 5)):
-    axes.barh(0, width, left=left, height=0.7, color=plots.RANK_COLORS[NAMES[name]], label=name)
-axes.annotate("the largest to use", (22, 0.36), (19, 0.85), ha="center", arrowprops={"arrowstyle": "->"})
-axes.annotate("no error, and slow", (23.5, 0.36), (25.5, 0.85), ha="center", arrowprops={"arrowstyle": "->"})
-axes.set(xlim=(14, 29), ylim=(-0.4, 1.1), xlabel="batch size per rank, growing", xticks=[], yticks=[])
-axes.spines[:].set_visible(False)
-fig.legend(loc="outside lower center", ncols=4, frameon=False)
-plots.show(fig, alt="As the batch grows: it fits, it retries, it runs out of memory.")
+from fsdp_utils.lessons import lesson, plots, recorded
+
+ZONES = {"no retries": 2, "retries at first only": 0, "retries that continue": 1, "out of memory": 5}
+GOOD = ("no retries", "retries at first only")
+log_of = {}                                     # by limit and setting, then batch size: retries by step, seconds
+for row in recorded.load("retries")["results"]["rows"]:
+    limit, expandable = row["setting"].split(" GiB, expandable segments ")
+    log_of[float(limit), expandable == "True"] = {
+        int(size): None if one["error"] else (literal_eval(one["retries_by_step"]), round(one["step_s"], 5))
+        for size, one in row["batches"].items()
+    }
+
+
+def zone_of(retries):
+    if not retries or not any(retries):
+        return "no retries" if retries else "out of memory"
+    return "retries that continue" if any(retries[-2:]) else "retries at first only"
+
+
+fig, (axes,) = plots.figure(width=8.0, height=3.2)
+ran = [(size, *one) for log in log_of.values() for size, one in log.items() if one]
+for zone in (*GOOD, "retries that continue"):
+    dots = [(size, size / seconds) for size, retries, seconds in ran if zone_of(retries) == zone]
+    axes.plot(*zip(*dots), "o", color=plots.RANK_COLORS[ZONES[zone]], markersize=5, label=zone)
+axes.set(title="measured on one H200", xlabel="batch size per rank", ylabel="samples per second", ylim=(300, 520))
+axes.set_xticks(range(16, 28))
+fig.legend(loc="outside lower center", ncols=3, frameon=False)
+plots.show(fig, alt="The fastest size is 16, and at each size the runs with retries are mostly the slower ones.")
 
 # %% [markdown]
-# A drawing. As the batch grows, training first fits. Then it runs, but requests for memory fail at first, and
-# the allocator has to give back what it can of its cache: a **retry**. Then it runs out of memory.
+# Each dot is one run of this lesson's model on an H200 that may use 1.5 to 2.1 GiB (the axis begins at 300).
+# At the same batch size, runs with retries (orange) are mostly the slower ones. And from 16 on, the smallest of
+# these sizes, more samples gain nothing. (Much smaller batches are slow: see "What a larger batch gains".)
 
 # %% tags=["card"]
 lesson.card(
     5,
-    learn="tell reserved from allocated memory, see retries, and choose the batch size below them",
+    learn="tell reserved from allocated memory, see retries, and choose a batch size by measuring",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb)",
     minutes=(1, 16, 20),
 )
@@ -35,10 +56,11 @@ lesson.card(
 # %% [markdown]
 # ## The script
 #
-# A CPU has no caching allocator, so this script **simulates** one for a GPU of which PyTorch may use 1.8 GiB
-# (a small limit for a small model). It records five training steps of each rank: under `FakeTensorMode`
-# tensors have shapes and no numbers, the `fake` process group sends nothing, and FSDP2's calls are the real
-# ones. Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`.
+# On which sizes do retries begin, and why? A CPU has no allocator of this kind, so this script **simulates**
+# PyTorch's for a GPU that has 1.8 GiB to give (little, for a small model). First it records what five
+# training steps of one rank allocate and free. No GPU is needed for that: under `FakeTensorMode` tensors have
+# shapes and no numbers, and the `fake` process group sends nothing. FSDP2's calls are the real ones. Save it
+# as `train.py`, then `torchrun --nproc-per-node 4 train.py`.
 #
 # ```python
 # import os
@@ -61,7 +83,7 @@ lesson.card(
 # def record(batch_size):
 #     blocks = [nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True) for _ in range(4)]
 #     for block in blocks:
-#         fully_shard(block, mesh=mesh, reshard_after_forward=False)
+#         fully_shard(block, mesh=mesh, reshard_after_forward=False)    # full weights stay until backward
 #     model = fully_shard(nn.Sequential(*blocks), mesh=mesh)
 #     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 #     with record_allocations(model, optimizer) as trace:
@@ -73,35 +95,35 @@ lesson.card(
 #     return trace
 #
 #
-# for batch_size in (20, 22, 24, 26):
-#     with FakeTensorMode():
-#         trace = record(batch_size)
-#     words = []
-#     for expandable in (False, True):
-#         run = simulate_allocator(trace, limit_gib=1.8, expandable_segments=expandable)
-#         words.append("out of memory" if run.out_of_memory else f"retries by step {run.retries_by_step}")
-#     if rank == 0:
-#         print(f"{batch_size}: tensors {trace.peak_gib:.2f} GiB; {words[0]}; expandable: {words[1]}")
+# if rank == 0:                                                         # each rank would print the same
+#     for batch_size in (20, 22, 24, 26):
+#         with FakeTensorMode():
+#             trace = record(batch_size)
+#         roomy = simulate_allocator(trace)                             # a GPU with room for everything
+#         tight = simulate_allocator(trace, limit_gib=1.8)
+#         sizes = f"tensors {trace.peak_gib:.2f} GiB, reserved {roomy.peak_reserved_gib:.2f} GiB if there is room"
+#         ends = "out of memory" if tight.out_of_memory else f"retries by step {tight.retries_by_step}"
+#         print(f"{batch_size}: {sizes}; with 1.8 GiB: {ends}")
 # dist.destroy_process_group()
 # ```
 # ```text
-# 20: tensors 1.44 GiB; retries by step [0, 0, 0, 0, 0]; expandable: retries by step [0, 0, 0, 0, 0]
-# 22: tensors 1.55 GiB; retries by step [0, 1, 1, 1, 1]; expandable: retries by step [0, 0, 0, 0, 0]
-# 24: tensors 1.66 GiB; retries by step [0, 1, 2, 2, 2]; expandable: retries by step [0, 1, 2, 1, 2]
-# 26: tensors 1.77 GiB; out of memory; expandable: out of memory
+# 20: tensors 1.44 GiB, reserved 1.69 GiB if there is room; with 1.8 GiB: retries by step [0, 0, 0, 0, 0]
+# 22: tensors 1.55 GiB, reserved 1.82 GiB if there is room; with 1.8 GiB: retries by step [0, 1, 1, 1, 1]
+# 24: tensors 1.66 GiB, reserved 1.86 GiB if there is room; with 1.8 GiB: retries by step [0, 1, 2, 2, 2]
+# 26: tensors 1.77 GiB, reserved 2.00 GiB if there is room; with 1.8 GiB: out of memory
 # ```
 #
-# A retry raises no error. At 24 the tensors need 1.66 of 1.8 GiB, and still there are retries in almost every
-# step. Expandable segments, a setting of the allocator that is explained below, help 22 and do not help 24.
-# Why?
+# The tensors of all four sizes are smaller than 1.8 GiB. What PyTorch *reserves* for them is not, from 22 on,
+# and there the retries begin. (Delete `reshard_after_forward=False`, and 24 trains without a retry: each
+# block's full weights are then freed after its forward.)
 #
 # ## Reserved and allocated
 #
 # Asking a GPU for memory (`cudaMalloc`) takes time, and giving it back (`cudaFree`) makes the program wait
-# for the GPU. So PyTorch's **caching allocator** asks for large segments, cuts tensors out of them, and keeps
-# what is freed in a cache. **Allocated** is what tensors occupy. **Reserved** is what the allocator holds of
-# the GPU: allocated plus cache. Reserved has to fit beside the CUDA context and NCCL's buffers, which it does
-# not count. The next cell replays four lines of a program on a simulated GPU of 100 MiB.
+# for the GPU. So PyTorch's **caching allocator** asks for large segments and cuts tensors out of them. When a
+# tensor is freed, its place stays in a cache for the next one. **Allocated** is what tensors occupy;
+# **reserved** is allocated plus cache. Reserved has to fit on the GPU, beside the CUDA context and NCCL's
+# buffers, which it does not count. The next cell replays four lines on a simulated GPU of 100 MiB.
 
 # %%
 import torch
@@ -127,17 +149,15 @@ Table(
 )
 
 # %% [markdown]
-# After `free`, reserved stays at 90. The last request finds no free place of 62 MiB, and the GPU has only 10
-# left. So the allocator gives the cached 60 MiB back and asks again, and now it works: 30 + 62 = 92. That is
-# one retry. The program sees no error and no warning. `torch.cuda.memory_stats()["num_alloc_retries"]` counts
-# them.
+# After `free`, reserved stays at 90. The last request finds no cached place of 62 MiB, and the GPU has only
+# 10 left. So the allocator gives the cached 60 MiB back and asks again, and now it works: 30 + 62 = 92. That
+# is one retry.
 #
-# ## Three zones, at every limit
+# ## Why the cache is so large
 #
-# One limit could be an accident. So the next cell replays the script's model over a sweep of limits and batch
-# sizes. (`record` is the script's function. Batch sizes between 16 and 32 are interpolated tensor by tensor,
-# and checked at 24.) All of it is recorded with `reshard_after_forward=False`: full parameters stay after
-# forward. With FSDP2's default the zones may lie elsewhere.
+# In the script, reserved is 0.20 to 0.27 GiB more than the tensors. The next cells record its model again, and
+# replay it without a limit in three ways. (Only sizes 16, 24 and 32 are recorded. Those between are
+# interpolated, tensor by tensor, which gives exactly the recorded 24.)
 
 # %%
 import torch.distributed as dist
@@ -151,8 +171,7 @@ dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
 mesh = init_device_mesh("cpu", (4,))
 
 
-def record(batch_size):
-    """Record five steps of one rank of four; no tensor has numbers."""
+def record(batch_size):                         # as in the script
     blocks = [nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True) for _ in range(4)]
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
@@ -167,212 +186,239 @@ def record(batch_size):
     return trace.events
 
 
-# %% tags=["regimes"]
-from dataclasses import replace
-from functools import cache
-
 with FakeTensorMode():
     smallest, middle, largest = record(16), record(24), record(32)
 dist.destroy_process_group()
 
+# %% tags=["reserved"]
+from dataclasses import replace
+
 
 def between(size):
-    """The events of a batch size from 16 to 32."""
+    """The trace of a batch size from 16 to 32."""
     def grown(a, b):
         return a.size + (b.size - a.size) * (size - 16) // 16
-    return [replace(a, size=grown(a, b)) for a, b in zip(smallest, largest, strict=True)]
+    return AllocationTrace([replace(a, size=grown(a, b)) for a, b in zip(smallest, largest, strict=True)])
 
 
-assert between(24) == middle                                # each event and each size
-events = {size: between(size) for size in range(16, 33)}
-one_stream = {size: [replace(event, stream=0) for event in found] for size, found in events.items()}
+assert between(24).events == middle             # each event and each size
+traces = {size: between(size) for size in range(16, 33)}
+one_stream = {s: AllocationTrace([replace(event, stream=0) for event in t.events]) for s, t in traces.items()}
 
 
-@cache
-def zone(size, limit, streams=3, expandable=False):
-    trace = AllocationTrace(events[size] if streams == 3 else one_stream[size])
-    run = simulate_allocator(trace, limit_gib=limit, expandable_segments=expandable)
-    if run.out_of_memory:
-        return "out of memory"
-    if not run.num_alloc_retries:
-        return "fits"
-    return "retries that recur" if sum(run.retries_by_step[-2:]) else "retries that settle"
+def reserved(trace, **how):
+    return round(simulate_allocator(trace, **how).peak_reserved_gib, 2)
+
+
+Table(
+    ["batch size", "tensors, GiB", "reserved, GiB", "on one stream", "expandable segments"],
+    [
+        [s, round(traces[s].peak_gib, 2), reserved(traces[s]), reserved(one_stream[s]),
+         reserved(traces[s], expandable_segments=True)]
+        for s in (16, 20, 24, 28, 32)
+    ],
+    note="Simulated, without a limit.",
+)
+
+# %% [markdown]
+# Two things make the cache large. The first is **streams**, queues of GPU work that run side by side. FSDP2
+# gathers in one and reduces in another while a third computes, and a cached place of one stream does not
+# serve another. With all tensors on one stream, reserved falls by 0.07 to 0.13 GiB. The second is **pieces**:
+# a request needs one free place that is large enough, and free memory lies in pieces between tensors that
+# still live. A retry does not help there: it can only give back segments in which no tensor lives. This is
+# how 26 runs out of memory, with tensors of 1.77 GiB on a GPU of 1.8.
+#
+# `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, set before the program starts, is PyTorch's remedy for
+# pieces: a segment grows page by page, in place of many segments of fixed size. Each stream still has its
+# own.
+#
+# ## Three zones, at every limit
+#
+# One limit could be an accident. The left panel replays the model at 25 limits. The other two are what the
+# H200 did at eight: `benchmarks/gpu.py` trained the same model there (torch 2.11) as one rank of a `fake`
+# group of four. Its collectives send nothing; the allocator, kernels and streams are real.
+
+# %% tags=["regimes", "on-a-gpu"]
+def simulated(trace, limit):
+    run = simulate_allocator(trace, limit_gib=limit)
+    return zone_of(None if run.out_of_memory else run.retries_by_step)
 
 
 limits = [1.25 + 0.05 * step for step in range(25)]         # GiB
-panels = {
-    "default": {},
-    "all tensors on one stream": {"streams": 1},
-    "expandable segments": {"expandable": True},
+maps = {
+    "simulated": {limit: [simulated(trace, limit) for trace in traces.values()] for limit in limits},
+    "H200": {},
+    "H200, expandable segments": {},
 }
-maps = {title: {limit: [zone(s, limit, **how) for s in events] for limit in limits} for title, how in panels.items()}
+for (limit, expandable), log in log_of.items():
+    zones = [zone_of(one and one[0]) for one in log.values()]
+    maps["H200, expandable segments" if expandable else "H200"][limit] = zones
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-colors = ListedColormap([plots.RANK_COLORS[place] for place in NAMES.values()])
 fig, axes_of = plots.figure(3, width=10.4, height=3.6)
 for axes, (title, found) in zip(axes_of, maps.items()):
-    grid = [[list(NAMES).index(word) for word in row] for row in found.values()]
-    axes.imshow(grid, cmap=colors, vmin=0, vmax=3, origin="lower", aspect="auto", extent=(15.5, 32.5, 1.225, 2.475))
-    axes.set(title=f"simulated: {title}", xlabel="batch size per rank", xticks=range(16, 33, 4))
+    half = 0.025 if title == "simulated" else 0.05          # of the distance between two limits
+    axes.imshow(
+        [[list(ZONES).index(zone) for zone in row] for row in found.values()],
+        cmap=ListedColormap([plots.RANK_COLORS[place] for place in ZONES.values()]), vmin=0, vmax=3,
+        origin="lower", aspect="auto", extent=(15.5, 32.5, min(found) - half, max(found) + half),
+    )
+    axes.set(title=title, xlabel="batch size per rank", xticks=range(16, 33, 4), ylim=(1.225, 2.475))
 axes_of[0].set_ylabel("PyTorch may use, GiB")
-patches = [Patch(color=plots.RANK_COLORS[place], label=name) for name, place in NAMES.items()]
+patches = [Patch(color=plots.RANK_COLORS[place], label=name) for name, place in ZONES.items()]
 fig.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False)
-plots.show(fig, alt="Zones over batch size and limit: with one stream there is almost no zone of retries.")
+plots.show(fig, alt="A band of retries lies between what trains and what runs out of memory, wider on the H200.")
 
-# %% jupyter={"source_hidden": true} tags=["check", "expandable"]
-FIT = ("fits", "retries that settle")
-
-
-def best(row, accepted=FIT):
-    """The largest batch size below which all are accepted."""
-    return next((size - 1 for size, word in zip(events, row) if word not in accepted), 32)
+# %% jupyter={"source_hidden": true} tags=["check"]
+def largest_good(row):                          # the size up to which all are good; 15 if none is
+    return next((size - 1 for size, zone in zip(traces, row) if zone not in GOOD), 32)
 
 
-inside = [limit for limit, row in maps["default"].items() if best(row) > 15 and row[-1] == "out of memory"]
-default, alone, expandable = ([found[limit] for limit in inside] for found in maps.values())
-gaps = [best(row, (*FIT, "retries that recur")) - best(row) for row in default]
-assert len(inside) == 16
-assert sum(gap > 0 for gap in gaps) == 15
-assert max(gaps) == 3
-assert sum("retries that settle" in row for row in default) > 5     # where they do, at the lower edge
-assert not any("retries that recur" in row for row in alone)
-pairs = [
-    (limit, size)
-    for limit, row in maps["default"].items()
-    for size, word in zip(events, row)
-    if word == "retries that recur"
-]
-alone_there = [zone(size, limit, streams=1) for limit, size in pairs]
-assert (len(pairs), alone_there.count("out of memory")) == (40, 18)
-assert sorted(best(row) - best(old) for row, old in zip(expandable, default)) == [0] * 14 + [1] * 2
+inside = [row for row in maps["simulated"].values() if largest_good(row) > 15 and row[-1] == "out of memory"]
+widths = [row.count("retries that continue") for row in inside]
+assert (len(inside), widths.count(0), {*widths}) == (16, 1, {0, 1, 2, 3})
+alone = {limit: [simulated(trace, limit) for trace in one_stream.values()] for limit in limits}
+assert not any("retries that continue" in row for row in alone.values())
+pairs = [pair for at in limits for pair in zip(maps["simulated"][at], alone[at])]
+then = [other for zone, other in pairs if zone == "retries that continue"]
+assert (len(then), then.count("out of memory")) == (40, 18)
+usual, growing = maps["H200"], maps["H200, expandable segments"]
+some = [at for at in growing if largest_good(growing[at]) > 15]
+assert some == [1.6, 1.7, 1.8, 1.9, 2.0, 2.1]
+assert [largest_good(growing[at]) - largest_good(usual[at]) for at in some] == [1, 1, 2, 1, 0, 1]
+assert {usual[at].count("retries that continue") for at in some[1:]} == {3, 4}      # at 1.6 none is good
+saved = [round(reserved(traces[s]) - reserved(one_stream[s]), 2) for s in (16, 20, 24, 28, 32)]
+assert (min(saved), max(saved)) == (0.07, 0.13)
+more = [reserved(traces[s]) - traces[s].peak_gib for s in (20, 22, 24, 26)]
+assert (f"{min(more):.2f}", f"{max(more):.2f}") == ("0.20", "0.27")
 
 # %% [markdown]
-# **The default.** At 16 of these limits some batch size fits or settles and some runs out. At 15 of the 16
-# there is a zone of retries between the two, one to three sizes wide. At its lower edge retries may
-# **settle**: the cache takes another shape after a step or two, and they stop. Above that they recur. Advice
-# like "the largest batch that runs", and tools that lower the batch size until there is no error, such as
-# Accelerate's `find_executable_batch_size`, can end inside the zone.
+# A band of retries (orange) separates the sizes that train well from those that run out of memory. In the
+# simulation it is one to three sizes wide, at 15 of the 16 limits at which some size trains well and some runs
+# out of memory. On the H200 it is three or four sizes wide and begins earlier: kernels take workspaces of their own,
+# which no trace of tensors sees. (With all tensors on one stream the simulation has no orange: of its 40
+# orange places 22 then train, and 18 run out of memory.)
 #
-# **One stream.** FSDP2 works in several CUDA **streams**, queues of work that run side by side, so that it
-# can gather while it computes. The allocator keeps a cache for each stream, and a cached place of one stream
-# does not serve another. In the second panel all tensors of the same recording are put on one stream: nowhere
-# do retries recur. Of the 40 places where they did, 22 now train without: there the tensors fitted and the
-# caches did not. The other 18 run out of memory: their free memory lies in pieces, which no retry can give
-# back.
+# At the lower edge retries may stop after a few steps (blue): the cache has then found a shape that serves
+# every request. Such a size is good. Above the edge they continue. Advice like "the largest batch
+# that runs" usually ends in the orange band, and so can tools that lower the batch size until no error comes,
+# such as Accelerate's `find_executable_batch_size`.
 #
-# **Expandable segments.** `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, set before the program starts,
-# lets segments grow page by page. It wastes less between tensors, but streams still do not share pages. In
-# this sweep it makes a larger batch fit at 2 of the 16 limits. At 11 of the 16 the first size that runs out of
-# memory is one or two larger, which widens the zone of retries. Switch it on for messages with gigabytes
-# "reserved by PyTorch but unallocated", and keep watching the counter.
+# Expandable segments made one or two more sizes good on the H200, at five of the six limits where any was.
+# They are worth a try, but they do not remove the band.
 #
-# ## The same on an H200
+# ## What a larger batch gains
 #
-# Is the real allocator like that? `benchmarks/gpu.py` trained the script's model on one H200, under eight
-# limits (`torch.cuda.set_per_process_memory_fraction`), as one rank of a `fake` group of four: the
-# collectives send nothing, all else is real. The next cell reads its stored measurements.
+# A step has costs that do not grow with the batch: the optimizer's step, the CPU's work of starting kernels,
+# and FSDP's all-gathers and reduce-scatters. A small batch pays them for few samples. The next cell reads two
+# runs of a Llama (16 layers, width 2,048, bf16) on an H200, as a single rank: one sample of 512 tokens a step,
+# and four of 2,048.
 
-# %% tags=["on-a-gpu"]
-from ast import literal_eval
+# %% tags=["gain"]
+import re
 
-from fsdp_utils.lessons import recorded
-
-
-def zone_on_gpu(error, retries):
-    if error:
-        return "out of memory"
-    return "fits" if not sum(retries) else "retries that recur" if sum(retries[-2:]) else "retries that settle"
-
-
-gpu, rates = {}, {}                                         # by setting, one entry for each batch size
-for row in recorded.load("retries")["results"]["rows"]:
-    limit, expandable = row["setting"].split(" GiB, expandable segments ")
-    setting = float(limit), expandable == "True"
-    found = {int(size): trained for size, trained in row["batches"].items()}
-    gpu[setting] = [zone_on_gpu(one["error"], literal_eval(one["retries_by_step"])) for one in found.values()]
-    rates[setting] = [size / one["step_s"] if not one["error"] else 0 for size, one in found.items()]
-WORKSPACES = 0.19                                           # GiB
-simulated = {at: [zone(size, at[0] - WORKSPACES, expandable=at[1]) for size in events] for at in gpu}
-
-# %% jupyter={"source_hidden": true}
-fig, axes_of = plots.figure(2, width=8.4, height=3.0)
-for axes, (title, found) in zip(axes_of, {"H200": gpu, "simulated": simulated}.items()):
-    grid = [[list(NAMES).index(word) for word in row] for (_, expandable), row in found.items() if not expandable]
-    axes.imshow(grid, cmap=colors, vmin=0, vmax=3, origin="lower", aspect="auto", extent=(15.5, 32.5, 1.35, 2.15))
-    axes.set(title=title, xlabel="batch size per rank", xticks=range(16, 33, 4))
-axes_of[0].set_ylabel("PyTorch may use, GiB")
-fig.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False)
-plots.show(fig, alt="Zones over batch size and limit: the H200's zone of retries is wider than the simulated one.")
-
-# %% jupyter={"source_hidden": true} tags=["check", "gpu"]
-good = {at: [rate for rate, word in zip(rates[at], row) if word in FIT] for at, row in gpu.items()}
-largest = {at: [rate for rate in row if rate][-1] for at, row in rates.items() if any(row)}
-slower = [1 - largest[at] / max(rates) for at, rates in good.items() if rates]
-assert (len(slower), f"{min(slower):.0%}", f"{max(slower):.0%}") == (11, "4%", "35%")
-alike = [ours == real for at in gpu for ours, real in zip(simulated[at], gpu[at])]
-assert (sum(alike), len(alike)) == (245, 272)
-trains = [(ours, real) for at in gpu for ours, real in zip(simulated[at], gpu[at]) if real != "out of memory"]
-assert (len(alike) - len(trains), len(trains), sum(ours == real for ours, real in trains)) == (183, 89, 64)
-assert {ours for ours, real in trains if real == "retries that settle"} == {"fits"}
-assert max(rates[1.9, False]) == rates[1.9, False][0] > 1.1 * rates[1.9, False][1]          # 16 and 17, no retries
-wide = [row.count("retries that recur") for at, row in gpu.items() if not at[1] and good[at]]
-assert (min(wide), max(wide)) == (3, 4)
-assert all(rates[at].index(max(good[at])) == 0 for at in good if good[at])      # the fastest is 16
+rows = []
+for row in recorded.load("planner")["results"]["rows"]:
+    if re.search("^1 ranks, 16 layers .* bf16, checkpointing None", row["setting"]):
+        samples, length = map(int, re.search(r"(\d+) samples of (\d+) tokens", row["setting"]).groups())
+        seconds = row["step_s"][1]              # [0] is what fsdp_utils.plan expected
+        rows.append([samples * length, round(seconds, 3), round(samples * length / seconds)])
+rows.sort()
+Table(["tokens a step", "seconds", "tokens per second"], rows)
 
 # %% [markdown]
-# All zones are there, and the H200's zone of retries is wider: three or four sizes where some size is good,
-# one to three in the simulation. The GPU needs more than the tensors that a trace sees: kernels take
-# workspaces of their own (cuBLAS, attention's backward). With its limit lowered by 0.19 GiB, the value that
-# fits these points best, the simulation names the right zone at 245 of 272 points. 183 of the 272 run out of
-# memory on the H200; of the 89 that train it names 64, and each of the other 25 it takes for better than it
-# is: it never sees the retries that settle.
+# 16 times as many tokens take 1.3 times as long: 12 times the throughput. But this gain ends where the GPU is
+# busy. In the first figure no size above 16 (4,096 tokens) gains anything. From there on, more samples only
+# need more memory, until retries make them slower.
 #
 # ## What a retry costs
 #
-# To give memory back (`cudaFree`, or unmapping pages of expandable segments) the program waits for the GPU.
-# The next cell compares steps of the same batch on the H200: those with no retry in at least one of their
-# last two steps (the faster of the two is timed) with those that had retries in both.
+# To give memory back (`cudaFree`, or unmapping pages of expandable segments), the program waits for the GPU.
+# The next cell takes the H200's runs that had retries in both of their last two steps, and compares the
+# faster of these steps with that of runs of the same batch size whose step had none.
 
 # %% tags=["cost"]
-def last_two(one):
-    return min(literal_eval(one["retries_by_step"])[-2:])
+from statistics import median
 
+longer = {False: [], True: []}
+for (_, expandable), log in log_of.items():
+    for size, one in log.items():
+        alike = [seconds for other, retries, seconds in ran if other == size and min(retries[-2:]) == 0]
+        if one and min(one[0][-2:]) > 0 and alike:
+            longer[expandable].append(one[1] / median(alike) - 1)
+Table(
+    ["expandable segments", "runs", "least", "median", "most"],
+    [[str(on), len(found), f"{min(found):.0%}", f"{median(found):.0%}", f"{max(found):.0%}"]
+     for on, found in longer.items()],
+    note="How much longer a step with retries takes, measured on an H200.",
+)
 
-by_size = {}
-for row in recorded.load("retries")["results"]["rows"]:
-    for size, one in row["batches"].items():
-        if not one["error"]:
-            by_size.setdefault(int(size), []).append((last_two(one), one["step_s"] * 1000))
-costs, longer = [], []
-for size, steps in by_size.items():
-    alone = [took for count, took in steps if count == 0]
-    costs += [(took - min(alone)) / count for count, took in steps if count and alone]
-    longer += [took / min(alone) - 1 for count, took in steps if count and alone]
-assert (f"{min(longer):.0%}", f"{max(longer):.0%}") == ("2%", "46%")
-print(f"{len(costs)} settings: a retry costs {min(costs):.1f} to {max(costs):.1f} ms; a step takes 32 to 62 ms")
+# %% jupyter={"source_hidden": true} tags=["check", "gpu"]
+both = longer[False] + longer[True]
+assert (f"{min(both):.0%}", f"{median(both):.0%}", f"{max(both):.0%}") == ("2%", "9%", "44%")
+sixteen = [1000 * seconds for size, retries, seconds in ran if size == 16 and min(retries[-2:]) == 0]
+assert (round(min(sixteen), 1), round(max(sixteen), 1)) == (31.7, 33.6)
+seventeen = [1000 * seconds for size, retries, seconds in ran if size == 17 and min(retries[-2:]) == 0]
+assert f"{1 - 17 / median(seventeen) / (16 / median(sixteen)):.0%}" == "9%"
+slower = []
+for log in log_of.values():
+    rates = {size: size / one[1] for size, one in log.items() if one}
+    assert not rates or max(rates, key=rates.get) == 16
+    if any(zone_of(log[size][0]) in GOOD for size in rates):
+        assert zone_of(log[max(rates)][0]) == "retries that continue"
+        slower.append(1 - rates[max(rates)] / rates[16])
+assert (len(slower), f"{min(slower):.0%}", f"{max(slower):.0%}") == (11, "4%", "35%")
+assert (rows[1][0] / rows[0][0], round(rows[1][1] / rows[0][1], 1), round(rows[1][2] / rows[0][2])) == (16, 1.3, 12)
 
 # %% [markdown]
-# Differences below about 2 ms are within the noise: batch 16 without retries took 31.7 to 33.6 ms.
+# Read the least with care: runs of 16 without retries differ by 6% among themselves (31.7 to 33.6 ms). With
+# expandable segments retries cost more here. And with several GPUs every rank waits for the slowest one, so
+# one rank's retry costs all of them.
 #
-# At the 11 settings where some size is good, the largest that runs trains 4 to 35% fewer samples per second
-# than the fastest good one. Not all of that is retries: the fastest is always 16, the smallest of the sweep,
-# and 17 without any retry is already 10% slower than 16. So measure samples per second, and don't count
-# retries alone. The author of the [videos](../videos.md) measured the same in 2022 on a vision transformer of
-# 1.986 billion parameters: 5.46 s a step at batch size 16, and 7.26 s at 17, with nine retries in five steps,
-# which is 20% fewer images per second.
+# At 11 of the 16 settings (eight limits, with and without expandable segments) some size was good. At each of
+# them the largest size that runs had retries, and trained 4 to 35% fewer samples per second than 16. Retries
+# are one part of that. The other is that 16 suits this GPU: 17 trains 9% fewer without any retry.
+#
+# So samples per second decide. Then why look at retries at all? Because a short test can miss what they cost:
+# at 2.1 GiB, size 22 retried in every second step, and its other steps were fast. And because retries say that
+# the GPU is full: a longer sequence may find no memory.
+#
+# In 2022 the author of the [videos](../videos.md) measured a vision transformer of 1.986 billion parameters:
+# 5.46 s a step at batch size 16, and 7.26 s at 17, with nine retries in five steps: 20% fewer images per
+# second.
 #
 # ## On your ranks
 #
-# Two tools look at the counter for you. `find_batch_size(step)` doubles the batch size until a trial fails,
-# then halves the distance. A trial fails on out of memory, or on retries in its last two steps: those that
-# settle earlier are accepted. Of the sizes that pass, it takes the fastest, and of several within 2% the
-# largest. Its steps really train: build model and optimizer anew afterwards. And another batch size changes
-# the training: keep the global batch size by gradient accumulation, or adapt the learning rate.
-# `Memory_Maximizer` watches a training loop. On a CPU, as here, the search needs a `limit`, and there are no
-# retries to see.
+# By hand, on a GPU, with a `step(batch_size)` that trains one step (forward, backward, optimizer):
+#
+# ```python
+# def retries():
+#     return torch.cuda.memory_stats()["num_alloc_retries"]    # since the process began
+#
+# for _ in range(3):
+#     step(batch_size)                                         # the cache takes its shape
+# torch.cuda.synchronize()
+# before, begin = retries(), time.perf_counter()
+# for _ in range(2):
+#     step(batch_size)
+# torch.cuda.synchronize()
+# print(2 * batch_size / (time.perf_counter() - begin), "samples/s,", retries() - before, "retries")
+# ```
+#
+# `find_batch_size(step)` searches in this way on all ranks. It doubles the batch size until a trial fails, then
+# halves the distance. A trial fails on out of memory, or on a retry in its last two steps on any rank. Of the
+# sizes that pass, it takes the fastest, and of several within 2% the largest. Three things to know:
+#
+# - let `step` use your longest sequence: memory grows with the number of tokens;
+# - the steps really train, so build model and optimizer anew afterwards;
+# - another batch size changes the training: make up for it by gradient accumulation, or adapt the learning
+#   rate.
+#
+# `Memory_Maximizer` watches the training itself. On a CPU, as here, the search needs a `limit`, and there are
+# no retries to see.
 
 # %%
 from fsdp_utils.notebook import ranks
@@ -411,170 +457,153 @@ with Memory_Maximizer() as watch:
         watch.update(samples=search.best)
 
 # %% [markdown]
-# Seconds and bytes differ from run to run, and the answer is the same on every rank (asserted below). On a
-# CPU the report shows *resident* memory: what the system holds for the whole process, Python and libraries
-# included. On a GPU it shows *reserved* memory, the retries, and the fullest rank, which limits all others.
+# Seconds and bytes differ from run to run, and the answer is the same on every rank. On a CPU the report
+# shows *resident* memory, which is what the system holds for the whole process. On a GPU it shows *reserved*
+# memory, the retries, and the fullest rank, which limits all others.
 
 # %% jupyter={"source_hidden": true} tags=["check", "watched"]
 assert len(set(ranks.get("search.best"))) == 1
 assert set(ranks.get("watch.report.steps")) == {10}
 
 # %% [markdown]
-# ## Your turn 1 · Search for the batch size
+# ## Your turn 1 · Choose from an H200's logs
 #
-# `trial(batch_size)` trains five steps on the simulated GPU and returns a list, the retries of each step;
-# where memory runs out it raises `torch.OutOfMemoryError`. Sizes go from 16, which always trains, to 32.
-# Return the largest batch size with no retry in the last two steps, after **at most six trials**. Your search
-# is run on four GPUs of different sizes.
+# Write the rule. `log` is what the H200 measured under one limit. For each batch size, `log[size]` is `None`
+# if it ran out of memory, else two values: the retries of each of five steps, and the seconds of a step (the
+# faster of the last two). Return the batch size to take, and 0 if no size is good. Your rule is run on five
+# logs. A part of one, at 2.1 GiB, is printed below: which size is right there?
 #
 # <details><summary>Hint</summary>
 #
-# Keep two numbers: the largest size known to be good, and the smallest size known to be bad.
+# First keep the sizes that are good: no retry in either of the last two steps. Then compare samples per
+# second. Of the sizes below, 23 is right: 22 and 24 are faster, and their retries continue.
 #
 # </details>
 
-# %% jupyter={"source_hidden": true}
-from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
+# %%
+LOGS = [                                        # limit, expandable segments, the smallest size of the log
+    {size: one for size, one in log_of[limit, expandable].items() if size >= first}
+    for limit, expandable, first in
+    [(2.1, False, 16), (2.1, False, 17), (1.8, True, 17), (2.0, True, 17), (1.6, False, 16)]
+]
+for size in range(20, 28):
+    print(size, LOGS[1][size])
 
-GPUS = (1.4, 1.5, 1.8, 2.1)
+# %% jupyter={"source_hidden": true}
+from fsdp_utils.lessons.your_turn import NotYet, exactly, turn
 
 
 @turn(1, {
-    "GPUs with too large a batch": exactly(
-        0, "A size that has retries in its last two steps was accepted: only errors were noticed?"
+    "logs where your size is not good": exactly(
+        0, "You took a size that runs out of memory, or that has a retry in one of its last two steps."
     ),
-    "GPUs with too small a batch": exactly(
-        0, "A larger size is good, too: retries in the first steps alone do not matter, or the search ends early."
+    "logs with a faster good size": exactly(
+        0, "You left a good size with more samples per second. Either you refused one whose retries stop before "
+        "the last two steps, or you compared something other than size / seconds."
     ),
-    "trials, at most": at_most(6, "Six trials are enough if each halves what is left."),
+    "size for the log without a good one": exactly(0, "In one log every size has retries to the end: return 0."),
 })
-def score_search(my_search):
-    too_large = too_small = most = 0
-    for limit in GPUS:
-        tried = []
-
-        def trial(size, limit=limit, tried=tried):
-            tried.append(size)
-            run = simulate_allocator(AllocationTrace(events[int(size)]), limit_gib=limit)
-            if run.out_of_memory:
-                raise torch.OutOfMemoryError(str(run.out_of_memory))
-            return run.retries_by_step
-
-        found = my_search(trial)
-        if isinstance(found, bool) or int(found) != found:
-            raise NotYet("Return a batch size, a whole number.")
-        right = best([zone(size, limit) for size in events])
-        too_large, too_small = too_large + (found > right), too_small + (found < right)
-        most = max(most, len(tried))
+def score_choice(my_choice):
+    not_good = slower = 0
+    for log in LOGS:
+        chosen = my_choice(dict(log))
+        if isinstance(chosen, bool) or chosen not in [0, *log]:
+            raise NotYet("Return one of the batch sizes of the log, or 0.")
+        rates = {size: size / one[1] for size, one in log.items() if one and zone_of(one[0]) in GOOD}
+        if rates:
+            not_good += chosen != 0 and chosen not in rates
+            slower += chosen == 0 or rates.get(chosen, max(rates.values())) < max(rates.values())
     return {
-        "GPUs with too large a batch": too_large,
-        "GPUs with too small a batch": too_small,
-        "trials, at most": most,
+        "logs where your size is not good": not_good,
+        "logs with a faster good size": slower,
+        "size for the log without a good one": chosen,
     }
 
 
 # %%
 # %%turn 1
-def my_search(trial):
+def my_choice(log):
     return None                                 # your lines here
 
 
 # %% tags=["solution"] turn=1
-def my_search(trial):
-    good, bad = 16, 33
-    while bad - good > 1:
-        size = (good + bad) // 2
-        try:
-            is_good = sum(trial(size)[-2:]) == 0
-        except torch.OutOfMemoryError:
-            is_good = False
-        good, bad = (size, bad) if is_good else (good, size)
-    return good
+def my_choice(log):
+    rates = {}
+    for size, one in log.items():
+        if one is not None:
+            retries, seconds = one
+            if sum(retries[-2:]) == 0:
+                rates[size] = size / seconds
+    return max(rates, key=rates.get, default=0)
 
 # %% tags=["right"] turn=1
 import numpy as np
 
-def my_search(trial, good=16, bad=33):          # calls itself, returns a NumPy integer
-    if bad - good == 1:
-        return np.int64(good)
-    size = good + (bad - good) // 2
-    try:
-        recurs = any(trial(size)[3:])
-    except torch.OutOfMemoryError:
-        recurs = True
-    return my_search(trial, good, size) if recurs else my_search(trial, size, bad)
+def my_choice(log):                             # arrays; returns a NumPy integer
+    sizes = np.array([size for size, one in log.items() if one and not np.any(one[0][3:])])
+    if sizes.size == 0:
+        return 0
+    return sizes[np.argmax(sizes / np.array([log[size][1] for size in sizes]))]
 
 # %% tags=["right"] turn=1
-import bisect
-import contextlib
-
-def my_search(trial):
-    def bad(size):
-        try:
-            *_, fourth, fifth = trial(size)
-        except torch.OutOfMemoryError:
-            return True
-        return fourth + fifth > 0
-
-    return 16 + bisect.bisect_left(range(17, 33), True, key=bad)
+def my_choice(log):                             # one running maximum
+    best, most = 0, 0.0
+    for size in sorted(log, reverse=True):
+        match log[size]:
+            case [*_, 0, 0], seconds if size / seconds > most:
+                best, most = size, size / seconds
+    return best
 
 # %% tags=["right"] turn=1
-import contextlib
+def my_choice(log):                             # the least time for one sample
+    good = [(one[1] / size, size) for size, one in log.items() if one and one[0][-2:] == [0, 0]]
+    return min(good)[1] if good else 0
 
-def my_search(trial):                           # steps of 8, 4, 2, 1
-    size = 16
-    for more in (8, 4, 2, 1):
-        with contextlib.suppress(torch.OutOfMemoryError):
-            size += 0 if any(trial(size + more)[-2:]) else more
-    return size
+# %% tags=["wrong"] turn=1 says="a retry in one of its last two steps"
+def my_choice(log):                             # the largest that runs
+    return max(size for size, one in log.items() if one)
 
-# %% tags=["wrong"] turn=1 says="only errors were noticed"
-def my_search(trial):
-    good, bad = 16, 33
-    while bad - good > 1:
-        size = (good + bad) // 2
-        try:
-            trial(size)
-            good = size
-        except torch.OutOfMemoryError:
-            bad = size
-    return good
+# %% tags=["wrong"] turn=1 says="a retry in one of its last two steps"
+def my_choice(log):                             # the fastest, whatever its retries
+    return max((size for size, one in log.items() if one), key=lambda size: size / log[size][1])
 
-# %% tags=["wrong"] turn=1 says="retries in the first steps alone"
-def my_search(trial):
-    good, bad = 16, 33
-    while bad - good > 1:
-        size = (good + bad) // 2
-        try:
-            is_good = sum(trial(size)) == 0
-        except torch.OutOfMemoryError:
-            is_good = False
-        good, bad = (size, bad) if is_good else (good, size)
-    return good
+# %% tags=["wrong"] turn=1 says="a retry in one of its last two steps"
+def my_choice(log):                             # looks at the last step only
+    good = [size for size, one in log.items() if one and one[0][-1] == 0]
+    return max(good, key=lambda size: size / log[size][1], default=0)
 
-# %% tags=["wrong"] turn=1 says="halves what is left"
-def my_search(trial):                           # one after the other
-    size = 16
-    while size < 32:
-        try:
-            if any(trial(size + 1)[-2:]):
-                break
-        except torch.OutOfMemoryError:
-            break
-        size += 1
-    return size
+# %% tags=["wrong"] turn=1 says="retries stop before the last two steps"
+def my_choice(log):                             # refuses any retry
+    good = [size for size, one in log.items() if one and not any(one[0])]
+    return max(good, key=lambda size: size / log[size][1], default=0)
 
-# %% tags=["wrong"] turn=1 says="OutOfMemoryError"
-def my_search(trial):                           # does not expect the error
-    return max(size for size in (16, 24, 32) if not any(trial(size)[-2:]))
+# %% tags=["wrong"] turn=1 says="other than size / seconds"
+def my_choice(log):                             # the largest good one
+    return max((size for size, one in log.items() if one and not any(one[0][-2:])), default=0)
+
+# %% tags=["wrong"] turn=1 says="other than size / seconds"
+def my_choice(log):                             # the shortest step
+    good = [size for size, one in log.items() if one and not any(one[0][-2:])]
+    return min(good, key=lambda size: log[size][1], default=0)
+
+# %% tags=["wrong"] turn=1 says="every size has retries to the end"
+def my_choice(log):                             # where no size is good, the smallest
+    good = [size for size, one in log.items() if one and not any(one[0][-2:])]
+    return max(good, key=lambda size: size / log[size][1], default=min(log))
+
+# %% tags=["wrong"] turn=1 says="your code raised TypeError"
+def my_choice(log):                             # does not expect None
+    good = [size for size, (retries, seconds) in log.items() if not any(retries[-2:])]
+    return max(good, key=lambda size: size / log[size][1], default=0)
 
 # %% [markdown]
 # ## Your turn 2 · One answer for all ranks
 #
-# One rank may run out of memory where the others do not. If each rank decided for itself, they would end with
-# different batch sizes and wait for each other. `step(batch_size)` runs this rank's step, after some to
-# settle, and returns its retries, or raises `torch.OutOfMemoryError`. Return True, on every rank, if no rank
-# ran out of memory and no rank had a retry, and False otherwise, on every rank.
+# One rank may run out of memory where the others do not. If each rank decided for itself, they would go on to
+# different sizes, train different numbers of steps, and in the end wait for each other. `step(batch_size)`
+# trains on this rank and returns the retries of its last two steps, or raises `torch.OutOfMemoryError`.
+# Return True, on every rank, if no rank ran out of memory and no rank had a retry, and False otherwise, on
+# every rank.
 #
 # (This `step` has no collective. In a real one the other ranks would wait for the rank that failed, so
 # `find_batch_size` sends the failure to them.)
@@ -698,9 +727,9 @@ def my_trial(step, batch_size):                 # what rank 0 has seen
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | step times vary, and memory is nearly full | retries | read `num_alloc_retries` before and after some steps; a smaller batch |
+# | steps take longer than with a slightly smaller batch, and memory is nearly full | retries | read `num_alloc_retries` before and after some steps; a smaller batch |
 # | `CUDA out of memory`, with gigabytes "reserved by PyTorch but unallocated" | the cache is in pieces that do not serve the request | `expandable_segments:True`; a smaller batch |
-# | `CUDA out of memory`, and you don't know what fills it | | `torch.cuda.memory._record_memory_history()` before the first step; in `except torch.OutOfMemoryError`, `torch.cuda.memory._dump_snapshot("rank-0.pickle")`; drop the file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or replay it with `AllocationTrace.from_snapshot` |
+# | `CUDA out of memory`, and you don't know what fills it | unknown, so look | `torch.cuda.memory._record_memory_history()` before the first step; in `except torch.OutOfMemoryError`, `torch.cuda.memory._dump_snapshot("rank-0.pickle")`; drop the file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz), or replay it with `AllocationTrace.from_snapshot` |
 # | one rank runs out of memory, and the others hang | they wait in a collective that it never calls | `find_batch_size(step)` sends a failure in the first two steps of a trial to the other ranks; turn 2 alone is enough only for a step without collectives |
 # | slower since `torch.cuda.empty_cache()` runs in each step | it gives back every segment in which no tensor lives, as a retry does | leave it out |
 #
