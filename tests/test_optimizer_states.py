@@ -9,11 +9,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_utils import load_distributed, run_on_ranks, save_distributed
+from fsdp_utils import load_distributed, record_collectives, run_on_ranks, save_distributed
 from fsdp_utils.checkpoint import CheckpointError
 
 
@@ -24,7 +25,7 @@ class Momentum8bit(torch.optim.Optimizer):
         super().__init__(params, {"plain": plain})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for weight in group["params"]:
                 blocks = weight.grad.unflatten(1, (-1, 32))
@@ -36,9 +37,10 @@ class Momentum8bit(torch.optim.Optimizer):
                 weight.sub_(weight.grad, alpha=0.1)
 
 
-def trained(optimizer_class: Any, steps: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(optimizer_class: Any, steps: int, **options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(64, 64, bias=False))
+    model = nn.Linear(64, 64, bias=False)
+    fully_shard(model)
     optimizer = optimizer_class(model.parameters(), **options)
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(steps):
@@ -69,9 +71,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
 
 
-def test_8bit_states_that_are_dtensors_come_back_right_from_both(
-    tmp_path: Path,
-) -> None:
+def test_8bit_states_that_are_dtensors_come_back_right_from_both(tmp_path: Path) -> None:
     for by, dtype in (("save_distributed", torch.int8), ("dcp", torch.float32)):
         found = run_on_ranks(came_back, str(tmp_path / by), by, False, world_size=2)
         assert found == [(True, dtype)] * 2
@@ -121,3 +121,20 @@ def test_a_step_of_muon_on_a_square_matrix_takes_30_cubes_of_its_rows_in_flops(r
     with FlopCounterMode(display=False) as flops:
         torch.optim.Muon([weight]).step()
     assert flops.get_total_flops() == 30 * rows**3
+
+
+def collectives_of_muon(rows: int) -> int:
+    """Count the collectives of a step of torch's Muon on one square matrix, cut by rows."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    counted = nn.Linear(8, 8)
+    fully_shard(counted, mesh=mesh)  # record_collectives asks for a model
+    weight = nn.Parameter(distribute_tensor(torch.randn(rows, rows), mesh, [Shard(0)]))
+    weight.grad = distribute_tensor(torch.randn(rows, rows), mesh, [Shard(0)])
+    with record_collectives(counted) as trace:
+        torch.optim.Muon([weight]).step()
+    return len(trace.collectives)
+
+
+def test_dtensor_needs_more_collectives_for_a_large_matrix() -> None:
+    assert run_on_ranks(collectives_of_muon, 96, world_size=3)[0] == 16
+    assert run_on_ranks(collectives_of_muon, 1024, world_size=3)[0] == 26
