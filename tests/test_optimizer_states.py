@@ -1,5 +1,6 @@
 """Optimizers on shards: 8-bit states in checkpoints, states in host memory, the FLOPs of Muon's iteration."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -138,3 +140,36 @@ def collectives_of_muon(rows: int) -> int:
 def test_dtensor_needs_more_collectives_for_a_large_matrix() -> None:
     assert run_on_ranks(collectives_of_muon, 96, world_size=3)[0] == 16
     assert run_on_ranks(collectives_of_muon, 1024, world_size=3)[0] == 26
+
+
+def errors_of_mixed_parameters() -> dict[str, str]:
+    """Return what an optimizer or a call raises, by its name; "" where it raises nothing."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model, ignored_params=set(model[0].parameters()))
+    model(torch.randn(4, 8)).sum().backward()
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    flat = FSDP(nn.Linear(8, 8), use_orig_params=True, device_id=torch.device("cpu"))
+    calls = {
+        "foreach": lambda: torch.optim.AdamW(model.parameters(), foreach=True).step(),
+        "fused": lambda: torch.optim.AdamW(model.parameters(), fused=True).step(),
+        "foreach, grouped": lambda: torch.optim.AdamW(groups, foreach=True).step(),
+        "fused, grouped": lambda: torch.optim.AdamW(groups, fused=True).step(),
+        "Muon, FSDP1": lambda: torch.optim.Muon(flat.parameters()),
+    }
+    return {name: error_of(call) for name, call in calls.items()}
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_for_sharded_and_one_for_ignored_parameters_and_no_muon_for_flat_ones() -> None:
+    found = run_on_ranks(errors_of_mixed_parameters, world_size=2)[0]
+    for way in ("foreach", "fused"):
+        assert "got mixed torch.Tensor and DTensor" in found[way]
+        assert found[f"{way}, grouped"] == ""
+    assert "Muon only supports 2D parameters" in found["Muon, FSDP1"]

@@ -45,8 +45,8 @@ lesson.card(
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It takes one optimizer step on shards
 # and the same step in one process, and compares the weights. **Muon** keeps a momentum for each weight
-# matrix, as SGD does. Before it steps, it brings almost all singular values of the momentum close to 1 (0.5 to
-# 1.2). A shard of rows has other singular values than the matrix.
+# matrix, as SGD does. Before it steps, it brings the momentum's singular values close to 1, all but the
+# smallest. A shard of rows has other singular values than the matrix.
 #
 # ```python
 # import torch
@@ -161,7 +161,6 @@ def reach(optimizer_class):
             weight.grad[8, 12] += change
             optimizer.step()
         return weight.detach()
-
     return weights(change=10.0) != weights(change=0.0)
 
 
@@ -203,13 +202,11 @@ def change(optimizer_class, rows, sharded):
             fully_shard(part, mesh=mesh)
         x = x.chunk(world)[rank]
     optimizer = optimizer_class(model.parameters(), lr=0.01)
-
     def loss():
         optimizer.zero_grad()
         value = model(x).square().mean()
         value.backward()
         return value
-
     for _ in range(3):
         optimizer.step(loss)
     return [full(weight) - begin for weight, begin in zip(model.parameters(), before)]
@@ -244,8 +241,9 @@ Table(
 #   It also compares losses, and here each rank has its own: return the mean over the ranks from the closure.
 # - Muon computes in bf16, so two orders of summation differ by a percent or so.
 #
-# So nothing here is wrong without an error. On plain shards, which FSDP1 and code that calls `to_local()` give to
-# an optimizer, it happens. The next lines tell you when.
+# In this table nothing is wrong without an error. On plain shards it happens, and FSDP1 gives an optimizer plain
+# shards, as does code that calls `to_local()`. Of optimizers elsewhere, Lion is element-wise; LARS and LAMB take
+# the norm of a whole matrix; SOAP and Shampoo multiply matrices. For yours, ask a function:
 #
 # ## Your turn 1 · Is it right on plain shards?
 #
@@ -466,9 +464,9 @@ def gathered(matrices):                                     # list of DTensors, 
 # | 4,096 | 250% | 31% | 4% |
 # | 8,192 | 500% | 62% | 8% |
 #
-# With m = 4,096 the gathered optimizer costs more than the training that it serves. Hence owners: rank r
-# computes matrix r. They also send less: a matrix's shards go to one rank, not to all, and rows of the result
-# come back.
+# With m = 4,096 the gathered optimizer takes more FLOPs than the training that it serves. Hence owners: rank r
+# computes matrix r. On more than two ranks they also send less: a matrix's shards go to one rank, not to all,
+# and rows of the result come back.
 #
 # ## Your turn 2 · One owner each
 #
@@ -706,16 +704,14 @@ for kind in (torch.optim.Muon, GatheredMuon, OwnedMuon):
 # %%
 muons = ranks.get("muons")[0]
 assert [muons[name][0] for name in ("GatheredMuon", "OwnedMuon")] == [14, 2]
-Table(
-    ["14 matrices", "collectives of a step", "KiB sent by a rank", "off from one process by"],
-    [[name, count, kib, f"{error:.2f}"] for name, (count, kib, error) in muons.items()],
-)
+head = ["14 matrices", "collectives of a step", "KiB sent by a rank", "off from one process by"]
+Table(head, [[name, count, kib, f"{error:.2f}"] for name, (count, kib, error) in muons.items()])
 
 # %% [markdown]
-# All three take the steps of one process but for bf16's rounding; the class sends a twentieth of the bytes of
-# `torch.optim.Muon`. Its momentum is a DTensor, so `save_distributed(folder, model, [muon, adamw], step=…)`
-# saves both optimizers, for any number of ranks. Order the matrices by size, and all owners have about the
-# same work. The class knows one mesh dimension, cut by rows. For GPUs, used there by others and not run here:
+# All three take the steps of one process but for bf16's rounding. On four ranks the class sends a twentieth of
+# what `torch.optim.Muon` sends. Its momentum is a DTensor, so
+# `save_distributed(folder, model, [muon, adamw], step=…)` saves both optimizers, for any number of ranks. Many matrices in the order of their sizes give all
+# owners about the same work. The class knows one mesh dimension, cut by rows. For GPUs, used there by others and not run here:
 # `Muon` of [microsoft/dion](https://github.com/microsoft/dion) sends batches of matrices all-to-all and
 # overlaps that with computation; VeOmni has owners with uneven shards
 # ([#973](https://github.com/ByteDance-Seed/VeOmni/pull/973)).
@@ -724,8 +720,8 @@ Table(
 #
 # Between one element and the whole matrix lie optimizers that need a block. They are right on shards, with
 # nothing sent, if no cut goes through a block. **Shampoo** multiplies a gradient G from both sides by the
-# inverse fourth roots of G Gᵀ and Gᵀ G, summed up over the steps; to keep these small it works on blocks of the
-# matrix, here of rows. **8-bit optimizers** store a state as 8-bit codes with one scale for each block of
+# inverse fourth roots of G Gᵀ and Gᵀ G, summed up over the steps; to keep these small it works on blocks of
+# the matrix, here of rows. **8-bit optimizers** store a state as 8-bit codes with one scale for each block of
 # values; `CodedMomentum`, from the folded cell of turn 1, does so for 8 values of a row.
 
 # %%
@@ -766,7 +762,8 @@ draw(reached)
 # ## 8-bit states in a checkpoint
 #
 # The step is right; the **checkpoint** needs care, as codes and scales have other shapes than the parameter.
-# A step of momentum in 8 bits, saved and loaded on two ranks (measured by tests/test_optimizer_states.py):
+# A step of momentum in 8 bits, saved and loaded on two ranks, with shards of one size (measured by
+# tests/test_optimizer_states.py):
 #
 # | saved by | states are plain tensors of each rank | states are DTensors |
 # |:--|:--|:--|
