@@ -1,14 +1,13 @@
 # %% [markdown]
 # # 19 · Optimizers that need the whole matrix
 #
-# Which optimizers are right on shards? **Those that treat each element by itself, such as AdamW and SGD:
-# leave them as they are. One that multiplies matrices, such as Muon, needs each matrix whole: give every
-# matrix one owner rank. All shards of a matrix go to its owner, which computes once and sends the results
-# back.**
+# Which optimizers are right on shards, and what do I do with one that needs the whole matrix? **AdamW, SGD and
+# all others that treat each element by itself are right on any shard: leave them as they are. Give
+# `torch.optim.Muon` the parameters of `fully_shard`, never their local parts: its step is right, but it sends
+# each matrix many times over. Give each matrix one owner rank, as `OwnedMuon` below does, and a step takes two
+# collectives.**
 
 # %% jupyter={"source_hidden": true}
-from matplotlib.patches import Patch
-
 from fsdp_utils.lessons import lesson, plots
 
 RANKS = range(4)
@@ -17,9 +16,8 @@ for axes, title in zip(panels, ("at rest, and for AdamW", "gathered: all compute
     for rank in RANKS:
         for matrix in RANKS:
             whole = title.startswith("gathered") or (title.startswith("owners") and rank == matrix)
-            shard = title.startswith("at rest") or whole
             axes.barh(rank, 0.86, left=matrix, height=0.8, color=plots.FAINT)
-            if shard:
+            if title.startswith("at rest") or whole:
                 y, height = (rank, 0.8) if whole else (rank - 0.3 + 0.2 * rank, 0.2)
                 axes.barh(y, 0.86, left=matrix, height=height, color=plots.RANK_COLORS[matrix])
     axes.set(title=title, ylim=(3.6, -0.6))
@@ -30,24 +28,25 @@ for axes, title in zip(panels, ("at rest, and for AdamW", "gathered: all compute
 plots.show(fig, alt="Four matrices on four ranks: sharded, gathered on every rank, and with one owner each.")
 
 # %% [markdown]
-# A drawing of four matrices on four ranks. What a rank holds of a matrix is coloured. AdamW works on the
-# shards at rest. Gathered, every rank computes every matrix, one after another. With owners, each rank holds
-# and computes one whole matrix.
+# A drawing of four weight matrices on four ranks; the part that a rank holds is coloured. AdamW works on the
+# shards at rest. Gathered, every rank computes every matrix. With owners, each rank computes one: the shards
+# of a matrix go to its owner, and rows of the result come back.
 
 # %% tags=["card"]
 lesson.card(
     19,
     learn="tell which optimizers may see shards, run Muon with one owner per matrix, and save 8-bit states",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)",
-    minutes=(1, 22, 28),
+    minutes=(1, 20, 25),
 )
 
 # %% [markdown]
 # ## The script
 #
 # Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It takes one optimizer step on shards
-# and the same step in one process, and compares the weights. **Muon** sets all singular values of a matrix's
-# momentum to about 1 and steps along the result. A shard of rows has other singular values than the matrix.
+# and the same step in one process, and compares the weights. **Muon** keeps a momentum for each weight
+# matrix, as SGD does. Before it steps, it brings the momentum's singular values close to 1, all but the
+# smallest. A shard of rows has other singular values than the matrix.
 #
 # ```python
 # import torch
@@ -66,9 +65,10 @@ lesson.card(
 # mesh = init_device_mesh(device, (dist.get_world_size(),))    # without it a Mac would take its GPU
 #
 #
-# def step(optimizer_class, sharded=True, on_shards=False):
+# def step(optimizer_class, sharded=True, plain=False):
 #     torch.manual_seed(0)                                     # the same weights and samples on every rank
 #     model = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(3)])
+#     before = torch.cat([weight.detach() for weight in model.parameters()])
 #     x, y = torch.randn(2, 1920, 96)
 #     if sharded:
 #         for part in [*model, model]:
@@ -77,44 +77,45 @@ lesson.card(
 #         x, y = x[own], y[own]                                # other samples on each rank
 #     (model(x) - y).square().mean().backward()
 #     weights = list(model.parameters())
-#     if on_shards:                                            # the mistake
+#     if plain:                                                # the mistake: local parts, as plain tensors
 #         weights = [nn.Parameter(weight.detach().to_local()) for weight in weights]
 #         for shard, weight in zip(weights, model.parameters()):
 #             shard.grad = weight.grad.to_local()
+#     optimizer = optimizer_class(weights, lr=0.01)
 #     if not sharded:
-#         optimizer_class(weights, lr=0.01).step()
-#         return torch.cat(weights)
+#         optimizer.step()
+#         return torch.cat(weights) - before
 #     with record_collectives(model) as trace:
-#         optimizer_class(weights, lr=0.01).step()
-#     count = sum(event.is_collective for event in trace.events)
-#     return torch.cat([weight.full_tensor() for weight in model.parameters()]), count
+#         optimizer.step()
+#     return torch.cat([weight.full_tensor() for weight in model.parameters()]) - before, len(trace.collectives)
 #
 #
-# torch.manual_seed(0)
-# begin = torch.cat([nn.Linear(96, 96, bias=False).weight for _ in range(3)])
 # AdamW, Muon = torch.optim.AdamW, torch.optim.Muon
-# for name, (kind, on_shards) in {"AdamW": (AdamW, 0), "Muon": (Muon, 0), "Muon on each shard": (Muon, 1)}.items():
-#     alone = step(kind, sharded=False)
-#     found, count = step(kind, on_shards=on_shards)
-#     error = (found - alone).norm() / (alone - begin).norm()
+# runs = {"AdamW": (AdamW, False), "Muon on plain shards": (Muon, True), "Muon on fully_shard's": (Muon, False)}
+# for name, (kind, plain) in runs.items():
+#     right = step(kind, sharded=False)                        # one process, all samples
+#     found, count = step(kind, plain=plain)
+#     error = (found - right).norm() / right.norm()
 #     if dist.get_rank() == 0:
-#         print(f"{name:18}  {count:2} collectives, the step is off by {error:.1f}")
+#         print(f"{name:22} {count:2} collectives, the step is off by {error:.1f}")
 # dist.destroy_process_group()
 # ```
 # ```text
-# AdamW                0 collectives, the step is off by 0.0
-# Muon                48 collectives, the step is off by 0.0
-# Muon on each shard   0 collectives, the step is off by 0.8
+# AdamW                   0 collectives, the step is off by 0.0
+# Muon on plain shards    0 collectives, the step is off by 0.8
+# Muon on fully_shard's  48 collectives, the step is off by 0.0
 # ```
 #
-# "Off by 0.8" is 80% of the length of the right step, and there is no error message. `torch.optim.Muon` on
-# the parameters of `fully_shard` is right up to bf16's rounding and pays with 48 collectives for three
-# matrices. All of this is about FSDP2, whose parameters are DTensors; a cell below is about FSDP1.
+# "Off by 0.8" is 80% of the length of the right step, and nothing raises. Plain shards come from
+# `p.to_local()`. The parameters of `fully_shard` are DTensors: they know the whole matrix's shape, and an
+# operation that needs more than the local rows fetches it. That makes the last line right, and it costs 48
+# collectives for three matrices. The rest of this lesson says which optimizers need such care, and turns the
+# 48 into 2.
 #
-# ## Which optimizers may see shards
+# ## What one new weight depends on
 #
-# All of `torch.optim` but `SparseAdam`, three steps each in float64, under FSDP2 against one process.
-# `training` (folded) trains two matrices; 96 rows divide among 2, 3 and 4 ranks, 53 do not.
+# An optimizer is right on plain shards if all that a new weight depends on lies on that weight's rank. To see
+# what that is, change one element of the gradient and look which weights change. One process is enough:
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -129,9 +130,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_utils import record_collectives
+from fsdp_utils import record_collectives, shard
 
 rank, world = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -147,9 +148,50 @@ def apart(found, right):
     found, right = (torch.cat([full(one).flatten() for one in some]) for some in (found, right))
     return ((found - right).norm() / right.norm()).item()
 
+# %%
+# %%ranks
+def reach(optimizer_class):
+    """Return which of 24 x 24 weights change when one element of the gradient does: bool[24, 24]."""
+    def weights(change):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(24, 24))
+        optimizer = optimizer_class([weight], lr=0.1)
+        for _ in range(2):                                  # the second step sees the state that the first left
+            weight.grad = torch.randn(24, 24)
+            weight.grad[8, 12] += change
+            optimizer.step()
+        return weight.detach()
+    return weights(change=10.0) != weights(change=0.0)
 
-def training(optimizer_class, rows, sharded):
-    """Train two matrices for three steps; return their change, and the collectives of a step by kind."""
+
+reached = {kind.__name__: reach(kind) for kind in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon)}
+
+# %%
+def draw(reached):
+    fig, panels = plots.figure(len(reached), width=9.0, height=2.7)
+    for axes, (name, changed) in zip(panels, reached.items()):
+        axes.imshow(changed, cmap="Blues", vmin=0, vmax=1.3)
+        axes.hlines([5.5, 11.5, 17.5], -0.5, 23.5, color=plots.RANK_COLORS[1])          # four ranks, six rows each
+        axes.set(title=f"{name}: {int(changed.sum())} of {changed.numel()}", xticks=[], yticks=[])
+    return plots.show(fig, alt=f"Weights that change with one element of the gradient, for {', '.join(reached)}.")
+
+
+reached = ranks.get("reached")[0]
+assert [int(changed.sum()) for changed in reached.values()] == [1, 576, 576]
+draw(reached)
+
+# %% [markdown]
+# Blue are the weights that changed, orange the cuts between four ranks. AdamW is **element-wise**: a new
+# weight depends on its own gradient and state alone, and no cut can come between. Adafactor (means of rows
+# and columns, and the update's norm) and Muon carry one element into the whole matrix, across every cut.
+#
+# As DTensors the parameters can fetch what is missing. Do they? All of `torch.optim` but `SparseAdam`, three
+# steps each in float64 under FSDP2 against one process; 96 rows divide among 2, 3 and 4 ranks, 53 do not:
+
+# %%
+# %%ranks
+def change(optimizer_class, rows, sharded):
+    """Return how three steps change two matrices."""
     torch.manual_seed(0)
     options = {"bias": False, "dtype": torch.float64, "device": device}
     model = nn.Sequential(nn.Linear(96, rows, **options), nn.Tanh(), nn.Linear(rows, 96, **options))
@@ -160,44 +202,26 @@ def training(optimizer_class, rows, sharded):
             fully_shard(part, mesh=mesh)
         x = x.chunk(world)[rank]
     optimizer = optimizer_class(model.parameters(), lr=0.01)
-
     def loss():
         optimizer.zero_grad()
         value = model(x).square().mean()
         value.backward()
         return value
-
-    kinds = []
     for _ in range(3):
-        if optimizer_class is torch.optim.LBFGS:
-            optimizer.step(loss)
-            continue
-        loss()
-        if not sharded:
-            optimizer.step()
-            continue
-        with record_collectives(model) as trace:
-            optimizer.step()
-        kinds = [event.kind for event in trace.events if event.is_collective]
-    return [full(weight) - begin for weight, begin in zip(model.parameters(), before)], kinds
+        optimizer.step(loss)
+    return [full(weight) - begin for weight, begin in zip(model.parameters(), before)]
 
 
-# %%
-# %%ranks
 def verdict(optimizer_class, rows):
-    alone, _ = training(optimizer_class, rows, sharded=False)
     try:
-        found, kinds = training(optimizer_class, rows, sharded=True)
+        error = apart(change(optimizer_class, rows, sharded=True), change(optimizer_class, rows, sharded=False))
     except RuntimeError:                                    # of a DTensor's operation, the same on every rank
         return "raises"
-    error = apart(found, alone)
-    told = "equal" if error < 1e-8 else f"off by {error:.1f}"
-    return told + (f", {len(kinds)} collectives" if kinds else "")
+    return "equal" if error < 1e-8 else "equal up to bf16" if error < 0.05 else f"off by {error:.1f}"
 
 
-every = [one for one in vars(torch.optim).values() if isinstance(one, type) and one is not torch.optim.Optimizer]
-every = sorted((one for one in every if one is not torch.optim.SparseAdam), key=lambda one: one.__name__)
-told = {one.__name__: [verdict(one, rows) for rows in (96, 53)] for one in every}
+names = {name for name, one in vars(torch.optim).items() if isinstance(one, type)} - {"Optimizer", "SparseAdam"}
+told = {name: [verdict(getattr(torch.optim, name), rows) for rows in (96, 53)] for name in sorted(names)}
 
 # %%
 told, rows = ranks.get("told")[0], {}
@@ -211,23 +235,203 @@ Table(
 )
 
 # %% [markdown]
-# The optimizers of the first row are **element-wise**: each new weight follows from its own gradient and
-# state.
+# - The first row is element-wise. So is Rprop, but it and Adafactor write in place in a way that DTensor
+#   refuses: `in-place operations that require placement changes are not supported`. You see it at once.
+# - LBFGS flattens all parameters into one vector, which DTensor does only if the rows divide among the ranks.
+#   It also compares losses, and here each rank has its own: return the mean over the ranks from the closure.
+# - Muon computes in bf16, so two orders of summation differ by a percent or so.
 #
-# - Rprop is element-wise, too, but it and Adafactor (means of rows and columns) write in place in a way that
-#   DTensor refuses: `in-place operations that require placement changes are not supported`.
-# - LBFGS (collectives not counted) flattens all parameters into one vector, which DTensor does only if the
-#   rows divide among the ranks. It also compares losses, and here each rank has its own: return the mean over
-#   ranks.
-# - `Muon` needs whole matrices and runs: DTensor sends what each product lacks. "Off by 0.0" is less than 5%:
-#   bf16.
+# In this table nothing is wrong without an error. On plain shards it happens, and FSDP1 gives an optimizer plain
+# shards, as does code that calls `to_local()`. Of optimizers elsewhere, Lion is element-wise; LARS and LAMB take
+# the norm of a whole matrix; SOAP and Shampoo multiply matrices. For yours, ask a function:
 #
-# With `p.to_local()` DTensor is bypassed and nothing is sent: the script's third line.
+# ## Your turn 1 · Is it right on plain shards?
 #
-# ## What the 48 collectives send
+# Write `right_on_shards(optimizer_class)`: True if the optimizer, made by
+# `optimizer_class([parameter], lr=0.01)`, takes the same steps on a shard of rows as on the whole matrix,
+# False if not. No process group is needed: a shard is a slice of a matrix that you make. Keep the function: it
+# judges any optimizer of matrices in a second.
 #
-# Muon's iteration is named after Newton and Schulz: a norm, then three products, five times, in bf16. On a
-# square matrix each of these 16 operations costs one collective, so three matrices make 48:
+# <details><summary>Hint</summary>
+#
+# Two parameters, two optimizers, and the same gradients for the rows that both have. Some optimizers take the
+# right first step and go wrong later. Two programs differ by rounding; a wrong step differs by percents.
+#
+# </details>
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
+
+
+class CodedMomentum(torch.optim.Optimizer):
+    """Momentum in codes of few bits, with one scale for each block of rows x columns."""
+
+    def __init__(self, params, lr=0.01, largest_code=127, block=(1, 8)):
+        super().__init__(params, {"lr": lr, "largest_code": largest_code, "block": block})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                momentum = weight.grad + 0.9 * self.state[weight].get("momentum", 0)
+                rows, columns = group["block"]
+                blocks = momentum.unflatten(0, (-1, rows or len(weight))).unflatten(2, (-1, columns))
+                scales = blocks.abs().amax((1, 3), keepdim=True) / group["largest_code"] + 1e-12
+                self.state[weight]["momentum"] = ((blocks / scales).round() * scales).view_as(weight)
+                weight.sub_(momentum, alpha=group["lr"])
+
+
+def column_momentum(params, lr):                            # in 4 bits, one scale for each column
+    return CodedMomentum(params, lr, largest_code=7, block=(None, 1))
+
+
+@turn(1, {
+    "element-wise ones, accepted": exactly(4, "An element-wise optimizer was refused: its shard must have the rows and the gradients that it is compared with."),
+    "Muon and Adafactor, refused": exactly(2, "Muon or Adafactor was accepted: the two parameters share memory, or the tolerance is larger than a step."),
+    "one that errs from step 2 on, refused": exactly(1, "An optimizer whose first step alone is right was accepted: take more steps."),
+})
+def score_right(right_on_shards):
+    found, optim = {}, torch.optim
+    for name, kinds in {
+        "element-wise ones, accepted": (optim.SGD, optim.AdamW, optim.Adagrad, optim.Rprop),
+        "Muon and Adafactor, refused": (optim.Muon, optim.Adafactor),
+        "one that errs from step 2 on, refused": (column_momentum,),
+    }.items():
+        told = [right_on_shards(kind) for kind in kinds]
+        if any(str(one) not in ("True", "False", "tensor(True)", "tensor(False)") for one in told):
+            raise NotYet("Return True or False.")
+        found[name] = sum(bool(one) == ("accepted" in name) for one in told)
+    return found
+
+# %%
+# %%turn 1
+def right_on_shards(optimizer_class):                       # class -> bool
+    return None                                             # your lines here
+
+# %% tags=["solution"] turn=1
+def right_on_shards(optimizer_class):
+    matrix, gradients, trained = torch.randn(96, 48), torch.randn(3, 96, 48), []
+    for rows in (slice(0, 96), slice(24, 48)):              # the matrix, a shard
+        weight = nn.Parameter(matrix[rows].clone())
+        optimizer = optimizer_class([weight], lr=0.01)
+        for gradient in gradients:
+            weight.grad = gradient[rows].clone()
+            optimizer.step()
+        trained.append(weight.detach())
+    whole, shard = trained
+    return torch.allclose(whole[24:48], shard, atol=1e-4)
+
+# %% tags=["right"] turn=1
+def right_on_shards(optimizer_class):                       # all shards, put together
+    def train(parts, gradients):
+        parts = [nn.Parameter(part.clone()) for part in parts]
+        optimizers = [optimizer_class([part], lr=0.01) for part in parts]
+        for gradient in gradients:
+            for part, piece, optimizer in zip(parts, gradient.chunk(len(parts)), optimizers):
+                part.grad = piece.clone()
+                optimizer.step()
+        return torch.cat([part.detach() for part in parts])
+    matrix, gradients = torch.randn(64, 32), torch.randn(5, 64, 32)
+    return torch.allclose(train([matrix], gradients), train(matrix.chunk(4), gradients), atol=1e-5)
+
+# %% tags=["right"] turn=1
+def right_on_shards(optimizer_class):                       # what far gradients change: no shard at all
+    def rows(scale):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(32, 16))
+        optimizer = optimizer_class([weight], lr=0.01)
+        for _ in range(3):
+            weight.grad = torch.cat([torch.randn(16, 16), scale * torch.randn(16, 16)])
+            optimizer.step()
+        return weight.detach()[:16]
+    return torch.equal(rows(1.0), rows(20.0))
+
+# %% tags=["right"] turn=1
+def right_on_shards(optimizer_class):                       # gradients of a loss, this rank's rows
+    def train(matrix, targets):
+        weight = nn.Parameter(matrix.clone())
+        optimizer = optimizer_class([weight], lr=0.01)
+        for target in targets:
+            optimizer.zero_grad()
+            (weight - target).square().sum().backward()
+            optimizer.step()
+        return weight.detach()
+    matrix, targets = torch.randn(96, 32).double(), torch.randn(4, 96, 32).double()
+    shard = train(matrix.chunk(world)[rank], [target.chunk(world)[rank] for target in targets])
+    return (shard - train(matrix, targets).chunk(world)[rank]).abs().max() < 1e-4
+
+# %% tags=["wrong"] turn=1 says="take more steps"
+def right_on_shards(optimizer_class):                       # one step
+    matrix, gradient, trained = torch.randn(96, 48), torch.randn(96, 48), []
+    for rows in (slice(96), slice(24)):
+        weight = nn.Parameter(matrix[rows].clone())
+        weight.grad = gradient[rows].clone()
+        optimizer_class([weight], lr=0.01).step()
+        trained.append(weight.detach()[:24])
+    return torch.allclose(*trained, atol=1e-4)
+
+# %% tags=["wrong"] turn=1 says="share memory"
+def right_on_shards(optimizer_class):                       # the shard is a view of the matrix
+    matrix, gradients = torch.randn(96, 48), torch.randn(3, 96, 48)
+    for rows in (slice(96), slice(24)):
+        weight = nn.Parameter(matrix[rows])
+        optimizer = optimizer_class([weight], lr=0.01)
+        for gradient in gradients:
+            weight.grad = gradient[rows].clone()
+            optimizer.step()
+    return torch.allclose(matrix[:24], weight)
+
+# %% tags=["wrong"] turn=1 says="the rows and the gradients"
+def right_on_shards(optimizer_class):                       # each has gradients of its own
+    matrix, trained = torch.randn(96, 48), []
+    for rows in (slice(96), slice(24)):
+        weight = nn.Parameter(matrix[rows].clone())
+        optimizer = optimizer_class([weight], lr=0.01)
+        for _ in range(3):
+            weight.grad = torch.randn_like(weight)
+            optimizer.step()
+        trained.append(weight.detach()[:24])
+    return torch.allclose(*trained, atol=1e-4)
+
+# %% [markdown]
+# ## Where the 48 collectives come from
+#
+# Muon's iteration, by Newton and Schulz, is a norm and then five times three products, in bf16. On a DTensor
+# that is cut by rows an operation that needs other rows fetches them, and for a square matrix that is each of
+# the 16. What is sent depends on the shape:
+
+# %%
+# %%ranks
+counted = fully_shard(nn.Linear(8, 8, device=device), mesh=mesh)        # record_collectives asks for a model
+
+
+def sharded(*shape):
+    return distribute_tensor(torch.randn(shape).to(device), mesh, [Shard(0)])
+
+
+def sent_by_muon(*shape):                                   # collectives, and KiB that a rank sends around a ring
+    weight = nn.Parameter(sharded(*shape))
+    weight.grad = sharded(*shape)
+    with record_collectives(counted) as trace:
+        torch.optim.Muon([weight]).step()
+    return len(trace.collectives), sum(event.sent_bytes for event in trace.collectives) / 1024
+
+
+muon_sent = {shape: sent_by_muon(*shape) for shape in [(96, 96), (512, 512), (53, 96), (128, 512), (512, 128)]}
+
+# %%
+(muon_sent, world), rows = ranks.get("muon_sent, world")[0], []
+for (height, width), (count, kib) in muon_sent.items():
+    one_gather = 2 * height * width * (world - 1) / world / 1024
+    rows.append([f"{height} x {width}", count, round(kib / one_gather)])
+assert all(11 <= count <= 16 and 5 <= times <= 15 for _, count, times in rows)
+Table(["matrix", "collectives", "bytes sent, times one all-gather in bf16"], rows)
+
+# %% [markdown]
+# The table ends with a tall matrix, whose products are summed over the ranks. A larger square takes more
+# collectives (1,024 rows on 3 or 4 ranks: 26), among them all-to-alls that CPU ranks replace by all-gathers:
+# count its bytes on your GPUs. The simplest mend gathers each matrix once, before the iteration:
 
 # %%
 # %%ranks
@@ -242,416 +446,46 @@ def newton_schulz(matrix):                                  # [rows, columns] ->
     return x
 
 
-# %% [markdown]
-# Given a DTensor, each product here of a square or wide row-sharded matrix gathers a factor; a tall one also
-# all-reduces and reduce-scatters partial products. Three ways to do the same for as many matrices as
-# there are ranks: `by_dtensor` calls the function above on DTensors, `gathered` gathers each matrix once and
-# computes it on every rank, `owned` gives each matrix an owner (both folded: leave them closed, they are the
-# solutions of your turns). `measure` (folded) counts what a rank sends at least, around a ring, and its own
-# share of the FLOPs.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
-
-counted = fully_shard(nn.Linear(8, 8, device=device), mesh=mesh)        # record_collectives asks for a model
-
-
-class LocalFlops(TorchDispatchMode):
-    """Count the FLOPs of this rank's own products, below DTensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented                                       # DTensor turns it into local operations
-        out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
-        self.total += count(*args, **(kwargs or {}), out_val=out) if count else 0
-        return out
-
-
-def sharded(shapes, seed=0):
-    """Random matrices, in full and cut by rows as FSDP2 cuts them."""
-    torch.manual_seed(seed)
-    whole = [torch.randn(shape).to(device) for shape in shapes]
-    return whole, [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in whole]
-
-
-def by_dtensor(matrices):
-    return [newton_schulz(matrix) for matrix in matrices]
-
-
-def gathered(matrices):
-    return [
-        distribute_tensor(newton_schulz(matrix.bfloat16().full_tensor()), mesh, [Shard(0)], src_data_rank=None)
-        for matrix in matrices
-    ]
-
-
-def owned(matrices):
-    shards = torch.stack([matrix.to_local() for matrix in matrices]).bfloat16()
-    mine = torch.empty_like(shards)
-    dist.all_to_all_single(mine, shards)
-    dist.all_to_all_single(shards, newton_schulz(mine.flatten(0, 1)).contiguous())
-    return [DTensor.from_local(shard, mesh, [Shard(0)]) for shard in shards]
-
-
-def measure(way, shape):
-    """Collectives, KiB sent by a rank, FLOPs in matrices, and error of a way to treat `world` matrices."""
-    whole, matrices = sharded([shape] * world)
-    with LocalFlops() as one:
-        right = [newton_schulz(matrix) for matrix in whole]
-    with record_collectives(counted) as trace, LocalFlops() as flops:
-        found = way(matrices)
-    sent = [event.sent_bytes for event in trace.events if event.is_collective]
-    return len(sent), round(sum(sent) / 1024), round(flops.total / (one.total / world), 2), apart(found, right)
-
-
-# %%
-# %%ranks
-SHAPES, WAYS = {"tall": (192, 48), "square": (96, 96), "wide": (48, 192)}, (by_dtensor, gathered, owned)
-cost = {(name, way.__name__): measure(way, shape) for name, shape in SHAPES.items() for way in WAYS}
-
-# %%
-cost, world = ranks.get("cost, world")[0]
-fig, panels = plots.figure(3, width=9.0, height=2.6)
-shapes, ways = ["tall", "square", "wide"], ["by_dtensor", "gathered", "owned"]
-for axes, place, title in zip(panels, range(3), ("collectives", "KiB sent by a rank", "a rank's FLOPs, in matrices")):
-    for row, shape in enumerate(shapes):
-        for column, way in enumerate(ways):
-            value, y = cost[shape, way][place], row + 0.27 * (column - 1)
-            axes.barh(y, value, height=0.25, color=plots.RANK_COLORS[column])
-            axes.text(value, y, f" {value:g}", va="center", fontsize=8)
-    axes.set(title=title, ylim=(2.6, -0.6), xticks=[])
-    axes.set_yticks(range(3), shapes if axes is panels[0] else [""] * 3)
-    axes.margins(x=0.2)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-fig.legend(handles=[Patch(color=c, label=w) for c, w in zip(plots.RANK_COLORS, ways)], loc="outside lower center", ncols=3)
-assert all(cost[shape, "owned"][0] == 2 and cost[shape, "owned"][2] == 1 for shape in shapes)
-assert all(abs(cost[shape, "owned"][1] - cost[shape, "gathered"][1] * 2 / world) <= 1 for shape in shapes)
-assert 0.01 < cost["tall", "by_dtensor"][3] < 0.1
-assert max(cost[shape, way][3] for shape in shapes for way in ways[1:]) < 0.001
-assert all(11 <= cost[shape, "by_dtensor"][1] / cost[shape, "gathered"][1] <= 15 for shape in shapes)
-plots.show(fig, alt="Collectives, KiB and FLOPs of three ways, for tall, square and wide matrices.")
+def gathered(matrices):                                     # list of DTensors, cut by rows -> the same in bf16
+    wholes = [newton_schulz(matrix.bfloat16().full_tensor()) for matrix in matrices]
+    # src_data_rank=None: each rank cuts its own copy; by default rank 0 scatters its own to all
+    return [distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for whole in wholes]
 
 # %% [markdown]
-# Owners win: two collectives for the whole batch of matrices, 2/n of the bytes of `gathered` on n ranks, and
-# the FLOPs of one matrix. `by_dtensor` shares FLOPs, too, but sends 11 to 15 times as much as `gathered` at
-# these sizes (`torch.optim.Muon`, which fuses sums into products, sends less for the tall matrix). It also
-# adds partial sums that are rounded to bf16: a tall matrix's result is off by 1 to 10%.
-# The other two give what one process gives. Momentum and weights stay sharded throughout.
+# Now every rank computes every matrix. Is that too much? Of a square matrix with m rows Newton-Schulz takes
+# 30 m³ FLOPs, and forward and backward take 6 m² for each token. So it adds 5 m / tokens to the work on this
+# matrix. The tokens are one rank's in a step if every rank computes the matrix, and all ranks' if one does.
+# Calculated for 8,192 tokens a rank:
 #
-# `owned` stacks the shards, so batch matrices by shape. In a batch of fewer matrices
-# than ranks some ranks compute nothing. For GPUs, VeOmni does it this way, with uneven shards, too
-# ([#973](https://github.com/ByteDance-Seed/VeOmni/pull/973); not run here).
+# | m | every rank computes it | one of 8 ranks | one of 64 ranks |
+# |--:|--:|--:|--:|
+# | 768 | 47% | 6% | 1% |
+# | 2,048 | 125% | 16% | 2% |
+# | 4,096 | 250% | 31% | 4% |
+# | 8,192 | 500% | 62% | 8% |
 #
-# ## Shampoo: choose blocks that no cut can touch
+# With m = 4,096 the gathered optimizer takes more FLOPs than the training that it serves. Hence owners: rank r
+# computes matrix r. On more than two ranks they also send less: a matrix's shards go to one rank, not to all,
+# and rows of the result come back.
 #
-# Shampoo multiplies a gradient from both sides by the inverse fourth roots of `L = G Gᵀ` and `R = Gᵀ G`,
-# summed up over the steps. To keep `L` small it is used on blocks of the matrix. A block of rows that lies on
-# one rank needs no communication. But which blocks? If "the shard" is the block, the number of ranks is a
-# hyperparameter.
-
-# %%
-# %%ranks
-def inverse_root(square):
-    values, vectors = torch.linalg.eigh(square)
-    return vectors * values.clamp(min=1e-6) ** -0.25 @ vectors.T
-
-
-def shampoo(gradient, block):                               # first step: L and R of each block of rows
-    return torch.cat([inverse_root(g @ g.T) @ g @ inverse_root(g.T @ g) for g in gradient.split(block)])
-
-
-(whole,), (matrix,) = sharded([(96, 64)])
-rows_of_blocks = {"the shard": 96 // world, "8 rows": 8, "12 rows": 12, "24 rows": 24, "36 rows": 36}
-off = {
-    name: apart(
-        [DTensor.from_local(shampoo(matrix.to_local(), block), mesh, [Shard(0)])],
-        [shampoo(whole, 96 if name == "the shard" else block)],     # of one rank, all rows are the shard
-    )
-    for name, block in rows_of_blocks.items()
-}
-
-# %%
-off = ranks.get("off")[0]
-for name, error in off.items():
-    divides = name != "the shard" and 96 // world % int(name.split()[0]) == 0
-    assert (error < 1e-4) == divides, name
-Table(
-    ["a block is", *off],
-    [["off from one process by", *(f"{error:.2f}" for error in off.values())]],
-    note=f"{world} ranks; a shard has {96 // world} of 96 rows.",
-)
-
-# %% [markdown]
-# Blocks of a fixed size that divides every shard give the step of one process, and nothing is sent. Other
-# blocks are cut by the ranks: another number of ranks is another optimizer, and nothing warns you.
+# ## Your turn 2 · One owner each
 #
-# ## 8-bit states
-#
-# AdamW's two moments in float32 take 8 bytes per parameter. 8-bit optimizers store 8-bit codes and one scale
-# for each block of values. A step needs no more than the block, so shards are no problem if no cut goes
-# through a block. The **checkpoint** is: `codes` and `scales` have other shapes than the parameter. Momentum
-# in 8 bits, with blocks along each row, in DTensor operations throughout:
-
-# %%
-# %%ranks
-class Momentum8bit(torch.optim.Optimizer):
-    def __init__(self, params, lr=0.1, block=32):
-        super().__init__(params, {"lr": lr, "block": block})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                state, momentum = self.state[weight], weight.grad
-                if state:
-                    momentum = momentum + 0.9 * (state["codes"] * state["scales"]).flatten(1)
-                blocks = momentum.unflatten(1, (-1, group["block"]))    # along a row: no cut of rows touches them
-                state["scales"] = blocks.abs().amax(-1, keepdim=True) / 127 + 1e-12
-                state["codes"] = (blocks / state["scales"]).round().to(torch.int8)
-                weight.sub_(momentum, alpha=group["lr"])
-
-
-class PlainMomentum8bit(Momentum8bit):                      # for one step: its states are plain tensors of this rank
-    def step(self, closure=None):
-        super().step()
-        for state in self.state.values():
-            state.update({name: value.to_local() for name, value in state.items()})
-
-
-# %% [markdown]
-# `saved_by(way, kind)` trains a step, saves the optimizer, loads it into a new one, and says what came back.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-import shutil
-import tempfile
-
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-from fsdp_utils import CheckpointError, load_distributed, save_distributed
-
-
-def trained(kind, steps):
-    torch.manual_seed(0)
-    model = nn.Linear(96, 96, bias=False, device=device)
-    fully_shard(model, mesh=mesh)
-    optimizer = kind(model.parameters())
-    torch.manual_seed(1 + rank)
-    for _ in range(steps):
-        model(torch.randn(8, 96).to(device)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def saved_by(way, kind):
-    folders = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folders)
-    (model, optimizer), (new_model, new) = trained(kind, 1), trained(kind, 0)
-    try:
-        if way == "save_distributed":
-            save_distributed(folders[0], model, optimizer, step=1)
-            load_distributed(folders[0], new_model, new)
-        else:
-            dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folders[0])
-            state = get_optimizer_state_dict(new_model, new)
-            dcp.load({"optimizer": state}, checkpoint_id=folders[0])
-            set_optimizer_state_dict(new_model, new, state)
-    except CheckpointError as error:
-        return "refused: " + str(error).partition(": ")[2].partition(", found")[0]
-    finally:
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(folders[0])
-    there, back = optimizer.state[model.weight], new.state[new_model.weight]
-    right = all(torch.equal(local(there[name]).float(), local(back[name]).float()) for name in there)
-    everyone = [None] * world
-    dist.all_gather_object(everyone, right)
-    codes = str(back["codes"].dtype).removeprefix("torch.")
-    return f"right on {sum(everyone)} of {world} ranks, codes in {codes}"
-
-
-# %%
-# %%ranks
-ways = {"PyTorch's": "dcp", "save_distributed": "save_distributed"}
-came_back = {(name, kind.__name__): saved_by(way, kind) for name, way in ways.items() for kind in (PlainMomentum8bit, Momentum8bit)}
-state = trained(Momentum8bit, 1)[1].state
-bytes_8bit = sum(tensor.to_local().nbytes for one in state.values() for tensor in one.values())
-bytes_fp32 = sum(weight.to_local().nbytes for weight in state)
-
-# %%
-came_back, share = ranks.get("came_back, bytes_8bit / bytes_fp32")[0]
-assert f"right on {world} " not in came_back["PyTorch's", "PlainMomentum8bit"]
-assert came_back["PyTorch's", "Momentum8bit"].endswith("float32")
-assert came_back["save_distributed", "Momentum8bit"].endswith(f"of {world} ranks, codes in int8")
-Table(
-    ["saved by", "states", "what came back"],
-    [[way, {"Momentum8bit": "DTensors"}.get(kind, "plain tensors"), found] for (way, kind), found in came_back.items()],
-    note=f"The states take {share:.0%} of the bytes that they take in float32.",
-)
-
-# %% [markdown]
-# A plain tensor counts as the same on all ranks, so `dcp` stores one rank's codes and one rank's scales,
-# maybe of two different ranks, and every rank loads them, without an error where all shards have one size.
-# `save_distributed` refuses. DTensors come back right both ways; `Optimizer.load_state_dict`, which PyTorch's
-# way calls, converts each state but `step` to the parameter's dtype
-# (`_process_value_according_to_param_policy`), here float32, so the codes take four times their bytes until
-# the next step. Because scales belong to pieces of rows, any number of ranks can load them.
-#
-# Two maintained libraries, not run here: bitsandbytes' scales are no DTensors; issues report an assertion
-# when its states are saved under FSDP2
-# ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)) and an illegal memory access
-# ([#1633](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633)). torchao's `AdamW8bit` keeps
-# DTensors, and `dcp` saves them. Whether it quantizes a state depends on the size of the shard, so another
-# number of ranks may be another approximation ([#4912](https://github.com/pytorch/ao/issues/4912)).
-#
-# ## Two optimizers, groups and offloaded states
-#
-# Muon is for the matrices inside the blocks. Embeddings, the head and norms go to AdamW. Build the groups
-# after `fully_shard`, by name and `ndim`: under FSDP2 a parameter keeps its name and its full shape.
-
-# %%
-# %%ranks
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from fsdp_utils import shard
-
-torch.manual_seed(0)
-config = LlamaConfig(vocab_size=96, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
-model = shard(LlamaForCausalLM(config).to(device), mesh=mesh)
-named = dict(model.named_parameters())
-hidden = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
-ends = {name: p for name, p in named.items() if p.ndim == 2 and name not in hidden}
-norms = {name: p for name, p in named.items() if p.ndim == 1}
-muon = torch.optim.Muon(hidden.values(), lr=0.003, adjust_lr_fn="match_rms_adamw")
-adamw = torch.optim.AdamW([
-    {"params": ends.values(), "lr": 0.003},
-    {"params": norms.values(), "lr": 0.001, "weight_decay": 0.0},
-])
-
-# %% [markdown]
-# One `step()` of each per batch; one call saves both: `save_distributed(folder, model, [muon, adamw],
-# step=…)`. The states of `adamw` alone may lie in host memory between steps (`CPUOffloadPolicy` takes
-# parameters and gradients along, for each module that you pass it to). Two hooks move them; on a CPU nothing
-# moves.
-
-# %%
-# %%ranks
-def moved_to(place):
-    def hook(optimizer, args, kwargs):
-        for state in optimizer.state.values():
-            state.update({name: tensor.to(place) for name, tensor in state.items() if name != "step"})
-    return hook
-
-
-adamw.register_step_pre_hook(moved_to(device))
-adamw.register_step_post_hook(moved_to("cpu"))
-before = {name: full(p).clone() for name, p in named.items()}
-ids = torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(rank)).to(device)
-model(input_ids=ids, labels=ids).loss.backward()
-for optimizer in (muon, adamw):
-    optimizer.step()
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-moved = {name: (full(p) - before[name]).abs().max().item() for name, p in named.items()}
-groups = {"Muon: hidden matrices": hidden, "AdamW: embedding and head": ends, "AdamW: norms": norms}
-rows = [[name, len(some), f"{max(map(moved.get, some)):.3f}"] for name, some in groups.items()]
-assert not any(state[name].to_local().is_cuda for state in adamw.state.values() for name in ("exp_avg", "exp_avg_sq"))
-
-# %%
-rows = ranks.get("rows")[0]
-assert [row[2] for row in rows[1:]] == ["0.003", "0.001"]
-Table(["group", "parameters", "largest change of a weight in step 1"], rows)
-
-# %% [markdown]
-# AdamW's first step changes a weight that has a gradient by about its learning rate, so the table shows that
-# each group has its own. Muon scales its rate by the matrix's shape, and takes the full one from the DTensor.
-
-# %% [markdown]
-# The folded cell asserts three errors of the table below: FSDP1's flat parameters, matrices with fewer rows
-# than ranks, and sharded beside ignored parameters.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-import warnings
-
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-
-def raises(call):
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "no error"
-
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    flat = [FSDP(nn.Linear(8, 8, device=device), use_orig_params=keep, device_id=device) for keep in (False, True)]
-assert all(p.ndim == 1 for one in flat for p in one.parameters())
-assert "only supports 2D parameters" in raises(lambda: torch.optim.Muon(flat[1].parameters()))
-
-few = fully_shard(nn.Linear(8, 1, bias=False, device=device), mesh=mesh)
-few(torch.randn(4, 8, device=device)).sum().backward()
-assert "placement changes" in raises(torch.optim.Muon(few.parameters()).step)
-
-part = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
-fully_shard(part, mesh=mesh, ignored_params=set(part[0].parameters()))
-part(torch.randn(4, 8, device=device)).sum().backward()
-for way in ({"foreach": True}, {"fused": True}):
-    assert "got mixed torch.Tensor and DTensor" in raises(torch.optim.AdamW(part.parameters(), **way).step)
-    apart_groups = [{"params": one.parameters()} for one in part]
-    assert raises(torch.optim.AdamW(apart_groups, **way).step) == "no error"
-assert "got mixed torch.Tensor and DTensor" in raises(lambda: nn.utils.clip_grad_norm_(part.parameters(), 1.0))
-
-before, batch = sharded([(96, 96)] * world)                    # one step by owners, as below, and torch's
-batch, gradients = [nn.Parameter(matrix) for matrix in batch], sharded([(96, 96)] * world, seed=1)[1]
-with torch.no_grad():
-    momentum = [torch.zeros_like(g).lerp_(g, 0.05) for g in gradients]
-    updates = owned([g.lerp(m, 0.95) for g, m in zip(gradients, momentum)])
-    mine = [p.mul(1 - 0.02 * 0.1).add_(update, alpha=-0.02) for p, update in zip(batch, updates)]
-for p, g in zip(batch, gradients):
-    p.grad = g
-torch.optim.Muon(batch, lr=0.02).step()
-steps = [[full(p) - old for p, old in zip(some, before)] for some in (mine, batch)]
-assert apart(*steps) < 0.05
-
-# %% [markdown]
-# ## Your turn 1 · Gather once
-#
-# `matrices` is a list of DTensors, sharded by rows; one of them has 50 rows, which do not divide among 3 or 4
-# ranks. Write `gather_once(matrices)`: it returns a list of DTensors, `newton_schulz` of each, sharded as
-# they came, with one all-gather per matrix, in bf16.
+# `matrices` are DTensors, cut by rows: as many as there are ranks, of one shape, with rows that divide. Write
+# `with_owners(matrices)`: rank r runs `newton_schulz` once, on the whole `matrices[r]`, and the function
+# returns all results as DTensors, cut as they came. A rank sends no more than its shards to the owners, and
+# rows of its result back, in bf16.
 #
 # <details><summary>Hint</summary>
 #
-# `.full_tensor()` gathers. `distribute_tensor` cuts; by default it scatters rank 0's tensor to all ranks,
-# with `src_data_rank=None` each rank cuts its own and nothing is sent. `DTensor.from_local` takes all shards
-# to be of one size unless you pass `shape` and `stride`.
+# `dist.all_to_all_single(output, input)` cuts `input` along its first dimension into as many parts as there
+# are ranks and sends part r to rank r; `output` has the parts that came, in the order of the ranks.
+# `DTensor.from_local(rows, mesh, [Shard(0)])` makes a DTensor of each rank's rows.
 #
 # </details>
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from fsdp_utils.lessons.your_turn import NotYet, at_most, exactly, turn
-
-once = newton_schulz                                        # newton_schulz counts its runs in the turns
-runs = []
+once, runs = newton_schulz, []                              # newton_schulz counts its runs
 
 
 def newton_schulz(matrix):
@@ -659,126 +493,6 @@ def newton_schulz(matrix):
     return once(matrix)
 
 
-def attempt(answer, shapes):
-    """Run an answer; return its results, what is right, and what a rank sent beside the matrices in bf16."""
-    whole, matrices = sharded(shapes, seed=3)
-    right = [once(matrix) for matrix in whole]
-    runs.clear()
-    with record_collectives(counted) as trace:
-        found = answer(list(matrices))
-    if not isinstance(found, list | tuple) or not all(isinstance(one, DTensor) for one in found):
-        raise NotYet("Return a list of DTensors, one for each matrix.")
-    if len(found) != len(right) or [one.shape for one in found] != [one.shape for one in right]:
-        raise NotYet("Return as many DTensors as there are matrices, of the same shapes and in the same order.")
-    events = [event for event in trace.events if event.is_collective]
-    bytes_bf16 = sum(2 * matrix.numel() for matrix in whole) * (world - 1) / world
-    return found, right, events, sum(event.sent_bytes for event in events) / bytes_bf16
-
-
-@turn(1, {
-    "results sharded by rows": exactly(3, "A result is whole on each rank: cut it the way its matrix was cut."),
-    "largest error": at_most(0.1, "Newton-Schulz ran on a part of a matrix, or a rank keeps other rows of the result than its own."),
-    "all-gathers": at_most(3, "Newton-Schulz ran on a DTensor: every product gathers again. Gather before it."),
-    "other collectives": exactly(0, more="Every rank has the whole result already, so cutting it must send nothing: see `src_data_rank`."),
-    "sent, times an all-gather of each in bf16": at_most(1.2, "More is sent than the matrices in bf16: convert before you gather."),
-})
-def score_once(gather_once):
-    found, right, events, sent = attempt(gather_once, [(48, 64), (50, 64), (96, 24)])
-    gathers = sum(event.kind == "all_gather" for event in events)
-    return {
-        "results sharded by rows": sum(one.placements == (Shard(0),) for one in found),
-        "largest error": round(max(apart([one], [two]) for one, two in zip(found, right)), 2),
-        "all-gathers": gathers,
-        "other collectives": len(events) - gathers,
-        "sent, times an all-gather of each in bf16": round(sent, 1),
-    }
-
-
-# %%
-# %%turn 1
-def gather_once(matrices):                                  # list of DTensors -> list of DTensors
-    return None                                             # your lines here
-
-
-# %% tags=["solution"] turn=1
-def gather_once(matrices):
-    results = []
-    for matrix in matrices:
-        whole = newton_schulz(matrix.bfloat16().full_tensor())
-        results.append(distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None))
-    return results
-
-# %% tags=["right"] turn=1
-def gather_once(matrices):                                  # redistribute, there and back
-    results = []
-    for matrix in matrices:
-        whole = matrix.to(torch.bfloat16).redistribute(placements=[Replicate()]).to_local()
-        whole = DTensor.from_local(newton_schulz(whole), mesh, [Replicate()], run_check=False)
-        results.append(whole.redistribute(placements=[Shard(0)]))
-    return results
-
-# %% tags=["right"] turn=1
-def gather_once(matrices):                                  # this rank's rows, as torch.chunk cuts them
-    def one(matrix):
-        whole = newton_schulz(matrix.bfloat16().full_tensor()).contiguous()
-        own = whole.chunk(world)[rank].contiguous()
-        return DTensor.from_local(own, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
-    return list(map(one, matrices))
-
-# %% tags=["right"] turn=1
-def gather_once(matrices):                                  # by hand: an all-gather of padded shards
-    results = []
-    for matrix in matrices:
-        rows = -(-matrix.size(0) // world)
-        mine = torch.zeros(rows, matrix.size(1), dtype=torch.bfloat16, device=device)
-        mine[: len(matrix.to_local())] = matrix.to_local()
-        whole = torch.empty(rows * world, matrix.size(1), dtype=torch.bfloat16, device=device)
-        dist.all_gather_into_tensor(whole, mine)
-        whole = newton_schulz(whole[: matrix.size(0)]).float().contiguous()
-        results.append(DTensor.from_local(
-            whole.chunk(world)[rank], mesh, [Shard(0)], shape=matrix.shape, stride=matrix.stride()
-        ))
-    return results
-
-# %% tags=["wrong"] turn=1 says="cutting it must send nothing"
-def gather_once(matrices):
-    return [distribute_tensor(newton_schulz(m.bfloat16().full_tensor()), mesh, [Shard(0)]) for m in matrices]
-
-# %% tags=["wrong"] turn=1 says="convert before you gather"
-def gather_once(matrices):
-    return [distribute_tensor(newton_schulz(m.full_tensor()), mesh, [Shard(0)], src_data_rank=None) for m in matrices]
-
-# %% tags=["wrong"] turn=1 says="Gather before it"
-def gather_once(matrices):
-    return [newton_schulz(matrix.bfloat16()).redistribute(placements=[Shard(0)]) for matrix in matrices]
-
-# %% tags=["wrong"] turn=1 says="ran on a part of a matrix"
-def gather_once(matrices):
-    return [
-        DTensor.from_local(newton_schulz(m.to_local()).contiguous(), mesh, [Shard(0)], shape=m.shape, stride=m.stride())
-        for m in matrices
-    ]
-
-# %% tags=["wrong"] turn=1 says="whole on each rank"
-def gather_once(matrices):
-    return [DTensor.from_local(newton_schulz(m.bfloat16().full_tensor()), mesh, [Replicate()], run_check=False) for m in matrices]
-
-# %% [markdown]
-# ## Your turn 2 · One owner each
-#
-# Now there are as many matrices of one shape as ranks, with rows that divide. Write `with_owners(matrices)`:
-# rank r runs `newton_schulz` once, on the whole `matrices[r]`, and every rank gets its rows of every result.
-# A rank sends no more than its shards to the owners, and rows of its result back, in bf16.
-#
-# <details><summary>Hint</summary>
-#
-# `dist.all_to_all_single(output, input)` cuts `input` along its first dimension into as many parts as there
-# are ranks and sends part r to rank r; `output` has the parts that came, in the order of the ranks.
-#
-# </details>
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
 @turn(2, {
     "results sharded by rows": exactly(world, "A result is whole on each rank: only its rows belong there."),
     "of its own matrix, under another's index": exactly(0, more="A rank returns rows of its own matrix in place of another's: send each rank its rows of the result."),
@@ -787,27 +501,33 @@ def gather_once(matrices):
     "sent, times an all-gather of one in bf16": at_most(2.1, "More is sent than shards to the owners and back, in bf16."),
 })
 def score_owners(with_owners):
-    found, right, _, sent = attempt(with_owners, [(8 * world, 64)] * world)
-    rows = [one.to_local().double() for one in found]
+    torch.manual_seed(3)
+    matrices = [sharded(8 * world, 64) for _ in range(world)]
+    whole = [matrix.full_tensor() for matrix in matrices]
+    right = [once(matrix) for matrix in whole]
+    runs.clear()
+    with record_collectives(counted) as trace:
+        found = with_owners(matrices)
+    if not isinstance(found, list | tuple) or not all(isinstance(one, DTensor) for one in found):
+        raise NotYet("Return a list of DTensors, one for each matrix.")
+    if [one.shape for one in found] != [one.shape for one in right]:
+        raise NotYet("Return as many DTensors as there are matrices, of the same shapes and in the same order.")
     parts = [part.double() for part in right[rank].chunk(world)]            # the result that this rank owns
-    strays = sum(
-        any(part.shape == one.shape and (part - one).norm() < 0.1 * part.norm() for part in parts)
-        for index, one in enumerate(rows) if index != rank
-    )
+    rows = [one.to_local().double() for index, one in enumerate(found) if index != rank]
+    strays = sum(any(one.shape == part.shape and (part - one).norm() < 0.1 * part.norm() for part in parts) for one in rows)
+    sent = sum(event.sent_bytes for event in trace.collectives)
     return {
         "results sharded by rows": sum(one.placements == (Shard(0),) for one in found),
         "of its own matrix, under another's index": strays,
         "largest error": round(max(apart([one], [two]) for one, two in zip(found, right)), 2),
         "runs of newton_schulz on a rank": len(runs),
-        "sent, times an all-gather of one in bf16": round(sent * world, 1),
+        "sent, times an all-gather of one in bf16": round(sent / (2 * whole[0].numel() * (world - 1) / world), 1),
     }
-
 
 # %%
 # %%turn 2
 def with_owners(matrices):                                  # list of DTensors -> list of DTensors
     return None                                             # your lines here
-
 
 # %% tags=["solution"] turn=2
 def with_owners(matrices):
@@ -881,31 +601,200 @@ def with_owners(matrices):                                  # shards side by sid
     return [DTensor.from_local(shard, mesh, [Shard(0)]) for shard in shards]
 
 # %% [markdown]
-# In an optimizer, `momentum` is a dict of DTensors like the weights, and `batch` has as many weights of one
-# shape as there are ranks. This is `torch.optim.Muon`'s step for square matrices (but for bf16's rounding):
+# ## A Muon to take home
 #
-# ```python
-# for p in batch:
-#     momentum[p].lerp_(p.grad, 0.05)
-# updates = with_owners([p.grad.lerp(momentum[p], 0.95) for p in batch])
-# for p, update in zip(batch, updates):                      # under torch.no_grad()
-#     p.mul_(1 - lr * 0.1).add_(update, alpha=-lr)
-# ```
+# A model has matrices of several shapes, more of them than ranks, and rows that do not divide. So `owned`,
+# for any list: matrix i belongs to rank i modulo the ranks, and all matrices travel in the same two
+# collectives, whose parts may differ in size. `rank` and `world` are this rank's number and the ranks'.
+
+# %%
+# %%ranks
+def on_each_rank(matrix):                                   # elements of the matrix that each rank holds
+    rows = [len(part) for part in torch.arange(matrix.size(0)).chunk(world)]
+    return [count * matrix.size(1) for count in rows + [0] * (world - len(rows))]
+
+
+def owned(matrices):                                        # list of DTensors, cut by rows -> the same in bf16
+    order = [i for owner in range(world) for i in range(owner, len(matrices), world)]
+    shards = [matrices[i].to_local().bfloat16().flatten() for i in order]
+    mine = matrices[rank::world]
+    sizes = [on_each_rank(matrix) for matrix in mine]
+    to = [sum(m.to_local().numel() for m in matrices[owner::world]) for owner in range(world)]
+    come = [sum(size[source] for size in sizes) for source in range(world)]
+    out = torch.cat(shards)                                 # by owner
+    got = out.new_empty(sum(come))                          # by the rank that sent it
+    dist.all_to_all_single(got, out, come, to)
+    pieces = got.split([size[source] for source in range(world) for size in sizes])
+    wholes = [torch.cat(pieces[i :: len(mine)]).view(matrix.shape) for i, matrix in enumerate(mine)]
+    results = [newton_schulz(whole).flatten().split(size) for whole, size in zip(wholes, sizes)]
+    back = torch.cat([got[:0], *(result[source] for source in range(world) for result in results)])
+    dist.all_to_all_single(out, back, to, come)
+    parts = dict(zip(order, out.split([len(shard) for shard in shards])))
+    return [
+        DTensor.from_local(parts[i].view(-1, m.size(1)), m.device_mesh, [Shard(0)], shape=m.shape, stride=m.stride())
+        for i, m in enumerate(matrices)
+    ]
+
+
+class OwnedMuon(torch.optim.Optimizer):
+    way = staticmethod(owned)
+
+    def __init__(self, params, lr=1e-3, momentum=0.95, weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            updates, lr, beta = [], group["lr"], group["momentum"]
+            for weight in weights:
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)         # a DTensor, as the weight is
+                momentum = state["momentum_buffer"].lerp_(weight.grad, 1 - beta)
+                updates.append(weight.grad.lerp(momentum, beta))
+            for weight, update in zip(weights, self.way(updates)):
+                weight.mul_(1 - lr * group["weight_decay"])
+                weight.add_(update, alpha=-lr * max(1, weight.size(0) / weight.size(1)) ** 0.5)
+
+
+class GatheredMuon(OwnedMuon):                              # to compare
+    way = staticmethod(gathered)
+
+# %% [markdown]
+# The last line scales the learning rate by the full matrix's shape, as torch's Muon does by default; a plain
+# shard has another. Does the class do what `torch.optim.Muon` does in one process? Three steps of a small
+# Llama. Muon is for the matrices inside the blocks; embeddings, the head and norms go to AdamW. Build the
+# groups after sharding, by name: under FSDP2 a parameter keeps its name and its full shape.
+
+# %%
+# %%ranks
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def trained(muon_class, on_ranks=True):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 56, "intermediate_size": 90, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).to(device)
+    ids = torch.randint(96, (4 * world, 16)).to(device)
+    if on_ranks:
+        shard(model, mesh=mesh)
+        ids = ids.chunk(world)[rank]
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    ends = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." not in name]
+    norms = {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.001, "weight_decay": 0.0}
+    muon, adamw = muon_class(hidden, lr=0.02), torch.optim.AdamW([{"params": ends, "lr": 0.003}, norms])
+    before = [full(p).clone() for p in hidden]
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        with record_collectives(counted) as trace:
+            muon.step()
+        adamw.step()
+        model.zero_grad()
+    sent = [event.sent_bytes for event in trace.collectives]
+    return [full(p) - begin for p, begin in zip(hidden, before)], len(sent), round(sum(sent) / 1024)
+
+
+right, *_ = trained(torch.optim.Muon, on_ranks=False)
+muons = {}
+for kind in (torch.optim.Muon, GatheredMuon, OwnedMuon):
+    moved, *sent = trained(kind)
+    muons[kind.__name__] = *sent, apart(moved, right)
+
+# %%
+muons = ranks.get("muons")[0]
+assert [muons[name][0] for name in ("GatheredMuon", "OwnedMuon")] == [14, 2]
+head = ["14 matrices", "collectives of a step", "KiB sent by a rank", "off from one process by"]
+Table(head, [[name, count, kib, f"{error:.2f}"] for name, (count, kib, error) in muons.items()])
+
+# %% [markdown]
+# All three take the steps of one process but for bf16's rounding. On four ranks the class sends a twentieth of
+# what `torch.optim.Muon` sends. Its momentum is a DTensor, so
+# `save_distributed(folder, model, [muon, adamw], step=…)` saves both optimizers, for any number of ranks. Many matrices in the order of their sizes give all
+# owners about the same work. The class knows one mesh dimension, cut by rows. For GPUs, used there by others and not run here:
+# `Muon` of [microsoft/dion](https://github.com/microsoft/dion) sends batches of matrices all-to-all and
+# overlaps that with computation; VeOmni has owners with uneven shards
+# ([#973](https://github.com/ByteDance-Seed/VeOmni/pull/973)).
+#
+# ## Blocks: Shampoo and 8-bit states
+#
+# Between one element and the whole matrix lie optimizers that need a block. They are right on shards, with
+# nothing sent, if no cut goes through a block. **Shampoo** multiplies a gradient G from both sides by the
+# inverse fourth roots of G Gᵀ and Gᵀ G, summed up over the steps; to keep these small it works on blocks of
+# the matrix, here of rows. **8-bit optimizers** store a state as 8-bit codes with one scale for each block of
+# values; `CodedMomentum`, from the folded cell of turn 1, does so for 8 values of a row.
+
+# %%
+# %%ranks
+class Shampoo(torch.optim.Optimizer):                       # on blocks of rows
+    def __init__(self, params, lr=0.1, rows=6):
+        super().__init__(params, {"lr": lr, "rows": rows})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state, blocks = self.state[weight], (weight.split(group["rows"]), weight.grad.split(group["rows"]))
+                for i, (w, g) in enumerate(zip(*blocks)):
+                    left, right = state.get(i, (0, 0))
+                    state[i] = left, right = left + g @ g.T, right + g.T @ g
+                    w.sub_(inverse_root(left) @ g @ inverse_root(right), alpha=group["lr"])
+
+
+def inverse_root(square):
+    values, vectors = torch.linalg.eigh(square)
+    return vectors * values.clamp(min=1e-6) ** -0.25 @ vectors.T
+
+
+reached = {"8-bit momentum": reach(CodedMomentum), "Shampoo, 6 rows": reach(Shampoo)}
+reached["Shampoo, 9 rows"] = reach(lambda params, lr: Shampoo(params, lr, rows=9))
+
+# %%
+reached = ranks.get("reached")[0]
+assert [int(changed.sum()) for changed in reached.values()] == [8, 144, 216]
+draw(reached)
+
+# %% [markdown]
+# Blocks along a row and blocks of 6 rows lie between the cuts; a block of 9 rows does not. With that one, and
+# with "the block is my shard", another number of ranks is another optimizer, and nothing warns you. Choose a
+# number of rows that divides the shard for every number of ranks that you may use.
+#
+# ## 8-bit states in a checkpoint
+#
+# The step is right; the **checkpoint** needs care, as codes and scales have other shapes than the parameter.
+# A step of momentum in 8 bits, saved and loaded on two ranks, with shards of one size (measured by
+# tests/test_optimizer_states.py):
+#
+# | saved by | states are plain tensors of each rank | states are DTensors |
+# |:--|:--|:--|
+# | torch.distributed.checkpoint | **no error, wrong values** on one rank or more | right, but codes come back in float32 |
+# | `save_distributed` | refused | right, codes in int8 |
+#
+# PyTorch takes a plain tensor to be the same on all ranks, stores one rank's, and every rank loads it. Its
+# `Optimizer.load_state_dict` converts each state but `step` to the parameter's dtype, so the codes take four
+# times their bytes until the next step.
+#
+# Two maintained libraries, not run here. bitsandbytes' kernels know no DTensors: under FSDP2 issues report an
+# illegal memory access in the step ([#1633](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633))
+# and an assertion in the save ([#1732](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1732)).
+# torchao's `AdamW8bit` keeps DTensors. Whether it quantizes a state depends on the shard's size, so with other
+# ranks it may be another approximation ([#4912](https://github.com/pytorch/ao/issues/4912)).
 #
 # ## When it goes wrong
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | the loss falls slowly, or Newton-Schulz gives `inf` or `nan` ([Moonlight #27](https://github.com/MoonshotAI/Moonlight/issues/27)) | a matrix optimizer got shards (`p.to_local()`) | compare three steps with one process; owners or `full_tensor()` |
+# | the loss falls slowly, or Newton-Schulz gives `inf` or `nan` ([Moonlight #27](https://github.com/MoonshotAI/Moonlight/issues/27)) | a matrix optimizer got shards (`p.to_local()`) | turn 1's function finds it; owners or `full_tensor()` mend it |
 # | `Muon only supports 2D parameters` | a bias, norm or convolution in its list; or FSDP1: its parameters are flat, also with `use_orig_params=True` | give those to AdamW; FSDP2 |
-# | Muon: `in-place operations that require placement changes are not supported` | a matrix with fewer rows than ranks | give it to AdamW |
-# | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each, and all-reduce the ignored gradients yourself; `clip_grad_norm_` raises, too: combine the two `get_total_norm`, then `clip_grads_with_norm_` on each with the combined norm |
+# | Muon: `in-place operations that require placement changes are not supported` | a matrix with fewer rows than ranks | give it to AdamW, or an owner |
+# | `got mixed torch.Tensor and DTensor` in `_foreach_…` or `_fused_adamw_` | `ignored_params` in one group with sharded ones | a group for each, and all-reduce the ignored gradients yourself |
 # | with offloaded units the step is slow | parameters on CPU and GPU: the default falls back to a loop ([#187615](https://github.com/pytorch/pytorch/issues/187615)) | pass `fused=True` or `foreach=True`: both group by device |
+# | optimizer states leave no room on the GPU | `CPUOffloadPolicy` takes parameters and gradients along | move `optimizer.state` alone: to the GPU in `register_step_pre_hook`, to the CPU in `register_step_post_hook` |
 # | 8-bit states differ after a resume | plain states: every rank loaded the one copy that was stored | DTensor states, or `save_distributed`, which refuses |
 #
 # ## The rule
 #
-# Compare three steps on the ranks with one process before you trust an optimizer on shards. Element-wise:
-# leave it. Whole matrices: one owner each. States: DTensors, in blocks that no cut touches.
+# Element-wise: leave it. A block: no cut through it. The whole matrix: one owner each. Before you trust an
+# optimizer on plain shards, compare three steps with one process.
 #
 # [← lesson 18](18_beyond_forward_and_backward.ipynb) · [lesson 20 →](20_experts.ipynb)
