@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 16 · Two dimensions
 #
-# When do you put tensor parallelism beside FSDP, and what does each of them send? **Add it when one sample per
-# rank is too much: the batch has fewer samples than ranks, or one sample does not fit on a rank. Ranks of one host
-# then compute each sample together and send activations; FSDP sends weights and gradients between such groups.**
+# When do you put tensor parallelism beside FSDP, and what does each of them send? **Add it when one sample
+# per rank is too much: the batch has fewer samples than ranks, or one sample does not fit on a rank. Ranks
+# of one host then compute each sample together and send activations; FSDP sends weights and gradients
+# between such groups.**
 
 # %% jupyter={"source_hidden": true}
 from matplotlib.patches import Rectangle
@@ -44,11 +45,12 @@ axes.spines[:].set_visible(False)
 plots.show(fig, alt="What each of 4 ranks keeps and computes with: FSDP alone, and on a mesh of 2 x 2.")
 
 # %% [markdown]
-# Two linear layers, `up` and `down`, on four ranks, and a batch of eight samples. Dark is the piece of a weight that
-# a rank keeps; light is what FSDP adds to it while the rank computes. Left, FSDP alone: each rank gathers the full
-# weights and computes two samples of its own. Right, the ranks stand in a grid, a **mesh**, of two
-# rows. The two ranks of a row compute the same four samples together, each with half of every weight: this is
-# **tensor parallelism**, "tp" for short. The two ranks of a column gather each other's pieces: this is FSDP.
+# Two linear layers, `up` and `down`, on four ranks, and a batch of eight samples. Dark is the piece of a
+# weight that a rank keeps; light is what FSDP adds to it while the rank computes. Left, FSDP alone: each
+# rank gathers the full weights and computes two samples of its own. Right, the ranks stand in a grid, a
+# **mesh**, of two rows. The two ranks of a row compute the same four samples together, each with half of
+# every weight (the palest half never comes to the rank): this is **tensor parallelism**, "tp" for short.
+# The two ranks of a column gather each other's pieces: this is FSDP.
 
 # %% tags=["card"]
 lesson.card(
@@ -56,14 +58,14 @@ lesson.card(
     learn="decide when FSDP needs tensor parallelism, build both on one mesh, and count what each sends",
     needs="[lesson 0](00_fsdp_from_scratch.ipynb), [lesson 6](06_sharding_strategies.ipynb)",
     ranks="4 on the CPU, always: a mesh of two by two needs them",
-    minutes=(1, 15, 25),
+    minutes=(1, 18, 20),
 )
 
 # %% [markdown]
 # ## The script
 #
-# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none. It trains a model
-# with FSDP alone (tp 1) and with rows of two ranks (tp 2), at three sizes of the batch.
+# Save it as `train.py`, then `torchrun --nproc-per-node 4 train.py`. It needs four GPUs, or none. It trains
+# a model with FSDP alone (tp 1) and with rows of two ranks (tp 2), at three sizes of the batch.
 #
 # ```python
 # import torch
@@ -134,38 +136,41 @@ lesson.card(
 # 2 samples, tp 2: loss 1.195, each rank sends {'fsdp': '386 KiB', 'tp': '32 KiB'}
 # ```
 #
-# The losses agree: both ways train the same model. What FSDP sends does not depend on the batch, and with rows of
-# two it is a third. What tensor parallelism sends is in proportion to the batch: at 64 samples the two together send
-# more than FSDP alone, at 8 less than half. With 2 samples FSDP alone leaves two ranks without work, and the mesh
-# uses all four. (A `DistributedSampler` gives a row its samples by `num_replicas=mesh["fsdp"].size()` and
+# The losses agree: both ways train the same model. The bytes are calculated from the recorded collectives,
+# for rings. What FSDP sends does not depend on the batch, and with rows of two it is a third. What tensor
+# parallelism sends is in proportion to the batch: at 64 samples the two together send more than FSDP alone,
+# at 8 less than half. With 2 samples FSDP alone leaves two ranks without work, and the mesh uses all four.
+# (A `DistributedSampler` gives a row its samples by `num_replicas=mesh["fsdp"].size()` and
 # `rank=mesh.get_local_rank("fsdp")`.)
 #
 # ## How two ranks share a sample
 # ```text
-# rank 0: x → upper rows of up → h[:, :128] → GELU → left columns of down  → y0 ┐
-#                                                                               ├ all-reduce → y0 + y1, on both
-# rank 1: x → lower rows of up → h[:, 128:] → GELU → right columns of down → y1 ┘
+# rank 0: x → upper rows of up → h[..., :128] → GELU → left columns of down  → y0 ┐
+#                                                                                 ├ all-reduce → y0 + y1, on both
+# rank 1: x → lower rows of up → h[..., 128:] → GELU → right columns of down → y1 ┘
 # ```
 #
 # Each *row* of `up` makes one hidden activation. A rank with half of the rows computes half of the hidden
-# activations `h`, each of them complete, so it can apply GELU. Each *column* of `down` multiplies one hidden
-# activation. With the columns for its own half a rank computes a **partial sum** of the output, and an all-reduce
-# adds the two. Backward does the same at the other end: each rank has a partial sum of the gradient of `x`, and an
-# all-reduce adds them.
+# activations `h`, each of them complete, so it can apply GELU. Each *column* of `down` multiplies one
+# hidden activation. With the columns for its own half a rank computes a **partial sum** of the output, and
+# an all-reduce adds the two. Backward does the same at the other end: each rank has a partial sum of the
+# gradient of `x`, and an all-reduce adds them.
 #
-# In the script the dictionary passed to `parallelize_module` is the **plan**: names of layers, and how to cut each.
-# `ColwiseParallel` cuts a layer by its outputs, `RowwiseParallel` by its inputs. (The names are those of papers that
-# write `x @ A`. `nn.Linear` stores the transpose, so `ColwiseParallel` cuts the *rows* of `weight`.) Attention is cut
-# in the same way: `q`, `k` and `v` like `up`, which gives each rank some of the heads, and the output projection like
-# `down`.
+# In the script the dictionary passed to `parallelize_module` is the **plan**: names of layers, and how to
+# cut each. `ColwiseParallel` cuts a layer by its outputs, `RowwiseParallel` by its inputs. (The names are
+# those of papers that write `x @ A`. `nn.Linear` stores the transpose, so `ColwiseParallel` cuts the *rows*
+# of `weight`.) Attention is cut in the same way: `q`, `k` and `v` like `up`, which gives each rank some of
+# the heads, and the output projection like `down`.
 #
 # ## Where each weight lies
 #
-# `init_device_mesh` puts ranks 0 and 1 into the first row of the mesh, 2 and 3 into the second, and gives each
-# **dimension** a name: `mesh["tp"]` is a rank's row, `mesh["fsdp"]` its column. `parallelize_module` divides a weight
-# among the ranks of a row, and `fully_shard` then divides each part among the ranks of a column. The result is a
-# DTensor, a tensor that knows where its pieces are. Its **placements** say how it is cut, one for each dimension:
-# `S(0)` is a cut between rows of the weight, `S(1)` between columns.
+# `init_device_mesh` puts ranks 0 and 1 into the first row of the mesh, 2 and 3 into the second, and gives
+# each **dimension** a name: `mesh["tp"]` is a rank's row, `mesh["fsdp"]` its column. `parallelize_module`
+# divides a weight among the ranks of a row, and `fully_shard` then divides each part among the ranks of a
+# column. The result is a DTensor, a tensor that knows where its pieces are. Its **placements** say how it
+# is cut, one for each dimension: `S(0)` is a cut between rows of the weight, `S(1)` between columns. Both
+# calls also take a model on the meta device ([lesson 12](12_a_model_too_big_for_one_rank.ipynb)), so no
+# rank has to hold the full model first.
 
 # %%
 from fsdp_utils.lessons.tables import Table
@@ -242,12 +247,13 @@ assert torch.equal(both.up.weight.to_local(), full.up.weight.chunk(2)[place].chu
 assert torch.equal(both.down.weight.to_local(), full.down.weight.chunk(2, dim=1)[place].chunk(2)[row])
 
 # %% [markdown]
-# The placements stand in the order of the mesh, "fsdp" before "tp". On the mesh, too, a rank keeps a quarter of `up`
-# and of `down`: of weights, gradients and optimizer state it holds no less than under FSDP alone. The plan doesn't
-# name the norm, so both ranks of a row compute it, and only FSDP shards it. `_S`, for `_StridedShard`, says that "tp" cut
-# the rows before FSDP did, as the assertions spell out: from above, the quarters of `up` are those of ranks 0, 2, 1
-# and 3. `full_tensor()` and checkpoints know this. What `save_distributed` ([lesson
-# 8](08_local_state_dict_and_distributed_checkpoints.ipynb)) writes on this mesh loads under FSDP alone.
+# The placements stand in the order of the mesh, "fsdp" before "tp". On the mesh, too, a rank keeps a
+# quarter of `up` and of `down`: of weights, gradients and optimizer state it holds no less than under FSDP
+# alone. The plan doesn't name the norm, so both ranks of a row compute it, and only FSDP shards it. `_S`,
+# for `_StridedShard`, says that "tp" cut the rows before FSDP did, as the assertions spell out: from above,
+# the quarters of `up` are those of ranks 0, 2, 1 and 3. `full_tensor()` and checkpoints know this. What
+# `save_distributed` ([lesson 8](08_local_state_dict_and_distributed_checkpoints.ipynb)) writes on this mesh
+# loads under FSDP alone.
 #
 # ## The mesh at work
 #
@@ -271,18 +277,21 @@ events = [(e.phase, e.kind, e.dimension, str(e.ranks), e.bytes / 1024) for e in 
 Table(["phase", "collective", "along", "ranks", "KiB gathered or reduced"], ranks.get("events")[0])
 
 # %% [markdown]
-# Along "fsdp", ranks 0 and 2 gather 64.25 KiB: half of `up`, half of `down`, and the norm. They gather them again for
-# backward, and reduce the gradients. In forward and backward no rank has a full matrix. Along "tp", ranks 0 and 1 add the
-# output in forward and the gradient of the input in backward, each 4 samples x 16 tokens x 64 numbers.
+# Along "fsdp", ranks 0 and 2 gather 64.25 KiB: half of `up`, half of `down`, and the norm. They gather them
+# again for backward, and reduce the gradients. In forward and backward no rank has a full matrix. Along
+# "tp", ranks 0 and 1 add the output in forward and the gradient of the input in backward, each 4 samples x
+# 16 tokens x 64 numbers.
 #
-# The two dimensions differ in **who waits**. While a GPU computes a block, FSDP gathers the weights of the next
-# ([lesson 4](04_backward_prefetch.ipynb)), and only the optimizer needs the reduced gradients. An all-reduce along "tp" stands
-# between one layer and the next: with this plan nothing hides its bytes. So "tp" belongs on the fastest links, within
-# a host. `init_device_mesh` puts it there if ranks are numbered host by host, as torchrun numbers them.
+# The two dimensions differ in **who waits**. While a GPU computes a block, FSDP gathers the weights of the
+# next ([lesson 4](04_backward_prefetch.ipynb)), and only the optimizer needs the reduced gradients. An
+# all-reduce along "tp" stands between one layer and the next: in eager mode nothing hides its bytes. So
+# "tp" belongs on the fastest links, within a host. `init_device_mesh` puts it there if "tp" is the last
+# dimension and divides the ranks of a host, and ranks are numbered host by host, as torchrun numbers them.
 #
 # ## What each dimension sends
 #
-# The script's model again, with more batches and on three meshes:
+# The script's model again, with more batches and on three meshes. (4, 1) has four ranks along "fsdp", one
+# along "tp":
 
 # %% tags=["dimensions"]
 # %%ranks
@@ -318,27 +327,30 @@ gain = [(2 * hosts - 1) / 2 / (hosts - 1) for hosts in (2, 3, 4, 8, 32)]     # o
 assert [round(g, 2) for g in gain] == [1.5, 1.25, 1.17, 1.07, 1.02]
 
 # %% [markdown]
-# - **Along "fsdp" go parameters**: two gathers and one reduce-scatter of each block. Of what n ranks
-#   gather, each sends (n - 1) / n: among four ranks 3/4 of the weights, among two 1/2 of half the weights, a third.
-# - **Along "tp" go tokens**: for each MLP two all-reduces of tokens x width numbers. How wide the MLP is inside does
-#   not matter.
+# - **Along "fsdp" go parameters and gradients**: two gathers and one reduce-scatter of each block. Of what
+#   n ranks gather or reduce, each sends (n - 1) / n: among four ranks 3/4 of the weights, among two 1/2 of
+#   half the weights, a third.
+# - **Along "tp" go tokens**: for each MLP two all-reduces of tokens x width numbers. How wide the MLP is
+#   inside does not matter.
 #
-# So fewer samples favour "tp": up to 8 the mesh (1, 4) sends least, at 16 and 32 (2, 2), from 64 on FSDP alone. In a
-# wider model the lines cross at more tokens, because weights grow with the square of the width and activations with
-# the width.
+# So fewer samples favour "tp": up to 8 the mesh (1, 4) sends least, at 16 and 32 (2, 2), from 64 on FSDP
+# alone. In a wider model the lines cross at more tokens, because weights grow with the square of the width
+# and activations with the width.
 #
-# The link *between hosts* gains less than a rank does, because the ranks of a host share it. Take two hosts of two
-# ranks, and collectives that travel in rings: the two columns of the mesh send 2 x 385.5 = 771 KiB across, FSDP's
-# one ring 1,154. With more hosts the two come closer. What relieves that link is HYBRID_SHARD ([lesson
-# 6](06_sharding_strategies.ipynb)).
+# The link *between hosts* gains less than a rank does, because the ranks of a host share it. Take two hosts
+# of two ranks, and collectives that travel in rings: the two columns of the mesh send 2 x 385.5 = 771 KiB
+# across, FSDP's one ring 1,154. With more hosts the two come closer. What relieves that link is
+# HYBRID_SHARD ([lesson 6](06_sharding_strategies.ipynb)).
 #
 # ## What one sample needs
 #
-# Under FSDP alone a rank computes at least one sample, with at least one full block gathered. Tensor parallelism goes
-# below that. It divides the gathered weights, and the activations between `up` and `down`. The other activations are
-# the same on all ranks of a row. **Sequence parallelism** divides those, too: before `up` and after `down` each rank
-# has some of the tokens. An all-gather before `up` collects them; a reduce-scatter after `down` adds the partial sums and
-# leaves each rank the result for its tokens. In the plan `Shard(1)` is dimension 1 of `x`, the tokens.
+# Under FSDP alone a rank computes at least one sample, with the full weights of at least one unit of
+# `fully_shard`, here a block. Tensor parallelism goes below that. It divides the gathered weights, and the
+# activations between `up` and `down`. The other activations are the same on all ranks of a row. **Sequence
+# parallelism** divides those, too: before `up` and after `down` each rank has some of the tokens, and "tp"
+# has to divide their number. An all-gather before `up` collects them; a reduce-scatter after `down` adds
+# the partial sums and leaves each rank the result for its tokens. In the plan `Shard(1)` is dimension 1 of
+# `x`, the tokens.
 
 # %% tags=["sequence"]
 # %%ranks
@@ -396,13 +408,16 @@ along = {way: kib for way, (_, kib) in ranks.get("along")[0].items()}
 assert [along["(2, 2), tensor"], along["(2, 2), tensor and sequence"]] == [128, 128 + 8 + 1]
 
 # %% [markdown]
-# With sequence parallelism on four ranks a sample takes 55 KiB of activations instead of 172. It is more than a
-# quarter because autograd keeps the tokens gathered before each `up`. What the blocks send along "tp" stays the same:
-# a ring's all-reduce is a reduce-scatter and an all-gather, here at two different points. (Embedding and head can go
-# into the plan as well. PyTorch's `loss_parallel` then computes the loss from logits that stay cut by vocabulary.)
+# With sequence parallelism on four ranks each rank keeps 55 KiB of a sample's activations instead of 172.
+# It is more than a quarter because autograd keeps the tokens gathered before each `up`. The blocks send as
+# many activations as before: a ring's all-reduce is a reduce-scatter and an all-gather, here at two
+# different points. An all-reduce of each norm's gradient, 64 numbers, comes on top. (Embedding and head can
+# go into the plan as well. PyTorch's `loss_parallel` then computes the loss from logits that stay cut by
+# vocabulary.)
 #
-# **For the same batch, this saves no activations.** A row of two ranks has the samples of both: on (2, 2) a rank holds
-# 2 x 94 = 188 KiB where it holds 172 under FSDP alone. What tensor parallelism makes smaller is the *smallest* batch.
+# **For the same batch, this saves no activations.** A row of two ranks has the samples of both: on (2, 2) a
+# rank holds 2 x 94 = 188 KiB where it holds 172 under FSDP alone. What tensor parallelism makes smaller is
+# the *smallest* batch.
 #
 # ## Which mesh?
 #
@@ -414,22 +429,24 @@ assert [along["(2, 2), tensor"], along["(2, 2), tensor and sequence"]] == [128, 
 # | the batch has fewer samples than ranks | "tp" of at least ranks / samples, within a host |
 # | a host has too few ranks for that | context parallelism ([lesson 21](21_long_sequences.ipynb)) or pipeline parallelism |
 #
-# For scale, calculated for bf16, full activation checkpointing (a block keeps only its input) and one sample of 8,192
-# tokens: Llama-3-70B gathers blocks of 1.6 GiB and keeps 80 inputs, 10 GiB. That leaves room on a GPU of 80 GB.
-# Llama-3.1-405B gathers blocks of 5.9 GiB and keeps 126 inputs, 31.5 GiB; gradients, logits and the shards come on
-# top. And its batches had 2,048 such samples on 16,384 GPUs: Meta used a "tp" of 8 and 16 pipeline stages ([Llama 3,
-# table 4](https://arxiv.org/abs/2407.21783)).
+# For scale, calculated for bf16, full activation checkpointing (a block keeps only its input) and one
+# sample of 8,192 tokens: Llama-3-70B gathers blocks of 1.6 GiB and keeps 80 inputs, 10 GiB. On 64 GPUs of
+# 80 GB the shards take another 16 GiB (16 bytes per parameter), and there is room for the logits.
+# Llama-3.1-405B gathers blocks of 5.9 GiB and keeps 126 inputs, 31.5 GiB; gradients, logits and the shards
+# come on top. And its batches had 2,048 such samples on 16,384 GPUs: Meta used a "tp" of 8 and 16 pipeline
+# stages ([Llama 3, table 4](https://arxiv.org/abs/2407.21783)).
 #
-# PyTorch's [tutorial](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html) gives one more reason: beyond
-# 128 or 256 GPUs latency dominates FSDP's rings, and a "tp" of 8 makes them eight times shorter. Nothing in this lesson
-# was timed on GPUs. Whether a step becomes faster you have to measure on yours.
+# PyTorch's [tutorial](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html) gives one more
+# reason: beyond 128 or 256 GPUs latency dominates FSDP's rings, and a "tp" of 8 makes them eight times
+# shorter. Nothing in this lesson was timed on GPUs. Whether a step becomes faster you have to measure on
+# yours.
 #
 # ## Your turn 1 · An MLP in four parts
 #
 # Do by hand what the plan does, over all four ranks. `my_parts` gets the full weights (`up` is f32[256, 64],
 # `down` f32[64, 256]) and returns a pair: what the rank at this place (0 to 3) keeps of each. `my_mlp`
 # computes `F.linear(F.gelu(F.linear(x, up)), down)` from these parts. Every rank has the same `x`, f32[8,
-# 64], and has to return the full output. Kept and sent bytes are counted.
+# 64], and has to return the full output. The bytes kept and the bytes passed to collectives are counted.
 #
 # <details><summary>Hint</summary>
 #
@@ -578,21 +595,22 @@ def my_mlp(x, part_of_up, part_of_down):
 # %% [markdown]
 # ## Your turn 2 · A plan for Llama
 #
-# Write the plan for a block of transformers' Llama: names within the block, and a style for each. Its linear layers
-# are `q_proj`, `k_proj`, `v_proj` and `o_proj` of `self_attn`, and `gate_proj`, `up_proj` and `down_proj` of `mlp`,
-# which computes `down(silu(gate(x)) * up(x))`. All seven should be cut. A rank should send no more than two
-# all-reduces in forward and two in backward, 32 KiB each way.
+# Write the plan for a block of transformers' Llama: names within the block, and a style for each. Its
+# linear layers are `q_proj`, `k_proj`, `v_proj` and `o_proj` of `self_attn`, and `gate_proj`, `up_proj` and
+# `down_proj` of `mlp`, which computes `down(silu(gate(x)) * up(x))`. All seven should be cut. A rank should
+# send no more than two all-reduces in forward and two in backward, 32 KiB each way.
 #
-# The plan that comes to mind first sends 80 KiB in backward. A `ColwiseParallel` layer that gets a plain tensor adds
-# up the gradient of its input in an all-reduce of its own: that makes three for `q`, `k` and `v`, and two for `gate`
-# and `up`. The style `PrepareModuleInput` turns the input of a *module* into a DTensor, once for all layers that read
-# it. Each rank then adds their gradients, and one all-reduce completes the sum.
+# The plan that comes to mind first sends 80 KiB in backward. A `ColwiseParallel` layer that gets a plain
+# tensor adds up the gradient of its input in an all-reduce of its own: that makes three for `q`, `k` and
+# `v`, and two for `gate` and `up`. The style `PrepareModuleInput` turns the input of a *module* into a
+# DTensor, once for all layers that read it. Each rank then adds their gradients, and one all-reduce
+# completes the sum.
 #
 # <details><summary>Hint</summary>
 #
-# A style for `mlp` stands in the plan beside those for its layers. Its `input_layouts` and `desired_input_layouts` are
-# both `Replicate()`: every rank has all of `x` and needs it. The block calls `mlp(x)` but
-# `self_attn(hidden_states=x, ...)`. For keyword arguments there are `input_kwarg_layouts` and
+# A style for `mlp` stands in the plan beside those for its layers. Its `input_layouts` and
+# `desired_input_layouts` are both `Replicate()`: every rank has all of `x` and needs it. The block calls
+# `mlp(x)` but `self_attn(hidden_states=x, ...)`. For keyword arguments there are `input_kwarg_layouts` and
 # `desired_input_kwarg_layouts`, which are dictionaries.
 #
 # </details>
@@ -640,6 +658,11 @@ def score_plan(my_plan):
         raise NotYet("Return a dictionary: names of layers, and a style for each.")
     try:
         uncut, loss, forward, backward = llama_step(two, plan)
+    except ValueError as error:
+        raise NotYet(
+            f"The block does not run: {error} The block passes `hidden_states` to `self_attn` by keyword: name its "
+            "layout in `input_kwarg_layouts` and `desired_input_kwarg_layouts`."
+        ) from None
     except RuntimeError as error:
         raise NotYet(
             f"The block does not run: {str(error).splitlines()[0]}. A layer that gets parts of its input has to be cut "
@@ -742,11 +765,11 @@ def my_plan():                                          # down is forgotten
 #
 # | you see | cause | cure |
 # |:--|:--|:--|
-# | no error, but the loss differs between the ranks of a row | they have different samples, or different seeds for dropout | sampler and seed by `mesh.get_local_rank("fsdp")`, and `mesh["fsdp"].size()` in place of the world size |
+# | no error, but the loss differs between the ranks of a row | they have different samples, or different seeds for a dropout outside the cut layers | sampler and seed by `mesh.get_local_rank("fsdp")`, and `mesh["fsdp"].size()` in place of the world size; a dropout between `up` and `down` then has the same mask on both halves |
 # | `Parallelize plan key '…' could not be resolved`, a warning | the plan names no such layer, and that layer is not cut | names as in `named_modules()` of the module that you pass |
 # | `Cannot distribute a DTensor with device mesh … to a different device mesh` | `fully_shard` came first | `parallelize_module` first |
 # | `Cannot concatenate overlapping meshes`, or `Invariant encountered: value was None when it should not be` | `fully_shard` got the whole mesh, or none | `mesh=mesh["fsdp"]` |
-# | `All operands in aten.stack.default must have the same mesh`, in `clip_grad_norm_` | some parameters are in the plan and others, such as the norms, are not | the plan with sequence parallelism names them all; else [clip by mesh](answers.md#operands-on-two-meshes) |
+# | `All operands in aten.stack.default must have the same mesh`, in `clip_grad_norm_` | some parameters are in the plan and others, such as the norms, are not | [clip by mesh](answers.md#operands-on-two-meshes), or name every layer with parameters in the plan: norms, embedding and head |
 # | `shape '[2, 3, 4, 16]' is invalid for input of size 192` | your attention names the number of all heads, and a rank has some of them | `view(2, 3, -1, 16)`; "tp" has to divide the heads of `q` and of `k` and `v` |
 # | steps are slow | ranks are not numbered host by host (Slurm's `--distribution=cyclic`), so rows of the mesh cross hosts | `DeviceMesh("cuda", [[0, 2], [1, 3]], mesh_dim_names=("fsdp", "tp"))`: each row is one host |
 
@@ -792,7 +815,9 @@ assert llama_step(two, plan)[2:] == (32, 80)                # the plan that come
 # %% [markdown]
 # ## The rule
 #
-# FSDP alone, while the batch has a sample for each rank and it fits. Else `parallelize_module` on `mesh["tp"]`, within
-# a host, then `fully_shard` on `mesh["fsdp"]`, with the same samples for the ranks of a row.
+# FSDP alone, while the batch has a sample for each rank and it fits. Else `parallelize_module` on
+# `mesh["tp"]`, within a host, then `fully_shard` on `mesh["fsdp"]`, with the same samples for the ranks of
+# a row. For many models of transformers `config.base_model_tp_plan` names the layers to cut, and by which
+# side.
 #
 # [← lesson 15](15_when_it_hangs.ipynb) · [lesson 17 →](17_fine_tune_three_ways.ipynb)
