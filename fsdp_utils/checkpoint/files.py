@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from blake3 import blake3
 
@@ -148,7 +147,7 @@ def sync_directory(path: Path) -> None:
 
 
 class Lock:
-    """A lock between programs, held until release() or the end of this process; forks do not hold it.
+    """A lock between programs, held until release() or the end of this process and its forks.
 
     It holds between hosts too, where the shared file system has locks (NFS and Lustre as most are mounted).
     """
@@ -166,7 +165,6 @@ class Lock:
                         "of its own"
                     )
             time.sleep(0.05)
-        _held.add(self)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError):  # a full disk; the lock holds without its owner's name
             self._file.truncate(0)
@@ -187,13 +185,8 @@ class Lock:
         return False
 
     def release(self) -> None:
-        if not self._file.closed:  # as it is in a fork, which holds nothing
-            with suppress(OSError):
-                self._path.unlink()
-            with suppress(OSError):  # at once, also where a fork still has the file open
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-            self._file.close()
-
-
-_held: "WeakSet[Lock]" = WeakSet()
-os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in _held])
+        with suppress(OSError):
+            self._path.unlink()
+        with suppress(OSError):  # at once, also where a fork still has the file open
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_utils.checkpoint.asynchronous import Save, stage
 from fsdp_utils.checkpoint.codec import encode
@@ -35,7 +34,16 @@ from fsdp_utils.checkpoint.state import (
 )
 from fsdp_utils.checkpoint.tensor_files import check_storable, write_tensors
 from fsdp_utils.distributed.agreement import WAIT_S, Ranks, fingerprint
-from fsdp_utils.sharding.copies import buffer_copies, copies_of, differing, digest, in_words, parameter_copies
+from fsdp_utils.sharding.copies import (
+    Copy,
+    broadcasts_buffers,
+    buffer_copies,
+    copies_of,
+    differing,
+    digest,
+    in_words,
+    parameter_copies,
+)
 from fsdp_utils.sharding.names import plain_name
 from fsdp_utils.sharding.unsaved_buffers import samples, unsaved
 
@@ -82,8 +90,7 @@ def save_distributed(
         asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
             in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
             second copy of this rank's shard, and keeps it for the next save.
-        wait_s: seconds to wait for all ranks to enter, and then for another rank in each gloo collective of
-            the model's own groups. One rank may take an hour longer than the others to write its part.
+        wait_s: seconds to wait for all ranks to enter. Then one may take an hour longer to write its part.
 
     Returns:
         The save. `.wait()` gives the path of the checkpoint; it is done already unless asynchronous.
@@ -150,7 +157,8 @@ def save_distributed(
 
         held, own, texts = ranks.each(collect)
         params = {name for names in parameter_names(model).values() for name in names}
-        _check_equal(held, model, ranks, {*ignored, *(of_rank.keys() - params), *_of_ddp(wrapped, model)})
+        buffers = {} if broadcasts_buffers(wrapped) else buffer_copies(model)
+        _check_equal(held, model, buffers, ranks, {*ignored, *(of_rank.keys() - params)})
         about = {
             "step": step,
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -228,7 +236,9 @@ def _must_see(unfinished: Path) -> None:
 # ---- what must be equal on all ranks -----------------------------------------------------------------
 
 
-def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection[str]) -> None:
+def _check_equal(
+    held: Held, model: nn.Module, buffers: dict[str, Copy], ranks: Ranks, ignored: Collection[str]
+) -> None:
     """Check that what one rank saves for all of them is equal on all.
 
     One rank's values are stored, so those of the others would be lost without an error: of replicas that have
@@ -236,8 +246,8 @@ def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection
     """
     if not ranks.distributed:
         return
-    copies = {**parameter_copies(model), **buffer_copies(model)}
     names = {*ignored, *(name for name, _ in unsaved(model))}
+    copies = {**parameter_copies(model), **buffers}
     copies = {name: copy for name, copy in copies.items() if name not in names}
     in_state = ((key, held.tensors[key]) for key in held.plain["dims"])
     copies |= copies_of((key, one) for key, one in in_state if isinstance(one, DTensor))
@@ -259,13 +269,6 @@ def _check_equal(held: Held, model: nn.Module, ranks: Ranks, ignored: Collection
             )
 
     ranks.each(refuse)
-
-
-def _of_ddp(wrapped: nn.Module, model: nn.Module) -> set[str]:
-    """Name the buffers that DDP broadcasts from rank 0 before the next step."""
-    units = [one for one in wrapped.modules() if isinstance(one, DistributedDataParallel)]
-    known = {id(buffer) for one in units if one.broadcast_buffers for buffer in one.buffers()}
-    return {plain_name(name) for name, buffer in model.named_buffers() if id(buffer) in known}
 
 
 def _digests(held: Held, model: nn.Module, ignored: Collection[str]) -> dict[str, str]:

@@ -45,10 +45,10 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeou
     """Run `fn(*args)` on each of `world_size` ranks of this machine and return what each rank returned.
 
     Inside fn the process group is initialised, and RANK, LOCAL_RANK, WORLD_SIZE and so on are set as
-    torchrun sets them (without MASTER_ADDR: there is no port). fn may be defined anywhere: in a notebook
-    cell, in a script (no `if __name__ == "__main__"` needed), in another function. It, its arguments and its
-    results travel by value, tensors too; of a DTensor return `.full_tensor()` or `.to_local()`. No rank sees
-    a GPU: use torchrun for those. When the call ends, the ranks and all that they started are gone.
+    torchrun sets them (without MASTER_ADDR: there is no port). fn may be defined anywhere (no
+    `if __name__ == "__main__"` needed). It, its arguments and its results travel by value, tensors too; of a
+    DTensor return `.full_tensor()` or `.to_local()`. No rank sees a GPU: use torchrun for those. When the
+    call ends, the ranks and all that they started are gone.
 
     Args:
         fn: called on every rank.
