@@ -110,12 +110,12 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("bomb.yaml", BOMB, "with all aliases"),
+        ("bomb.yaml", BOMB, "at most 20 aliases"),
         ("itself.yaml", "a: &a [*a]", "within itself"),
         ("deep.yaml", "a: " + "[" * 5000, "deep"),
         ("broken.yaml", "a: [", "broken.yaml: expected YAML"),
-        ("tag.yaml", "a: !!python/object/apply:os.system [true]", "tag.yaml: expected plain YAML"),
-        ("twice.yaml", "zero_optimization: {stage: 3, stage: 0}", "'stage' again"),
+        ("tag.yaml", "a: !!python/object/apply:os.system [true]", "tag.yaml: expected YAML"),
+        ("twice.yaml", "zero_optimization: {stage: 3, stage: 0}", "the key 'stage' stands twice"),
         ("empty.yaml", "", "in empty.yaml: expected a dict of settings, found NoneType"),
         ("deep.json", '{"a": ' + "[" * 100_000, "deep.json: expected JSON"),
         ("twice.json", '{"zero_optimization": {"stage": 3, "stage": 0}}', "the key 'stage' stands twice"),
