@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from blake3 import blake3
 
@@ -147,7 +148,7 @@ def sync_directory(path: Path) -> None:
 
 
 class Lock:
-    """A lock between programs, held until release() or the end of this process and its forks.
+    """A lock between programs, held until release() or the end of this process; forks do not hold it.
 
     It holds between hosts too, where the shared file system has locks (NFS and Lustre as most are mounted).
     """
@@ -165,6 +166,7 @@ class Lock:
                         "of its own"
                     )
             time.sleep(0.05)
+        _locks.add(self)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError):  # a full disk; the lock holds without its owner's name
             self._file.truncate(0)
@@ -190,3 +192,7 @@ class Lock:
         with suppress(OSError):  # at once, also where a fork still has the file open
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+_locks: "WeakSet[Lock]" = WeakSet()
+os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in _locks])

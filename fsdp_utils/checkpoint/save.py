@@ -65,31 +65,28 @@ def save_distributed(
     asynchronous: bool = False,
     wait_s: float = WAIT_S,
 ) -> Save:
-    """Save a sharded training state such that it is there completely, or not at all.
+    """Save a sharded training state such that it is there completely, or not at all. Call it on every rank.
 
-    Call it on every rank. Each writes its own part into a temporary folder; when all parts are durable, a
-    manifest with their hashes is added and the folder gets its name, `<commit>-step-<step>`. Until then a
-    crash leaves the checkpoints that were there before. Tensors are in safetensors files, all else in JSON.
+    Each rank writes its own part into a temporary folder; when all parts are durable, a manifest with their
+    hashes is added and the folder gets its name, `<commit>-step-<step>`. Until then a crash leaves the
+    checkpoints that were there before. Tensors are in safetensors files, all else in JSON.
 
     Args:
         directory: where the checkpoints of one training are, the same for all ranks. Made if it is not there.
         model: wrapped with FSDP2, FSDP1 or DDP, or not at all.
         optimizer: one, or several over different parameters, as a sequence or the values of a mapping; they
-            are told apart by their parameters, not by order or name. Left out of the checkpoint when None.
+            are told apart by their parameters, not by order or name.
         step: number of the training step.
-        state: what else training needs to go on, by name, equal on all ranks: plain values and tensors
-            (DTensors are stored sharded), and objects with state_dict() and load_state_dict() (schedulers,
-            gradient scalers), of which the state_dict() is saved.
+        state: what else training needs to go on, by name, equal on all ranks: plain values, tensors (DTensors
+            are stored sharded), and objects with state_dict() and load_state_dict() (schedulers, scalers).
         per_rank: what differs between ranks, by name: the state of random number generators, the position in
-            this rank's data. Each rank's value comes back to it. A buffer of the model that differs is to be
-            given under its name, and copied back after loading; the model's part of the checkpoint has rank
-            0's.
+            this rank's data. A buffer of the model that differs is to be given under its name, and copied
+            back after loading; the model's part of the checkpoint has rank 0's.
         keep: delete all but the last `keep` checkpoints, after this one is durable. None keeps all.
         ignore_frozen_params: leave out parameters that need no gradient: of a model with adapters over a
             frozen base, save the adapters. Such a checkpoint is loaded with the same option.
-        asynchronous: return when the state is copied to CPU memory, and write in the background. One save is
-            in flight at a time: the next save or load waits for it and raises its error. Takes memory for a
-            second copy of this rank's shard, and keeps it for the next save.
+        asynchronous: return when the state is copied to CPU memory, which is kept for the next save, and
+            write in the background. The next save or load waits for it and raises its error.
         wait_s: seconds to wait for all ranks to enter. Then one may take an hour longer to write its part.
 
     Returns:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from fsdp_utils.migration.translation import TranslationError, shown
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's ${section.key}; ${oc.env:NAME} stays as it is
 MOST_ALIASES = 20
-MOST_STEPS = 20  # from a reference to a reference
 
 
 def read_config(config: Any, given: Mapping[str, Any]) -> dict[Any, Any]:
@@ -34,16 +33,16 @@ def read_config(config: Any, given: Mapping[str, Any]) -> dict[Any, Any]:
     return content
 
 
-def _plain(value: Any, root: Mapping[Any, Any], steps: int = 0) -> Any:
+def _plain(value: Any, root: Mapping[Any, Any]) -> Any:
     """Copy settings into dicts and lists, and follow references to other keys of the config."""
     if isinstance(value, Mapping):
-        return {key: _plain(item, root, steps) for key, item in value.items()}
+        return {key: _plain(item, root) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, root, steps) for item in value]
-    if isinstance(value, str) and (name := REFERENCE.fullmatch(value)) and steps < MOST_STEPS:
+        return [_plain(item, root) for item in value]
+    if isinstance(value, str) and (name := REFERENCE.fullmatch(value)):
         found = _at(root, name[1].split("."))
         if found is not None and not isinstance(found, Mapping | list):
-            return _plain(found, root, steps + 1)
+            return _plain(found, root)
     return value
 
 
@@ -56,13 +55,10 @@ def _at(section: Any, path: list[str]) -> Any:
 def _content(path: Path) -> Any:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
-    if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
-        raise TranslationError(f"{path}: expected a file, found a folder or a pipe")
-    kind = "JSON" if path.suffix == ".json" else "YAML"
-    read = _json if kind == "JSON" else _yaml_reader()
+    kind, read = ("JSON", _json) if path.suffix == ".json" else ("YAML", _yaml)
     try:
         return read(path.read_text(encoding="utf-8"))
-    except OSError:
+    except (OSError, ModuleNotFoundError):
         raise
     except Exception as error:  # PyYAML's constructors raise ValueError, AttributeError, KeyError ...
         told = " ".join(str(error).split())
@@ -73,7 +69,7 @@ def _json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_without_duplicates)
 
 
-def _yaml_reader() -> Callable[[str], Any]:
+def _yaml(text: str) -> Any:
     yaml = need("yaml", "notebooks")
 
     class Loader(yaml.SafeLoader):
@@ -81,14 +77,11 @@ def _yaml_reader() -> Callable[[str], Any]:
             _without_duplicates([(key.value, None) for key, _ in node.value if isinstance(key.value, str)])
             return super().construct_mapping(node, deep)
 
-    def read(text: str) -> Any:
-        # A few characters of aliases of aliases can stand for gigabytes.
-        aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
-        if aliases > MOST_ALIASES:
-            raise ValueError(f"at most {MOST_ALIASES} aliases (*name) can stand in it, and {aliases} do")
-        return yaml.load(text, Loader)
-
-    return read
+    # A few characters of aliases of aliases can stand for gigabytes.
+    aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
+    if aliases > MOST_ALIASES:
+        raise ValueError(f"at most {MOST_ALIASES} aliases (*name) can stand in it, and {aliases} do")
+    return yaml.load(text, Loader)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

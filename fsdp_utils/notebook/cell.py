@@ -55,13 +55,10 @@ class Cell:
         chosen: list[int],
         timeout_s: float,
         interrupts: Interrupts,
-        stuck_s: float | None = None,
     ) -> None:
         self.cluster = cluster
         self.chosen = chosen
         self.timeout_s = timeout_s
-        self.stuck_s = stuck_s
-        self.stuck = ""  # which ranks wait for each other, in words
         self.interrupts = interrupts
         cluster.forget_printed()
         self.calls = {rank: cluster.call(rank, "run_cell", source, timeout_s) for rank in chosen}
@@ -102,47 +99,32 @@ class Cell:
             if rank not in self.outcomes and call.answer is not None:
                 self.outcomes[rank] = _outcome(call)
         trouble = self.interrupts.come or self.cluster.exits.keys() & set(self.chosen)
-        if self.trouble_at is None and not (trouble or any(self.outcomes.values())):
-            self.stuck = self._wait_for_each_other() if self.stuck_s else ""
-        if self.trouble_at is None and (trouble or any(self.outcomes.values()) or self.stuck):
+        if self.trouble_at is None and (trouble or any(self.outcomes.values())):
             self.trouble_at = time.monotonic()
-
-    def _wait_for_each_other(self) -> str:
-        """Say where the ranks wait if none of them can go on; "" while one may."""
-        places = {rank: self.calls[rank].position or UNKNOWN for rank in self._busy()}
-        together = len({(p["collective"], p["line"]) for p in places.values()}) == 1 and not self.outcomes
-        limit_s = self.timeout_s if together else self.stuck_s or 0.0  # gloo's recv waits longer than it may
-        if not places or not all(p["collective"] and p["seconds"] > limit_s for p in places.values()):
-            return ""
-        lines = [f"{output.name_ranks([rank], 0)} waits at {p['where']}" for rank, p in places.items()]
-        done = [f"{output.name_ranks([rank], 0)} has finished" for rank in sorted(self.outcomes)]
-        return "; ".join([*lines, *done])
 
     def _status(self) -> str:
         """Say in one line what the ranks do, if some wait for others or nobody prints for long."""
         if time.monotonic() - self.began < STATUS_S:
             return ""
-        positions = {rank: self.calls[rank].position for rank in self._busy()}
+        positions = {rank: self.calls[rank].position or UNKNOWN for rank in self._busy()}
+        where: dict[str, list[int]] = {}
         waiting: dict[str, list[int]] = {}
-        others: dict[str, list[int]] = {}
-        for rank in self.chosen:
-            place = positions.get(rank) or UNKNOWN
-            if rank not in positions:
-                others.setdefault("has|have finished the cell", []).append(rank)
-            elif place["collective"] and place["seconds"] > WAITING_S:
-                what = f"waits|wait in {place['collective']} (line {place['line']})"
+        for rank in range(self.cluster.world_size):
+            place = positions.get(rank, UNKNOWN)
+            if place["collective"] and place["seconds"] > WAITING_S:
+                what = f"waiting in {place['collective']} (line {place['line']})"
                 waiting.setdefault(what, []).append(rank)
-            elif place["where"]:
-                others.setdefault(f"stands|stand at line {place['line']}", []).append(rank)
-        absent = [rank for rank in range(self.cluster.world_size) if rank not in self.chosen]
-        if absent:
-            others["does|do not run this cell"] = absent
-        if waiting and len(waiting) + len(others) > 1:
-            return "; ".join(_clause(ranks, what) for what, ranks in [*others.items(), *waiting.items()])
+            elif rank not in positions:
+                where.setdefault("finished" if rank in self.chosen else "not in this cell", []).append(rank)
+            elif place["line"]:
+                where.setdefault(f"at line {place['line']}", []).append(rank)
+        if waiting and len(waiting) + len(where) > 1:
+            all_of_them = [*where.items(), *waiting.items()]
+            return "; ".join(f"{output.name_ranks(ranks, 0)}: {what}" for what, ranks in all_of_them)
         if any(live.shown or live.drawn for live in self.live.values()):
             return ""
-        where = {place["where"] for place in positions.values() if place and place["where"]}
-        at = f" at {where.pop()}" if len(where) == 1 else ""
+        lines = {place["where"] for place in positions.values() if place["where"]}
+        at = f" at {lines.pop()}" if len(lines) == 1 else ""
         return f"running on {output.name_ranks(self._busy(), self.cluster.world_size)}{at}"[:STATUS_LENGTH]
 
     def _texts(self, stream: str) -> dict[int, str]:
@@ -204,8 +186,6 @@ class Cell:
 
     def _raise(self, failures: dict[int, Failure], exits: dict[int, Ended], note: str) -> NoReturn:
         """Raise what began it: a rank that died by itself, else the first that raised."""
-        if self.stuck:
-            raise RankError(f"the ranks wait for each other: {self.stuck}", note)
         killed_here = {rank for rank, number, _ in self.signalled if number == signal.SIGKILL}
         if died := {rank: how for rank, how in exits.items() if rank not in killed_here}:
             others = self._where_stood([rank for rank in self.chosen if rank not in died], exits)
@@ -263,12 +243,6 @@ def _outcome(call: Call) -> Failure | None:
         return call.result()
     except CallError as error:
         return failure(error.name, error.message)
-
-
-def _clause(ranks: list[int], what: str) -> str:
-    """ "rank 2 waits in ..." or "ranks 0, 1 wait in ..." of "waits|wait in ..."."""
-    verbs, _, rest = what.partition(" ")
-    return f"{output.name_ranks(ranks, 0)} {verbs.split('|')[len(ranks) > 1]} {rest}"
 
 
 def _alike(one: Failure, other: Failure) -> bool:

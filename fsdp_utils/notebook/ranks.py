@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_utils.notebook.cell import Cell, RankError, ipython, ranks_died, regroup, someone_watches
-from fsdp_utils.notebook.cluster import LESSON_BATCH, TIMEOUT_S, CallError, Cluster, Interrupts
+from fsdp_utils.notebook.cluster import TIMEOUT_S, CallError, Cluster, Interrupts
 
 ANSWER_LIMIT_S = 2.0  # for what only adds to an error message
 LONGEST_TIMEOUT_S = 1e6  # eleven days; torch's clocks overflow long after
@@ -79,12 +79,6 @@ def start(
     backend = "nccl, one GPU each" if _cluster.device == "cuda" else "gloo on CPU"
     count = f"{_cluster.world_size} rank{'s' * (_cluster.world_size > 1)}"
     print(f"{count} in one process group ({backend})")
-    if _cluster.unused_gpus:
-        gpus = _cluster.world_size + _cluster.unused_gpus
-        print(
-            f"{gpus} GPUs are here. The lessons' batches of {LESSON_BATCH} samples have no equal shares for "
-            f"{gpus} ranks; ranks.start({gpus}) starts them all the same."
-        )
 
 
 def stop() -> None:
@@ -141,17 +135,13 @@ def _magic(line: str, cell: str) -> None:
     run(cell, chosen, timeout_s=timeout_s)
 
 
-def run(
-    cell: str, chosen: list[int] | None = None, *, timeout_s: float = TIMEOUT_S, stuck_s: float | None = None
-) -> None:
+def run(cell: str, chosen: list[int] | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
     """Run a cell on all ranks or on some, as `%%ranks` does.
 
     Args:
         cell: source code.
         chosen: the ranks. Default: all.
         timeout_s: the longest that a collective may wait.
-        stuck_s: end the cell where all ranks that still run it have waited so long, in different collectives
-            or for a rank that has finished. Default: they wait until the time-out.
 
     Raises:
         RankError: the cell fails on a rank.
@@ -166,7 +156,7 @@ def run(
         cluster.take_all_messages()
         if died := dict(cluster.exits):
             raise ranks_died(died, "between two cells; this cell was not run", regroup(cluster))
-        Cell(cluster, cell, chosen, timeout_s, interrupts, stuck_s).run()
+        Cell(cluster, cell, chosen, timeout_s, interrupts).run()
 
 
 def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
