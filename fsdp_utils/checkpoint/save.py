@@ -321,17 +321,15 @@ def _configuration(module: Any) -> dict[str, Any]:
     base = module
     if isinstance(adapters := getattr(module, "peft_config", None), dict):  # peft's wrapper
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
-        about["adapters"] = {key: _plain_adapter(adapter, base) for key, adapter in adapters.items()}
+        for key, adapter in adapters.items():  # as peft's save_pretrained writes them
+            name = adapter.base_model_name_or_path or getattr(base, "name_or_path", None)
+            settings = {**adapter.to_dict(), "inference_mode": True, "base_model_name_or_path": name}
+            plain = json.dumps(
+                settings, default=lambda one: sorted(one) if isinstance(one, set) else str(one)
+            )
+            about.setdefault("adapters", {})[key] = json.loads(plain)
     config = getattr(base, "config", None)
     if config is not None and hasattr(config, "to_json_string"):
         architecture = type(base).__name__.removeprefix("FSDP")
         about["config"] = {**json.loads(config.to_json_string()), "architectures": [architecture]}
     return about
-
-
-def _plain_adapter(adapter: Any, base: nn.Module) -> dict[str, Any]:
-    """The configuration of an adapter as peft's save_pretrained writes it."""
-    name = adapter.base_model_name_or_path or getattr(base, "name_or_path", None)
-    settings = {**adapter.to_dict(), "inference_mode": True, "base_model_name_or_path": name}
-    plain = json.dumps(settings, default=lambda one: sorted(one) if isinstance(one, set) else str(one))
-    return json.loads(plain)

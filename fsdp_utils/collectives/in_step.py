@@ -146,7 +146,9 @@ class _Watch(threading.Thread):
 
     def collective(self, call: Call, issue: Callable[[], Any]) -> Any:
         """Record a call, then issue it."""
-        if call.kind in _POINT_TO_POINT or not self._is_main():
+        # the program's thread, or one of torch, such as backward's on a GPU
+        is_main = threading.get_ident() == self._main or threading.current_thread().name.startswith("Dummy-")
+        if call.kind in _POINT_TO_POINT or not is_main:
             return issue()
         if self.parted:
             raise OutOfStep(self.found.report)
@@ -166,10 +168,6 @@ class _Watch(threading.Thread):
         self._numbers[what] = number = len(self._numbers)
         self._calls.append((name, number, what.site(by_line=self._by_line)))
         return issue()
-
-    def _is_main(self) -> bool:
-        """Is this the program's thread, or one of torch, such as backward's on a GPU?"""
-        return threading.get_ident() == self._main or threading.current_thread().name.startswith("Dummy-")
 
     def leave(self, how: str, *, wait_s: float) -> None:
         """Wait at most so long for the end of the comparison, as the program leaves the block."""

@@ -195,7 +195,9 @@ def layers(
     ways: Mapping[str, Mapping[str, str]], *, above: Sequence[str], below: Sequence[str], alt: str
 ) -> Image:
     """Draw what several programs have in each layer, side by side, between bands that all of them share."""
-    names, tints = list(next(iter(ways.values()))), [_tint(_color(column)) for column in range(len(ways))]
+    names = list(next(iter(ways.values())))
+    # light shades, on which dark letters can be read
+    tints = [tuple(0.28 * c + 0.72 for c in to_rgb(_color(column))) for column in range(len(ways))]
     rows = {
         **{text: [text] for text in above},
         "": list(ways),
@@ -215,11 +217,6 @@ def layers(
 
 def _color(index: int) -> str:
     return RANK_COLORS[index % len(RANK_COLORS)]
-
-
-def _tint(color: str) -> tuple[float, ...]:
-    """Return a light shade of the color, on which dark letters can be read."""
-    return tuple(0.28 * part + 0.72 for part in to_rgb(color))
 
 
 def _bar(

@@ -11,6 +11,7 @@ from fsdp_utils.migration.translation import TranslationError, shown
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's ${section.key}; ${oc.env:NAME} stays as it is
 MOST_ALIASES = 20
+MOST_STEPS = 20  # from a reference to a reference
 
 
 def read_config(config: Any, given: Mapping[str, Any]) -> dict[Any, Any]:
@@ -33,16 +34,16 @@ def read_config(config: Any, given: Mapping[str, Any]) -> dict[Any, Any]:
     return content
 
 
-def _plain(value: Any, root: Mapping[Any, Any]) -> Any:
+def _plain(value: Any, root: Mapping[Any, Any], steps: int = 0) -> Any:
     """Copy settings into dicts and lists, and follow references to other keys of the config."""
     if isinstance(value, Mapping):
-        return {key: _plain(item, root) for key, item in value.items()}
+        return {key: _plain(item, root, steps) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, root) for item in value]
-    if isinstance(value, str) and (name := REFERENCE.fullmatch(value)):
+        return [_plain(item, root, steps) for item in value]
+    if isinstance(value, str) and (name := REFERENCE.fullmatch(value)) and steps < MOST_STEPS:
         found = _at(root, name[1].split("."))
         if found is not None and not isinstance(found, Mapping | list):
-            return _plain(found, root)
+            return _plain(found, root, steps + 1)
     return value
 
 
@@ -55,9 +56,10 @@ def _at(section: Any, path: list[str]) -> Any:
 def _content(path: Path) -> Any:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise TranslationError(f"{path}: expected a file .json, .yaml or .yml, found {path.suffix!r}")
-    kind, read = ("JSON", _json) if path.suffix == ".json" else ("YAML", _yaml)
+    kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
-        return read(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text, object_pairs_hook=_without_duplicates) if kind == "JSON" else _yaml(text)
     except (OSError, ModuleNotFoundError):
         raise
     except Exception as error:  # PyYAML's constructors raise ValueError, AttributeError, KeyError ...
@@ -65,22 +67,22 @@ def _content(path: Path) -> Any:
         raise TranslationError(f"{path.name}: expected {kind}, found what is none: {told:.600}") from None
 
 
-def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_without_duplicates)
-
-
 def _yaml(text: str) -> Any:
     yaml = need("yaml", "notebooks")
 
     class Loader(yaml.SafeLoader):
+        aliases = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.aliases += self.check_event(yaml.AliasEvent)
+            if self.aliases > MOST_ALIASES:  # a few characters of aliases of aliases can stand for gigabytes
+                raise ValueError(f"more than {MOST_ALIASES} aliases (*name) stand in it")
+            return super().compose_node(parent, index)
+
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             _without_duplicates([(key.value, None) for key, _ in node.value if isinstance(key.value, str)])
             return super().construct_mapping(node, deep)
 
-    # A few characters of aliases of aliases can stand for gigabytes.
-    aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
-    if aliases > MOST_ALIASES:
-        raise ValueError(f"at most {MOST_ALIASES} aliases (*name) can stand in it, and {aliases} do")
     return yaml.load(text, Loader)
 
 
