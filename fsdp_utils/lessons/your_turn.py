@@ -19,6 +19,7 @@ from fsdp_utils.notebook import ranks, tracebacks
 from fsdp_utils.notebook.cell import RankError
 
 TIMEOUT_S = 10.0  # the longest that a collective of an answer may wait
+STUCK_S = 0.4  # ranks that have waited for so long in different collectives wait for each other
 
 _ANSWER = re.compile(
     r'^# %% tags=\["(solution|right|wrong)"\] turn=(\d+)(?: says="(?P<says>[^"]*)")?', re.MULTILINE
@@ -282,12 +283,12 @@ def _judge(number: int, code: str) -> tuple[Verdict, Picture | None]:
 def _on_ranks(number: int, code: str) -> list[Measured]:
     blank: list[list[Row]] = ranks.get(f"{_HERE}.blank({number})")
     try:
-        ranks.run(code, timeout_s=TIMEOUT_S)
+        ranks.run(code, timeout_s=TIMEOUT_S, stuck_s=STUCK_S)
         asked = ranks.get(f"{_HERE}.not_ready({number}, globals())")
         if found := [result for result in asked if result is not None]:
             return found
         measuring = f"_measured = {_HERE}.measure({number}, globals())"
-        ranks.run(measuring, timeout_s=TIMEOUT_S)
+        ranks.run(measuring, timeout_s=TIMEOUT_S, stuck_s=STUCK_S)
         return ranks.get("_measured")
     except RankError as error:
         _, cell, place = error.details.partition("in an earlier cell")

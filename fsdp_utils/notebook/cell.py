@@ -55,10 +55,13 @@ class Cell:
         chosen: list[int],
         timeout_s: float,
         interrupts: Interrupts,
+        stuck_s: float | None = None,
     ) -> None:
         self.cluster = cluster
         self.chosen = chosen
         self.timeout_s = timeout_s
+        self.stuck_s = stuck_s
+        self.stuck = ""  # which ranks wait for each other, in words
         self.interrupts = interrupts
         cluster.forget_printed()
         self.calls = {rank: cluster.call(rank, "run_cell", source, timeout_s) for rank in chosen}
@@ -99,8 +102,21 @@ class Cell:
             if rank not in self.outcomes and call.answer is not None:
                 self.outcomes[rank] = _outcome(call)
         trouble = self.interrupts.come or self.cluster.exits.keys() & set(self.chosen)
-        if self.trouble_at is None and (trouble or any(self.outcomes.values())):
+        if self.trouble_at is None and not (trouble or any(self.outcomes.values())):
+            self.stuck = self._wait_for_each_other() if self.stuck_s else ""
+        if self.trouble_at is None and (trouble or any(self.outcomes.values()) or self.stuck):
             self.trouble_at = time.monotonic()
+
+    def _wait_for_each_other(self) -> str:
+        """Say where the ranks wait if none of them can go on; "" while one may."""
+        places = {rank: self.calls[rank].position or UNKNOWN for rank in self._busy()}
+        together = len({(p["collective"], p["line"]) for p in places.values()}) == 1 and not self.outcomes
+        limit_s = self.timeout_s if together else self.stuck_s or 0.0  # gloo's recv waits longer than it may
+        if not places or not all(p["collective"] and p["seconds"] > limit_s for p in places.values()):
+            return ""
+        lines = [f"{output.name_ranks([rank], 0)} waits at {p['where']}" for rank, p in places.items()]
+        done = [f"{output.name_ranks([rank], 0)} has finished" for rank in sorted(self.outcomes)]
+        return "; ".join([*lines, *done])
 
     def _status(self) -> str:
         """Say in one line what the ranks do, if some wait for others or nobody prints for long."""
@@ -186,6 +202,8 @@ class Cell:
 
     def _raise(self, failures: dict[int, Failure], exits: dict[int, Ended], note: str) -> NoReturn:
         """Raise what began it: a rank that died by itself, else the first that raised."""
+        if self.stuck:
+            raise RankError(f"the ranks wait for each other: {self.stuck}", note)
         killed_here = {rank for rank, number, _ in self.signalled if number == signal.SIGKILL}
         if died := {rank: how for rank, how in exits.items() if rank not in killed_here}:
             others = self._where_stood([rank for rank in self.chosen if rank not in died], exits)

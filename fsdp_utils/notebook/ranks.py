@@ -135,13 +135,17 @@ def _magic(line: str, cell: str) -> None:
     run(cell, chosen, timeout_s=timeout_s)
 
 
-def run(cell: str, chosen: list[int] | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+def run(
+    cell: str, chosen: list[int] | None = None, *, timeout_s: float = TIMEOUT_S, stuck_s: float | None = None
+) -> None:
     """Run a cell on all ranks or on some, as `%%ranks` does.
 
     Args:
         cell: source code.
         chosen: the ranks. Default: all.
         timeout_s: the longest that a collective may wait.
+        stuck_s: end the cell where all ranks that still run it have waited so long, in different collectives
+            or for a rank that has finished. Default: they wait until the time-out.
 
     Raises:
         RankError: the cell fails on a rank.
@@ -156,7 +160,7 @@ def run(cell: str, chosen: list[int] | None = None, *, timeout_s: float = TIMEOU
         cluster.take_all_messages()
         if died := dict(cluster.exits):
             raise ranks_died(died, "between two cells; this cell was not run", regroup(cluster))
-        Cell(cluster, cell, chosen, timeout_s, interrupts).run()
+        Cell(cluster, cell, chosen, timeout_s, interrupts, stuck_s).run()
 
 
 def _arguments(line: str, world_size: int) -> tuple[list[int], float]:
