@@ -46,9 +46,9 @@ MOST_LINES = {
     "migration": 711,  # 660
     "planner": 1695,  # 1760
     "pretrained": 505,  # 495
-    "sharding": 1102,  # 770
+    "sharding": 1106,  # 770
     "train": 1087,
-    "all together": 17_679,  # 15,000
+    "all together": 17_683,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

@@ -51,8 +51,12 @@ def local_chunk(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, over the same memory and outside of autograd."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not torch.is_grad_enabled():  # no_grad() takes as long as to_local()
+        return tensor.to_local()
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local()
 
 
 def is_readable(part: Tensor) -> bool:
