@@ -44,11 +44,11 @@ MOST_LINES = {
     "distributed": 990,  # 880
     "integrations": 402,  # 275
     "migration": 711,  # 660
-    "planner": 1695,  # 1760
+    "planner": 1698,  # 1760
     "pretrained": 505,  # 495
     "sharding": 1106,  # 770
     "train": 1087,
-    "all together": 17_683,  # 15,000
+    "all together": 17_686,  # 15,000
 }
 # Modules inside rooms that lessons and users import by name too.
 BY_NAME = (

@@ -125,12 +125,15 @@ def _sharded(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> nn.Module:
         # compiled blocks keep what their matrix products give: the partitioner of torch.compile computes the
         # rest again in backward, within fused kernels
         options["context_fn"] = selective(every_other=False)
-    if setting.checkpointing is not None or setting.compiled:
-        blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
-        way = "full" if setting.checkpointing is None else setting.checkpointing
-        compute_again(blocks, way, **options)
-    if setting.shard is None:
-        return shard(model, mesh=mesh, strategy=setting.strategy, mp_policy=setting.mp_policy)
+    try:
+        if setting.checkpointing is not None or setting.compiled:
+            blocks = [block for _, block in outermost(model, tuple(transformer_block_classes(model)))]
+            way = "full" if setting.checkpointing is None else setting.checkpointing
+            compute_again(blocks, way, **options)
+        if setting.shard is None:
+            return shard(model, mesh=mesh, strategy=setting.strategy, mp_policy=setting.mp_policy)
+    except ValueError as error:
+        raise ValueError(f"plan: {error}") from error
     model = setting.shard(model, mesh)
     if isinstance(model, FullyShardedDataParallel):
         fsdp1_lazy_init(model, model)  # else the first forward does it, in one go for all units
